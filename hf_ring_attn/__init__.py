@@ -1,0 +1,35 @@
+"""Context-parallel attention for Hugging Face Transformers whose answer is the single-GPU answer at any ring size.
+
+>>> import hf_ring_attn                                                     # registers "ring_fp32"
+>>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ring_fp32")
+
+With that and ``parallelism_config_cp_size: N`` in accelerate's launch config, Trainer, TRL's SFTTrainer and plain loops
+train on sequences that are spread over N ranks.
+"""
+
+from __future__ import annotations
+
+from .config import RingConfig
+from .errors import Refused, RingAttentionError
+from .functional import ring_attention
+from .integration import install, uninstall
+from .integration.batch import Sharded, shard
+from .integration.models import configure
+from .layout import positions
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Refused",
+    "RingAttentionError",
+    "RingConfig",
+    "Sharded",
+    "configure",
+    "install",
+    "positions",
+    "ring_attention",
+    "shard",
+    "uninstall",
+]
+
+install()

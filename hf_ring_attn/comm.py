@@ -1,0 +1,250 @@
+"""All traffic between ranks: gather by head groups, ring pass, float32 sums, agreement. Nothing here knows a mask."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from .errors import PeerLost, RanksDiffer, RefusedElsewhere
+
+# torch renamed these in 2.13 and warns about the old names on every call.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+LOCAL = ""
+"""The name of the ring of one, which needs no process group."""
+
+
+@cache
+def _leave_gloo_in_order() -> None:
+    """A process that used gloo asynchronously aborts at exit unless its groups are destroyed first (torch 2.13)."""
+    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+
+
+@contextmanager
+def _following_peers(doing: str, ring: Ring) -> Iterator[None]:
+    """Says in words that an error of the backend is another rank's failure seen from here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, (PeerLost, torch.OutOfMemoryError)):
+            raise
+        raise PeerLost(doing, ring.rank, ring.size) from error
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """Tensors on their way. `wait` returns them; on a GPU it orders streams and does not stop the host."""
+
+    ring: Ring
+    doing: str
+    tensors: list[Tensor]
+    works: Sequence[Any]
+
+    def wait(self) -> list[Tensor]:
+        with _following_peers(self.doing, self.ring):
+            for work in self.works:
+                work.wait()
+        return self.tensors
+
+
+class Ring:
+    """The ranks that share a sequence, by the name of their process group (names, unlike groups, go through ops)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Ring:
+        """The ring over ``group``; over the world if that is None, and of one rank where nothing is distributed."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(LOCAL)
+        group = group if group is not None else dist.group.WORLD
+        assert group is not None
+        return cls(LOCAL if dist.get_world_size(group) == 1 else group.group_name)
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        group = _resolve_process_group(self.name)  # type: ignore[arg-type]  # a NewType of torch 2.13
+        if dist.get_backend(group) == "gloo":
+            _leave_gloo_in_order()
+        return group
+
+    @cached_property
+    def size(self) -> int:
+        return 1 if self.name == LOCAL else dist.get_world_size(self.group)
+
+    @cached_property
+    def rank(self) -> int:
+        return 0 if self.name == LOCAL else dist.get_rank(self.group)
+
+    # ---- keys and values, forward ------------------------------------------------------------------------------
+
+    def gather(self, tensor: Tensor, doing: str = "gathered keys and values") -> Pending:
+        """Every rank's ``tensor`` [...] as [W, ...] in rank order, on its way."""
+        if self.size == 1:
+            return Pending(self, doing, [tensor[None]], ())
+        tensor = tensor.contiguous()
+        everyone = tensor.new_empty(self.size, *tensor.shape)
+        with _following_peers(doing, self):
+            work = _all_gather_single(everyone.view(-1), tensor.view(-1), group=self.group, async_op=True)
+        return Pending(self, doing, [everyone], (work,))
+
+    def gather_heads(self, tensors: Sequence[Tensor], heads_per_gather: int) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Gathers tensors [B, T, G, ...] a few of their G heads at a time, the next few on their way meanwhile.
+
+        Yields:
+            the slice of heads, and for each tensor [W, B, T, heads, ...] in rank order.
+        """
+        heads = tensors[0].shape[2]
+        groups = [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
+
+        def launch(group: slice) -> list[Pending]:
+            return [self.gather(tensor[:, :, group]) for tensor in tensors]
+
+        ahead = launch(groups[0])
+        for here, following in zip(groups, [*groups[1:], None], strict=True):
+            arrived = ahead
+            if following is not None:
+                ahead = launch(following)
+            yield here, [pending.wait()[0] for pending in arrived]
+
+    # ---- the ring, backward --------------------------------------------------------------------------------------
+
+    def send_on(self, tensors: Sequence[Tensor], doing: str) -> Pending:
+        """Sends tensors to the next rank and takes the previous rank's, which have the same shapes."""
+        tensors = [tensor.contiguous() for tensor in tensors]
+        if self.size == 1:
+            return Pending(self, doing, tensors, ())
+        arriving = [torch.empty_like(tensor) for tensor in tensors]
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        moves = []
+        for tag, (mine, theirs) in enumerate(zip(tensors, arriving, strict=True)):
+            moves.append(dist.P2POp(dist.isend, mine, group=self.group, tag=tag, group_peer=following))
+            moves.append(dist.P2POp(dist.irecv, theirs, group=self.group, tag=tag, group_peer=previous))
+        with _following_peers(doing, self):
+            return Pending(self, doing, arriving, dist.batch_isend_irecv(moves))
+
+    def visits(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
+        """Walks the ring: yields (source rank, its tensors) W times, own first, the next ones travelling meanwhile."""
+        for step in range(self.size):
+            ahead = self.send_on(tensors, "passed keys and values on") if step + 1 < self.size else None
+            yield (self.rank - step) % self.size, tensors
+            if ahead is not None:
+                tensors = ahead.wait()
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """[W, ...] in rank order: the sum over ranks of this rank's entry [...], added in the tensor's own dtype."""
+        if self.size == 1:
+            return tensor[0]
+        tensor = tensor.contiguous()
+        mine = torch.empty_like(tensor[0])
+        with _following_peers("summed gradients of keys and values", self):
+            _reduce_scatter_single(mine.view(-1), tensor.view(-1), group=self.group)
+        return mine
+
+    # ---- small things --------------------------------------------------------------------------------------------
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean over the ring, summed in float32 (float64 for float64), in the tensor's own dtype."""
+        if self.size == 1:
+            return tensor
+        wide = tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).clone()
+        with _following_peers("averaged over the ring", self):
+            dist.all_reduce(wide, group=self.group)
+        return (wide / self.size).to(tensor.dtype)
+
+    def agree(self, facts: dict[str, int], device: torch.device, todo: str, refusal: str | None = None) -> None:
+        """One small collective: all ranks hold the same facts, or all ranks raise.
+
+        Args:
+            facts: whole numbers by name, the same names on every rank.
+            todo: what to do if they differ.
+            refusal: why this rank refuses its batch, if it does; then every rank raises with that reason.
+
+        Raises:
+            RefusedElsewhere: some rank of the ring refused. RanksDiffer: the first fact that differs.
+        """
+        if self.size == 1:
+            return
+        row = torch.tensor([int(refusal is not None), *facts.values()], dtype=torch.int64, device=device)
+        table = self.gather(row, "compared its batch with the other ranks").wait()[0].tolist()
+        if any(line[0] for line in table):
+            texts: list[str | None] = [None] * self.size
+            with _following_peers("collected refusals", self):
+                dist.all_gather_object(texts, refusal, group=self.group)
+            raise RefusedElsewhere({rank: text for rank, text in enumerate(texts) if text is not None})
+        for column, name in enumerate(facts, start=1):
+            values: list[object] = [line[column] for line in table]
+            if len(set(values)) > 1:
+                raise RanksDiffer(name, values, todo)
+
+    def small_device(self, device: torch.device) -> torch.device:
+        """Where small facts must lie to travel: on the GPU for NCCL, which knows no CPU tensors."""
+        if self.size > 1 and dist.get_backend(self.group) == "nccl":
+            return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu") if self.size > 1 and dist.get_backend(self.group) == "gloo" else device
+
+    def lengths(self, length: int, device: torch.device) -> list[int]:
+        """Every rank's number of tokens."""
+        row = torch.tensor([length], dtype=torch.int64, device=device)
+        return [int(n) for n in self.gather(row, "told its length").wait()[0].flatten().tolist()]
+
+
+def fingerprint(tensor: Tensor | None) -> int:
+    """A whole number that differs, but for one chance in 2**62, where shapes or values differ. Stops the host."""
+    if tensor is None:
+        return 0
+    values = tensor.detach().reshape(-1)
+    if values.dtype.is_floating_point:
+        values = values.double().view(torch.int64)
+    values = values.long()
+    # A multiplicative hash of value and place; int64 arithmetic wraps around, on every device alike.
+    places = torch.arange(1, values.numel() + 1, device=values.device)
+    mixed = (values * 0x9E3779B97F4A7C1 + places) * (places * 0x5851F42D4C957F2D | 1)
+    mixed = (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
+    return int(mixed.sum()) ^ hash(tuple(tensor.shape)) & 0x3FFFFFFFFFFFFFFF
+
+
+class Follower:
+    """Gradients of travelling keys and values, one hop behind them.
+
+    Each visit adds its contribution to the accumulators of the keys it sees; those accumulators then travel to the
+    next rank while that rank computes its own contribution, and are home after W hops. Always in the accumulators' own
+    dtype, so nothing is rounded on the way.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.pending: Pending | None = None
+
+    def add(self, contribution: Sequence[Tensor]) -> None:
+        """Adds what the previous ranks have gathered for the same keys, and sends the sum on."""
+        if self.pending is not None:
+            for mine, arrived in zip(contribution, self.pending.wait(), strict=True):
+                mine.add_(arrived)
+        self.pending = self.ring.send_on(contribution, "passed gradients on")
+
+    def home(self) -> list[Tensor]:
+        """This rank's own accumulators, complete."""
+        assert self.pending is not None, "home() before any contribution"
+        return self.pending.wait()
+
+
+def world_rank() -> int:
+    """This process's rank in the job; 0 where nothing is distributed."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Processes in the job; 1 where nothing is distributed."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,0 +1,60 @@
+"""The options of a ring, and the only place that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from .errors import BadOption
+
+Backward = Literal["ring", "gather"]
+Loss = Literal["sharded", "gathered"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingConfig:
+    """What a ring may choose. No choice changes the answer beyond the order of float32 sums.
+
+    Args:
+        kernel: "auto", or the name of one kernel: then that kernel runs or the call is refused with its reasons.
+        backward: "ring" passes keys and values on and lets their float32 gradients follow one hop behind;
+            "gather" gathers keys and values again and reduce-scatters float32 gradients (more memory, fewer hops).
+        heads_per_gather: how many key/value heads are gathered at a time; memory of the gathered keys and values is
+            proportional to it. None chooses by size.
+        loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" re-gathers the logits in
+            their original order and computes the loss on the whole row (S x V memory on every rank), which makes
+            label smoothing and custom loss functions exact.
+        pad: pad rows to a multiple of 2 * ring size with tokens that nobody sees; False refuses other lengths.
+        deterministic: demand the same bits from run to run.
+    """
+
+    kernel: str = "auto"
+    backward: Backward = "ring"
+    heads_per_gather: int | None = None
+    loss: Loss = "sharded"
+    pad: bool = True
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backward not in get_args(Backward):
+            raise BadOption("backward", self.backward, f"one of {get_args(Backward)}")
+        if self.loss not in get_args(Loss):
+            raise BadOption("loss", self.loss, f"one of {get_args(Loss)}")
+        if self.heads_per_gather is not None and self.heads_per_gather < 1:
+            raise BadOption("heads_per_gather", self.heads_per_gather, "a positive number of heads, or None")
+
+
+def kernel_from_environment() -> str | None:
+    """The kernel named by HF_RING_ATTN_KERNEL, for command lines; a kernel named in a call goes first."""
+    return os.environ.get("HF_RING_ATTN_KERNEL") or None
+
+
+def is_a_launched_rank() -> bool:
+    """Whether a launcher (torchrun, accelerate launch) started this process. RANK alone may be that of a machine."""
+    return "LOCAL_RANK" in os.environ
+
+
+def triton_is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on CPU tensors: its own TRITON_INTERPRET=1, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

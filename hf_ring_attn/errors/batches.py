@@ -1,0 +1,112 @@
+"""Of batches, masks, models and trainers: what cannot be computed exactly."""
+
+from __future__ import annotations
+
+from .base import Refused
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+class BadBatch(Refused):
+    """A batch that cannot be sharded exactly: what is wrong with it, and what to do."""
+
+
+class MixedDocuments(BadBatch):
+    def __init__(self, row: int, token: int) -> None:
+        super().__init__(
+            f"position_ids restart at token {token} of row {row}, so the row holds several documents, but a 2-D "
+            "attention_mask is given too: eager and sdpa would then let documents see each other, flash attention "
+            "would not. For packed documents leave attention_mask out; for one document let position_ids count on."
+        )
+
+
+# ---- masks and models -----------------------------------------------------------------------------------------------
+
+
+class UnknownMask(Refused):
+    def __init__(self, name: str, known: list[str]) -> None:
+        super().__init__(
+            f"the mask function {name} is not one that ring_fp32 knows, so it cannot be computed exactly. Known are "
+            f"the functions of transformers.masking_utils {known} and their intersections. Use attn_implementation="
+            "'sdpa' or 'eager' without a ring for this model."
+        )
+
+
+class MaskOutsideRing(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "an attention mask is being made inside backward, outside the sharded batch's context: a whole model (not "
+            "its layers) is checkpointed, and its recompute would take the shard for the whole row. Checkpoint layers "
+            "(model.gradient_checkpointing_enable()), or call backward inside `with sharded:`."
+        )
+
+
+class UnshardedInput(Refused):
+    def __init__(self, queries: int, keys: int, local: int, length: int) -> None:
+        super().__init__(
+            f"inside an active ring the model must get its rank's {local} of {length} tokens, got {queries} queries "
+            f"and {keys} keys. Pass `**sharded.inputs` to the model, without past_key_values, and call generate() "
+            "outside the ring's context."
+        )
+
+
+class UnsupportedModel(Refused):
+    def __init__(self, model: str, reasons: list[str]) -> None:
+        super().__init__(f"{model} cannot be trained in a ring exactly: " + "; ".join(reasons) + ".")
+
+
+class LayerWithoutSpec(Refused):
+    def __init__(self, module: str, got: str) -> None:
+        super().__init__(
+            f"{module} asked for ring attention with {got} as its mask, inside an active ring: only masks made by "
+            "transformers.masking_utils from a 2-D mask reach the ring. A 4-D mask, or a model that makes its own, "
+            "cannot be computed exactly: leave the mask out, or run without a ring."
+        )
+
+
+class UnsupportedArgument(Refused):
+    def __init__(self, module: str, name: str, why: str) -> None:
+        super().__init__(f"{module} called attention with {name}: {why}.")
+
+
+class NoRingAttention(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "a forward ran inside an active ring, but no layer of it called ring attention, so each rank saw its own "
+            "tokens alone. Load the model with attn_implementation='ring_fp32'; a model that does not use "
+            "transformers' attention interface (bloom, mpt, mamba and kin) cannot run in a ring."
+        )
+
+
+class LossNotSharded(Refused):
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} cannot be computed exactly from one rank's tokens. Use the gathered loss: "
+            "hf_ring_attn.configure(model, RingConfig(loss='gathered')) with Trainer; in your own loop leave labels "
+            "out of the batch, and compute the loss on sharded.gather(out.logits)."
+        )
+
+
+# ---- trainers -------------------------------------------------------------------------------------------------------
+
+
+class UnknownTrainer(Refused):
+    def __init__(self, trainer: str, method: str) -> None:
+        super().__init__(
+            f"{trainer} computes its loss or its predictions in {method}, which is not known to be exact in a ring. "
+            "Use transformers.Trainer or trl.SFTTrainer; if the method only calls super() and leaves the loss as it "
+            f"is, say so with the class attribute `ring_fp32_exact = True` on {trainer}."
+        )
+
+
+class UnsupportedOption(Refused):
+    def __init__(self, option: str, why: str) -> None:
+        super().__init__(f"{option} is not possible with ring_fp32: {why}.")
+
+
+class UnknownOutput(Refused):
+    def __init__(self, name: str, got: object, local: int) -> None:
+        super().__init__(
+            f"the model's output {name!r} ({got}) does not hold one entry for each of this rank's {local} tokens, so "
+            "whole sequences cannot be made of it. Name it in ignore_keys, or call evaluate with prediction_loss_only."
+        )

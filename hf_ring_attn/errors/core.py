@@ -1,0 +1,78 @@
+"""Of the core: lengths, shapes, options, kernels, and ranks that disagree or disappear."""
+
+from __future__ import annotations
+
+from .base import Refused, RingAttentionError
+
+# ---- lengths, shapes, options ---------------------------------------------------------------------------------------
+
+
+class UnevenLength(Refused):
+    def __init__(self, length: int, world_size: int) -> None:
+        unit = 2 * world_size
+        padded = -(-length // unit) * unit
+        super().__init__(
+            f"zigzag needs a sequence length that is a multiple of 2 * cp_size = {unit}, got {length}. "
+            f"Let hf_ring_attn pad it (pad=True, the default), or pad the batch to {padded} tokens with labels of -100."
+        )
+
+
+class BadShape(Refused):
+    def __init__(self, name: str, got: object, need: str) -> None:
+        super().__init__(f"{name} has shape {got}, but {need}.")
+
+
+class BadOption(Refused):
+    def __init__(self, name: str, got: object, need: str) -> None:
+        super().__init__(f"{name}={got!r} is not possible: it must be {need}.")
+
+
+class UnsupportedAttention(Refused):
+    """Raised with every reason at once when a kernel cannot honour a request."""
+
+    def __init__(self, reasons: dict[str, list[str]]) -> None:
+        lines = [f"  {kernel}: {'; '.join(why)}" for kernel, why in reasons.items()]
+        super().__init__("no kernel can compute this attention exactly:\n" + "\n".join(lines))
+
+
+# ---- ranks that disagree or disappear -------------------------------------------------------------------------------
+
+
+class RanksDiffer(Refused):
+    def __init__(self, what: str, per_rank: list[object], todo: str) -> None:
+        listing = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(per_rank))
+        super().__init__(f"the ranks of one ring must hold the same {what}, but got {listing}. {todo}")
+
+
+class RefusedElsewhere(Refused):
+    def __init__(self, messages: dict[int, str]) -> None:
+        listing = "\n".join(f"  rank {rank}: {text}" for rank, text in messages.items())
+        super().__init__(f"the ring stops because a rank of it refused its batch:\n{listing}")
+
+
+class PeerLost(RingAttentionError, RuntimeError):
+    def __init__(self, doing: str, rank: int, size: int) -> None:
+        super().__init__(
+            f"rank {rank} of a ring of {size} lost another rank while it {doing}. That rank failed first: "
+            "its own traceback, printed by it above or below, is the cause to look at; this one only follows it."
+        )
+
+
+# ---- live ranks (hf_ring_attn.testing) ------------------------------------------------------------------------------
+
+
+class RanksFailed(RingAttentionError, RuntimeError):
+    """A run on live ranks that did not end well on all of them.
+
+    ``failures``: rank -> what happened, a traceback or an exit code, the first to fail first. ``silent``: rank -> the
+    stack of a rank that did not answer in time, the innermost call first ("" if it could not be had).
+    """
+
+    def __init__(self, world_size: int, failures: dict[int, str], silent: dict[int, str], seconds: float) -> None:
+        self.failures, self.silent = failures, silent
+        lines = [f"{len(failures) + len(silent)} of {world_size} ranks failed, the first to fail first:"]
+        lines += [f"rank {rank} {text.rstrip()}" for rank, text in failures.items()]
+        for rank, stack in silent.items():
+            where = f"; it was here:\n{stack.rstrip()}" if stack else "."
+            lines.append(f"rank {rank} did not answer within {seconds:.1f} s and was stopped{where}")
+        super().__init__("\n".join(lines) + "\nAll ranks of this world were stopped; the next run starts new ones.")

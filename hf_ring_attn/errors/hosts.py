@@ -1,0 +1,158 @@
+"""Of the hosts: patches, accelerate, command lines."""
+
+from __future__ import annotations
+
+from .base import Refused
+
+# ---- hosts: the patches ---------------------------------------------------------------------------------------------
+
+
+class ChangedHost(Refused):
+    def __init__(self, target: str, found: str, needed: str, host: str, version: str, tested: str) -> None:
+        super().__init__(
+            f"{target} of {host} {version} is not what hf_ring_attn was written for: found {found}, needed {needed}. "
+            f"Use a tested version of {host} ({tested}), or a newer hf_ring_attn."
+        )
+
+
+class ImportedTooEarly(Refused):
+    def __init__(self, module: str) -> None:
+        super().__init__(
+            f"hf_ring_attn was imported while {module} was itself being imported, so {module} cannot be patched yet. "
+            f"Import hf_ring_attn before {module.partition('.')[0]} or after it."
+        )
+
+
+class UntestedHost(UserWarning):
+    def __init__(self, host: str, version: str, tested: str) -> None:
+        super().__init__(
+            f"hf_ring_attn was tested with {host} {tested}, not with {version}. The functions that it patches have the "
+            f"parameters it needs, so it goes on; if results look wrong, compare them with a tested {host} first."
+        )
+
+
+class PatchedByOthers(UserWarning):
+    def __init__(self, target: str) -> None:
+        super().__init__(f"{target} was patched again after hf_ring_attn; uninstall() takes both patches away.")
+
+
+# ---- hosts: accelerate ----------------------------------------------------------------------------------------------
+
+
+class MeshMismatch(Refused):
+    def __init__(self, sizes: dict[str, int], processes: int) -> None:
+        needed = 1
+        for size in sizes.values():
+            needed *= size
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        super().__init__(
+            f"the mesh {product} needs {needed} processes, got {processes}. Start {needed} processes "
+            f"(accelerate launch --num_processes {needed}), or choose sizes whose product is {processes}."
+        )
+
+
+class UntestedParallelism(Refused):
+    def __init__(self, what: str, todo: str) -> None:
+        super().__init__(f"ring_fp32 with {what} is refused, because it was never tested: {todo}.")
+
+
+class TorchHandlerWithRing(Refused):
+    def __init__(self, handler: object) -> None:
+        super().__init__(
+            f'ParallelismConfig got cp_backend="ring" and cp_handler={type(handler).__name__}(...), which configures '
+            "torch's own context parallelism. Leave cp_handler out; hf_ring_attn.RingConfig has the options of a ring."
+        )
+
+
+class ModelIsNoRing(Refused):
+    def __init__(self, model: str, implementations: list[str], cp_size: int) -> None:
+        super().__init__(
+            f'cp_backend is "ring" with cp_size={cp_size} (by the launch config, or because a ring_fp32 model was '
+            f"prepared before), but {model} has attn_implementation={' and '.join(implementations)}: each rank would "
+            'attend to its own tokens only. Load it with attn_implementation="ring_fp32", or set cp_size=1.'
+        )
+
+
+class TorchContextParallelRefused(Refused):
+    """accelerate's own refusals, which wait until it is known that the model is not a ring_fp32 model."""
+
+    def __init__(self, model: str, implementations: list[str], reasons: list[str]) -> None:
+        listing = "\n".join(f"  {reason}" for reason in reasons)
+        have = " and ".join(implementations) or "no attention of transformers"
+        super().__init__(
+            f'{model} has attn_implementation={have}, so cp_size > 1 with cp_backend="torch" means accelerate\'s own '
+            f"context parallelism, and accelerate refuses:\n{listing}\n"
+            'Change that, or load the model with attn_implementation="ring_fp32", which has none of these limits.'
+        )
+
+
+class DispatchedBatches(Refused):
+    def __init__(self, how: str) -> None:
+        super().__init__(
+            f"{how}: accelerate would give every rank of a ring another batch, but a ring shares one. "
+            "Set DataLoaderConfiguration(dispatch_batches=False) (TrainingArguments: accelerator_config="
+            '{"dispatch_batches": False}), or leave dispatch_batches out and prepare the model first.'
+        )
+
+
+class ModelNotPrepared(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "maybe_context_parallel was entered before accelerate saw a model, so it is not known whether torch's "
+            "context parallelism or a ring is meant. Call accelerator.prepare(model, ...) first, or set "
+            'ParallelismConfig(cp_backend="ring").'
+        )
+
+
+class BadBuffers(Refused):
+    def __init__(self, got: str, needed: str) -> None:
+        super().__init__(f"maybe_context_parallel got {got}, but {needed}.")
+
+
+class NoLogits(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "loss='gathered' needs the model's logits, but this forward makes none (TRL's fused head, or a model "
+            "without a language-model head). Use RingConfig(loss='sharded'), which gives the same value; for a custom "
+            "loss or label smoothing use transformers.Trainer."
+        )
+
+
+# ---- command lines --------------------------------------------------------------------------------------------------
+
+
+class BadCommand(Refused):
+    """Base of what `python -m hf_ring_attn.run` refuses: told in words, without a traceback."""
+
+
+class NothingToRun(BadCommand):
+    def __init__(self) -> None:
+        super().__init__(
+            "no program is named. Give a script, a module or a console command, and its arguments: "
+            "python -m hf_ring_attn.run train.py ..., -m my_package.train ..., or trl sft ..."
+        )
+
+
+class NoSuchProgram(BadCommand):
+    def __init__(self, program: str, why: str) -> None:
+        super().__init__(
+            f"cannot run {program!r}: {why}. It must be a script (train.py), a module (-m my_package.train) or a "
+            "console command of an installed package (trl sft)."
+        )
+
+
+class LaunchedTwice(BadCommand):
+    def __init__(self, program: str, options: list[str]) -> None:
+        super().__init__(
+            f"this process is one rank of a launcher already, so {program} runs right here, but the command has "
+            f"options for a launcher of its own: {', '.join(options)}. Give them to the outer launcher, or start the "
+            "command once, without it: python -m hf_ring_attn.run COMMAND ..."
+        )
+
+
+class NoPython(BadCommand):
+    def __init__(self, program: str) -> None:
+        super().__init__(
+            f"a launcher got --no_python, so it would start {program} as a program of its own, where hf_ring_attn is "
+            "not imported. Leave --no_python out: scripts, modules (-m) and console commands are all understood."
+        )

@@ -1,0 +1,114 @@
+"""The sharded batch that is being computed now: read only while a mask function or a model's first call runs.
+
+Process-wide and a stack, not a thread-local: backward runs in threads of its own. What a backward or a recompute needs
+travels on the `MaskSpec`, so leaving the context before backward is fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .. import errors
+from ..comm import Ring
+from ..config import RingConfig
+from ..layout import Layout
+from ..mask import Band
+from ..ring import Plan
+
+_STACK: list[Scope] = []
+
+
+class MaskSpec:
+    """What an attention layer needs to know: the plan of its ring, and where it came from.
+
+    Not a dataclass: FSDP2 walks the fields of dataclasses among a layer's inputs and rebuilds them, and this is one
+    opaque object, whose scope leads back to it.
+
+    Args:
+        scope: the sharded batch it belongs to; None for a ring of one that needs none.
+    """
+
+    def __init__(self, plan: Plan, layout: Layout, band: Band, config: RingConfig, scope: Scope | None) -> None:
+        self.plan = plan
+        self.layout = layout
+        self.band = band
+        self.config = config
+        self.scope = scope
+
+    def contiguous(self) -> MaskSpec:
+        """Itself: generate() with a static cache calls this on every mask that was made ahead."""
+        return self
+
+
+@dataclass(eq=False)
+class Scope:
+    """One sharded batch.
+
+    Args:
+        documents: [B, S padded] ids on the CPU, -1 for padding to the ring; None: one document, causal masks only.
+        hidden: [B, S padded] bool on the CPU, keys that a 2-D padding mask hides; None: none.
+        max_position: the largest position id of the whole batch, for RoPE that depends on it.
+        has_labels: the batch holds labels, so the model computes a loss on its shard.
+        numbered: the batch had no position_ids, and was given 0, 1, 2, ... in each row.
+    """
+
+    ring: Ring
+    layout: Layout
+    config: RingConfig
+    documents: Tensor | None = None
+    hidden: Tensor | None = None
+    max_position: int | None = None
+    has_labels: bool = False
+    numbered: bool = False
+    attended: bool = False
+    """Whether any attention layer ran in this ring."""
+    called: bool = False
+    """Whether any model was called in this context."""
+    reduced: bool = False
+    """Whether `Sharded.reduce_gradients` averaged its gradients."""
+    checked: set[int] = field(default_factory=set)
+    """Identities of the modules and configs that were looked at."""
+    kernel: str = ""
+    """The kernel that computed it, and below what its layers had: for the line at start."""
+    bands: set[Band] = field(default_factory=set)
+    features: set[str] = field(default_factory=set)
+    _specs: dict[tuple[Band, int], MaskSpec] = field(default_factory=dict)
+
+    def spec(self, band: Band, batch: int, make: Callable[[Band, int], MaskSpec]) -> MaskSpec:
+        """The spec of a kind of mask, made once per batch."""
+        key = (band, batch)
+        if key not in self._specs:
+            self._specs[key] = make(band, batch)
+        return self._specs[key]
+
+    def admit(self) -> None:
+        """Called for every mask made in this scope; a scope that stands for no sharded batch refuses."""
+
+    def refuse_labels_of_bidirectional(self) -> None:
+        if self.has_labels and self.ring.size > 1:
+            raise errors.LossNotSharded("the loss of a model with bidirectional attention (masked LM, encoders)")
+
+
+def current() -> Scope | None:
+    """The innermost sharded batch, or None outside any."""
+    return _STACK[-1] if _STACK else None
+
+
+@contextmanager
+def activate(scope: Scope) -> Iterator[Scope]:
+    """Makes ``scope`` the current one while a model's forward runs.
+
+    Raises:
+        NoRingAttention: on leaving, if a model ran but none of its layers attended in the ring.
+    """
+    _STACK.append(scope)
+    try:
+        yield scope
+    finally:
+        _STACK.remove(scope)
+    if scope.called and not scope.attended:
+        raise errors.NoRingAttention()

@@ -1,0 +1,136 @@
+"""The attention function registered as "ring_fp32". The only place that knows transformers' [B, H, T, D]."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from .. import errors
+from ..choice import kernel_for
+from ..kernels import Params, Request
+from ..ring import attend
+from . import active
+from .active import MaskSpec
+from .report import features, say
+
+NAME = "ring_fp32"
+
+REFUSED_ARGUMENTS = {
+    "position_bias": "a bias of S x S scores built from local lengths (T5) is not supported",
+    "attn_bias": "an additive bias is not supported",
+    "indices": "sparse attention over chosen indices (DeepSeek V3.2 and kin) is not supported",
+    "block_indices": "sparse attention over chosen blocks is not supported",
+    "head_mask": "masking of heads is not supported",
+}
+
+
+def ring_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskSpec | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer; runs in the ring if and only if its mask is our spec.
+
+    Args:
+        query: [B, H, T, D]; key: [B, G, T, D]; value: [B, G, T, Dv].
+        s_aux, sinks: [H] sink logits, under either of the names that models use.
+
+    Returns:
+        [B, T, H, Dv] contiguous in query's dtype, and None for the weights, which never exist.
+
+    Raises:
+        Refused: for what a ring cannot do exactly.
+    """
+    if not isinstance(attention_mask, MaskSpec):
+        return _local(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, sinks, kwargs)
+    spec, where = attention_mask, type(module).__name__
+    if dropout:
+        todo = "it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout, attn_pdrop)"
+        raise errors.UnsupportedArgument(where, f"dropout={dropout}", todo)
+    for name, why in REFUSED_ARGUMENTS.items():
+        if kwargs.get(name) is not None:
+            raise errors.UnsupportedArgument(where, name, why)
+    if spec.scope is not None:
+        spec.scope.attended = True
+    if key.shape[2] != query.shape[2]:
+        raise errors.UnshardedInput(query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
+
+    dtype = query.dtype
+    q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
+    params = Params(
+        float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        float(softcap) if softcap is not None else None,
+        sinks if s_aux is None else s_aux,
+        spec.config.deterministic,
+    )
+    out, _ = attend(
+        q, k, v, spec.plan, params, kernel=_kernel(spec, params, q, k, v), backward=spec.config.backward,
+        heads_per_gather=spec.config.heads_per_gather,
+    )  # fmt: skip
+    return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _kernel(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The kernel's name, noted for the line at start. A compiler would trace its search for installed packages."""
+    kernel = kernel_for(spec.plan.ring, spec.config.kernel, _request(q, k, v, params, spec.plan.holes))
+    if spec.scope is None:
+        say(f"no ring active; kernel {kernel}")
+    elif not spec.scope.kernel or spec.band not in spec.scope.bands:
+        spec.scope.kernel = kernel
+        spec.scope.bands.add(spec.band)
+        spec.scope.features |= features(spec, params)
+    return kernel
+
+
+def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All in one dtype: autocast's where it is on, as torch's own attention does; else the widest of them."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def _request(q: Tensor, k: Tensor, v: Tensor, params: Params, holes: bool) -> Request:
+    return Request(
+        q.device.type, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], params.softcap is not None,
+        params.sinks is not None, params.deterministic, holes,
+    )  # fmt: skip
+
+
+def _local(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
+    dropout: float, softcap: float | None, s_aux: Tensor | None, sinks: Tensor | None, kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention outside any ring with a mask that is not ours: cached decoding and foreign towers."""
+    scope = active.current()
+    if scope is not None:
+        raise errors.LayerWithoutSpec(type(module).__name__, "nothing" if mask is None else type(mask).__name__)
+    if softcap is None and s_aux is None and sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    # torch's sdpa has neither softcap nor sinks; the model's own eager code has what the model needs.
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        why = f"{type(module).__module__} has no eager_attention_forward to decode with"
+        raise errors.UnsupportedArgument(type(module).__name__, "softcap or sinks", why)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    extra = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
+    kwargs.update({name: x for name, x in extra.items() if x is not None})
+    out, _ = eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+    return out, None

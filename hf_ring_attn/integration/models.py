@@ -1,0 +1,177 @@
+"""Which models a ring can train exactly, and the options set on a model."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSequenceClassificationLoss
+
+from .. import errors
+from ..config import RingConfig
+from . import peft, rope
+from .active import Scope
+from .report import warn
+
+_OPTIONS: dict[int, tuple[weakref.ref[Any], RingConfig]] = {}
+"""Options by the identity of a model's config: configs are saved as JSON, so nothing may be hung on them."""
+
+_ADMITTED: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, bool, bool, bool, bool]]] = weakref.WeakKeyDictionary()
+"""Models that were looked at and found exact, by ring size, mode, and what the batch holds."""
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+RECURRENT = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|ShortConv|LinearAttention|LightningAttention|xLSTM")
+UNTESTED_WRAPPERS = {
+    "FullyShardedDataParallel": "FSDP1 is not tested: use FSDP2 (fsdp_version: 2) or DDP",
+    "DeepSpeedEngine": "DeepSpeed is not tested: use FSDP2 or DDP",
+}
+
+
+def configure(model: nn.Module, config: RingConfig) -> None:
+    """Sets the options with which ``model`` runs in a ring; see `RingConfig`."""
+    for part in configs_of(model):
+        _OPTIONS[id(part)] = (weakref.ref(part), config)
+
+
+def ring_config(config: Any) -> RingConfig:
+    """The options set for the model that has this transformers config; the defaults if none were set."""
+    reference, options = _OPTIONS.get(id(config), (None, None))
+    return options if reference is not None and options is not None and reference() is config else RingConfig()
+
+
+def options_of(model: nn.Module) -> RingConfig:
+    """The options set for ``model``, wrapped or not."""
+    for part in configs_of(model):
+        if id(part) in _OPTIONS:
+            return ring_config(part)
+    return RingConfig()
+
+
+def configs_of(model: nn.Module) -> Iterator[Any]:
+    """The distinct transformers configs of a model's modules, wrappers looked through."""
+    seen: set[int] = set()
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if config is not None and hasattr(config, "_attn_implementation") and id(config) not in seen:
+            seen.add(id(config))
+            yield config
+
+
+def uses_ring(model: nn.Module) -> bool:
+    """Whether ``model``, or its text part, has attn_implementation "ring_fp32"."""
+    return any(config._attn_implementation == "ring_fp32" for config in configs_of(model))
+
+
+def bind(model: nn.Module, scope: Scope) -> None:
+    """Called with every outermost model that runs in a ring: refuses what is not exact, and prepares the rest."""
+    scope.checked.update(id(module) for module in model.modules())
+    scope.called = True
+    # A model's structure is walked once per mode, not once per batch; its configs are read for every mask.
+    case = (scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None)
+    if case in _ADMITTED.get(model, ()):
+        return
+    reasons = list(dict.fromkeys(_reasons(model, scope)))
+    if reasons:
+        raise errors.UnsupportedModel(_name(model), reasons)
+    if scope.has_labels and scope.ring.size > 1:
+        _refuse_loss(model)
+    rope.install(model)
+    if any(getattr(config, "output_attentions", False) for config in configs_of(model)):
+        warn("output_attentions=True gives no attention weights with ring_fp32: they never exist.")
+    _ADMITTED.setdefault(model, set()).add(case)
+
+
+def _name(model: nn.Module) -> str:
+    """Of the model inside DDP and other wrappers, which is the one that the user made."""
+    return type(next((module for module in model.modules() if "config" in module.__dict__), model)).__name__
+
+
+def _head(model: nn.Module) -> Any:
+    """The model of transformers inside wrappers, which has the loss; None if there is none."""
+    # By __dict__: a PEFT model passes every attribute on, as if it were its own.
+    return next((module for module in model.modules() if "loss_type" in module.__dict__), None)
+
+
+def _refuse_loss(model: nn.Module) -> None:
+    """Labels make the model compute a loss of its shard; only a causal language model's is exact then."""
+    head = _head(model)
+    if head is None:
+        return
+    # transformers falls back to the causal loss where it knows no loss of that name (GPT2LMHeadModel, say).
+    causal = LOSS_MAPPING.get(str(head.loss_type), ForCausalLMLoss) is ForCausalLMLoss
+    forward = inspect.unwrap(type(head).forward)
+    if not causal or "loss_function" not in forward.__code__.co_names:
+        raise errors.LossNotSharded(f"the loss of {type(head).__name__}, which is no causal language model's,")
+
+
+def refuse(config: Any, scope: Scope) -> None:
+    """Refuses a model by its transformers config alone."""
+    if config is None or id(config) in scope.checked or scope.ring.size == 1:
+        return
+    scope.checked.add(id(config))
+    reasons = list(_config_reasons(config, scope))
+    if reasons:
+        raise errors.UnsupportedModel(type(config).__name__, reasons)
+
+
+def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
+    if scope.ring.size == 1:
+        return
+    configs = list(configs_of(model))
+    if configs and not uses_ring(model):
+        yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not 'ring_fp32'"
+    if configs and not _uses_interface(model):
+        yield "its code does not use transformers' attention interface, so its attention would stay on each rank"
+    for config in configs:
+        yield from _config_reasons(config, scope)
+    if LOSS_MAPPING.get(str(getattr(_head(model), "loss_type", None))) is ForSequenceClassificationLoss:
+        yield "it classifies a sequence by one token, which each rank would look for among its own"
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in UNTESTED_WRAPPERS:
+            yield UNTESTED_WRAPPERS[kind]
+        if RECURRENT.search(kind):
+            yield f"{name or 'it'} ({kind}) carries state along the sequence"
+            break
+        if model.training and getattr(module, "neftune_noise_alpha", None):
+            yield "NEFTune scales its noise by the local length; set neftune_noise_alpha=None"
+    if scope.numbered:
+        yield from _position_reasons(model, scope)
+    yield from peft.reasons(model)
+
+
+def _position_reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
+    """Models that would number their tokens otherwise than 0, 1, 2, ..., as a batch without position_ids is sharded."""
+    for name, module in model.named_modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is None or "position_ids" not in code.co_varnames:
+            continue
+        by_tokens = "create_position_ids_from_input_ids" in code.co_names  # RoBERTa and kin: from pad_token_id + 1
+        if by_tokens or ("cumsum" in code.co_names and scope.hidden is not None):  # OPT: by the padding mask
+            how = "input_ids" if by_tokens else "the padding mask"
+            yield f"{name} ({type(module).__name__}) numbers positions by {how}; put its position_ids into the batch"
+
+
+def _uses_interface(model: nn.Module) -> bool:
+    """Whether the file of any transformers model in ``model`` refers to the attention interface."""
+    files = {type(module).__module__ for module in model.modules() if "config" in module.__dict__}
+    return any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)
+
+
+def _config_reasons(config: Any, scope: Scope) -> Iterator[str]:
+    if getattr(config, "is_encoder_decoder", False):
+        yield "encoder-decoder models are not supported"
+    layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    foreign = sorted({str(layer) for layer in layers} - ATTENTION_LAYERS)
+    if foreign:
+        yield f"its layers of type {foreign} do not go through ring attention exactly"
+    if getattr(config, "attn_temperature_tuning", False):
+        yield "attn_temperature_tuning (Llama 4) counts positions from the local length"
+    if getattr(config, "output_router_logits", False):
+        todo = "set output_router_logits=False (SFTConfig: router_aux_loss_coef=0.0)"
+        yield f"the MoE auxiliary loss is not exact on one rank's tokens; {todo}"

@@ -1,0 +1,69 @@
+"""The one line at start: what is active, on rank 0."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from ..comm import world_rank
+from ..kernels import Params
+from ..mask import BIDIRECTIONAL, CAUSAL
+from .active import MaskSpec, Scope
+
+logger = logging.getLogger("hf_ring_attn")
+_said: set[tuple[object, ...]] = set()
+
+
+def _logger() -> logging.Logger:
+    """Lines are for people at a terminal: without any logging set up, they go to stderr."""
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[hf_ring_attn] %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    return logger
+
+
+def say(text: str) -> None:
+    """Logs a line on the first rank of the job, once per text."""
+    if (text,) not in _said and world_rank() == 0:
+        _said.add((text,))
+        _logger().info(text)
+
+
+def warn(text: str) -> None:
+    """Logs a warning once per text and process."""
+    if (text, "warning") not in _said:
+        _said.add((text, "warning"))
+        _logger().warning(text)
+
+
+def features(spec: MaskSpec, params: Params) -> set[str]:
+    """What a layer's attention has beyond one causal sequence, in words."""
+    documents = spec.scope.documents if spec.scope is not None else None
+    present = {
+        "window": spec.band not in (CAUSAL, BIDIRECTIONAL),
+        "bidirectional": spec.band == BIDIRECTIONAL,
+        "documents": documents is not None and int(documents.max()) > 0,
+        "sinks": params.sinks is not None,
+        "softcap": params.softcap is not None,
+    }
+    return {name for name, is_there in present.items() if is_there}
+
+
+def announce(scope: Scope) -> None:
+    """Says what was active in a sharded batch, once per ring size, kernel and set of features."""
+    key = (scope.ring.size, scope.kernel, *sorted(scope.features))
+    if key in _said or not scope.kernel:
+        return
+    _said.add(key)
+    layout, config = scope.layout, scope.config
+    what = f"; {', '.join(sorted(scope.features))}" if scope.features else ""
+    if scope.ring.size == 1:
+        say(f"no ring active; kernel {scope.kernel}{what}")
+    else:
+        say(
+            f"ring of {scope.ring.size}: {layout.local_length} of {layout.length} tokens a rank, kernel "
+            f"{scope.kernel}, backward {config.backward}, loss {config.loss}{what}"
+        )

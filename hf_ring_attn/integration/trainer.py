@@ -1,0 +1,235 @@
+"""transformers.Trainer in a ring: batches are sharded before the step, losses and predictions are whole after it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import errors
+from ..layout import Layout
+from . import accelerate, active, models
+from .batch import Sharded, shard
+from .loss import gathered
+from .patches import Patch
+
+UNDERSTOOD = {
+    "transformers.trainer.Trainer",
+    "trl.trainer.sft_trainer.SFTTrainer",
+    "trl.trainer.base_trainer._BaseTrainer",
+}
+"""Classes whose way from a batch to a loss is known to be exact in a ring."""
+STEPS = ("compute_loss", "training_step", "prediction_step", "evaluation_loop", "get_batch_samples")
+"""The methods on that way. A subclass that overrides one is refused, unless it says ``ring_fp32_exact = True``."""
+
+
+def group_of(trainer: Any) -> Any:
+    """The process group of the trainer's ring, or None where it trains without one."""
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    return accelerate.ring_group(trainer.accelerator) if accelerate.ring_enabled(config) else None
+
+
+# ---- at the start ----------------------------------------------------------------------------------------------------
+
+
+def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        with accelerate.deferring_cp_checks(self.model):
+            original(self)
+        accelerate.settle(self.accelerator, self.model)  # also where an Accelerator existed before the trainer
+        if group_of(self) is not None:
+            _refuse_trainer(self)
+
+    return create_accelerator_and_postprocess
+
+
+def _refuse_trainer(trainer: Any) -> None:
+    classes = type(trainer).__mro__
+    for method in STEPS:
+        owner = next((c for c in classes if method in vars(c)), None)
+        if owner is None or f"{owner.__module__}.{owner.__qualname__}" in UNDERSTOOD:
+            continue
+        # Said by the class that overrides the method or by one below it: what a parent says, it says of itself.
+        if not any(vars(c).get("ring_fp32_exact", False) for c in classes[: classes.index(owner) + 1]):
+            raise errors.UnknownTrainer(type(trainer).__name__, f"{owner.__qualname__}.{method}")
+    if trainer.args.use_liger_kernel:
+        raise errors.UnsupportedOption(
+            "use_liger_kernel=True", "its fused loss is not tested in a ring; set it to False"
+        )
+
+
+def _refuse_loss(trainer: Any, options: Any) -> None:
+    """Before the first step, once all of the trainer is set up."""
+    if options.loss == "sharded":
+        if trainer.label_smoother is not None:
+            raise errors.LossNotSharded("label smoothing (label_smoothing_factor)")
+        if trainer.compute_loss_func is not None:
+            raise errors.LossNotSharded("compute_loss_func")
+    if not trainer.model_accepts_loss_kwargs:
+        raise errors.LossNotSharded(f"the loss of {type(trainer.model).__name__}, which takes no num_items_in_batch,")
+
+
+# ---- a batch ---------------------------------------------------------------------------------------------------------
+
+
+def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        group = group_of(self)
+        if group is None:
+            return original(self, model, inputs)
+        options = models.options_of(model)
+        _refuse_loss(self, options)
+        whole = self._prepare_inputs(inputs)
+        sharded = shard(whole, group, config=options, model=model)
+        local = dict(sharded.inputs)
+        local.pop("num_items_in_batch", None)  # the trainer counts over gradient accumulation and all ranks, itself
+        if options.loss == "gathered":
+            for name in ("labels", "shift_labels"):
+                local.pop(name, None)
+                if whole.get(name) is not None:
+                    local[name] = whole[name]
+        # In place: the trainer counts tokens and operations on this dict after the step.
+        self._ring_fp32_layout = sharded.layout
+        inputs.clear()
+        inputs.update(local)
+        return functools.partial(_step, model, sharded), inputs
+
+    return _prepare_context_parallel_inputs
+
+
+@contextmanager
+def _step(model: nn.Module, sharded: Sharded) -> Iterator[Sharded]:
+    with sharded:
+        if sharded.scope.config.loss == "gathered":
+            with gathered(model, sharded):
+                yield sharded
+        else:
+            yield sharded
+
+
+def _track_num_input_tokens(original: Callable[..., None]) -> Callable[..., None]:
+    def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
+        if group_of(self) is not None:  # without the ring's own padding, which no user gave
+            layout: Layout = self._ring_fp32_layout
+            held = int((layout.positions() < layout.length).sum())
+            name = getattr(self.model, "main_input_name", "input_ids")
+            inputs = {**inputs, name: inputs[name][:, :held]}
+        original(self, inputs)
+
+    return _track_num_input_tokens
+
+
+def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        scope = active.current()
+        if scope is None or scope.config.loss == "sharded" or num_items_in_batch is None:
+            return original(self, model, inputs, return_outputs, num_items_in_batch)
+        # The trainer's arithmetic is that of shards: it divides the count by the ring size unless ranks are averaged
+        # over, and multiplies the loss by all ranks if they are. A loss of whole rows is the same on every rank.
+        averaged = self.args.average_tokens_across_devices
+        if not averaged:
+            num_items_in_batch = num_items_in_batch * scope.ring.size
+        result = original(self, model, inputs, return_outputs, num_items_in_batch)
+        share = 1 / scope.ring.size if averaged else 1.0
+        return (result[0] * share, result[1]) if return_outputs else result * share
+
+    return compute_loss
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prediction_step(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        if group_of(self) is None:
+            return original(self, model, inputs, prediction_loss_only, ignore_keys)
+        return predict(self, model, inputs, prediction_loss_only, ignore_keys, count_over_all, self.label_names)
+
+    return prediction_step
+
+
+def count_over_all(trainer: Any, inputs: dict[str, Any]) -> Any:
+    """Trainer's own count: labelled tokens of this evaluation batch over all data-parallel ranks."""
+    return trainer._get_num_items_in_batch([inputs], trainer.args.device)
+
+
+def predict(
+    trainer: Any,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None,
+    count: Callable[[Any, dict[str, Any]], Any],
+    names: Sequence[str],
+) -> tuple[Any, Any, Any]:
+    """`Trainer.prediction_step` on a sharded batch: loss, and logits and labels of whole sequences in their order.
+
+    ``count`` gives the num_items_in_batch with which the trainer's compute_loss is to divide; ``names`` are the inputs
+    that are labels.
+    """
+    inputs = trainer._prepare_inputs(inputs)
+    has_labels = len(names) > 0 and all(inputs.get(name) is not None for name in names)
+    labels = tuple(inputs[name].detach() for name in names) if has_labels else None
+    if ignore_keys is None:
+        ignore_keys = getattr(getattr(trainer.model, "config", None), "keys_to_ignore_at_inference", None) or []
+        ignore_keys = [*ignore_keys, "past_key_values"]
+    num_items = count(trainer, inputs) if has_labels else None
+
+    context, local = trainer._prepare_context_parallel_inputs(model, dict(inputs))
+    loss = outputs = None
+    with torch.no_grad(), trainer.compute_loss_context_manager(), context() as sharded:
+        if not has_labels:
+            outputs = model(**local)
+        elif prediction_loss_only:
+            loss = trainer.compute_loss(model, local, return_outputs=False, num_items_in_batch=num_items)
+        else:
+            loss, outputs = trainer.compute_loss(model, local, return_outputs=True, num_items_in_batch=num_items)
+    if loss is not None:
+        loss = sharded.reduce(loss.detach().mean())
+    if prediction_loss_only:
+        return loss, None, None
+    if not isinstance(outputs, dict):
+        raise errors.UnsupportedOption("return_dict=False", "predictions in a ring need a model that returns a dict")
+    logits = tuple(
+        whole_sequences(sharded, name, x) for name, x in outputs.items() if name not in (*ignore_keys, "loss")
+    )
+    return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
+
+
+def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
+    """A model's output with every tensor of it in whole sequences."""
+    if isinstance(x, (tuple, list)):
+        return type(x)(whole_sequences(sharded, name, part) for part in x)
+    layout = sharded.layout
+    if isinstance(x, Tensor) and x.dim() >= 2:
+        if x.shape[1] == layout.local_length:
+            return sharded.gather(x.detach())
+        if x.shape[1] == layout.length:  # the gathered loss has gathered it
+            return x.detach()
+    raise errors.UnknownOutput(name, tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, layout.local_length)
+
+
+TRAINER = "transformers.trainer:Trainer"
+PATCHES = [
+    Patch(f"{TRAINER}.create_accelerator_and_postprocess", "(self)", _create_accelerator),
+    Patch(f"{TRAINER}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
+    Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _track_num_input_tokens),
+    Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
+    Patch(f"{TRAINER}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
+]

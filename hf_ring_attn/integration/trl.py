@@ -1,0 +1,72 @@
+"""TRL's SFTTrainer in a ring: its evaluation is sharded too, and its metrics are sums over each ring."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .. import errors
+from . import accelerate, active, trainer
+from .batch import IGNORED
+from .patches import Patch
+
+
+def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        scope = active.current()
+        if scope is None:
+            return original(self, model, inputs, return_outputs, num_items_in_batch)
+        if scope.config.loss == "gathered":
+            raise errors.NoLogits()
+        accelerator = self.accelerator
+        # Entropy and accuracy are sums over tokens, and a ring's tokens are one row's.
+        accelerator.gather_for_metrics = functools.partial(accelerate.gather_sums_per_ring, accelerator)
+        try:
+            return original(self, model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            del accelerator.gather_for_metrics
+
+    return compute_loss
+
+
+def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prediction_step(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        if trainer.group_of(self) is None:
+            return original(self, model, inputs, prediction_loss_only, ignore_keys)
+        # SFTTrainer does not ask label_names: it always has labels, and a loss.
+        return trainer.predict(self, model, inputs, prediction_loss_only, ignore_keys, _count_of_ring, ["labels"])
+
+    return prediction_step
+
+
+def _count_of_ring(sft: Any, inputs: dict[str, Any]) -> Any:
+    """SFTTrainer evaluates with the mean over the tokens of one data-parallel rank, here of one ring.
+
+    Its compute_loss multiplies by the number of processes where tokens are averaged across devices, and the mean over
+    the ring divides by the ring's size: the count makes up for both.
+    """
+    labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
+    factor = sft.accelerator.num_processes if sft.args.average_tokens_across_devices else 1
+    return labels.ne(IGNORED).sum() * factor / sft.get_cp_size()
+
+
+SFT = "trl.trainer.sft_trainer:SFTTrainer"
+PATCHES = [
+    Patch(f"{SFT}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
+    Patch(f"{SFT}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
+]

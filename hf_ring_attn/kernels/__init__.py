@@ -1,0 +1,43 @@
+"""The kernels, one a file, and the choice among them."""
+
+from __future__ import annotations
+
+from ..config import kernel_from_environment
+from ..errors import BadOption, UnsupportedAttention
+from .base import Gradients, Kernel, Params, Place, Request, accumulate_dtype
+from .flash4 import Flash4
+from .reference import Reference
+from .triton import Triton
+
+KERNELS: dict[str, Kernel] = {"flash4": Flash4(), "triton": Triton(), "reference": Reference()}
+"""Every kernel by name, the preferred one first."""
+
+UNPROVEN = frozenset({"flash4", "triton"})
+"""Kernels that "auto" leaves out, because their checks on a GPU are not filed in recipes/results yet."""
+
+__all__ = ["KERNELS", "UNPROVEN", "Gradients", "Kernel", "Params", "Place", "Request", "accumulate_dtype", "choose"]
+
+
+def choose(name: str, request: Request) -> Kernel:
+    """The kernel for a request.
+
+    Args:
+        name: "auto" takes the first of `KERNELS` that is proven and can serve the request; any other name takes that
+            kernel alone.
+
+    Raises:
+        BadOption: there is no kernel of that name.
+        UnsupportedAttention: with every reason of every kernel that was asked.
+    """
+    if name == "auto":
+        name = kernel_from_environment() or "auto"
+    if name != "auto" and name not in KERNELS:
+        raise BadOption("kernel", name, f"'auto' or one of {sorted(KERNELS)}")
+    reasons: dict[str, list[str]] = {}
+    proven = [kernel for known, kernel in KERNELS.items() if known not in UNPROVEN]
+    for kernel in proven if name == "auto" else [KERNELS[name]]:
+        why = kernel.unsupported(request)
+        if not why:
+            return kernel
+        reasons[kernel.name] = why
+    raise UnsupportedAttention(reasons)

@@ -1,0 +1,142 @@
+"""The contract of a kernel: attention of tiles on one device. A kernel never sees a process group.
+
+Shapes: q [B, T, H, D]; k [B, S, G, D]; v [B, S, G, Dv]; query head h reads key head h // (H / G).
+lse [B, H, T], natural logarithm, -inf where a query sees no key. tiles: see `hf_ring_attn.mask.tiles`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over tokens are kept: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_products(dout: Tensor, out: Tensor) -> Tensor:
+    """delta [B, H, T] = rowsum(dout * out) of [B, T, H, Dv], in the accumulation dtype."""
+    dtype = accumulate_dtype(out.dtype)
+    return torch.einsum("bthd,bthd->bht", dout.to(dtype), out.to(dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class Params:
+    """What is the same for every tile.
+
+    Args:
+        scale: factor of q k^T.
+        softcap: cap * tanh(score / cap) is applied to the scaled scores; None for none.
+        sinks: [H], one logit a query head that takes part in the softmax and has no value; None for none.
+        deterministic: the same bits from run to run.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    deterministic: bool = False
+
+    def of_heads(self, heads: slice) -> Params:
+        """These parameters for a slice of the query heads."""
+        sinks = None if self.sinks is None else self.sinks[heads]
+        return Params(self.scale, self.softcap, sinks, self.deterministic)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """What an accumulator is for. Kernels that keep gradients in the order of their tensors have no use for it.
+
+    A segment is a run of tokens of one document at consecutive positions: the only places where an accumulator whose
+    memory is ordered by blocks may be cut. Accumulators of one kind travel, so they have one size on all ranks.
+
+    Args:
+        of: whose gradient it holds.
+        shape: [B, T, heads, width] of that tensor.
+        widths: D and Dv.
+        segments: [N, 3] int64 on the CPU: batch row, offset and length of each segment, in that order, the same N for
+            the tensors of all ranks; segments of no tokens fill up.
+        shared: every batch row, and every rank's tensor, has the same segments; the table is that of one row.
+        scale: the gradient is this times what was added.
+    """
+
+    of: Literal["q", "k", "v"]
+    shape: tuple[int, ...]
+    widths: tuple[int, int]
+    segments: Tensor
+    shared: bool
+    scale: float
+
+
+@dataclass(eq=False)
+class Gradients:
+    """Accumulators to add into, in place. They come from `Kernel.new_gradient` and are opaque to everyone else.
+
+    ``places`` are those of dq, dk and dv. ``extra`` holds float32 gradients of captured parameters by name (this
+    rank's share, as for any weight).
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    places: tuple[Place, Place, Place] | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a kernel is asked for, so that it can say whether it can.
+
+    ``holes``: some document's keys lie in several runs, so that a query may meet several tiles of one row of keys.
+    """
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    softcap: bool
+    sinks: bool
+    deterministic: bool
+    holes: bool = False
+
+
+class Kernel(Protocol):
+    """What every kernel offers. `kernels.reference` is the definition the others are tested against."""
+
+    name: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """One softmax over all keys that the tiles show: out [B, T, H, Dv] in q's dtype, lse [B, H, T]; contiguous."""
+        ...
+
+    def delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        """`row_products`, which is their definition: a kernel of its own saves copies in the accumulation dtype."""
+        ...
+
+    def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
+        """A zeroed, contiguous accumulator for the gradient of ``chunk``, in the kernel's own memory order."""
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
+        params: Params, into: Gradients,
+    ) -> None:  # fmt: skip
+        """Adds the gradients of these tiles into ``into``, given delta [B, H, T] = rowsum(dout * out)."""
+        ...
+
+    def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
+        """The gradient in ``dtype`` and the order of its tensor, from its accumulator: the single rounding."""
+        ...
+
+    def unsupported(self, request: Request) -> list[str]:
+        """Every reason, in words, why this kernel cannot serve ``request``; empty means it can."""
+        ...
+
+    def rounds_gradients(self, request: Request) -> bool:
+        """Whether each contribution to a gradient is rounded to the input's dtype before it is added."""
+        ...

@@ -1,0 +1,191 @@
+"""flash-attn-4 (CuTe DSL, Hopper) with float32 accumulators that are ours from the first tile to the last.
+
+Forward: its own kernel over whole contiguous ranges of keys, so a query's bits do not depend on how a ring cuts the
+row. Backward: its main kernel alone, adding into our accumulators in its own block order; they travel as they are, and
+its last kernel rounds them once, at home. Nothing of the package is imported before a request could be served.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+import torch
+from torch import Tensor
+
+from ..base import Gradients, Params, Place, Request
+from .accumulators import finish, in_blocks
+from .blocks import TABLES, Blocks
+from .calls import Call, Dense, Packed, backward_calls, forward_calls
+from .library import Lengths, Library, load, not_installed
+
+DTYPES = (torch.bfloat16, torch.float16)
+SINKS = (torch.bfloat16, torch.float16, torch.float32)
+TESTED = 9
+"""The major compute capability (Hopper) on which this ran."""
+
+
+class Flash4:
+    """See the module.
+
+    Args:
+        untested: also serve GPUs on which nobody has run this yet (Blackwell), to try it there.
+        library: a fake, for tests.
+    """
+
+    name = "flash4"
+
+    def __init__(self, untested: bool = False, library: Library | None = None) -> None:
+        self.untested = untested
+        self._given = library
+        self._lengths: weakref.WeakKeyDictionary[Packed, dict[torch.device, Lengths]] = weakref.WeakKeyDictionary()
+        self._kept: tuple[weakref.ref[Tensor], weakref.ref[Tensor], Blocks, tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def library(self) -> Library:
+        library = self._given if self._given is not None else load(_capability()[0]).library
+        assert library is not None, "unsupported() has reasons"
+        return library
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        batch, tokens, heads, _ = q.shape
+        calls, whole, reach = forward_calls(tiles, batch, tokens, k.shape[1])
+        sinks = params.sinks
+        if sinks is not None and sinks.dtype not in SINKS:
+            sinks = sinks.float()
+        params = Params(params.scale, params.softcap, sinks, params.deterministic)
+        packed = any(isinstance(call, Packed) for call in calls)
+        out = q.new_empty(batch, tokens, heads, v.shape[3])
+        # A packed call takes [H, tokens of all rows].
+        lse = q.new_empty((heads, batch, tokens) if packed else (batch, heads, tokens), dtype=torch.float32)
+        rows_first = lse.transpose(0, 1) if packed else lse
+        if not whole:
+            out.zero_()
+            rows_first.copy_((q.new_full((heads,), -math.inf) if sinks is None else sinks)[None, :, None])
+        for call in calls:
+            if isinstance(call, Dense):
+                rows, queries, keys = slice(*call.rows), slice(*call.at[:2]), slice(*call.at[2:])
+                self.library.forward(
+                    q[rows, queries], k[rows, keys], v[rows, keys], out[rows, queries], lse[rows, :, queries], params,
+                    call.bounds, reach, None,
+                )  # fmt: skip
+            else:
+                self.library.forward(
+                    q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), out.flatten(0, 1), lse.flatten(1), params,
+                    call.bounds, reach, self._lengths_of(call, q.device),
+                )  # fmt: skip
+        return out, rows_first.contiguous()
+
+    def delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        return self.library.delta(_aligned(dout), _aligned(out))
+
+    def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
+        assert place is not None, "flash4's accumulators are arranged by the place they are for"
+        _, _, heads, width = place.shape
+        shape = Blocks.of(place, self.library.sides[place.widths]).shape(heads, width)
+        return torch.zeros(shape, dtype=torch.float32, device=chunk.device)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
+        params: Params, into: Gradients,
+    ) -> None:  # fmt: skip
+        assert into.places is not None, "flash4's accumulators are arranged by the places they are for"
+        sides = self.library.sides[into.places[0].widths]
+        of_q, of_k = (Blocks.of(place, sides) for place in into.places[:2])
+        calls = backward_calls(tiles, of_q, of_k)
+        if not calls:
+            return
+        statistics = self._statistics(lse, delta, of_q)
+        q, k, v, dout = (_aligned(x) for x in (q, k, v, dout))
+        for call in calls:
+            (qs, ks, vs, dos), (lse_log2, deltas, dq, dk, dv) = _parts(
+                call, (q, k, v, dout), (*statistics, into.dq, into.dk, into.dv), of_q, of_k
+            )
+            lengths = self._lengths_of(call, q.device) if isinstance(call, Packed) else None
+            self.library.backward(qs, ks, vs, dos, lse_log2, deltas, dq, dk, dv, params, call.bounds, lengths)
+
+    def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
+        assert place is not None, "flash4's accumulators are arranged by the place they are for"
+        return finish(self.library, accumulator, dtype, place)
+
+    def unsupported(self, request: Request) -> list[str]:
+        reasons = []
+        if request.device != "cuda":
+            reasons.append(f"needs an NVIDIA GPU, got tensors on {request.device}")
+        if request.dtype not in DTYPES:
+            reasons.append(f"computes in bfloat16 or float16, got {request.dtype}")
+        if request.holes:
+            reasons.append("a document's keys must be one run, and here others or hidden keys lie between them")
+        major, minor = _capability() if self._given is None else (TESTED, 0)
+        table = TABLES.get(major, TABLES[TESTED])
+        if (request.head_dim, request.value_dim) not in table:
+            widths = ", ".join(str(d) if d == dv else f"{d}/{dv}" for d, dv in table)
+            got = f"{request.head_dim}/{request.value_dim}"
+            reasons.append(f"heads are {widths} wide (keys/values), got {got}")
+        if request.device == "cuda" and major not in ((*TABLES,) if self.untested else (TESTED,)):
+            reasons.append(f"is tested on compute capability {TESTED}.0 (Hopper) alone, got {major}.{minor}")
+        if self._given is None:
+            reasons += not_installed()
+            if not reasons:
+                reasons += load(major).reasons
+        return reasons
+
+    def rounds_gradients(self, request: Request) -> bool:
+        return False
+
+    def _statistics(self, lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """lse * log2(e) and delta in blocks. Kept for the next hop, which comes with the same tensors."""
+        if self._kept is not None:
+            kept_lse, kept_delta, kept_blocks, statistics = self._kept
+            if kept_lse() is lse and kept_delta() is delta and kept_blocks is blocks:
+                return statistics
+        statistics = in_blocks(lse, delta, blocks)
+        self._kept = weakref.ref(lse), weakref.ref(delta), blocks, statistics
+        return statistics
+
+    def _lengths_of(self, call: Packed, device: torch.device) -> Lengths:
+        by_device = self._lengths.setdefault(call, {})
+        if device not in by_device:
+            q_starts, q_lengths, k_starts, k_lengths = (
+                torch.tensor(numbers, dtype=torch.int32, device=device)
+                for numbers in ((*call.q_starts, 0), call.q_lengths, (*call.k_starts, 0), call.k_lengths)
+            )
+            most = max(call.q_lengths), max(call.k_lengths)
+            by_device[device] = Lengths(q_starts, q_lengths, k_starts, k_lengths, *most)
+        return by_device[device]
+
+
+def _parts(
+    call: Call, inputs: tuple[Tensor, ...], sums: tuple[Tensor, ...], q: Blocks, k: Blocks
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What a call reads of q, k, v, dout, and the blocks it uses of lse_log2, delta, dq, dk, dv."""
+    if isinstance(call, Packed):
+        return [x.flatten(0, 1) for x in inputs], list(sums)
+    rows, queries, keys = slice(*call.rows), slice(*call.at[:2]), slice(*call.at[2:])
+    read = [x[rows, part] for x, part in zip(inputs, (queries, keys, keys, queries), strict=True)]
+    width, value_width = inputs[0].shape[3], inputs[2].shape[3]
+    # q and k may be one object, where their blocks lie alike.
+    of_queries, of_keys = (q, call.q_block, queries), (k, call.k_block, keys)
+    places = (*((of_queries, each) for each in (1, 1, width)), (of_keys, width), (of_keys, value_width))
+    used = []
+    for x, ((blocks, start, part), each) in zip(sums, places, strict=True):
+        count = -(-(part.stop - part.start) // blocks.side)
+        there = slice(start * blocks.side * each, (start + count) * blocks.side * each)
+        used.append(x[rows, :, there] if blocks.shared else x[None, :, there])
+    return read, used
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x`` or a copy of it that the copy engine can read: 16 bytes at a time, each once."""
+    unit = 16 // x.element_size()
+    strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    if x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(stride and stride % unit == 0 for stride in strides[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _capability() -> tuple[int, int]:
+    """Of the current device; that of Hopper where there is none to ask, (0, 0) where it is not CUDA's."""
+    if not torch.cuda.is_available():
+        return TESTED, 0
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability()

@@ -1,0 +1,121 @@
+"""Into and out of flash-attn-4's blocks: statistics of queries as its backward reads them, gradients from its sums."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..base import Place
+from .blocks import Blocks
+from .library import Library
+
+
+def in_blocks(lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """lse * log2(e) and delta [B, H, T] where their queries lie in blocks, one number a token.
+
+    Queries that see nothing and tokens that fill up blocks get lse +inf, so that their probabilities are 0.
+    """
+    lse_log2 = (lse * math.log2(math.e)).masked_fill_(lse == -math.inf, math.inf)
+    heads = lse.shape[1]
+    if blocks.shared:
+        if len(blocks.joined) == 1 and blocks.joined[0].length == blocks.count * blocks.side == lse.shape[2]:
+            return lse_log2, delta.contiguous()
+        placed = [x.new_full(blocks.shape(heads, 1), fill) for x, fill in ((lse, math.inf), (delta, 0.0))]
+        for segment in blocks.joined:
+            there = slice(segment.block * blocks.side, segment.block * blocks.side + segment.length)
+            for to, x in zip(placed, (lse_log2, delta), strict=True):
+                to[:, :, there] = x[:, :, segment.start : segment.stop]
+        return placed[0], placed[1]
+    tokens, places = _index(blocks, lse.device)
+    placed = [x.new_full(blocks.shape(heads, 1), fill) for x, fill in ((lse, math.inf), (delta, 0.0))]
+    for to, x in zip(placed, (lse_log2, delta), strict=True):
+        to.index_copy_(1, places, x.transpose(0, 1).flatten(1).index_select(1, tokens))
+    return placed[0], placed[1]
+
+
+def finish(library: Library, accumulator: Tensor, dtype: torch.dtype, place: Place) -> Tensor:
+    """The gradient [B, T, heads, width]. In 16 bits by flash-attn-4's own kernel, wider by undoing its order."""
+    blocks = Blocks.of(place, library.sides[place.widths])
+    batch, tokens, _, width = place.shape
+    held = sum(segment.length for segment in blocks.segments) * (batch if blocks.shared else 1)
+    new = torch.empty if held == batch * tokens else torch.zeros
+    out = new(place.shape, dtype=dtype, device=accumulator.device)
+    if dtype.itemsize > 2:
+        rows = _in_order(library, accumulator, place, blocks)
+        if blocks.shared:
+            for segment in blocks.joined:
+                there = slice(segment.block * blocks.side, segment.block * blocks.side + segment.length)
+                out[:, segment.start : segment.stop] = rows[:, :, there].transpose(1, 2)
+        else:
+            index, places = _index(blocks, accumulator.device)
+            out.flatten(0, 1).index_copy_(0, index, rows.index_select(1, places).transpose(0, 1).to(dtype))
+        return out.mul_(place.scale)
+    if blocks.shared:
+        for segment in blocks.joined:
+            row = accumulator[:, :, segment.block * blocks.side * width :]
+            part = out[:, segment.start : segment.stop]
+            library.finish(row, part, place.scale, place.of, place.widths, None, None)
+    else:
+        starts, lengths = _lengths(blocks, accumulator.device)
+        library.finish(accumulator, out.flatten(0, 1), place.scale, place.of, place.widths, starts, lengths)
+    return out
+
+
+def _in_order(library: Library, accumulator: Tensor, place: Place, blocks: Blocks) -> Tensor:
+    """[(B,) heads, tokens of all blocks, width]: an accumulator with the tokens of each block in order."""
+    width = place.shape[3]
+    order = _order(library, place, blocks.side, accumulator.device)
+    rows = accumulator.reshape(-1, blocks.side * width).index_select(1, order)
+    return rows.view(*accumulator.shape[:-1], -1, width)
+
+
+_ORDERS: weakref.WeakKeyDictionary[Library, dict[tuple[object, ...], Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _order(library: Library, place: Place, side: int, device: torch.device) -> Tensor:
+    """[side * width]: where in a block each number of its tokens lies.
+
+    Read off flash-attn-4 itself: it finishes a block of small whole numbers, which 16 bits hold exactly.
+    """
+    orders = _ORDERS.setdefault(library, {})
+    role, width = "q" if place.of == "q" else "k", place.shape[3]
+    key = role, place.widths, width, device
+    if key not in orders:
+        numbers = torch.arange(side * width, device=device)
+        order = torch.zeros_like(numbers)
+        for digit, unit in ((numbers % 256, 1), (numbers // 256, 256)):
+            read = torch.empty(1, side, 1, width, dtype=torch.bfloat16, device=device)
+            library.finish(digit.float().view(1, 1, -1), read, 1.0, place.of, place.widths, None, None)
+            order += read.flatten().long() * unit
+        assert torch.equal(order.sort().values, numbers), "flash-attn-4's order of a block is no permutation"
+        orders[key] = order
+    return orders[key]
+
+
+@lru_cache(maxsize=256)
+def _index(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens that lie in segments, counted through all rows, and where each lies in the blocks."""
+    tokens, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    for segment in blocks.segments:
+        start = segment.row * blocks.tokens + segment.start
+        tokens.append(torch.arange(start, start + segment.length))
+        places.append(torch.arange(segment.block * blocks.side, segment.block * blocks.side + segment.length))
+    both = torch.stack([torch.cat(tokens), torch.cat(places)])
+    if device.type == "cuda":
+        both = both.pin_memory()  # else the copy would wait for all that the GPU has been given to do
+    here, there = both.to(device, non_blocking=True)
+    return here, there
+
+
+@lru_cache(maxsize=256)
+def _lengths(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[N + 1] and [N] int32: first token, counted through all rows, and length of each segment."""
+    starts = [segment.row * blocks.tokens + segment.start for segment in blocks.segments] + [0]
+    lengths = [segment.length for segment in blocks.segments]
+    return (
+        torch.tensor(starts, dtype=torch.int32, device=device), torch.tensor(lengths, dtype=torch.int32, device=device),
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""What is used of flash-attn-4, and whether what is installed was tested. Imports nothing of it before `load`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..base import Params
+from .blocks import Table
+from .calls import Bounds
+
+PACKAGE, TESTED = "flash-attn-4", ("4.0.0b36",)
+NEEDS = {"nvidia-cutlass-dsl": ("4.8.",), "quack-kernels": ("0.6.",)}
+"""Further packages and how their tested versions begin."""
+
+
+class Lengths(NamedTuple):
+    """Entries of a packed call, [n + 1] or [n] int32 on the GPU, and the most tokens of an entry."""
+
+    q_starts: Tensor
+    q_lengths: Tensor
+    k_starts: Tensor
+    k_lengths: Tensor
+    most_queries: int
+    most_keys: int
+
+
+class Library(Protocol):
+    """What is used of flash-attn-4, in its own conventions. Tests put a fake in plain torch in its place.
+
+    Tensors are [B, T, heads, width], or [tokens, heads, width] with lengths; lse, lse_log2 and delta are [B, H, T] or
+    [H, tokens]; accumulators as in `blocks`, with ``sides``.
+    """
+
+    sides: Table
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, params: Params, bounds: Bounds, reach: Bounds,
+        lengths: Lengths | None,
+    ) -> None:  # fmt: skip
+        """Writes out and lse (natural, with sinks). ``reach``: the mask's own bounds, which choose the tiles."""
+        ...
+
+    def delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        """rowsum(dout * out) [B, H, T] in float32, of [B, T, H, Dv]."""
+        ...
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse_log2: Tensor, delta: Tensor, dq: Tensor, dk: Tensor,
+        dv: Tensor, params: Params, bounds: Bounds, lengths: Lengths | None,
+    ) -> None:  # fmt: skip
+        """Adds into dq, dk, dv, all unscaled. lse_log2 (lse * log2(e)) and delta are in the blocks of dq."""
+        ...
+
+    def finish(
+        self, accumulator: Tensor, out: Tensor, scale: float, role: Literal["q", "k", "v"], widths: tuple[int, int],
+        starts: Tensor | None, lengths: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Writes scale * accumulator in 16 bits into ``out``, in the order of its tensor."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """The library, or why it cannot be used."""
+
+    library: Library | None
+    reasons: tuple[str, ...]
+
+
+@cache
+def not_installed() -> tuple[str, ...]:
+    """Reasons why the installed packages are not those that were tested. Imports nothing."""
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        return (f"{PACKAGE} is not installed (tested with {', '.join(TESTED)})",)
+    reasons = [] if found in TESTED else [f"{PACKAGE} {found} is not tested (tested: {', '.join(TESTED)})"]
+    for package, beginnings in NEEDS.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            found = "missing"
+        if not found.startswith(beginnings):
+            reasons.append(f"{package} is {found} ({PACKAGE} is tested with {', '.join(beginnings)}x)")
+    return tuple(reasons)
+
+
+@cache
+def load(capability: int) -> Loaded:
+    """Imports flash-attn-4, once, for a major compute capability, and compares it with what was tested."""
+    module, name = {9: (".hopper", "Hopper"), 10: (".blackwell", "Blackwell")}[capability]
+    try:
+        library = getattr(import_module(module, __package__), name)()
+        reasons = tuple(library.differences())
+    except Exception as error:  # noqa: BLE001  # a beta and its compiler may fail in any way; each is a reason
+        return Loaded(None, (f"{PACKAGE} does not import: {type(error).__name__}: {error}",))
+    return Loaded(None if reasons else library, reasons)

@@ -1,0 +1,192 @@
+"""Attention of tiles in plain torch: any device, any shape, exact in float64. The definition of every other kernel.
+
+Forward: online softmax (Milakov & Gimelshein 2018) over blocks of keys. Backward: recomputation of the probabilities
+from lse (Dao et al. 2022, FlashAttention). Both hold one block of scores at a time, so memory is linear in S, and
+grouped queries are one matrix product a key head, so keys and values are never repeated. Inputs are widened to the
+accumulation dtype block by block; nothing is rounded until the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..mask import Tile
+from .base import Gradients, Params, Place, Request, accumulate_dtype, row_products
+
+SCORES_PER_BLOCK = 2**21
+"""Upper bound on the elements of one block of scores: 8 MiB in float32, inside the caches of common CPUs."""
+LARGEST_BLOCK = 512
+SMALLEST_BLOCK = 64
+
+
+class Block(NamedTuple):
+    """Queries and keys of a few batch rows that are computed at once; ``visible`` [t, s] is None if all pairs are."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    visible: Tensor | None
+
+
+def blocks(tiles: Tensor, heads: int, device: torch.device) -> Iterator[Block]:
+    """Cuts tiles into blocks of bounded size. Rows of the batch with the same tile share a block."""
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for row, *rest in tiles.tolist():
+        rows_of.setdefault(tuple(rest), []).append(row)
+    for rest, row_list in rows_of.items():
+        tile = Tile(0, *rest)
+        for rows in _ranges(row_list):
+            side = _block_side((rows.stop - rows.start) * heads)
+            for i in range(0, tile.q_length, side):
+                t = min(side, tile.q_length - i)
+                for j in range(0, tile.k_length, side):
+                    s = min(side, tile.k_length - j)
+                    distance = tile.q_position + i - tile.k_position - j  # of the block's first query and first key
+                    if distance + t - 1 < tile.lo or distance - (s - 1) > tile.hi:
+                        continue
+                    queries = slice(tile.q_offset + i, tile.q_offset + i + t)
+                    keys = slice(tile.k_offset + j, tile.k_offset + j + s)
+                    yield Block(rows, queries, keys, _visible(distance, t, s, tile.lo, tile.hi, device))
+
+
+def _ranges(rows: list[int]) -> Iterator[slice]:
+    start = previous = rows[0]
+    for row in [*rows[1:], None]:
+        if row is None or row != previous + 1:
+            yield slice(start, previous + 1)
+            start = row if row is not None else 0
+        previous = row if row is not None else previous
+
+
+def _block_side(score_planes: int) -> int:
+    side = LARGEST_BLOCK
+    while side > SMALLEST_BLOCK and score_planes * side * side > SCORES_PER_BLOCK:
+        side //= 2
+    return side
+
+
+def _visible(distance: int, t: int, s: int, lo: int, hi: int, device: torch.device) -> Tensor | None:
+    if distance - (s - 1) >= lo and distance + t - 1 <= hi:
+        return None
+    difference = distance + torch.arange(t, device=device)[:, None] - torch.arange(s, device=device)[None]
+    return (difference >= lo) & (difference <= hi)
+
+
+class Reference:
+    """See the module. `name` is "reference"."""
+
+    name = "reference"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        batch, tokens, heads, _ = q.shape
+        groups, value_dim = k.shape[2], v.shape[3]
+        dtype = accumulate_dtype(q.dtype)
+        grouped = (batch, groups, heads // groups, tokens)
+        # The state of the online softmax: largest score, sum of exponentials, weighted sum of values. A sink is a key
+        # without a value, so it is where the state starts.
+        if params.sinks is None:
+            largest = q.new_full(grouped, -torch.inf, dtype=dtype)
+            total = q.new_zeros(grouped, dtype=dtype)
+        else:
+            largest = params.sinks.to(dtype).view(1, groups, -1, 1).expand(grouped).clone()
+            total = q.new_ones(grouped, dtype=dtype)
+        weighted = q.new_zeros(*grouped, value_dim, dtype=dtype)
+
+        for block in blocks(tiles, heads, q.device):
+            state = (block.rows, slice(None), slice(None), block.queries)
+            scores, _ = _scores(_queries(q, block, groups, dtype), _keys(k, block, dtype), block, params)
+            before = largest[state]
+            after = torch.maximum(before, scores.amax(-1))
+            shift = after.masked_fill(after == -torch.inf, 0.0)  # a query that has seen nothing yet
+            weights = torch.exp(scores - shift[..., None])
+            decay = torch.exp(before - shift)
+            total[state] = total[state] * decay + weights.sum(-1)
+            values = _by_group(weights) @ _keys(v, block, dtype)
+            weighted[state] = weighted[state] * decay[..., None] + values.view(*weights.shape[:-1], value_dim)
+            largest[state] = after
+
+        lse = (largest + total.log()).view(batch, heads, tokens)
+        weighted /= total.masked_fill(total == 0, 1.0)[..., None]
+        out = weighted.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, value_dim).to(q.dtype)
+        return out.contiguous(), lse
+
+    def delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        return row_products(dout, out)
+
+    def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
+        return torch.zeros(chunk.shape, dtype=accumulate_dtype(chunk.dtype), device=chunk.device)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
+        params: Params, into: Gradients,
+    ) -> None:  # fmt: skip
+        batch, tokens, heads, _ = q.shape
+        groups = k.shape[2]
+        dtype = accumulate_dtype(q.dtype)
+        grouped = (batch, groups, heads // groups, tokens)
+        # A query that sees nothing has lse -inf; +inf makes its probabilities 0 instead of NaN.
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf).view(grouped)
+        delta = delta.view(grouped)
+
+        for block in blocks(tiles, heads, q.device):
+            state = (block.rows, slice(None), slice(None), block.queries)
+            queries, keys = _queries(q, block, groups, dtype), _keys(k, block, dtype)
+            values, d_out = _keys(v, block, dtype), _queries(dout, block, groups, dtype)
+            scores, slope = _scores(queries, keys, block, params)
+            weights = torch.exp(scores - lse[state][..., None])
+            _add_keys(into.dv, block, _by_group(weights).transpose(-1, -2) @ _by_group(d_out))
+            d_weights = (_by_group(d_out) @ values.transpose(-1, -2)).view(weights.shape)
+            d_scores = weights * (d_weights - delta[state][..., None])
+            if slope is not None:
+                d_scores *= slope
+            d_scores *= params.scale
+            d_queries = (_by_group(d_scores) @ keys).view(queries.shape)
+            into.dq[block.rows, block.queries] += d_queries.permute(0, 3, 1, 2, 4).flatten(2, 3)
+            _add_keys(into.dk, block, _by_group(d_scores).transpose(-1, -2) @ _by_group(queries))
+
+    def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
+        return accumulator.to(dtype)
+
+    def unsupported(self, request: Request) -> list[str]:
+        return []
+
+    def rounds_gradients(self, request: Request) -> bool:
+        return False
+
+
+def _queries(q: Tensor, block: Block, groups: int, dtype: torch.dtype) -> Tensor:
+    """[b, G, H / G, t, D]: the block's queries, grouped by the key head they read."""
+    part: Tensor = q[block.rows, block.queries]
+    part = part.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+    return part.to(dtype)
+
+
+def _keys(k: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """[b, G, s, D]: the block's keys (or values)."""
+    return k[block.rows, block.keys].transpose(1, 2).to(dtype)
+
+
+def _add_keys(accumulator: Tensor, block: Block, gradient: Tensor) -> None:
+    accumulator[block.rows, block.keys] += gradient.transpose(1, 2)
+
+
+def _by_group(x: Tensor) -> Tensor:
+    """[b, G, H / G, t, ...] as [b, G, (H / G) t, ...]: all queries of a key head as the rows of one matrix."""
+    return x.flatten(2, 3)
+
+
+def _scores(queries: Tensor, keys: Tensor, block: Block, params: Params) -> tuple[Tensor, Tensor | None]:
+    """[b, G, H / G, t, s] scores with -inf where nothing is seen, and the softcap's derivative, if there is a cap."""
+    scores = (_by_group(queries) @ keys.transpose(-1, -2)).view(*queries.shape[:-1], keys.shape[2]) * params.scale
+    slope = None
+    if params.softcap is not None:
+        bent = torch.tanh(scores / params.softcap)
+        slope = 1 - bent * bent
+        scores = bent * params.softcap
+    if block.visible is not None:
+        scores = scores.masked_fill(~block.visible, -torch.inf)
+    return scores, slope

@@ -1,0 +1,77 @@
+"""Our own kernels in Triton: every CUDA or ROCm GPU, every band, float32 gradients added in place.
+
+triton is imported at the first call, never with this package.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config import triton_is_interpreted
+from ..base import Gradients, Params, Place, Request
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_HEAD = 256
+LOWEST_CAPABILITY = (8, 0)
+
+
+class Triton:
+    """One softmax over all keys of a query in the forward; probabilities from lse in the backward.
+
+    Sums are float32 throughout and gradients are added into the caller's accumulators, whose order is that of the
+    tensors. Products of 16-bit inputs run on the matrix units, with probabilities and their gradients rounded to the
+    inputs' dtype as every flash attention does; float32 inputs are multiplied in float32 (no tf32). The result is the
+    same from run to run, and a chunk of queries gives the bits that the whole sequence gives.
+    """
+
+    name = "triton"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        out, lse = _launch().forward(q, k, v, tiles, params)
+        return out, lse
+
+    def delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        sums: Tensor = _launch().delta(dout, out)
+        return sums
+
+    def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
+        return torch.zeros(chunk.shape, dtype=torch.float32, device=chunk.device)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
+        params: Params, into: Gradients,
+    ) -> None:  # fmt: skip
+        _launch().backward(dout, q, k, v, lse, delta, tiles, params, into)
+
+    def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
+        return accumulator.to(dtype)
+
+    def unsupported(self, request: Request) -> list[str]:
+        reasons = []
+        if request.device != "cuda" and not (request.device == "cpu" and triton_is_interpreted()):
+            reasons.append(f"needs a CUDA or ROCm GPU, got tensors on {request.device}")
+        if find_spec("triton") is None:
+            reasons.append("triton is not installed")
+        if request.dtype not in DTYPES:
+            reasons.append(f"computes in bfloat16, float16 or float32, got {request.dtype}")
+        if request.device == "cpu" and request.dtype == torch.bfloat16:
+            reasons.append("triton's interpreter cannot multiply bfloat16")
+        if max(request.head_dim, request.value_dim) > LARGEST_HEAD:
+            reasons.append(f"heads are at most {LARGEST_HEAD} wide, got {request.head_dim} and {request.value_dim}")
+        if request.device == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability()
+            if capability < LOWEST_CAPABILITY:
+                reasons.append(f"needs compute capability 8.0 or later, got {capability[0]}.{capability[1]}")
+        return reasons
+
+    def rounds_gradients(self, request: Request) -> bool:
+        return False
+
+
+def _launch() -> Any:
+    return import_module(".launch", __name__)

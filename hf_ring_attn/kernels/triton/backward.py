@@ -1,0 +1,219 @@
+"""The backward kernels: probabilities from lse, gradients kept in float32 registers and added once to what is there.
+
+`keys_kernel` owns a block of keys and goes over the queries that see it: dk, dv, or one of them where registers do not
+hold both. `queries_kernel` owns a block of queries and goes over the keys it sees: dq. Nothing is added by atomics, so
+the order of every sum is fixed. One pass that adds dq by atomics multiplies five times a pair of blocks instead of
+seven, but measured slower (recipes/results).
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from .common import LENGTHS, load_bounds, load_rows, tanh, visible, wide
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def delta_kernel(
+    DOUT, OUT, DELTA, dout_row, dout_token, dout_head, out_row, out_token, out_head, tokens, heads,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta[row, head] = rowsum(dout * out) of a block of queries."""
+    start, head, row = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    dout = load_rows(
+        DOUT, row, head, start, tokens, dout_row, dout_token, dout_head, DV, BLOCK_M, BLOCK_DV, False, True
+    )
+    out = load_rows(OUT, row, head, start, tokens, out_row, out_token, out_head, DV, BLOCK_M, BLOCK_DV, False, True)
+    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    queries = start + tl.arange(0, BLOCK_M)
+    tl.store(DELTA + (wide(row) * heads + head) * tokens + queries, delta, mask=queries < tokens)
+
+
+@triton.jit
+def _weights(scores, lse, factor, bend, SOFTCAP: tl.constexpr, BY_QUERY: tl.constexpr):
+    """exp(score - lse) of raw scores, with -lse given in powers of two, and the derivative of the softcap."""
+    slope = scores
+    if BY_QUERY:
+        lse = lse[:, None]
+    else:
+        lse = lse[None, :]
+    if SOFTCAP:
+        bent = tanh(scores * bend)
+        slope = 1 - bent * bent
+        weights = tl.exp2(tl.fma(bent, factor, lse))
+    else:
+        weights = tl.exp2(tl.fma(scores, factor, lse))
+    return weights, slope
+
+
+@triton.jit
+def _load_rows_of(where, inside, MASKED: tl.constexpr):
+    if MASKED:
+        x = tl.load(where, mask=inside, other=0.0)
+    else:
+        x = tl.load(where)
+    return x
+
+
+@triton.jit
+def _over_queries(
+    dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, begin, end, tokens,
+    dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers, factor, bend,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DK: tl.constexpr,
+    DVALUES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    at_lse = wide(row) * lse_row + wide(head) * lse_head
+    for block in range(begin, end):
+        start = block * BLOCK_M
+        queries = start + tl.arange(0, BLOCK_M)
+        q = load_rows(Q, row, head, start, tokens, q_row, q_token, q_head, D, BLOCK_M, BLOCK_D, TMA, MASKED)
+        inside = queries < tokens
+        lse = _load_rows_of(LSE + at_lse + queries, inside, MASKED)
+        scores = tl.dot(k, q.T, input_precision=PRECISION)
+        weights, slope = _weights(scores, lse, factor, bend, SOFTCAP, False)
+        if MASKED:
+            first, stop = load_bounds(BOUNDS, 0, row, queries, tokens, plane)
+            seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, False)
+            weights = tl.where(seen, weights, 0.0)
+        dout = load_rows(
+            DOUT, row, head, start, tokens, dout_row, dout_token, dout_head, DV, BLOCK_M, BLOCK_DV, TMA, MASKED
+        )
+        if DVALUES:
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        if DK:
+            delta = _load_rows_of(DELTA + at_lse + queries, inside, MASKED)
+            dweights = tl.dot(v, dout.T, input_precision=PRECISION)
+            dscores = weights * (dweights - delta[None, :])
+            if SOFTCAP:
+                dscores = dscores * slope
+            if MASKED:  # again: a query that another key made nan is not 0 times nan here
+                dscores = tl.where(seen, dscores, 0.0)
+            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def keys_kernel(
+    DOUT, Q, K, V, LSE, DELTA, INTO_DK, INTO_DV, BOUNDS, PROGRAMS, RUNS,
+    dout_row, dout_token, dout_head, q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    lse_row, lse_head, tokens, keys, heads, group, together, programs, plane, layers, factor, bend, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, DK: tl.constexpr, DVALUES: tl.constexpr,
+):  # fmt: skip
+    """Adds dk and dv, or the one asked for, of a block of keys of a key head: from one query head after the other."""
+    pid = tl.program_id(0)
+    index = pid // together % programs
+    kv_head = pid // (together * programs) * together + pid % together
+    row, block = tl.load(PROGRAMS + 4 * index), tl.load(PROGRAMS + 4 * index + 1)
+    entry, entries = tl.load(PROGRAMS + 4 * index + 2), tl.load(PROGRAMS + 4 * index + 3)
+
+    start = block * BLOCK_N
+    position = start + tl.arange(0, BLOCK_N)
+    k = load_rows(K, row, kv_head, start, keys, k_row, k_token, k_head, D, BLOCK_N, BLOCK_D, False, True)
+    v = k
+    if DK:
+        v = load_rows(V, row, kv_head, start, keys, v_row, v_token, v_head, DV, BLOCK_N, BLOCK_DV, False, True)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    for head in range(kv_head * group, kv_head * group + group):
+        for at in range(entry, entries):
+            begin, middle, end = tl.load(RUNS + 3 * at), tl.load(RUNS + 3 * at + 1), tl.load(RUNS + 3 * at + 2)
+            dk, dv = _over_queries(
+                dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, begin, middle, tokens,
+                dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
+                factor, bend, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, DK, DVALUES, True,
+            )  # fmt: skip
+            dk, dv = _over_queries(
+                dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, middle, end, tokens,
+                dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
+                factor, bend, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, DK, DVALUES, False,
+            )  # fmt: skip
+    kv_heads = heads // group
+    if DK:
+        add_rows(INTO_DK, dk * scale, row, kv_head, start, keys, kv_heads, D, BLOCK_N, BLOCK_D)
+    if DVALUES:
+        add_rows(INTO_DV, dv, row, kv_head, start, keys, kv_heads, DV, BLOCK_N, BLOCK_DV)
+
+
+@triton.jit
+def add_rows(X, part, row, head, first, length, heads, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x[row, first : first + ROWS, head] += part, of a contiguous [B, T, H, D]."""
+    token, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    X += ((wide(row) * length + first) * heads + head) * WIDTH
+    where = X + (token[:, None] * (heads * WIDTH) + column[None, :])
+    inside = (first + token < length)[:, None] & (column < WIDTH)[None, :]
+    tl.store(where, tl.load(where, mask=inside, other=0.0) + part, mask=inside)
+
+
+@triton.jit
+def _over_keys(
+    dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, end, tokens, keys,
+    k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    for block in range(begin, end):
+        start = block * BLOCK_N
+        k = load_rows(K, row, kv_head, start, keys, k_row, k_token, k_head, D, BLOCK_N, BLOCK_D, TMA, MASKED)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        weights, slope = _weights(scores, lse, factor, bend, SOFTCAP, True)
+        if MASKED:
+            position = start + tl.arange(0, BLOCK_N)
+            seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, True)
+            weights = tl.where(seen, weights, 0.0)
+        v = load_rows(V, row, kv_head, start, keys, v_row, v_token, v_head, DV, BLOCK_N, BLOCK_DV, TMA, MASKED)
+        dweights = tl.dot(dout, v.T, input_precision=PRECISION)
+        dscores = weights * (dweights - delta[:, None])
+        if SOFTCAP:
+            dscores = dscores * slope
+        if MASKED:
+            dscores = tl.where(seen, dscores, 0.0)
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def queries_kernel(
+    DOUT, Q, K, V, LSE, DELTA, DQ, BOUNDS, PROGRAMS, RUNS,
+    dout_row, dout_token, dout_head, q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    lse_row, lse_head, tokens, keys, heads, group, together, programs, plane, layers, factor, bend, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds dq of one block of queries of one query head."""
+    pid = tl.program_id(0)
+    side_by_side = together * group
+    index = pid // side_by_side % programs
+    head = pid // (side_by_side * programs) * side_by_side + pid % side_by_side
+    kv_head = head // group
+    row, block = tl.load(PROGRAMS + 4 * index), tl.load(PROGRAMS + 4 * index + 1)
+    entry, entries = tl.load(PROGRAMS + 4 * index + 2), tl.load(PROGRAMS + 4 * index + 3)
+
+    start = block * BLOCK_M
+    queries = start + tl.arange(0, BLOCK_M)
+    q = load_rows(Q, row, head, start, tokens, q_row, q_token, q_head, D, BLOCK_M, BLOCK_D, False, True)
+    dout = load_rows(
+        DOUT, row, head, start, tokens, dout_row, dout_token, dout_head, DV, BLOCK_M, BLOCK_DV, False, True
+    )
+    at_lse = wide(row) * lse_row + wide(head) * lse_head
+    lse = tl.load(LSE + at_lse + queries, mask=queries < tokens, other=0.0)
+    delta = tl.load(DELTA + at_lse + queries, mask=queries < tokens, other=0.0)
+    first, stop = load_bounds(BOUNDS, 0, row, queries, tokens, plane)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for at in range(entry, entries):
+        begin, middle, end = tl.load(RUNS + 3 * at), tl.load(RUNS + 3 * at + 1), tl.load(RUNS + 3 * at + 2)
+        dq = _over_keys(
+            dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, middle, tokens, keys,
+            k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, True,
+        )  # fmt: skip
+        dq = _over_keys(
+            dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, middle, end, tokens, keys,
+            k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, False,
+        )  # fmt: skip
+    add_rows(DQ, dq * scale, row, head, start, tokens, heads, D, BLOCK_M, BLOCK_D)

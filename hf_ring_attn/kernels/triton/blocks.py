@@ -1,0 +1,97 @@
+"""Block sizes by GPU family, from a table that ships: no tuning at run time, so that ranks and runs agree to the bit.
+
+`tune` measures the rows of the GPU at hand and prints them; rows of families that were never measured say so.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Blocks(NamedTuple):
+    """One launch: queries and keys in a block, warps of a program, stages of its software pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Row(NamedTuple):
+    """What runs for one family, width of an element and width of a head.
+
+    ``keys`` makes dk and dv, ``queries`` makes dq. With ``values``, ``keys`` makes dk and ``values`` makes dv: one
+    product more for each pair of blocks, but wide heads leave no registers for both.
+    """
+
+    forward: Blocks
+    keys: Blocks
+    queries: Blocks
+    values: Blocks | None = None
+
+
+WIDTHS = (64, 128, 192, 256)
+"""A head's width is rounded up to one of these to find its row; narrower heads take the first."""
+
+_TINY = Blocks(16, 16, 4, 1)
+_SMALL = Blocks(32, 32, 4, 1)
+
+TABLE: dict[tuple[str, int, int], Row] = {
+    # (family, bytes of an element, width): measured on an H200, see recipes/results
+    ("hopper", 2, 64): Row(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)),
+    ("hopper", 2, 128): Row(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    ("hopper", 2, 192): Row(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 4, 2)),
+    ("hopper", 2, 256): Row(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 4, 2)),
+    ("hopper", 4, 64): Row(Blocks(64, 64, 4, 2), Blocks(128, 32, 8, 1), Blocks(64, 64, 4, 1)),
+    ("hopper", 4, 128): Row(Blocks(32, 64, 4, 1), Blocks(64, 32, 8, 1), Blocks(32, 64, 4, 1)),
+    ("hopper", 4, 256): Row(Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1)),
+    # never measured: sizes that fit the smallest shared memory of the family (100 KiB, 64 KiB on ROCm)
+    ("other", 2, 64): Row(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    ("other", 2, 128): Row(Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 1), Blocks(64, 32, 4, 1)),
+    ("other", 2, 256): Row(Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1)),
+    ("other", 4, 64): Row(_SMALL, _SMALL, _SMALL),
+    ("other", 4, 128): Row(Blocks(32, 16, 4, 1), _TINY, _TINY),
+    ("other", 4, 256): Row(_TINY, _TINY, _TINY),
+}
+
+INTERPRETER = Row(Blocks(32, 16, 1, 1), Blocks(16, 32, 1, 1), Blocks(32, 16, 1, 1))
+"""For CPU tensors in Triton's interpreter: unequal sides, so that a mix-up shows; few programs, since it is slow."""
+
+
+def row_for(device: torch.device, element_bytes: int, head_dim: int, value_dim: int, descriptors: bool) -> Row:
+    """The shipped row for tensors on ``device``; the same for every length, so that lengths do not change bits.
+
+    Args:
+        descriptors: whether the GPU's copy engine fetches the blocks. Without it addresses take registers, so a
+            program holds half the queries; the keys in a block, which order the sums, stay as they are.
+    """
+    if device.type == "cpu":
+        return INTERPRETER
+    family = family_of(device)
+    widths = [width for width in WIDTHS if max(head_dim, value_dim) <= width]
+    row = next(TABLE[key] for width in widths if (key := (family, element_bytes, width)) in TABLE)
+    if family == "hopper" and not descriptors:
+        row = row._replace(forward=row.forward._replace(queries=min(row.forward.queries, 64)))
+    return row
+
+
+@cache
+def family_of(device: torch.device) -> str:
+    """ "hopper" or "other"."""
+    return "hopper" if _cuda_generation(device) == 9 else "other"
+
+
+@cache
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether blocks can be fetched by descriptors: NVIDIA's Hopper and later."""
+    return _cuda_generation(device) >= 9
+
+
+def _cuda_generation(device: torch.device) -> int:
+    """The first number of the compute capability; 0 for what is not NVIDIA's."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]

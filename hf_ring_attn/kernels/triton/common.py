@@ -1,0 +1,88 @@
+"""What the kernels share. Only functions of the Triton language: its arguments have no types that mypy knows."""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+LENGTHS = ["tokens", "keys", "together", "programs", "plane", "layers"]
+"""Arguments that change from batch to batch: no kernel is compiled anew for a value of theirs."""
+
+
+@triton.jit
+def wide(x):
+    """x as 64 bits: an offset of elements may pass 2**31."""
+    return tl.full((), 0, tl.int64) + x
+
+
+@triton.jit
+def load_rows(
+    X, row, head, first, length, row_stride, token_stride, head_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """x[row, first : first + ROWS, head] of [B, T, H, D], zeros past D and, with CHECK, past ``length`` tokens.
+
+    Without CHECK all the rows must exist. With TMA, X is a descriptor over [B, H, T, D] with that block.
+    """
+    if TMA:
+        block = X.load([row, head, first, 0]).reshape(ROWS, COLUMNS)
+    else:
+        token, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+        X += wide(row) * row_stride + wide(head) * head_stride + wide(first) * token_stride
+        where = X + (token * token_stride + column)
+        if CHECK:
+            if COLUMNS == WIDTH:
+                block = tl.load(where, mask=first + token < length, other=0.0)
+            else:
+                block = tl.load(where, mask=(first + token < length) & (column < WIDTH), other=0.0)
+        else:
+            if COLUMNS == WIDTH:
+                block = tl.load(where)
+            else:
+                block = tl.load(where, mask=column < WIDTH, other=0.0)
+    return block
+
+
+@triton.jit
+def load_bounds(BOUNDS, layer, row, queries, tokens, plane):
+    """first, stop of one layer of `schedule.bounds` for these queries; none for queries that do not exist."""
+    where = BOUNDS + wide(layer) * 2 * plane + wide(row) * tokens + queries
+    first = tl.load(where, mask=queries < tokens, other=0)
+    stop = tl.load(where + plane, mask=queries < tokens, other=0)
+    return first, stop
+
+
+@triton.jit
+def visible(first, stop, keys, BOUNDS, row, queries, tokens, plane, layers, MANY: tl.constexpr, BY_QUERY: tl.constexpr):
+    """Which query sees which key: [queries, keys], or [keys, queries]. first, stop: the bounds of layer 0.
+
+    MANY says that there are more layers: a loop costs registers even where it runs no time.
+    """
+    seen = _between(first, stop, keys, BY_QUERY)
+    if MANY:
+        for layer in range(1, layers):
+            first, stop = load_bounds(BOUNDS, layer, row, queries, tokens, plane)
+            seen = seen | _between(first, stop, keys, BY_QUERY)
+    return seen
+
+
+@triton.jit
+def _between(first, stop, keys, BY_QUERY: tl.constexpr):
+    if BY_QUERY:
+        seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < stop[:, None])
+    else:
+        seen = (keys[:, None] >= first[None, :]) & (keys[:, None] < stop[None, :])
+    return seen
+
+
+@triton.jit
+def tanh(x):
+    """To float32's accuracy; the hardware's own is good to 11 bits only."""
+    decay = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    bent = (1 - decay) / (1 + decay)
+    square = x * x
+    small = x * (1 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315))))
+    return tl.where(tl.abs(x) < 0.15, small, tl.where(x < 0, -bent, bent))

@@ -1,0 +1,94 @@
+"""The forward kernel: one program a block of queries and a query head, online softmax over the key blocks it meets."""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from .common import LENGTHS, LN2, LOG2E, load_bounds, load_rows, tanh, visible, wide
+
+
+@triton.jit
+def _attend(
+    acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, end, tokens, keys,
+    k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    for block in range(begin, end):
+        start = block * BLOCK_N
+        k = load_rows(K, row, kv_head, start, keys, k_row, k_token, k_head, D, BLOCK_N, BLOCK_D, TMA, MASKED)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        if SOFTCAP:
+            scores = tanh(scores * bend)
+        if MASKED:
+            position = start + tl.arange(0, BLOCK_N)
+            seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, True)
+            scores = tl.where(seen, scores, float("-inf"))
+        # Products and sums are spelled out below, so that both loops round alike: a row's bits must not depend on which
+        # blocks had to be masked.
+        after = tl.maximum(largest, tl.max(scores, 1) * factor)
+        shift = after
+        if MASKED:
+            shift = tl.where(after == float("-inf"), 0.0, after)  # a query that has seen nothing yet
+        weights = tl.exp2(tl.fma(scores, factor, -shift[:, None]))
+        decay = tl.exp2(largest - shift)
+        total = tl.fma(total, decay, tl.sum(weights, 1))
+        acc = acc * decay[:, None]
+        v = load_rows(V, row, kv_head, start, keys, v_row, v_token, v_head, DV, BLOCK_N, BLOCK_DV, TMA, MASKED)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        largest = after
+    return acc, total, largest
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def forward_kernel(
+    Q, K, V, OUT, LSE, SINKS, BOUNDS, PROGRAMS, RUNS,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    tokens, keys, heads, group, together, programs, plane, layers, factor, bend,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+    MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """See `launch.forward`. ``factor`` > 0 takes a score to powers of two; ``together`` key heads run side by side."""
+    pid = tl.program_id(0)
+    side_by_side = together * group
+    index = pid // side_by_side % programs
+    head = pid // (side_by_side * programs) * side_by_side + pid % side_by_side
+    kv_head = head // group
+    row, block = tl.load(PROGRAMS + 4 * index), tl.load(PROGRAMS + 4 * index + 1)
+    entry, entries = tl.load(PROGRAMS + 4 * index + 2), tl.load(PROGRAMS + 4 * index + 3)
+
+    queries = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_rows(Q, row, head, block * BLOCK_M, tokens, q_row, q_token, q_head, D, BLOCK_M, BLOCK_D, False, True)
+    first, stop = load_bounds(BOUNDS, 0, row, queries, tokens, plane)
+    if HAS_SINKS:  # a key without a value
+        largest = tl.zeros([BLOCK_M], tl.float32) + tl.load(SINKS + head).to(tl.float32) * LOG2E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    for at in range(entry, entries):
+        begin, middle, end = tl.load(RUNS + 3 * at), tl.load(RUNS + 3 * at + 1), tl.load(RUNS + 3 * at + 2)
+        acc, total, largest = _attend(
+            acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, middle, tokens, keys,
+            k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, True,
+        )  # fmt: skip
+        acc, total, largest = _attend(
+            acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, middle, end, tokens, keys,
+            k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, False,
+        )  # fmt: skip
+
+    inside = queries < tokens
+    lse = (largest + tl.log2(total)) * LN2
+    tl.store(LSE + (wide(row) * heads + head) * tokens + queries, lse, mask=inside)
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    column = tl.arange(0, BLOCK_DV)
+    where = ((wide(row) * tokens + block * BLOCK_M) * heads + head) * DV
+    where += (tl.arange(0, BLOCK_M) * heads * DV)[:, None] + column[None, :]
+    tl.store(OUT + where, acc.to(OUT.dtype.element_ty), mask=inside[:, None] & (column < DV)[None, :])

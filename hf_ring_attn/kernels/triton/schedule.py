@@ -1,0 +1,181 @@
+"""What the programs of a launch read, made on the host from a table of tiles: blocks to visit, which keys are seen.
+
+A tile is a rectangle with a band, so the keys that a query sees in it are one interval. Intervals that touch are
+joined; a query with holes in its keys has several, one on each of ``layers``. Blocks are cut at multiples of their size
+in the tensors, never at the start of a tile, so the order of a query's sums does not depend on which other queries are
+there: a chunk of queries gives the bits that the whole sequence gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...mask import UNBOUNDED
+
+FAR = 2**31
+"""Further than any token: bounds of bands are cut to this, and two indices are packed into one integer with it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The programs of one launch over blocks of one side (queries or keys), the longest first.
+
+    programs: [P, 4] int32: batch row, block, its first entry in ``runs``, the entry after its last.
+    runs: [R, 3] int32: a program visits the other side's blocks first to middle - 1 with a mask, then middle to
+        last - 1, in which every pair is visible, without one. Ascending within a program, no block twice.
+    """
+
+    programs: Tensor
+    runs: Tensor
+
+
+def bounds(tiles: Tensor, batch: int, tokens: int) -> Tensor:
+    """[L, 2, B, T] int32: query t of row b sees the keys first <= key < stop of each of L layers, disjoint, ascending.
+
+    As naive code, the keys of a query are those of all tiles that hold it::
+
+        for row, q_offset, q_length, q_position, k_offset, k_length, k_position, lo, hi in tiles:
+            for i in range(q_length):
+                keys[row, q_offset + i] |= {k_offset + j for j in range(k_length)
+                                            if lo <= (q_position + i) - (k_position + j) <= hi}
+
+    L is a power of two, at least 1; layers that a query does not need are empty (0, 0). Offsets are those in the
+    tensors of queries and keys.
+    """
+    row, q_first, q_stop, k_first, k_stop, lo, hi = _columns(tiles)
+    tile, query = _expand(q_first, q_stop)
+    first = torch.maximum(k_first[tile], query - hi[tile])
+    stop = torch.minimum(k_stop[tile], query - lo[tile] + 1)
+    seen = first < stop
+    token, first, stop = (row[tile] * tokens + query)[seen], first[seen], stop[seen]
+
+    order = torch.argsort(token * FAR + first)
+    token, first, stop = token[order], first[order], stop[order]
+    same = torch.zeros_like(token, dtype=torch.bool)
+    same[1:] = token[1:] == token[:-1]
+    joins = same.clone()
+    joins[1:] &= first[1:] == stop[:-1]
+    starts = torch.nonzero(~joins).flatten()  # the first piece of each interval
+    ends = torch.cat([starts, starts.new_tensor([len(token)])])[1:] - 1
+    token, first, stop, same = token[starts], first[starts], stop[ends], same[starts]
+    layer = _rank_in_group(~same)
+    most = int(layer.max()) if len(layer) else 0
+    layers = 1 << most.bit_length()
+
+    table = torch.zeros(layers, 2, batch * tokens, dtype=torch.int32)
+    table[layer, 0, token] = first.int()
+    table[layer, 1, token] = stop.int()
+    return table.view(layers, 2, batch, tokens)
+
+
+def schedule(
+    tiles: Tensor, side: str, block: int, other_block: int, batch: int, tokens: int, *, idle: bool, by_row: bool
+) -> Schedule:
+    """The programs that cover one side in blocks, each with the other side's blocks that it must visit.
+
+    Args:
+        tiles: [N, 9], see `hf_ring_attn.mask.tiles`.
+        side: "queries" (forward, dq) or "keys" (dk, dv): what a program owns a block of.
+        block, other_block: tokens in a block of this side, and of the other.
+        tokens: of this side, in each of ``batch`` rows.
+        idle: also give a program to blocks that see nothing (the forward must write them).
+        by_row: one batch row after the other, for the sake of caches; else the longest of all rows first.
+    """
+    row, start, stop, other_start, other_stop, lo, hi = _columns(tiles)
+    if side == "queries":
+        lo, hi = -hi, -lo
+    else:
+        start, stop, other_start, other_stop = other_start, other_stop, start, stop
+    # from here on: a token at i of this side meets those from i + lo to i + hi of the other
+    per_row = -(-tokens // block)
+    tile, index = _expand(start // block, -(-stop // block))
+    first = torch.maximum(start[tile], index * block)
+    last = torch.minimum(stop[tile], (index + 1) * block) - 1
+    meets = torch.maximum(other_start[tile], first + lo[tile])
+    meets_stop = torch.maximum(meets, torch.minimum(other_stop[tile], last + hi[tile] + 1))
+    whole = torch.maximum(other_start[tile], last + lo[tile])
+    whole_stop = torch.minimum(other_stop[tile], first + hi[tile] + 1)
+    covers = (first == index * block) & (last + 1 == ((index + 1) * block).clamp(max=tokens))
+
+    owner = row[tile] * per_row + index
+    touched = meets // other_block
+    touched_stop = torch.where(meets < meets_stop, -(-meets_stop // other_block), touched)
+    full, full_stop = -(-whole // other_block), whole_stop // other_block
+    none = ~covers | (full >= full_stop)
+    full = torch.where(none, touched_stop, full)
+    full_stop = torch.where(none, touched_stop, full_stop)
+
+    masked = _union(torch.cat([owner, owner]), torch.cat([touched, full_stop]), torch.cat([full, touched_stop]))
+    unmasked = _union(owner, full, full_stop)
+    runs = _pair(masked, unmasked)
+
+    count = batch * per_row
+    entries = torch.bincount(runs[0], minlength=count)
+    work = torch.zeros(count, dtype=torch.int64).index_add_(0, runs[0], runs[3] - runs[1])
+    past = entries.cumsum(0)
+    owners = torch.arange(count)
+    programs = torch.stack([owners // per_row, owners % per_row, past - entries, past], 1)
+    chosen = owners if idle else torch.nonzero(work).flatten()
+    key = work[chosen] - (programs[chosen, 0] * FAR if by_row else 0)
+    chosen = chosen[torch.argsort(key, descending=True, stable=True)]
+    return Schedule(programs[chosen].int().contiguous(), torch.stack(runs[1:], 1).int().contiguous())
+
+
+def _columns(tiles: Tensor) -> tuple[Tensor, ...]:
+    """row, q_first, q_stop, k_first, k_stop, lo, hi with the band in offsets: lo <= q_offset - k_offset <= hi."""
+    row, q, q_length, q_position, k, k_length, k_position, lo, hi = tiles.cpu().unbind(1)
+    shift = (q_position - q) - (k_position - k)
+    lo = torch.where(lo <= -UNBOUNDED, -FAR, (lo - shift).clamp(-FAR, FAR))
+    hi = torch.where(hi >= UNBOUNDED, FAR, (hi - shift).clamp(-FAR, FAR))
+    return row, q, q + q_length, k, k + k_length, lo, hi
+
+
+def _expand(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """For every i and every x with start[i] <= x < stop[i]: the pairs (i, x)."""
+    count = stop - start
+    owner = torch.repeat_interleave(torch.arange(len(start)), count)
+    before = count.cumsum(0) - count
+    return owner, torch.arange(len(owner)) - before[owner] + start[owner]
+
+
+def _rank_in_group(opens: Tensor) -> Tensor:
+    """[N] 0, 1, 2 ... counted anew at each True."""
+    index = torch.arange(len(opens))
+    return index - torch.where(opens, index, 0).cummax(0).values if len(opens) else index
+
+
+def _union(owner: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ranges of blocks of the same owner that overlap or touch become one; empty ones go. Sorted."""
+    keep = start < stop
+    start, stop = (owner * FAR + start)[keep], (owner * FAR + stop)[keep]
+    order = torch.argsort(start)
+    start, stop = start[order], stop[order]
+    if len(start) == 0:
+        return start, start, start
+    reach = stop.cummax(0).values
+    opens = torch.ones_like(start, dtype=torch.bool)
+    opens[1:] = start[1:] > reach[:-1]
+    starts = torch.nonzero(opens).flatten()
+    ends = torch.cat([starts, starts.new_tensor([len(start)])])[1:] - 1
+    return start[starts] // FAR, start[starts] % FAR, reach[ends] % FAR
+
+
+def _pair(
+    masked: tuple[Tensor, Tensor, Tensor], unmasked: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(owner, first, middle, last): a masked range and the unmasked one that follows it at once, else either alone."""
+    owner, start, stop = (torch.cat(columns) for columns in zip(masked, unmasked, strict=True))
+    is_full = torch.arange(len(owner)) >= len(masked[0])
+    order = torch.argsort(owner * FAR + start)
+    owner, start, stop, is_full = owner[order], start[order], stop[order], is_full[order]
+    follows = torch.zeros_like(is_full)
+    follows[1:] = is_full[1:] & ~is_full[:-1] & (owner[1:] == owner[:-1]) & (start[1:] == stop[:-1])
+    opens = torch.nonzero(~follows).flatten()
+    last = torch.zeros_like(follows)
+    last[:-1] = follows[1:]
+    end = torch.where(last[opens], opens + 1, opens)
+    middle = torch.where(is_full[opens], start[opens], stop[opens])
+    return owner[opens], start[opens], middle, stop[end]

@@ -1,0 +1,65 @@
+"""Schedules on the device, made once for each table of tiles: every layer of a model asks for the same ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from .schedule import Schedule, bounds, schedule
+
+BYTES_KEPT = 64 * 2**20
+"""Of all tables together; the least recently used go first. A batch needs 8 bytes a query and pass, or little more."""
+
+Key = tuple[object, ...]
+_kept: OrderedDict[Key, tuple[Tensor, ...]] = OrderedDict()
+_lock = Lock()  # autograd runs a backward of each device on a thread of its own
+
+
+def bounds_on(tiles: Tensor, device: torch.device, batch: int, tokens: int) -> Tensor:
+    """`schedule.bounds` on the device."""
+    (table,) = _made(device, _key(tiles, "bounds", batch, tokens), lambda: (bounds(tiles, batch, tokens),))
+    return table
+
+
+def schedule_on(
+    tiles: Tensor, device: torch.device, side: str, block: int, other_block: int, batch: int, tokens: int, *,
+    idle: bool, by_row: bool,
+) -> Schedule:  # fmt: skip
+    """`schedule.schedule` on the device."""
+
+    def make() -> tuple[Tensor, ...]:
+        made = schedule(tiles, side, block, other_block, batch, tokens, idle=idle, by_row=by_row)
+        return made.programs, made.runs
+
+    programs, runs = _made(device, _key(tiles, side, block, other_block, batch, tokens, idle, by_row), make)
+    return Schedule(programs, runs)
+
+
+def _key(tiles: Tensor, *rest: object) -> Key:
+    # By content: the ring cuts its tables out of a larger one anew at each call. A row is 72 bytes.
+    return tiles.cpu().numpy().tobytes(), *rest
+
+
+def _made(device: torch.device, key: Key, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    with _lock:
+        tables = _kept.get((device, *key))
+        if tables is None:
+            # A blocking copy: whatever stream asks next finds the tables complete.
+            tables = _kept[device, *key] = tuple(table.to(device) for table in make())
+            while len(_kept) > 1 and sum(map(_bytes, _kept.values())) > BYTES_KEPT:
+                _kept.popitem(last=False)
+        else:
+            _kept.move_to_end((device, *key))
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        for table in tables:
+            table.record_stream(stream)
+    return tables
+
+
+def _bytes(tables: tuple[Tensor, ...]) -> int:
+    return sum(table.numel() * table.element_size() for table in tables)

@@ -1,0 +1,146 @@
+"""Measures block sizes on the GPU at hand and prints the rows of `blocks.TABLE`. A command for maintainers:
+
+python -c "from hf_ring_attn.kernels.triton.tune import tune; tune()"
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from ...mask import UNBOUNDED, Tile
+from ..base import Gradients, Params
+from . import launch
+from .blocks import Blocks, Row, family_of
+
+WIDE_BLOCKS = tuple(
+    Blocks(*sizes)
+    for sizes in (
+        (128, 128, 8, 3), (128, 128, 8, 2), (128, 128, 8, 1), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 1),
+        (128, 64, 4, 3), (128, 64, 4, 2), (64, 128, 8, 2), (64, 128, 8, 1), (64, 128, 4, 2), (64, 64, 8, 2),
+        (64, 64, 8, 1), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 1), (32, 128, 8, 2), (32, 64, 8, 2),
+        (32, 64, 8, 1), (64, 32, 4, 2), (128, 32, 8, 2), (128, 32, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2),
+        (32, 32, 4, 1), (16, 64, 4, 1),
+    )
+)  # fmt: skip
+"""What is tried for 16-bit inputs."""
+NARROW_BLOCKS = tuple(
+    Blocks(*sizes)
+    for sizes in (
+        (128, 32, 8, 1), (64, 64, 8, 1), (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 8, 1), (64, 32, 4, 2), (64, 32, 4, 1),
+        (32, 64, 8, 1), (32, 64, 4, 1), (32, 32, 8, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1),
+    )
+)  # fmt: skip
+"""What is tried for float32 inputs."""
+
+
+class Shape(NamedTuple):
+    """Tokens of one causal row, query heads, key heads, width of a value."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    value_dim: int
+
+
+SHAPES = {
+    (2, 64): Shape(16384, 64, 8, 64), (2, 128): Shape(16384, 32, 8, 128), (2, 192): Shape(16384, 16, 16, 128),
+    (2, 256): Shape(16384, 16, 8, 256),
+    (4, 64): Shape(2048, 16, 4, 64), (4, 128): Shape(2048, 8, 4, 128), (4, 256): Shape(2048, 4, 4, 256),
+}  # fmt: skip
+
+
+class Job(NamedTuple):
+    """One of the passes with one choice of blocks."""
+
+    what: str
+    element_bytes: int
+    width: int
+    blocks: Blocks
+
+
+def tune(processes: int = 16) -> dict[tuple[str, int, int], Row]:
+    """Times every candidate on the current GPU, prints the table's rows and what each candidate took, best first.
+
+    Args:
+        processes: compile this many kernels at once.
+
+    Returns:
+        the rows, as in `blocks.TABLE`.
+    """
+    jobs = [
+        Job(what, element_bytes, width, blocks)
+        for element_bytes, width in SHAPES
+        for what in _passes(element_bytes, width)
+        for blocks in (WIDE_BLOCKS if element_bytes == 2 else NARROW_BLOCKS)
+    ]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:  # fills the cache on disk
+        possible = [job for job, runs in zip(jobs, pool.map(_runs, jobs), strict=True) if runs]
+    family, rows = family_of(torch.device("cuda")), {}
+    for element_bytes, width in SHAPES:
+        best: dict[str, tuple[float, Blocks]] = {}
+        for what in _passes(element_bytes, width):
+            mine = [job for job in possible if job[:3] == (what, element_bytes, width)]
+            timed = sorted((_milliseconds(job), job.blocks) for job in mine)
+            best[what] = timed[0]
+            listing = ", ".join(f"{tuple(blocks)} {milliseconds:.2f}" for milliseconds, blocks in timed[:6])
+            print(f"# {what}, {element_bytes} bytes, width {width}, ms: {listing}")  # noqa: T201  a command prints
+        keys, values = best["dk and dv"][1], None
+        if "dk" in best and best["dk"][0] + best["dv"][0] < best["dk and dv"][0]:
+            keys, values = best["dk"][1], best["dv"][1]
+        rows[family, element_bytes, width] = row = Row(best["forward"][1], keys, best["dq"][1], values)
+        text = ", ".join(f"Blocks{tuple(blocks)}" for blocks in row if blocks is not None)
+        print(f"({family!r}, {element_bytes}, {width}): Row({text}),")  # noqa: T201  a command prints
+    return rows
+
+
+def _passes(element_bytes: int, width: int) -> tuple[str, ...]:
+    """What is timed: dk and dv apart as well where one program could hardly hold both."""
+    together = ("forward", "dk and dv", "dq")
+    return (*together, "dk", "dv") if element_bytes == 2 and width > 128 else together
+
+
+def _runs(job: Job) -> bool:
+    try:
+        _call(job, 256)()
+        torch.cuda.synchronize()
+    except Exception:  # noqa: BLE001  whatever the compiler says, such blocks are no candidate
+        return False
+    return True
+
+
+def _milliseconds(job: Job) -> float:
+    bench = import_module("triton.testing").do_bench
+    return float(bench(_call(job, SHAPES[job.element_bytes, job.width].tokens), 30, 100, return_mode="median"))
+
+
+def _call(job: Job, tokens: int) -> Any:
+    """The launch of one pass over a causal row, as a function without arguments."""
+    _, heads, kv_heads, value_dim = SHAPES[job.element_bytes, job.width]
+    dtype = torch.bfloat16 if job.element_bytes == 2 else torch.float32
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(count: int, width: int) -> torch.Tensor:
+        return torch.randn(1, tokens, count, width, dtype=dtype, device="cuda", generator=generator)
+
+    q, k, v, dout = (
+        random(heads, job.width), random(kv_heads, job.width), random(kv_heads, value_dim), random(heads, value_dim),
+    )  # fmt: skip
+    table = torch.tensor([Tile(0, 0, tokens, 0, 0, tokens, 0, lo=0, hi=UNBOUNDED)])
+    params = Params(job.width**-0.5)
+    row = Row(job.blocks, job.blocks, job.blocks)
+    if job.what == "forward":
+        return lambda: launch.forward(q, k, v, table, params, row)
+    lse = torch.full((1, heads, tokens), -10.0, device="cuda")
+    dq, dk, dv = (torch.zeros(x.shape, device="cuda") for x in (q, k, v))
+    into = Gradients(dq, dk, dv)
+    problem = launch.Problem.of(q, k, v, table, params)
+    delta = torch.zeros_like(lse)
+    if job.what == "dq":
+        return lambda: launch.add_dq(problem, dout, lse, delta, into, job.blocks)
+    chosen = {"dk": job.what != "dv", "dv": job.what != "dk"}
+    return lambda: launch.add_dk_dv(problem, dout, lse, delta, into, job.blocks, **chosen)

@@ -1,0 +1,120 @@
+"""``python -m hf_ring_attn.run PROGRAM ARGUMENTS...``: imports the plugin, then runs a program that never does.
+
+>>> python -m hf_ring_attn.run trl sft --num_processes 2 --attn_implementation ring_fp32 ...   # a console command
+>>> torchrun --nproc-per-node 2 -m hf_ring_attn.run train.py --epochs 3                        # a script
+>>> accelerate launch --config_file ring.yaml -m hf_ring_attn.run -m my_package.train          # a module
+
+PROGRAM sees what it would see if python had started it: sys.argv, sys.path[0], and for a script or a module
+``__name__ == "__main__"``. Processes that a launcher starts in its turn (accelerate, trl, torchrun) get the plugin too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from . import errors
+from .integration import launchers
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Runs the program that ``arguments`` name first, with the rest of them as its own.
+
+    "-m NAME" is a module, as for python. Otherwise a name with a folder or a suffix of Python in it is a script (or a
+    folder or archive with a ``__main__.py``); any other name is a console command of an installed package, else a
+    script, else a module.
+
+    Raises:
+        NothingToRun: no program is named.
+        NoSuchProgram: it is none of these.
+        Whatever the program raises; a console command always ends with SystemExit.
+    """
+    if not arguments or list(arguments) == ["-m"]:
+        raise errors.NothingToRun()
+    launchers.carry_plugin(run)
+    program, *rest = arguments
+    if program == "-m":
+        _run_module(rest[0], rest[1:])
+    elif _is_path(program):
+        _run_script(program, rest)
+    elif command := _command(program):
+        _run_command(command, rest)
+    elif Path(program).is_file():
+        _run_script(program, rest)
+    else:
+        _run_module(program, rest)
+
+
+def _is_path(program: str) -> bool:
+    return program.endswith((".py", ".pyc", ".pyz", ".zip")) or bool({os.sep, os.altsep or os.sep} & set(program))
+
+
+def _command(name: str) -> EntryPoint | None:
+    return next(iter(entry_points(group="console_scripts", name=name)), None)
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    if not Path(path).is_file() and not Path(path, "__main__.py").is_file():
+        raise errors.NoSuchProgram(path, f"there is no such file (looked in {Path.cwd()})")
+    sys.argv = [path, *arguments]
+    _look_first_in(Path(path).resolve().parent)  # a folder or an archive puts itself there
+    runpy.run_path(path, run_name="__main__")
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    spec = _spec(name)
+    if spec is None:
+        raise errors.NoSuchProgram(name, "it is no file, no console command and no module that python finds")
+    if spec.submodule_search_locations is not None and _spec(f"{name}.__main__") is None:
+        raise errors.NoSuchProgram(name, "the package has no __main__, so python cannot run it")
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _run_command(command: EntryPoint, arguments: list[str]) -> None:
+    path = shutil.which(command.name) or command.name
+    sys.argv = [path, *arguments]
+    _look_first_in(Path(path).parent)
+    sys.exit(command.load()())
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """Where python finds a module, without importing it; its parent packages are imported, as ``python -m`` does."""
+    if module.startswith("."):
+        return None
+    try:
+        return importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            return None
+        raise  # a parent package exists, and lacks something that it needs
+
+
+def _look_first_in(folder: Path) -> None:
+    """``python -m`` has put the working folder at the head of sys.path; python itself would have put this one there."""
+    if not sys.flags.safe_path:
+        sys.path[0] = str(folder)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`run` for a command line: what it refuses is told in words, without a traceback; returns the exit code."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        sys.stdout.write(__doc__ or "")
+        return 0
+    try:
+        run(arguments)
+    except errors.BadCommand as error:
+        sys.stderr.write(f"hf_ring_attn.run: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""What the tests, doctor and benchmarks measure by: one table of cases, a float64 oracle, and ranks that stay alive.
+
+Imports nothing of the package but its errors, so that what is measured and what measures share no mistake.
+"""
+
+from .cases import (
+    BIDIRECTIONAL,
+    CASES,
+    CAUSAL,
+    PADDING,
+    WORLD_SIZES,
+    Band,
+    Case,
+    Inputs,
+    Row,
+    inputs,
+    packed,
+    sliding,
+)
+from .compare import mismatch, relative_error
+from .oracle import gradient_oracle, oracle, visible
+from .ranks import LiveRanks
+
+__all__ = [
+    "BIDIRECTIONAL",
+    "CASES",
+    "CAUSAL",
+    "PADDING",
+    "WORLD_SIZES",
+    "Band",
+    "Case",
+    "Inputs",
+    "LiveRanks",
+    "Row",
+    "gradient_oracle",
+    "inputs",
+    "mismatch",
+    "oracle",
+    "packed",
+    "relative_error",
+    "sliding",
+    "visible",
+]
