@@ -1,0 +1,52 @@
+"""What all tests share: live ranks, one thread a process, and an end to a test that hangs."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks share the machine's cores, and sums keep one order
+
+import faulthandler
+from collections.abc import Callable, Generator, Iterator
+
+import pytest
+import torch
+
+from hf_ring_attn.testing import LiveRanks
+
+TEST_SECONDS = 120
+"""No test takes longer. Ranks that hang are reported before, by name, at LiveRanks' own limit."""
+
+_stderr = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+    config.stash[_stderr] = os.dup(2)  # now, while it is not captured: what hangs must be seen
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[_stderr])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the whole run, with every thread's stack, when a test hangs: nothing softer ends a stuck collective."""
+    faulthandler.dump_traceback_later(TEST_SECONDS, exit=True, file=item.config.stash[_stderr])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], LiveRanks]]:
+    """``ranks(world_size)``: the live ranks of that world size, started when first run and shared by all tests."""
+    worlds: dict[int, LiveRanks] = {}
+
+    def of_size(world_size: int) -> LiveRanks:
+        return worlds.setdefault(world_size, LiveRanks(world_size))
+
+    yield of_size
+    for world in worlds.values():
+        world.close()

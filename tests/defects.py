@@ -1,0 +1,162 @@
+"""Mistakes that a ring attention can make, planted on purpose: a test that stays green with one of them is no test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from hf_ring_attn import functional, ring
+from hf_ring_attn.comm import Follower, Pending, Ring
+from hf_ring_attn.integration import batch
+from hf_ring_attn.kernels import Place
+from hf_ring_attn.kernels.reference import Reference
+from hf_ring_attn.layout import Layout, Run
+from hf_ring_attn.mask import Band, Mask, tiles
+
+Patch = AbstractContextManager[Any]
+
+
+def bf16_hop() -> Patch:
+    """Gradients travel in bfloat16."""
+    add = Follower.add
+
+    def rounded(self: Follower, contribution: Sequence[Tensor]) -> None:
+        add(self, contribution)
+        assert self.pending is not None
+        arrived = [x.bfloat16().to(x.dtype) for x in self.pending.wait()]
+        self.pending = Pending(self.pending.ring, self.pending.doing, arrived, ())
+
+    return mock.patch.object(Follower, "add", rounded)
+
+
+def unflipped_half() -> Patch:
+    """The second halves of a gather are put down in the ranks' order, not in the row's."""
+
+    def merge(self: Layout, gathered: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return gathered[0]
+        halves = gathered.unflatten(2, (2, -1))
+        return torch.cat([halves[:, :, half].transpose(0, 1).flatten(1, 2) for half in (0, 1)], 1)
+
+    return mock.patch.object(Layout, "merge", merge)
+
+
+def contiguous_chunks() -> Patch:
+    """The ring believes that rank r holds chunks 2r and 2r + 1."""
+
+    def runs(self: Layout, rank: int | None = None) -> tuple[Run, ...]:
+        return (Run(0, (self.rank if rank is None else rank) * self.local_length, self.local_length),)
+
+    return mock.patch.object(Layout, "runs", runs)
+
+
+def ring_turned() -> Patch:
+    """Keys are taken to be those of the rank that they will go to, not of the one that they came from."""
+    visits = Ring.visits
+
+    def turned(self: Ring, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
+        for step, (_, arrived) in enumerate(visits(self, tensors)):
+            yield (self.rank + step) % self.size, arrived
+
+    return mock.patch.object(Ring, "visits", turned)
+
+
+def keys_stay() -> Patch:
+    """Keys and values are not passed on: every step sees this rank's own."""
+    visits = Ring.visits
+
+    def staying(self: Ring, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
+        for source, _ in visits(self, tensors):
+            yield source, tensors
+
+    return mock.patch.object(Ring, "visits", staying)
+
+
+def window_off_by_one() -> Patch:
+    """A window reaches one token too far to the left."""
+    band = functional._band
+
+    def wider(causal: bool, window: tuple[int | None, int | None]) -> Band:
+        lo, hi = band(causal, window)
+        return Band(lo, hi if window[0] is None else hi + 1)
+
+    return mock.patch.object(functional, "_band", wider)
+
+
+def local_positions() -> Patch:
+    """The window is handed unchanged to every step of the ring, as if its keys were this rank's own."""
+
+    def same(mask: Mask, queries: Sequence[Run], keys: Sequence[Run], key_block: int = 1) -> Tensor:
+        backward = len(keys) == len(queries) and sum(run.length for run in keys) == sum(run.length for run in queries)
+        return tiles(mask, queries, queries if backward else keys, key_block)
+
+    return mock.patch.object(ring, "tiles", same)
+
+
+def reused_buffer() -> Patch:
+    """Gradients are added into buffers that are kept from step to step and not cleared."""
+    new_gradient = Reference.new_gradient
+    kept: dict[tuple[str, int], Tensor] = {}
+    asked: list[int] = []
+
+    def reused(self: Reference, chunk: Tensor, place: Place | None = None) -> Tensor:
+        # dq is asked for once, then dk and dv in turn
+        role = "dq" if not asked else f"dk or dv {len(asked) % 2}"
+        asked.append(1)
+        return kept.setdefault((role, chunk.numel()), new_gradient(self, chunk))
+
+    return mock.patch.object(Reference, "new_gradient", reused)
+
+
+def dropped_hop() -> Patch:
+    """What arrives with the accumulators is overwritten instead of added to."""
+
+    def add(self: Follower, contribution: Sequence[Tensor]) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+        self.pending = self.ring.send_on(contribution, "passed gradients on")
+
+    return mock.patch.object(Follower, "add", add)
+
+
+def documents_forgotten() -> Patch:
+    """All tokens are of one document, padding too."""
+
+    def none(documents: Tensor | None, batch: int, layout: Layout) -> None:
+        return None
+
+    return mock.patch.object(functional, "_documents", none)
+
+
+def labels_shifted_late() -> Patch:
+    """Labels are shifted on each rank's tokens: to the next token of the shard, not of the row."""
+    shard = batch.shard
+
+    def late(given: Mapping[str, Any]) -> batch.Sharded:
+        sharded = shard(given)
+        labels = sharded.inputs["labels"]
+        sharded.inputs["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=batch.IGNORED)
+        return sharded
+
+    return mock.patch.object(batch, "shard", late)
+
+
+DEFECTS: dict[str, Callable[[], Patch]] = {
+    defect.__name__: defect
+    for defect in (
+        bf16_hop, unflipped_half, contiguous_chunks, ring_turned, keys_stay, window_off_by_one, local_positions,
+        reused_buffer, dropped_hop, documents_forgotten, labels_shifted_late,
+    )
+}  # fmt: skip
+
+
+@contextmanager
+def planted(defect: str | None) -> Iterator[None]:
+    """The defect of that name, on this process, while the context lasts; None plants nothing."""
+    with nullcontext() if defect is None else DEFECTS[defect]():
+        yield

@@ -1,0 +1,40 @@
+"""A use of Trainer in a ring against the same without the plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from hf_ring_attn.testing import LiveRanks, relative_error
+from jobs import Outcome, train
+from runs import Mesh, Run
+
+Ranks = Callable[[int], LiveRanks]
+
+MESHES = (Mesh(cp=2), Mesh(cp=4), Mesh(dp=2, cp=2))
+LOSS = 1e-5
+"""Relative bound of losses, grad norms and metrics."""
+PARAMETER = 1e-6
+"""Absolute bound of parameters after ten steps, which move them by 0.01 to 0.2; 1e-7 is what is found."""
+UPDATE = 1e-3
+"""Relative bound of how far the steps move each tensor: the smallest move by 1e-5, where float32 has steps of 1e-8."""
+
+
+@cache
+def without_ring(ranks: Ranks, run: Run, mesh: Mesh) -> Outcome:
+    """The same run by transformers' own attention, without the plugin, once for all meshes with as many replicas."""
+    return ranks(mesh.alone.size).run(train, run, mesh.alone)[0]
+
+
+def assert_equal_runs(got: Outcome, want: Outcome) -> None:
+    assert len(got.log) == len(want.log)
+    for at, (one, other) in enumerate(zip(got.log, want.log, strict=True)):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            assert one[name] == pytest.approx(value, rel=LOSS), f"{name}, log entry {at}"
+    assert got.parameters.keys() == want.parameters.keys()
+    for name, parameter in want.parameters.items():
+        assert float((got.parameters[name] - parameter).abs().max()) < PARAMETER, name
+        assert relative_error(got.updates[name], want.updates[name]) < UPDATE, name

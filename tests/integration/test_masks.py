@@ -1,0 +1,150 @@
+"""transformers' masks as data: every mask that masking_utils can make is recognised exactly, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, masking_utils
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+
+from hf_ring_attn import errors
+from hf_ring_attn.integration.active import MaskSpec
+from hf_ring_attn.integration.attention import ring_attention_forward
+from hf_ring_attn.integration.masks import recognise, ring_mask
+from hf_ring_attn.mask import BIDIRECTIONAL, CAUSAL, Band
+
+LENGTH = 12
+WINDOW = 4
+Maker = Callable[..., Any]
+
+
+def configured(attention: str) -> Any:
+    config: Any = LlamaConfig()
+    config._attn_implementation = attention
+    config.sliding_window, config.attention_chunk_size = WINDOW, WINDOW
+    return config
+
+
+def made(maker: Maker, attention: str, **given: Any) -> Any:
+    """What a model with this attn_implementation gets of a function of masking_utils for two rows of 12 tokens."""
+    config = configured(attention)
+    given = {"attention_mask": None, "past_key_values": None, **given}
+    if maker in (create_bidirectional_mask, create_bidirectional_sliding_window_mask):
+        given.pop("position_ids", None)
+    return maker(config=config, inputs_embeds=torch.zeros(2, LENGTH, 8), **given)
+
+
+def visible(spec: MaskSpec) -> Tensor:
+    """[2, 12, 12] bool: with equal scores, and a value that is 1 in a place of its own, out says what was seen."""
+    q = torch.zeros(2, 1, LENGTH, 4, dtype=torch.float64)
+    values = torch.eye(LENGTH, dtype=torch.float64).expand(2, 1, -1, -1)
+    out, _ = ring_attention_forward(torch.nn.Identity(), q, q, values, spec)
+    return out[:, :, 0] > 0
+
+
+PADDING = torch.ones(2, LENGTH, dtype=torch.int64)
+PADDING[0, :3], PADDING[1, -4:] = 0, 0
+PACKED = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((5, 1, 6), (2, 10))])
+
+MASKS: list[tuple[str, Maker, dict[str, Any]]] = [
+    ("causal", create_causal_mask, {}),
+    ("causal, padded", create_causal_mask, {"attention_mask": PADDING}),
+    ("causal, packed", create_causal_mask, {"position_ids": PACKED}),
+    ("window", create_sliding_window_causal_mask, {}),
+    ("window, padded", create_sliding_window_causal_mask, {"attention_mask": PADDING}),
+    ("window, packed", create_sliding_window_causal_mask, {"position_ids": PACKED}),
+    ("bidirectional", create_bidirectional_mask, {}),
+    ("bidirectional, padded", create_bidirectional_mask, {"attention_mask": PADDING}),
+    ("bidirectional window", create_bidirectional_sliding_window_mask, {}),
+    ("bidirectional window, padded", create_bidirectional_sliding_window_mask, {"attention_mask": PADDING}),
+]
+
+
+@pytest.mark.parametrize(("maker", "given"), [row[1:] for row in MASKS], ids=[row[0] for row in MASKS])
+def test_a_mask_as_data_is_the_mask(maker: Maker, given: dict[str, Any]) -> None:
+    spec = made(maker, "ring_fp32", **given)
+    assert isinstance(spec, MaskSpec)
+    zero = made(maker, "eager", **given)  # 0 where a key is seen; None where all are
+    want = torch.ones(2, LENGTH, LENGTH, dtype=torch.bool) if zero is None else zero[:, 0] == 0
+    got = visible(spec)
+    real = PADDING.bool() if "attention_mask" in given else torch.ones_like(PADDING, dtype=torch.bool)
+    assert torch.equal(got[real], want[real])
+
+
+def test_one_spec_for_all_layers_of_a_kind() -> None:
+    """Tables of tiles are made once: the next batch of the same shape finds them again."""
+    first, second = (made(create_causal_mask, "ring_fp32") for _ in range(2))
+    assert first.plan is second.plan
+
+
+def test_cached_decoding_gets_an_ordinary_mask() -> None:
+    mask = ring_mask(1, q_length=2, kv_length=5, q_offset=3, kv_offset=0, config=configured("ring_fp32"))
+    assert isinstance(mask, Tensor)
+    assert mask[0, 0].tolist() == [[True, True, True, True, False], [True] * 5]
+
+
+def everything(batch: int, head: int, query: int, key: int) -> bool:
+    return True
+
+
+REFUSED: dict[str, tuple[Maker, dict[str, Any], str]] = {
+    "or_mask_function": (
+        create_causal_mask, {"or_mask_function": everything}, "transformers.masking_utils.or_masks.<locals>.or_mask"
+    ),
+    "and_mask_function": (create_causal_mask, {"and_mask_function": everything}, f"{__name__}.everything"),
+    "blocks of images": (
+        create_causal_mask, {"block_sequence_ids": torch.zeros(2, LENGTH, dtype=torch.int64)},
+        "transformers.masking_utils.or_masks.<locals>.or_mask",
+    ),
+    "chunks": (
+        create_chunked_causal_mask, {}, "transformers.masking_utils.chunked_overlay.<locals>.inner_mask"
+    ),
+    "or_mask_function, window": (
+        create_sliding_window_causal_mask, {"or_mask_function": everything},
+        "transformers.masking_utils.or_masks.<locals>.or_mask",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_mask_that_is_not_recognised_is_refused_by_name(why: str) -> None:
+    maker, given, name = REFUSED[why]
+    with pytest.raises(errors.UnknownMask) as refusal:
+        made(maker, "ring_fp32", **given)
+    text = str(refusal.value)
+    assert text.startswith(
+        f"the mask function {name} is not one that ring_fp32 knows, so it cannot be computed exactly"
+    )
+    assert "causal_mask_function" in text and "Use attn_implementation='sdpa' or 'eager' without a ring" in text
+
+
+def test_an_impostor_is_not_recognised() -> None:
+    """The name alone does not make a function of masking_utils."""
+
+    def causal_mask_function(batch: int, head: int, query: int, key: int) -> bool:
+        return True
+
+    causal_mask_function.__qualname__ = "causal_mask_function"
+    with pytest.raises(errors.UnknownMask):
+        recognise(causal_mask_function)
+
+
+def test_bands() -> None:
+    window = masking_utils.sliding_window_causal_mask_function(WINDOW)
+    assert recognise(masking_utils.causal_mask_function).band == CAUSAL
+    assert recognise(masking_utils.bidirectional_mask_function).band == BIDIRECTIONAL
+    assert recognise(window).band == Band(0, WINDOW - 1)
+    assert recognise(masking_utils.sliding_window_bidirectional_mask_function(3)).band == Band(-3, 3)
+    packed = masking_utils.packed_sequence_compatibility_function(window, PACKED, PACKED > 3)
+    assert recognise(packed).band == Band(0, WINDOW - 1)
+    assert recognise(packed).documents is not None

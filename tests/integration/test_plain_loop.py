@@ -1,0 +1,97 @@
+"""Loops of one's own: `hf_ring_attn.shard` gives the loss, logits and gradients of one process, in float64."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+import plain_jobs
+from comparison import Ranks
+from hf_ring_attn import RingConfig
+from hf_ring_attn.testing import relative_error
+from plain_jobs import Answer, Step, packed, padded, tokens
+
+SOFTMAX = 2e-6
+"""Bound where transformers' own eager attention takes its softmax in float32, whatever the model's dtype."""
+LOSS = 1e-6
+"""Relative bound of transformers' loss and of its gradients: it is computed in float32 from logits of any dtype."""
+
+STEPS = [
+    Step(why="odd length"),
+    Step(why="fewer tokens than chunks", batch=tokens(3)),
+    Step(why="padded on either side", batch=padded(23, left=4, right=6)),
+    Step(why="packed", batch=packed(9, 3, 11)),
+    Step(why="packed, a window", model="mistral", batch=packed(9, 3, 11)),
+    Step(why="softcap", model="gemma2", batch=padded(23, right=6), exact=SOFTMAX),
+    Step(why="two kinds of RoPE", model="gemma3", batch=packed(13, 10), exact=SOFTMAX),
+    Step(why="sinks", model="gpt_oss", dtype=torch.float32, exact=2e-5),
+    Step(why="learned positions", model="gpt2"),
+    Step(why="values narrower than keys", model="deepseek_v3"),
+    Step(why="RoPE by the longest position", model="dynamic rope", batch=tokens(41)),
+    Step(why="short RoPE", model="longrope", batch=tokens(16)),
+    Step(why="long RoPE, by one token", model="longrope", batch=tokens(17)),
+    Step(why="checkpointing, reentrant", checkpointing="reentrant"),
+    Step(why="checkpointing", checkpointing="recomputed", model="mistral"),
+    Step(why="backward by gather", ring=RingConfig(backward="gather", heads_per_gather=1)),
+]
+
+alone = cache(plain_jobs.by_itself)
+
+
+def assert_equal_answers(got: Answer, want: Answer, step: Step) -> None:
+    real = step.batch.get("attention_mask", torch.ones_like(step.batch["input_ids"])).bool()
+    assert relative_error(got.loss, want.loss) < LOSS
+    assert relative_error(got.logits[real], want.logits[real]) < step.exact
+    assert got.gradients.keys() == want.gradients.keys()
+    for name, gradient in want.gradients.items():
+        assert relative_error(got.gradients[name], gradient) < max(LOSS, step.exact), name
+    assert got.exact.keys() == want.exact.keys()
+    for name, gradient in want.exact.items():
+        assert relative_error(got.exact[name], gradient) < step.exact, name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
+def test_a_shared_batch_is_the_whole_batch(ranks: Ranks, step: Step, world_size: int) -> None:
+    for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
+        assert_equal_answers(got, alone(step), step)
+
+
+def test_two_batches_alive(ranks: Ranks) -> None:
+    batches = tokens(23), packed(30, 7)
+    for found in ranks(2).run(plain_jobs.two_batches_alive, *batches):
+        for got, batch in zip(found, batches, strict=True):
+            want = alone(Step(why="", batch=batch)).gradients
+            assert all(relative_error(got[name], gradient) < LOSS for name, gradient in want.items())
+
+
+def test_a_group_of_ones_own(ranks: Ranks) -> None:
+    batches = [tokens(23), tokens(18, seed=2)]
+    found = ranks(4).run(plain_jobs.rings_of_two, batches)
+    for rank, loss in enumerate(found):
+        assert relative_error(loss, alone(Step(why="", batch=batches[rank // 2])).loss) < LOSS
+
+
+def test_ranks_without_a_gradient_take_part(ranks: Ranks) -> None:
+    for used, frozen in ranks(2).run(plain_jobs.gradients_that_ranks_lack, tokens(8)):
+        assert torch.equal(used, torch.full((3,), 3.0, dtype=torch.float64))
+        assert frozen is None
+
+
+def test_a_compiled_model_keeps_nothing_of_the_last_batch(ranks: Ranks) -> None:
+    batches = [packed(10, 14), packed(3, 21)]
+    for answers in ranks(2).run(plain_jobs.compiled, batches):
+        for got, batch in zip(answers, batches, strict=True):
+            step = Step(why="", batch=batch)
+            want = alone(step)
+            assert relative_error(got.logits, want.logits) < step.exact
+            assert all(relative_error(got.gradients[n], gradient) < LOSS for n, gradient in want.gradients.items())
+
+
+@pytest.mark.parametrize(("reduce", "warned"), [("each", False), ("step", False), ("never", True)])
+def test_a_bare_model_is_told_when_its_replicas_drift(ranks: Ranks, reduce: str, warned: bool) -> None:
+    for texts in ranks(2).run(plain_jobs.told, plain_jobs.bare_loop, reduce):
+        assert [text for text in texts if "replicas drift apart" not in text] == []
+        assert len(texts) == warned

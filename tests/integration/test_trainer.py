@@ -1,0 +1,121 @@
+"""Trainer in a ring gives the losses, grad norms and parameters of Trainer without the plugin."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+
+from comparison import MESHES, Ranks, assert_equal_runs, without_ring
+from hf_ring_attn import RingConfig
+from jobs import train
+from runs import Mesh, Rows, Run
+
+PROMPTS = Rows(labelled="answers")
+CHECKPOINTED = {"gradient_checkpointing": True}
+REENTRANT = {**CHECKPOINTED, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+GATHERED = RingConfig(loss="gathered")
+
+RUNS = [
+    Run(why="plain", generates=True),
+    Run(
+        why="accumulation and clipping", rows=PROMPTS,
+        arguments={"gradient_accumulation_steps": 3, "max_grad_norm": 0.3},
+    ),
+    Run(why="prompts without labels, odd length", rows=Rows(labelled="answers", length=23)),
+    Run(why="labels at the end only: most ranks have none", rows=Rows(labelled="last")),
+    Run(why="labels at the start only", rows=Rows(labelled="first", length=29)),
+    Run(why="shorter than two tokens a rank", rows=Rows(length=5, labelled="last")),
+    Run(why="padded on the right", rows=Rows(shortest=9, pad_to="right", labelled="all")),
+    Run(why="padded on the left", rows=Rows(shortest=9, pad_to="left", labelled="all")),
+    Run(
+        why="grouped by length", rows=Rows(shortest=9, pad_to="right"),
+        arguments={"train_sampling_strategy": "group_by_length"},
+    ),
+    Run(why="streamed rows, which accelerate would deal out rank by rank", streamed=True),
+    Run(why="packed rows", rows=Rows(packed=True, length=31)),
+    Run(why="packed rows with a window", model="mistral", rows=Rows(packed=True)),
+    Run(why="checkpointing", rows=PROMPTS, arguments=CHECKPOINTED),
+    Run(why="checkpointing, reentrant", rows=PROMPTS, arguments=REENTRANT),
+    Run(why="LoRA", lora=True, rows=PROMPTS),
+    Run(why="LoRA with checkpointing", lora=True, rows=PROMPTS, arguments=CHECKPOINTED),
+    Run(why="tokens not averaged over devices", rows=PROMPTS, arguments={"average_tokens_across_devices": False}),
+    Run(why="sliding window", model="mistral", rows=PROMPTS),
+    Run(why="softcap", model="gemma2", rows=PROMPTS),
+    Run(why="sinks and experts", model="gpt_oss", rows=PROMPTS),
+    Run(why="backward by gather, head by head", rows=PROMPTS, ring=RingConfig(backward="gather", heads_per_gather=1)),
+    Run(why="gathered loss", rows=Rows(labelled="answers", length=23), ring=GATHERED),
+    Run(
+        why="gathered loss, tokens not averaged over devices", rows=PROMPTS, ring=GATHERED,
+        arguments={"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+    ),
+    Run(
+        why="label smoothing", rows=PROMPTS, ring=GATHERED,
+        arguments={"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    ),
+    Run(
+        why="compute_loss_func", rows=PROMPTS, ring=GATHERED, loss_function=True,
+        arguments={"gradient_accumulation_steps": 2},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.why)
+def test_a_ring_trains_as_one_process_does(ranks: Ranks, run: Run, mesh: Mesh) -> None:
+    outcomes = ranks(mesh.size).run(train, run, mesh)
+    want = without_ring(ranks, run, mesh)
+    assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    assert_equal_runs(outcomes[0], want)
+    assert outcomes[0].generated == want.generated
+    assert len(want.generated) == (2 if run.generates else 0)
+    for other in outcomes[1:]:  # replicas drift apart if one rank's gradients differ
+        assert other.log == outcomes[0].log
+        assert all(torch.equal(p, other.parameters[name]) for name, p in outcomes[0].parameters.items())
+
+
+SHORT = replace(RUNS[0], steps=3)
+NO_LAUNCH_CONFIG = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false", "PARALLELISM_CONFIG_CP_SIZE": "1"}
+OTHER_WAYS = {
+    "TrainingArguments": ({"parallelism_config": ParallelismConfig(cp_size=2)}, NO_LAUNCH_CONFIG),
+    "TrainingArguments that name the backend": (
+        {"parallelism_config": ParallelismConfig(cp_size=2, cp_backend="ring")}, NO_LAUNCH_CONFIG
+    ),
+    "a launch config that names the backend": ({}, {"PARALLELISM_CONFIG_CP_BACKEND": "ring"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_ways_to_ask_for_a_ring(ranks: Ranks, way: str) -> None:
+    """All runs above ask for it as stock launch configs do, through the environment."""
+    arguments, environment = OTHER_WAYS[way]
+    outcome = ranks(2).run(train, replace(SHORT, arguments=arguments), Mesh(cp=2), **environment)[0]
+    assert outcome.ring_size == 2
+    assert_equal_runs(outcome, without_ring(ranks, SHORT, Mesh(cp=2)))
+
+
+def test_a_rank_that_raises_ends_the_job(tmp_path: Path) -> None:
+    """Rank 0 waits for rank 1 in a collective then; nobody waits for its timeout, and the cause is there to read."""
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        **Mesh(cp=2).launch_config(),
+        "PYTHONPATH": os.pathsep.join(map(str, (here, here.parents[1]))),
+    }
+    job = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", here / "failing_job.py"],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    ended = time.time()
+    assert job.returncode != 0
+    cause = re.search(r"OSError: the disk of rank 1 is full at (\S+)", job.stderr)
+    assert cause is not None, job.stderr
+    assert ended - float(cause[1]) < 30

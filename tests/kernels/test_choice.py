@@ -1,0 +1,82 @@
+"""Which kernel serves a request, and that a kernel chosen by name is never replaced by another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_ring_attn import kernels
+from hf_ring_attn.errors import BadOption, UnsupportedAttention
+from hf_ring_attn.kernels import KERNELS, Request, choose
+from hf_ring_attn.kernels.reference import Reference
+
+REQUEST = Request("cpu", torch.float32, 4, 2, 8, 8, softcap=False, sinks=False, deterministic=False)
+
+
+class Picky(Reference):
+    name = "picky"
+
+    def unsupported(self, request: Request) -> list[str]:
+        return ["it has no softcap", f"it knows no {request.dtype}"] if request.softcap else []
+
+
+class Refusing(Reference):
+    name = "refusing"
+
+    def unsupported(self, request: Request) -> list[str]:
+        return ["it refuses"]
+
+
+@pytest.fixture
+def picky(monkeypatch: pytest.MonkeyPatch) -> Picky:
+    """A kernel that goes before the others and refuses a softcap."""
+    kernel = Picky()
+    monkeypatch.setattr(kernels, "KERNELS", {"picky": kernel, **KERNELS})
+    return kernel
+
+
+def test_auto_takes_the_first_kernel_that_can(picky: Picky) -> None:
+    assert choose("auto", REQUEST) is picky
+    assert choose("auto", replace(REQUEST, softcap=True)).name == "reference"
+    assert choose("reference", REQUEST).name == "reference"
+
+
+@pytest.mark.usefixtures("picky")
+def test_a_kernel_chosen_by_name_never_falls_back() -> None:
+    with pytest.raises(UnsupportedAttention) as error:
+        choose("picky", replace(REQUEST, softcap=True))
+    assert str(error.value) == (
+        "no kernel can compute this attention exactly:\n  picky: it has no softcap; it knows no torch.float32"
+    )
+
+
+def test_every_reason_of_every_kernel_is_given(picky: Picky, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "KERNELS", {"picky": picky, "refusing": Refusing()})
+    with pytest.raises(UnsupportedAttention) as error:
+        choose("auto", replace(REQUEST, softcap=True))
+    assert str(error.value).splitlines() == [
+        "no kernel can compute this attention exactly:",
+        "  picky: it has no softcap; it knows no torch.float32",
+        "  refusing: it refuses",
+    ]
+
+
+def test_a_kernel_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(BadOption) as error:
+        choose("flash9", REQUEST)
+    assert str(error.value) == f"kernel='flash9' is not possible: it must be 'auto' or one of {sorted(KERNELS)}."
+
+
+def test_the_environment_names_the_kernel_for_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_RING_ATTN_KERNEL", "flash9")
+    with pytest.raises(BadOption, match="kernel='flash9'"):
+        choose("auto", REQUEST)
+    assert choose("reference", REQUEST).name == "reference"
+
+
+def test_auto_leaves_unproven_kernels_alone(picky: Picky, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "UNPROVEN", {"picky"})
+    assert choose("auto", REQUEST).name == "reference"
+    assert choose("picky", REQUEST) is picky

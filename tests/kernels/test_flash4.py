@@ -1,0 +1,214 @@
+"""flash4 on a CPU: tables become calls, accumulators are arranged, over a fake of flash-attn-4 with its conventions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_flash4 import Fake
+from hf_ring_attn.kernels import KERNELS, Params, Place, Request
+from hf_ring_attn.kernels.flash4 import Flash4, library
+from hf_ring_attn.kernels.flash4.blocks import Blocks, Sides
+from hf_ring_attn.mask import CAUSAL, Band, Mask
+from hf_ring_attn.mask import UNBOUNDED as FAR
+from hf_ring_attn.testing import CASES, Case, inputs, packed, relative_error
+from replay import Answer, replay
+
+SIZES = (1, 2, 4, 8)
+REQUEST = Request("cuda", torch.bfloat16, 8, 2, 128, 128, softcap=False, sinks=False, deterministic=False)
+
+
+def mask_of(case: Case, documents: Tensor | None) -> Mask:
+    lo, hi = case.band
+    return Mask.of(Band(-FAR if lo is None else lo, FAR if hi is None else hi), case.batch, case.length, documents)
+
+
+def whole(case: Case, size: int) -> Case:
+    """The case without what a ring of ``size`` would pad: shorter, by whole tokens at its end."""
+    length = case.length // (2 * size) * 2 * size if size > 1 else case.length
+    documents = []
+    for row in case.documents:
+        left, cut = length, []
+        for document, count in row:
+            cut.append((document, min(count, left)))
+            left -= cut[-1][1]
+        documents.append(tuple(run for run in cut if run[1]))
+    return replace(case, length=length, documents=tuple(documents))
+
+
+def answers(
+    case: Case, size: int, gather: bool = False, sides: tuple[int, int] = (3, 4)
+) -> tuple[Answer, Answer, Fake]:
+    x = inputs(case, torch.float32)
+    mask = mask_of(case, x["documents"])
+    params = Params(case.head_dim**-0.5 if case.scale is None else case.scale, case.softcap, x["sinks"])
+    tensors = x["q"], x["k"], x["v"], x["dout"]
+    fake = Fake(sides)
+    got = replay(Flash4(library=fake), *tensors, mask, size, params, torch.float32, gather)
+    return got, replay(KERNELS["reference"], *tensors, mask, 1, params, torch.float32), fake
+
+
+EXPRESSIBLE = [case for case in CASES if not mask_of(case, inputs(case)["documents"]).holes]
+
+
+def test_only_documents_with_holes_are_not_tried() -> None:
+    assert {case.why for case in CASES} - {case.why for case in EXPRESSIBLE} == {
+        "holes between and inside documents", "window across a hole of its document",
+    }  # fmt: skip
+
+
+WAYS = [
+    *[(size, False, (3, 4)) for size in SIZES], (2, True, (3, 4)), (8, True, (3, 4)), (2, False, (4, 4)),
+]  # fmt: skip
+"""Ring size, whether gradients are gathered, and the sides of blocks: alike, q and k share one arrangement."""
+
+
+@pytest.mark.parametrize(("size", "gather", "sides"), WAYS)
+@pytest.mark.parametrize("case", EXPRESSIBLE, ids=lambda case: case.why)
+def test_calls_make_the_reference(case: Case, size: int, gather: bool, sides: tuple[int, int]) -> None:
+    case = whole(case, size)
+    if case.length == 0:
+        pytest.skip("nothing is left of it")
+    got, want, _ = answers(case, size, gather, sides)
+    for name in Answer._fields:
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        if name == "lse":
+            assert torch.equal(mine.isinf(), theirs.isinf())
+            mine, theirs = mine.nan_to_num(neginf=0.0), theirs.nan_to_num(neginf=0.0)
+        # Where the exact gradient is zero, what is left is the rounding of float32.
+        assert relative_error(mine, theirs) < 1e-5 or float((mine - theirs).abs().max()) < 2e-5, name
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_rounded_once(dtype: torch.dtype, size: int) -> None:
+    case = plain(96, batch=2, documents=(packed(20, 49, 9, -2, 16), packed(-3, 93)))
+    x = inputs(case, dtype)
+    mask, params = mask_of(case, x["documents"]), Params(0.3)
+    tensors = x["q"], x["k"], x["v"], x["dout"]
+    wide = replay(Flash4(library=Fake()), *tensors, mask, size, params, torch.float32)
+    narrow = replay(Flash4(library=Fake()), *tensors, mask, size, params)
+    for name in ("dq", "dk", "dv"):
+        assert getattr(narrow, name).dtype == dtype
+        assert torch.equal(getattr(narrow, name), getattr(wide, name).to(dtype)), name
+
+
+def test_a_rank_of_padding_alone() -> None:
+    """Nothing is seen: no call, zeros, and lse -inf or that of the sinks."""
+    ids = torch.tensor([[0, 0, 0, -1, -1, -1, -1, -1]])
+    mask, sinks = Mask.of(CAUSAL, 1, 8, ids), torch.randn(2)
+    q, k, v, dout = torch.randn(4, 1, 8, 2, 8).unbind()
+    for given in (None, sinks):
+        fake = Fake()
+        got = replay(Flash4(library=fake), q, k, v, dout, mask, 4, Params(1.0, sinks=given))
+        want = replay(KERNELS["reference"], q, k, v, dout, mask, 1, Params(1.0, sinks=given))
+        assert all(relative_error(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
+        assert len([kind for kind, _, _ in fake.calls if kind == "forward"]) == 3
+
+
+def plain(length: int, **more: object) -> Case:
+    return replace(CASES[4], length=length, why=f"{length} tokens", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "forward", "backward"),
+    [
+        # one call forward and one backward
+        (plain(96), 1, 1, 1),
+        (plain(96, batch=2), 1, 1, 1),
+        # forward two a rank, for its two chunks, which are one on the last rank; backward one a step
+        (plain(96), 2, 3, 4),
+        (plain(96, batch=2), 4, 7, 16),
+        # chunks of 13 tokens: the second does not begin a block, so a step takes two calls, and three for its own keys
+        (plain(104), 4, 7, 4 * 3 + 12 * 2),
+        # documents: one packed call; more for those that lie in two chunks
+        (plain(96, documents=(packed(*[5] * 18, 6),)), 1, 1, 1),
+        (plain(96, documents=(packed(*[5] * 18, 6),)), 2, 2, 2 + 2),
+        (plain(96, band=(0, 10)), 1, 1, 1),
+    ],
+)
+def test_as_few_calls_as_can_be(case: Case, size: int, forward: int, backward: int) -> None:
+    _, _, fake = answers(case, size)
+    kinds = [kind for kind, _, _ in fake.calls]
+    assert (kinds.count("forward"), kinds.count("backward")) == (forward, backward)
+
+
+def test_accumulators_in_flash_attn_4s_own_arrangement_for_lengths() -> None:
+    segments = torch.tensor([[0, 0, 5], [0, 7, 1], [1, 0, 12], [0, 0, 0]])
+    place = Place("k", (2, 12, 2, 8), (8, 8), segments, False, 1.0)
+    blocks = Blocks.of(place, Sides(3, 4))
+    assert [segment.block for segment in blocks.segments[:3]] == [0, (7 + 4) // 4, (12 + 8) // 4]
+    assert blocks.shape(2, 8) == (2, (24 // 4 + 4) * 4 * 8)
+    assert Blocks.of(place, Sides(3, 4)) is blocks
+    assert Blocks.of(replace(place, of="q"), Sides(3, 4)).side == 3
+
+
+def test_shared_segments_lie_row_by_row() -> None:
+    place = Place("q", (2, 14, 2, 8), (8, 8), torch.tensor([[0, 0, 7], [0, 7, 7]]), True, 1.0)
+    blocks = Blocks.of(place, Sides(3, 4))
+    assert blocks.shape(4, 8) == (2, 4, 6 * 3 * 8)
+    assert [segment.block for segment in blocks.segments] == [0, 3]
+    assert len(blocks.joined) == 2
+    assert len(Blocks.of(replace(place, segments=torch.tensor([[0, 0, 9], [0, 9, 5]])), Sides(3, 4)).joined) == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (replace(REQUEST, device="cpu"), "needs an NVIDIA GPU, got tensors on cpu"),
+        (replace(REQUEST, dtype=torch.float32), "computes in bfloat16 or float16, got torch.float32"),
+        (
+            replace(REQUEST, head_dim=80, value_dim=80),
+            "heads are 64, 96, 128, 192/128, 256 wide (keys/values), got 80/80",
+        ),
+        (replace(REQUEST, holes=True), "a document's keys must be one run"),
+    ],
+)
+def test_what_is_refused_says_why(request_: Request, words: str) -> None:
+    kernel = Flash4(library=Fake())
+    assert kernel.unsupported(REQUEST) == []
+    (reason,) = kernel.unsupported(request_)
+    assert words in reason
+    assert not kernel.rounds_gradients(REQUEST)
+
+
+def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"}
+
+    def installed(**versions: str) -> tuple[str, ...]:
+        found = tested | {name.replace("_", "-"): text for name, text in versions.items()}
+        monkeypatch.setattr(library, "version", found.__getitem__)
+        return library.not_installed.__wrapped__()
+
+    assert installed() == ()
+    assert installed(flash_attn_4="4.1.0") == ("flash-attn-4 4.1.0 is not tested (tested: 4.0.0b36)",)
+    (reason,) = installed(nvidia_cutlass_dsl="4.9.0")
+    assert reason == "nvidia-cutlass-dsl is 4.9.0 (flash-attn-4 is tested with 4.8.x)"
+
+
+def test_a_library_that_does_not_import_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    loaded = library.load.__wrapped__(9)
+    assert loaded.library is None
+    assert loaded.reasons[0].startswith("flash-attn-4 does not import: ")
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    code = (
+        "import sys, torch; from hf_ring_attn.kernels import KERNELS, Request\n"
+        "request = Request('cpu', torch.bfloat16, 8, 2, 128, 128, softcap=False, sinks=False, deterministic=False)\n"
+        "assert KERNELS['flash4'].unsupported(request)\n"
+        "assert not {'flash_attn', 'cutlass', 'quack'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_mask_of_a_causal_row_has_no_holes() -> None:
+    assert not Mask.of(CAUSAL, 1, 8).holes
+    assert Mask.of(CAUSAL, 1, 8, torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2]])).holes

@@ -1,0 +1,112 @@
+"""A ring played on one device, rank after rank, with the kernel calls and the order of adds of the real one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_ring_attn.kernels import Gradients, Kernel, Params, Place
+from hf_ring_attn.layout import Layout
+from hf_ring_attn.mask import Mask
+from hf_ring_attn.ring import Plan, segments_of, tables_of
+
+
+class Answer(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Rank(NamedTuple):
+    """What a rank knows: where its tokens are in the row, its tables, its segments."""
+
+    layout: Layout
+    held: Tensor
+    forward: Tensor
+    backward: list[Tensor]
+    queries: Tensor
+    whole: Tensor
+    keys: list[Tensor]
+
+    @classmethod
+    def of(cls, length: int, size: int, rank: int, mask: Mask) -> Rank:
+        layout = Layout(length, size, rank)
+        assert layout.padded == length, "a replay pads nothing"
+        plan = Plan.of(SimpleNamespace(size=size, name="", rank=rank), layout, mask)  # type: ignore[arg-type]
+        forward, backward = tables_of(plan.tiles, plan.stops)
+        queries, whole, keys = segments_of(plan.tiles, plan.stops)
+        return cls(layout, layout.positions(), forward, list(backward), queries, whole, list(keys))
+
+
+def places(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, scale: float) -> tuple[Place, Place, Place]:
+    widths = q.shape[3], v.shape[3]
+    of_q, of_k = ((table[:, :3], bool(table[:, 3].any())) for table in (queries, keys))
+    return (
+        Place("q", tuple(q.shape), widths, *of_q, scale), Place("k", tuple(k.shape), widths, *of_k, scale),
+        Place("v", tuple(v.shape), widths, *of_k, 1.0),
+    )  # fmt: skip
+
+
+def replay(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, size: int, params: Params,
+    wide: torch.dtype | None = None, gather: bool = False,
+) -> Answer:  # fmt: skip
+    """Whole rows [B, S, ...] through a ring of ``size``; gradients in ``wide`` (None: their inputs' dtype)."""
+    length = q.shape[1]
+    ranks = [Rank.of(length, size, rank, mask) for rank in range(size)]
+    at = [rank.held.to(q.device) for rank in ranks]
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[0], q.shape[2], length, dtype=torch.float32)
+    dq, dk, dv = (torch.empty(x.shape, dtype=wide or x.dtype, device=x.device) for x in (q, k, v))
+    parts = []
+    for rank, here in zip(ranks, at, strict=True):
+        mine = q[:, here] if size > 1 else q
+        part = kernel.forward(mine, k, v, rank.forward, params)
+        out[:, here], lse[:, :, here] = part[0], part[1].float()
+        delta = kernel.delta(dout[:, here], part[0])
+        parts.append((dout[:, here], mine, part[1], delta))
+
+    if gather:
+        sums = torch.zeros(k.shape, device=k.device), torch.zeros(v.shape, device=v.device)
+        for rank, here, (d, mine, log_sum, delta) in zip(ranks, at, parts, strict=True):
+            home = places(mine, k, v, rank.queries, rank.whole, params.scale)
+            new = kernel.new_gradient
+            into = Gradients(new(mine, home[0]), new(k, home[1]), new(v, home[2]), home)
+            kernel.backward(d, mine, k, v, log_sum, delta, rank.forward, params, into)
+            dq[:, here] = kernel.finish(into.dq, wide or q.dtype, home[0])
+            for total, x, p in zip(sums, (into.dk, into.dv), home[1:], strict=True):
+                total += kernel.finish(x, torch.float32, p)
+        return Answer(out, lse, dq, sums[0].to(dk.dtype), sums[1].to(dv.dtype))
+
+    keys = [(k[:, here].contiguous(), v[:, here].contiguous()) for here in at]
+    of_q = [
+        kernel.new_gradient(mine, places(mine, *kv, rank.queries, rank.keys[0], params.scale)[0])
+        for rank, (_, mine, _, _), kv in zip(ranks, parts, keys, strict=True)
+    ]
+    travelling: list[tuple[Tensor, Tensor] | None] = [None] * size
+    for step in range(size):
+        for r, rank in enumerate(ranks):
+            source = (r - step) % size
+            d, mine, log_sum, delta = parts[r]
+            kk, vv = keys[source]
+            home = places(mine, kk, vv, rank.queries, rank.keys[source], params.scale)
+            into = Gradients(of_q[r], kernel.new_gradient(kk, home[1]), kernel.new_gradient(vv, home[2]), home)
+            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.backward[source], params, into)
+            arrived = travelling[source]
+            if arrived is not None:
+                into.dk.add_(arrived[0])
+                into.dv.add_(arrived[1])
+            travelling[source] = into.dk, into.dv
+    shapes = {tuple(x.shape for x in pair) for pair in travelling if pair is not None}
+    assert len(shapes) == 1, "accumulators that travel must have one size"
+    for r, rank in enumerate(ranks):
+        home = places(parts[r][1], *keys[r], rank.queries, rank.keys[r], params.scale)
+        pair = travelling[r]
+        assert pair is not None
+        for whole, x, p in zip((dq, dk, dv), (of_q[r], *pair), home, strict=True):
+            whole[:, at[r]] = kernel.finish(x, whole.dtype, p)
+    return Answer(out, lse, dq, dk, dv)

@@ -1,0 +1,268 @@
+"""The traffic between ranks: what arrives, in which order and in which dtype, and what they tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checks import Ranks
+from hf_ring_attn import comm
+from hf_ring_attn.comm import LOCAL, Follower, Ring, fingerprint
+from hf_ring_attn.errors import RanksDiffer, RefusedElsewhere
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def watched(name: str, log: list[str]) -> Iterator[None]:
+    """Notes in ``log`` each call of a method of Ring."""
+    method = getattr(Ring, name)
+
+    def noted(self: Ring, *args: Any, **kwargs: Any) -> Any:
+        log.append(name)
+        return method(self, *args, **kwargs)
+
+    with mock.patch.object(Ring, name, noted):
+        yield
+
+
+# ---- gathers -----------------------------------------------------------------------------------------------------
+
+
+def gathered() -> Tensor:
+    ring = Ring.of(None)
+    mine = torch.arange(12.0).view(3, 4).T + 100 * ring.rank  # not contiguous
+    (everyone,) = ring.gather(mine).wait()
+    return everyone
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_gather_is_in_rank_order(ranks: Ranks, size: int) -> None:
+    want = torch.stack([torch.arange(12.0).view(3, 4).T + 100 * rank for rank in range(size)])
+    assert all(torch.equal(got, want) for got in ranks(size).run(gathered))
+
+
+def gathered_by_heads(heads: int, heads_per_gather: int) -> tuple[list[str], list[tuple[slice, list[Tensor]]]]:
+    ring, log, yielded = Ring.of(None), list[str](), []
+    k = torch.arange(2 * 3 * heads * 2.0).view(2, 3, heads, 2) + 1000 * ring.rank
+    with watched("gather", log):
+        for group, arrived in ring.gather_heads((k, -k[..., :1]), heads_per_gather):
+            log.append(f"attend {group.start} to {group.stop}")
+            yielded.append((group, arrived))
+    return log, yielded
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("heads", "heads_per_gather"), [(5, 2), (4, 1), (3, 3), (2, 7)])
+def test_heads_are_gathered_in_order_each_once(ranks: Ranks, size: int, heads: int, heads_per_gather: int) -> None:
+    k = torch.arange(2 * 3 * heads * 2.0).view(2, 3, heads, 2)
+    everyone = torch.stack([k + 1000 * rank for rank in range(size)])
+    for _, yielded in ranks(size).run(gathered_by_heads, heads, heads_per_gather):
+        assert [h for group, _ in yielded for h in range(group.start, group.stop)] == list(range(heads))
+        for group, (keys, values) in yielded:
+            assert torch.equal(keys, everyone[:, :, :, group])
+            assert torch.equal(values, -everyone[:, :, :, group, :1])
+
+
+def test_the_next_heads_are_on_their_way_while_these_are_attended(ranks: Ranks) -> None:
+    """One group ahead, and no more: memory is bounded by two groups."""
+    launch = ["gather", "gather"]
+    want = [*launch, *launch, "attend 0 to 2", *launch, "attend 2 to 4", "attend 4 to 5"]
+    assert [log for log, _ in ranks(2).run(gathered_by_heads, 5, 2)] == [want, want]
+
+
+# ---- the ring ----------------------------------------------------------------------------------------------------
+
+
+def visited(members: list[int] | None = None) -> tuple[list[str], list[tuple[int, list[Tensor]]]]:
+    """What comes by on a walk around the ring of these ranks of the world; nothing on the others."""
+    group = None if members is None else dist.new_group(members)
+    if members is not None and dist.get_rank() not in members:
+        return [], []
+    ring, log = Ring.of(group), list[str]()
+    mine = (torch.full((2, 3), ring.rank + 1.0), torch.full((4,), -ring.rank, dtype=torch.int64))
+    with watched("send_on", log):
+        return log, [(source, [x.clone() for x in tensors]) for source, tensors in ring.visits(mine)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_a_walk_meets_every_rank_once_its_own_first(ranks: Ranks, size: int) -> None:
+    for rank, (sent, seen) in enumerate(ranks(size).run(visited)):
+        assert [source for source, _ in seen] == [(rank - step) % size for step in range(size)]
+        assert all((x == source + 1).all() and (y == -source).all() for source, (x, y) in seen)
+        assert len(sent) == size - 1, "the last visitors are not sent home"
+
+
+def test_a_ring_can_be_a_part_of_the_world(ranks: Ranks) -> None:
+    walks = ranks(4).run(visited, [1, 3])
+    assert [[source for source, _ in seen] for _, seen in walks] == [[], [0, 1], [], [1, 0]]
+    assert all((x == source + 1).all() for _, seen in walks for source, (x, _) in seen)
+
+
+def followed(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Sums that bfloat16 could not hold: rank r adds 2**12 r + s + 1/16 to the accumulator of rank s."""
+    ring = Ring.of(None)
+    follower = Follower(ring)
+    first: Tensor | None = None
+    for step in range(ring.size):
+        source = (ring.rank - step) % ring.size
+        mine = torch.full((2, 5), 2.0**12 * ring.rank + source + 1 / 16, dtype=dtype)
+        first = mine if first is None else first
+        follower.add((mine, mine[0] * 2))
+    assert first is not None
+    return follower.home(), first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_followers_come_home_with_every_ranks_share(ranks: Ranks, size: int, dtype: torch.dtype) -> None:
+    for source, ((x, y), first) in enumerate(ranks(size).run(followed, dtype)):
+        want = sum(2.0**12 * rank + source + 1 / 16 for rank in range(size))
+        assert x.dtype == y.dtype == dtype
+        assert (x == want).all() and (y == 2 * want).all()
+        assert x.shape == (2, 5) and y.shape == (5,)
+        assert (first == 2.0**12 * source + source + 1 / 16).all(), "what was sent is not written to"
+
+
+def summed() -> tuple[Tensor, Tensor]:
+    ring = Ring.of(None)
+    rows = torch.stack([torch.full((3, 2), 2.0**12 * ring.rank + mine + 1 / 16) for mine in range(ring.size)])
+    apart = rows.transpose(1, 2).contiguous().transpose(1, 2)
+    return ring.reduce_scatter(apart), apart
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_rank_gets_the_sum_of_its_entry(ranks: Ranks, size: int) -> None:
+    for mine, (got, given) in enumerate(ranks(size).run(summed)):
+        assert got.shape == (3, 2)
+        assert (got == sum(2.0**12 * rank + mine + 1 / 16 for rank in range(size))).all()
+        assert (given[0] == 2.0**12 * mine + 1 / 16).all(), "the input is not written to"
+
+
+def numbers(rank: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(200, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def averaged(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    ring = Ring.of(None)
+    mine = numbers(ring.rank, dtype)
+    return ring.mean(mine), mine
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_means_are_summed_in_float32(ranks: Ranks, dtype: torch.dtype) -> None:
+    """A sum in bfloat16 would differ from the rounded mean in a third of the numbers."""
+    exact = torch.stack([numbers(rank, dtype).double() for rank in range(4)]).mean(0)
+    for rank, (mean, given) in enumerate(ranks(4).run(averaged, dtype)):
+        assert mean.dtype == dtype
+        if dtype == torch.bfloat16:
+            assert torch.equal(mean, exact.bfloat16())
+        else:
+            assert (mean.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps
+        assert torch.equal(given, numbers(rank, dtype)), "the input is not written to"
+
+
+def test_a_ring_of_one_needs_no_traffic() -> None:
+    ring, x = Ring.of(None), torch.arange(6.0).view(1, 6)
+    assert (ring.name, ring.size, ring.rank) == (LOCAL, 1, 0)
+    assert ring.mean(x) is x
+    assert torch.equal(ring.gather(x).wait()[0], x[None])
+    assert torch.equal(ring.reduce_scatter(x), x[0])
+    assert [(source, tensors[0] is x) for source, tensors in ring.visits([x])] == [(0, True)]
+    ring.agree({"tokens": 1}, CPU, "")
+    assert ring.lengths(7, CPU) == [7]
+    assert comm.world_rank() == 0
+
+
+def named() -> tuple[str, int, int, int]:
+    ring = Ring.of(None)
+    return ring.name, ring.size, ring.rank, comm.world_rank()
+
+
+def test_a_world_of_one_is_a_ring_of_one_and_others_go_by_name(ranks: Ranks) -> None:
+    assert ranks(1).run(named) == [(LOCAL, 1, 0, 0)]
+    (name, *_), other = ranks(2).run(named)
+    assert name != LOCAL
+    assert other == (name, 2, 1, 1)
+
+
+# ---- agreement ---------------------------------------------------------------------------------------------------
+
+
+def agreed(facts: list[dict[str, int]], refusals: list[str | None]) -> tuple[str, str, list[str]]:
+    """The kind and the text of what a rank raises, and its collectives."""
+    ring, log = Ring.of(None), list[str]()
+    try:
+        with watched("gather", log):
+            ring.agree(facts[ring.rank], ring.small_device(CPU), "Give them the same.", refusals[ring.rank])
+    except (RanksDiffer, RefusedElsewhere) as error:
+        return type(error).__name__, str(error), log
+    return "", "", log
+
+
+def test_ranks_that_agree_go_on_after_one_collective(ranks: Ranks) -> None:
+    same = {"rows": 2, "tokens": -(2**62)}
+    assert ranks(3).run(agreed, [same] * 3, [None] * 3) == [("", "", ["gather"])] * 3
+
+
+def test_ranks_that_differ_all_say_so(ranks: Ranks) -> None:
+    facts = [{"rows": 2, "tokens": 8, "labels": n} for n in (8, 8, 9)]
+    text = (
+        "the ranks of one ring must hold the same labels, but got rank 0: 8, rank 1: 8, rank 2: 9. Give them the same."
+    )
+    assert ranks(3).run(agreed, facts, [None] * 3) == [("RanksDiffer", text, ["gather"])] * 3
+
+
+def test_the_first_fact_that_differs_is_named(ranks: Ranks) -> None:
+    facts = [{"rows": n, "tokens": 7 - n} for n in (2, 3)]
+    for _, text, _ in ranks(2).run(agreed, facts, [None] * 2):
+        assert "the same rows, but got rank 0: 2, rank 1: 3." in text
+
+
+def test_a_refusal_of_one_rank_stops_all_with_its_reason(ranks: Ranks) -> None:
+    facts = [{"rows": 2}, {"rows": 0}, {"rows": 2}]
+    text = "the ring stops because a rank of it refused its batch:\n  rank 1: images cannot be sharded."
+    answers = ranks(3).run(agreed, facts, [None, "images cannot be sharded.", None])
+    assert [answer[:2] for answer in answers] == [("RefusedElsewhere", text)] * 3
+
+
+def test_all_refusals_are_listed(ranks: Ranks) -> None:
+    answers = ranks(2).run(agreed, [{"rows": 2}] * 2, ["one.", "two."])
+    assert all(text.endswith("  rank 0: one.\n  rank 1: two.") for _, text, _ in answers)
+
+
+def lengths() -> list[int]:
+    ring = Ring.of(None)
+    return ring.lengths(10 * ring.rank, CPU)
+
+
+def test_ranks_tell_each_other_their_lengths(ranks: Ranks) -> None:
+    assert ranks(3).run(lengths) == [[0, 10, 20]] * 3
+
+
+def test_fingerprints_tell_tensors_apart() -> None:
+    x = torch.arange(12)
+    other = x.clone()
+    other[7] = 0
+    tensors = [
+        None, x, other, x.view(3, 4), x.view(4, 3), x.flip(0), x[:-1], x.float(), x.double() / 3, torch.zeros(12),
+        torch.zeros(13), torch.zeros(0), x > 3, x - 2**62, x[[1, 0, *range(2, 12)]],
+    ]  # fmt: skip
+    prints = [fingerprint(tensor) for tensor in tensors]
+    assert len(set(prints)) == len(tensors)
+    assert all(-(2**63) <= number < 2**63 for number in prints)
+    assert prints == [fingerprint(tensor) for tensor in tensors]
+    assert fingerprint(x.view(4, 3).T.contiguous()) == fingerprint(x.view(4, 3).T)
+
+
+def test_fingerprints_are_the_same_in_every_process(ranks: Ranks) -> None:
+    """Ranks are forked from a process with a seed of its own for Python's hashes."""
+    x = torch.arange(12).view(3, 4)
+    assert set(ranks(2).run(fingerprint, x)) == {fingerprint(x)}
