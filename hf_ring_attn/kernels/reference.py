@@ -162,12 +162,12 @@ def _queries(q: Tensor, block: Block, groups: int, dtype: torch.dtype) -> Tensor
     """[b, G, H / G, t, D]: the block's queries, grouped by the key head they read."""
     part: Tensor = q[block.rows, block.queries]
     part = part.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
-    return part.to(dtype)
+    return part.to(dtype).contiguous()  # a product's last bits depend on how its factors lie in memory
 
 
 def _keys(k: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """[b, G, s, D]: the block's keys (or values)."""
-    return k[block.rows, block.keys].transpose(1, 2).to(dtype)
+    return k[block.rows, block.keys].transpose(1, 2).to(dtype).contiguous()
 
 
 def _add_keys(accumulator: Tensor, block: Block, gradient: Tensor) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 from measure import KERNEL, LLAMA, W128, tensors, timed, visible
-from replay import Rank, places
 
 from hf_ring_attn.kernels import Gradients, Params
 from hf_ring_attn.kernels.base import row_products
 from hf_ring_attn.kernels.flash4.accumulators import in_blocks
 from hf_ring_attn.kernels.flash4.blocks import HOPPER, Blocks
 from hf_ring_attn.mask import CAUSAL, Mask
+from replay import Rank, places
 
 SIZE, RANK = 8, 3
 
@@ -63,7 +63,9 @@ def parts(length: int) -> None:
             "keys of rank 0": lambda: step(0),
             "its own keys": lambda: step(RANK),
             "keys of rank 7": lambda: step(7),
-            "zero dk and dv, each step": lambda: [KERNEL.new_gradient(x, p) for x, p in zip(chunks[0], home[1:])],
+            "zero dk and dv, each step": lambda: [
+                KERNEL.new_gradient(x, p) for x, p in zip(chunks[0], home[1:], strict=True)
+            ],
             "zero dq": lambda: KERNEL.new_gradient(mine, home[0]),
             "delta": lambda: KERNEL.delta(d, out),
             "delta in torch": lambda: row_products(d, out),
