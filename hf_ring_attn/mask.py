@@ -1,7 +1,8 @@
-"""Which query sees which key, as data: a band and documents become tiles.
+"""Which query sees which key, as data: bands and documents become tiles.
 
-Every mask here is "same document, and lo <= q_position - k_position <= hi". Over two contiguous runs of tokens that is
-a rectangle with a band, so a whole mask is one small table of integers. No tensor of S x S exists anywhere.
+Every mask here is a few disjoint terms "same document, and lo <= q_position - k_position <= hi" (nearly always one).
+Over two contiguous runs of tokens a term is a rectangle with a band, so a whole mask is one small table of integers. No
+tensor of S x S exists anywhere.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .errors import CrossedDocuments
 from .layout import Run
 
 UNBOUNDED = 2**62
@@ -62,25 +64,95 @@ class Tile(NamedTuple):
 Segments = tuple[Segment, ...]
 
 
-@dataclass(frozen=True)
-class Mask:
-    """A band, and for each batch row the segments of its queries and of its keys. Hashable, so plans can be kept.
+@dataclass(frozen=True, eq=False)
+class Term:
+    """Pairs of a query and a key whose distance is in the band and whose tokens have the same id, which is not -1.
 
-    A query sees the keys of its own document inside the band; a token in no segment sees, or is seen by, none.
+    Args:
+        ids: [B, S] int64 on the CPU: documents, or whatever else keeps tokens together; None: all the same.
     """
 
-    band: Band
-    rows: tuple[tuple[Segments, Segments], ...]
+    band: Band = BIDIRECTIONAL
+    ids: Tensor | None = None
+
+
+Terms = tuple[Term, ...]
+"""The pairs that are in any of these terms; no pair is in two of them."""
+
+
+def both(a: Terms, b: Terms) -> Terms:
+    """The pairs that are in ``a`` and in ``b``."""
+    met = [(x.band & y.band, x.ids, y.ids) for x in a for y in b]
+    return tuple(
+        Term(band, _joint(i, j) if i is not None and j is not None else j if i is None else i)
+        for band, i, j in met
+        if band.lo <= band.hi
+    )
+
+
+def either(a: Terms, b: Terms) -> Terms:
+    """The pairs that are in ``a`` or in ``b``.
+
+    Raises:
+        CrossedDocuments: tokens of one id in ``b`` have different ids in ``a``, which no few terms can tell.
+    """
+    rest = list(b)
+    for known in a:
+        rest = [part for term in rest for part in _beyond(term, known)]
+    return (*a, *rest)
+
+
+def _beyond(term: Term, known: Term) -> Iterable[Term]:
+    """What a term has that another has not: since the ids of the one keep to those of the other, the rest of a band."""
+    if not _keeps_to(term.ids, known.ids):
+        raise CrossedDocuments()
+    for rest in (Band(hi=known.band.lo - 1), Band(lo=known.band.hi + 1)):
+        band = term.band & rest
+        if band.lo <= band.hi:
+            yield Term(band, term.ids)
+
+
+def _keeps_to(ids: Tensor | None, others: Tensor | None) -> bool:
+    """Whether tokens with the same id have the same id, not -1, among the others too."""
+    if others is None:
+        return True
+    mine = torch.zeros_like(others) if ids is None else ids
+    joint = _joint(mine, others)
+    kept = torch.equal(mine >= 0, joint >= 0)
+    return kept and all(len(a.unique()) == len(b.unique()) for a, b in zip(mine, joint, strict=True))
+
+
+def _joint(a: Tensor, b: Tensor) -> Tensor:
+    """Ids that are the same where both are the same; -1 where either is negative."""
+    joint = a * (int(b.max()) + 1 if b.numel() else 1) + b
+    return joint.masked_fill((a < 0) | (b < 0), -1)
+
+
+Rows = tuple[tuple[Segments, Segments], ...]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Bands, each with the segments of the queries and of the keys of each batch row. Hashable, so plans can be kept.
+
+    A query sees the keys of its own document inside the band, in any of the terms, which have no pair in common; a
+    token in no segment sees, or is seen by, none.
+    """
+
+    terms: tuple[tuple[Band, Rows], ...]
 
     @property
     def holes(self) -> bool:
-        """Whether a document's keys lie in several segments of a row, so that a query may meet several tiles there."""
-        return any(len({key.document for key in keys}) < len(keys) for _, keys in set(self.rows))
+        """Whether a query may meet several tiles in one row of keys: a document's keys lie in several segments of a
+        row, or there are several terms."""
+        return len(self.terms) > 1 or any(
+            len({key.document for key in keys}) < len(keys) for _, rows in self.terms for _, keys in set(rows)
+        )
 
     @property
     def one_document(self) -> bool:
         """Whether every row is at most one document that begins with the row: nothing but its end may differ."""
-        sides = {side for row in self.rows for side in row}
+        sides = {side for _, rows in self.terms for row in rows for side in row}
         return all(len(side) <= 1 and (not side or side[0].start == 0) for side in sides)
 
     @classmethod
@@ -95,16 +167,27 @@ class Mask:
             hidden: [B, S] bool, keys that nobody sees though their queries see others: what a 2-D padding mask means
                 in transformers. None: no key is hidden.
         """
-        if documents is None and hidden is None:
-            whole = (Segment(0, length, 0),) if length else ()
-            return cls(band, ((whole, whole),) * batch)
-        if documents is None:
-            documents = torch.zeros(batch, length, dtype=torch.int64)
-        queries = [_segments(row) for row in documents]
-        if hidden is None:
-            return cls(band, tuple((row, row) for row in queries))
-        keys = [_segments(row) for row in documents.masked_fill(hidden, -1)]
-        return cls(band, tuple(zip(queries, keys, strict=True)))
+        return cls.of_terms((Term(band, documents),), batch, length, hidden)
+
+    @classmethod
+    def of_terms(cls, terms: Terms, batch: int, length: int, hidden: Tensor | None = None) -> Mask:
+        """The mask of several terms; otherwise as `of`. Without any, nobody sees anything."""
+        terms = terms or (Term(Band(lo=1, hi=0)),)
+        return cls(tuple((term.band, _rows(term.ids, batch, length, hidden)) for term in terms))
+
+
+def _rows(ids: Tensor | None, batch: int, length: int, hidden: Tensor | None) -> Rows:
+    """The segments of queries and keys by batch row."""
+    if ids is None and hidden is None:
+        whole = (Segment(0, length, 0),) if length else ()
+        return ((whole, whole),) * batch
+    if ids is None:
+        ids = torch.zeros(batch, length, dtype=torch.int64)
+    queries = [_segments(row) for row in ids]
+    if hidden is None:
+        return tuple((row, row) for row in queries)
+    keys = [_segments(row) for row in ids.masked_fill(hidden, -1)]
+    return tuple(zip(queries, keys, strict=True))
 
 
 def _segments(documents: Tensor) -> Segments:
@@ -129,11 +212,16 @@ def tiles(mask: Mask, queries: Sequence[Run], keys: Sequence[Run], key_block: in
         are cut to what can be visible. Sorted by batch row, then query, then key.
     """
     # Rows of a batch usually share their segments: compute each distinct row once.
-    known: dict[tuple[Segments, Segments], list[tuple[int, ...]]] = {}
+    known: dict[tuple[tuple[Segments, Segments], ...], list[tuple[int, ...]]] = {}
+    bands = [band for band, _ in mask.terms]
     table: list[tuple[int, ...]] = []
-    for row, segments in enumerate(mask.rows):
+    for row, segments in enumerate(zip(*(rows for _, rows in mask.terms), strict=True)):
         if segments not in known:
-            known[segments] = list(_row_tiles(mask.band, segments, queries, keys, key_block))
+            parts = [
+                _row_tiles(band, both_sides, queries, keys, key_block)
+                for band, both_sides in zip(bands, segments, strict=True)
+            ]
+            known[segments] = list(parts[0]) if len(parts) == 1 else sorted(tile for part in parts for tile in part)
         table.extend((row, *rest) for rest in known[segments])
     return torch.tensor(table, dtype=torch.int64).reshape(-1, len(Tile._fields))
 
@@ -146,10 +234,11 @@ def segments(mask: Mask, runs: Sequence[Run], keys: bool) -> Tensor:
 
     Returns:
         [N, 3] int64 on the CPU: batch row, offset, length, in that order. Without holes both kinds list the same
-        documents in the same order: one whose keys are all hidden is a segment of no tokens.
+        documents in the same order: one whose keys are all hidden is a segment of no tokens. Of several terms, which
+        is with holes, those of the first.
     """
     table: list[tuple[int, int, int]] = []
-    for row, (of_queries, of_keys) in enumerate(mask.rows):
+    for row, (of_queries, of_keys) in enumerate(mask.terms[0][1]):
         for document, part in _parts(of_queries, runs):
             seen = [part] if not keys else [cut for same, cut in _parts(of_keys, [part]) if same == document]
             table.extend((row, run.offset, run.length) for run in seen or [Run(part.offset, part.position, 0)])

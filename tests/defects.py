@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_ring_attn import functional, ring
 from hf_ring_attn.comm import Follower, Pending, Ring
-from hf_ring_attn.integration import batch
+from hf_ring_attn.integration import batch, rows
 from hf_ring_attn.kernels import Place
 from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.layout import Layout, Run
@@ -140,7 +140,7 @@ def labels_shifted_late() -> Patch:
     def late(given: Mapping[str, Any]) -> batch.Sharded:
         sharded = shard(given)
         labels = sharded.inputs["labels"]
-        sharded.inputs["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=batch.IGNORED)
+        sharded.inputs["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=rows.IGNORED)
         return sharded
 
     return mock.patch.object(batch, "shard", late)

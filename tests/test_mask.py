@@ -190,7 +190,7 @@ def test_masks_are_values() -> None:
     assert mask == Mask.of(CAUSAL, 2, 4, documents.clone())
     assert hash(mask) == hash(Mask.of(CAUSAL, 2, 4, documents.clone()))
     assert mask != Mask.of(CAUSAL, 2, 4, documents.flip(0))
-    assert mask.rows[0] == (((Segment(0, 2, 0), Segment(2, 3, 1)),) * 2)
+    assert mask.terms[0][1][0] == (((Segment(0, 2, 0), Segment(2, 3, 1)),) * 2)
     assert Mask.of(CAUSAL, 2, 4, torch.zeros(2, 4, dtype=torch.int64)) == Mask.of(CAUSAL, 2, 4)
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from checks import EXACT, UNROUNDED, Ranks, distance, float64_errors, narrow, worst
 from defects import DEFECTS, planted
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.integration import batch
+from hf_ring_attn.integration import batch, rows
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, packed, sliding
 from test_leaks import leaks_of_all
 
@@ -66,7 +66,7 @@ def tokens_and_labels() -> tuple[Tensor, Tensor, Tensor]:
     table = torch.randn(WORDS, WORDS, generator=generator, dtype=torch.float64)
     words = torch.randint(WORDS, (2, TOKENS), generator=generator)
     labels = words.clone()
-    labels[1, :20] = batch.IGNORED
+    labels[1, :20] = rows.IGNORED
     return table.requires_grad_(), words, labels
 
 
@@ -76,7 +76,7 @@ def sharded_loss(defect: str | None) -> dict[str, Tensor]:
     with planted(defect):
         sharded = batch.shard({"input_ids": words, "labels": labels})
     logits, targets = table[sharded.inputs["input_ids"]], sharded.inputs["shift_labels"]
-    total = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=batch.IGNORED, reduction="sum")
+    total = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=rows.IGNORED, reduction="sum")
     loss = total / sharded.inputs["num_items_in_batch"]
     (gradient,) = torch.autograd.grad(loss, table)
     return {"loss": sharded.reduce(loss), "gradient": sharded.ring.mean(gradient)}
@@ -85,7 +85,7 @@ def sharded_loss(defect: str | None) -> dict[str, Tensor]:
 def loss_of_the_row(ranks: Ranks, world_size: int, defect: str | None) -> float:
     """The worst relative error of the loss and its gradient, in multiples of the bound in float64."""
     table, words, labels = tokens_and_labels()
-    loss = cross_entropy(table[words[:, :-1]].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=batch.IGNORED)
+    loss = cross_entropy(table[words[:, :-1]].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=rows.IGNORED)
     (gradient,) = torch.autograd.grad(loss, table)
     shares = ranks(world_size).run(sharded_loss, defect)
     return max(worst(distance(share, {"loss": loss.detach(), "gradient": gradient})) for share in shares) / EXACT

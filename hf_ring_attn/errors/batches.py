@@ -27,8 +27,17 @@ class UnknownMask(Refused):
     def __init__(self, name: str, known: list[str]) -> None:
         super().__init__(
             f"the mask function {name} is not one that ring_fp32 knows, so it cannot be computed exactly. Known are "
-            f"the functions of transformers.masking_utils {known} and their intersections. Use attn_implementation="
+            f"the functions of transformers.masking_utils {known} and what they join. Use attn_implementation="
             "'sdpa' or 'eager' without a ring for this model."
+        )
+
+
+class ShardedMask(Refused):
+    def __init__(self, kind: str) -> None:
+        todo = {"blocks": "Put block_sequence_ids [B, S] of the whole row into the batch."}
+        super().__init__(
+            f"the model tells which tokens attend to each other by {kind} that it made of one rank's tokens, and a "
+            f"ring needs those of the whole row. {todo.get(kind, 'Train this model without a ring.')}"
         )
 
 

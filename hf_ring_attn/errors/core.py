@@ -35,6 +35,14 @@ class UnsupportedAttention(Refused):
         super().__init__("no kernel can compute this attention exactly:\n" + "\n".join(lines))
 
 
+class CrossedDocuments(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "a block of tokens that attend to each other both ways (an image, say) holds tokens of two documents, of "
+            "two chunks or of padding. Pack rows so that each block lies in one document."
+        )
+
+
 # ---- ranks that disagree or disappear -------------------------------------------------------------------------------
 
 

@@ -16,8 +16,8 @@ from .. import errors
 from ..comm import Ring
 from ..config import RingConfig
 from ..layout import Layout
-from ..mask import Band
 from ..ring import Plan
+from .overlays import Seen
 
 _STACK: list[Scope] = []
 
@@ -29,13 +29,14 @@ class MaskSpec:
     opaque object, whose scope leads back to it.
 
     Args:
+        seen: which keys a query sees, as the model asked for it.
         scope: the sharded batch it belongs to; None for a ring of one that needs none.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, band: Band, config: RingConfig, scope: Scope | None) -> None:
+    def __init__(self, plan: Plan, layout: Layout, seen: Seen, config: RingConfig, scope: Scope | None) -> None:
         self.plan = plan
         self.layout = layout
-        self.band = band
+        self.seen = seen
         self.config = config
         self.scope = scope
 
@@ -51,6 +52,8 @@ class Scope:
     Args:
         documents: [B, S padded] ids on the CPU, -1 for padding to the ring; None: one document, causal masks only.
         hidden: [B, S padded] bool on the CPU, keys that a 2-D padding mask hides; None: none.
+        positions: [B, S padded] on the CPU, the position ids of documents; None: places in the row count.
+        blocks: [B, S padded] on the CPU, spans that attend both ways (images), by their ids, -1 for other tokens.
         max_position: the largest position id of the whole batch, for RoPE that depends on it.
         has_labels: the batch holds labels, so the model computes a loss on its shard.
         numbered: the batch had no position_ids, and was given 0, 1, 2, ... in each row.
@@ -61,6 +64,8 @@ class Scope:
     config: RingConfig
     documents: Tensor | None = None
     hidden: Tensor | None = None
+    positions: Tensor | None = None
+    blocks: Tensor | None = None
     max_position: int | None = None
     has_labels: bool = False
     numbered: bool = False
@@ -74,15 +79,15 @@ class Scope:
     """Identities of the modules and configs that were looked at."""
     kernel: str = ""
     """The kernel that computed it, and below what its layers had: for the line at start."""
-    bands: set[Band] = field(default_factory=set)
+    seen: set[Seen] = field(default_factory=set)
     features: set[str] = field(default_factory=set)
-    _specs: dict[tuple[Band, int], MaskSpec] = field(default_factory=dict)
+    _specs: dict[tuple[Seen, int], MaskSpec] = field(default_factory=dict)
 
-    def spec(self, band: Band, batch: int, make: Callable[[Band, int], MaskSpec]) -> MaskSpec:
+    def spec(self, seen: Seen, batch: int, make: Callable[[Seen, int], MaskSpec]) -> MaskSpec:
         """The spec of a kind of mask, made once per batch."""
-        key = (band, batch)
+        key = (seen, batch)
         if key not in self._specs:
-            self._specs[key] = make(band, batch)
+            self._specs[key] = make(seen, batch)
         return self._specs[key]
 
     def admit(self) -> None:

@@ -14,7 +14,7 @@ from .. import errors
 from ..choice import kernel_for
 from ..kernels import Params, Request
 from ..ring import attend
-from . import active
+from . import active, temperature
 from .active import MaskSpec
 from .report import features, say
 
@@ -69,6 +69,7 @@ def ring_attention_forward(
         raise errors.UnshardedInput(query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
 
     dtype = query.dtype
+    query = temperature.scaled(module, query, spec)
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
     params = Params(
         float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
@@ -89,9 +90,9 @@ def _kernel(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> 
     kernel = kernel_for(spec.plan.ring, spec.config.kernel, _request(q, k, v, params, spec.plan.holes))
     if spec.scope is None:
         say(f"no ring active; kernel {kernel}")
-    elif not spec.scope.kernel or spec.band not in spec.scope.bands:
+    elif not spec.scope.kernel or spec.seen not in spec.scope.seen:
         spec.scope.kernel = kernel
-        spec.scope.bands.add(spec.band)
+        spec.scope.seen.add(spec.seen)
         spec.scope.features |= features(spec, params)
     return kernel
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from transformers.masking_utils import sdpa_mask
 from .. import errors
 from ..comm import LOCAL, Ring, world_size
 from ..layout import Layout
-from ..mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
+from ..mask import Mask, Term, Terms, both
 from ..ring import Plan
 from . import active, models
 from .active import MaskSpec
+from .overlays import Alike, Seen, looks_ahead, recognise, terms_of
 
 
 # Not compiled: it reads closures, and makes tables on the host.
@@ -63,18 +63,39 @@ def ring_mask(
     models.refuse(config, scope)
     seen = recognise(mask_function)
     scope.admit()
-    if seen.band == BIDIRECTIONAL or seen.band.lo < 0:
+    if looks_ahead(seen):
         scope.refuse_labels_of_bidirectional()
-    return scope.spec(seen.band, batch_size, functools.partial(_spec, scope))
+    return scope.spec(seen, batch_size, functools.partial(_spec, scope))
 
 
 def _is_zero(offset: int | Tensor) -> bool:
     return isinstance(offset, int) and offset == 0
 
 
-def _spec(scope: active.Scope, band: Band, batch: int) -> MaskSpec:
-    mask = Mask.of(band, batch, scope.layout.padded, scope.documents, scope.hidden)
-    return MaskSpec(_plan(scope.ring.name, scope.layout, mask), scope.layout, band, scope.config, scope)
+def _spec(scope: active.Scope, seen: Seen, batch: int) -> MaskSpec:
+    """The spec of a shard. What masking_utils closes over is one rank's share: the whole batch's is used here."""
+
+    def alike(part: Alike) -> Terms:
+        if part.kind == "chunks":
+            return _chunks(part.size, batch, scope.layout.padded, scope.hidden, scope.positions)
+        if part.kind == "blocks" and scope.blocks is not None and part.tensor is not None:
+            mine = scope.layout.shard(scope.blocks, 1)
+            if torch.equal(mine, part.tensor.to("cpu", torch.int64).expand(batch, -1)):
+                return (Term(ids=scope.blocks),)
+        raise errors.ShardedMask(part.kind)
+
+    terms = both(terms_of(seen, alike), (Term(ids=scope.documents),))
+    mask = Mask.of_terms(terms, batch, scope.layout.padded, scope.hidden)
+    return MaskSpec(_plan(scope.ring.name, scope.layout, mask), scope.layout, seen, scope.config, scope)
+
+
+def _chunks(size: int, batch: int, length: int, hidden: Tensor | None, positions: Tensor | None) -> Terms:
+    """Chunks of ``size`` positions: those given, else places in the row, counted from after its left padding."""
+    if positions is None:
+        left = torch.zeros(batch, 1, dtype=torch.int64) if hidden is None else hidden.long().cumprod(1).sum(1, True)
+        positions = torch.arange(length) - left
+    ids = positions.div(size, rounding_mode="floor").expand(batch, -1)
+    return (Term(ids=ids - ids.min()),)  # those of padding are negative
 
 
 @functools.lru_cache(maxsize=128)
@@ -91,59 +112,14 @@ def _local_spec(
     if attention_mask is not None:
         hidden = ~attention_mask[:, :length].to("cpu", torch.bool)
         hidden = hidden if hidden.any() else None
-    documents = None if seen.documents is None else seen.documents.to("cpu", torch.int64)
+
+    def alike(part: Alike) -> Terms:
+        assert part.tensor is not None
+        if part.kind == "chunks":
+            at = None if part.positions is None else part.positions.to("cpu", torch.int64)
+            return _chunks(part.size, batch, length, hidden, at)
+        return (Term(ids=part.tensor[:, :length].to("cpu", torch.int64).expand(batch, -1)),)
+
     layout = Layout(length, 1, 0)
-    mask = Mask.of(seen.band, batch, length, documents, hidden)
-    return MaskSpec(_plan(LOCAL, layout, mask), layout, seen.band, models.ring_config(config), None)
-
-
-# ---- recognition -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Recognised:
-    """A mask function as data. ``documents`` [B, T] are those that masking_utils found in position_ids, if any."""
-
-    band: Band = BIDIRECTIONAL
-    documents: Tensor | None = None
-
-    def __and__(self, other: Recognised) -> Recognised:
-        documents = self.documents if self.documents is not None else other.documents
-        return Recognised(self.band & other.band, documents)
-
-
-def recognise(function: Callable[..., Any]) -> Recognised:
-    """The band and documents of a mask function made by transformers' masking_utils.
-
-    Functions are told apart by the place where masking_utils defines them, and what they close over is read, not
-    guessed: trying indices out proves nothing about the others.
-
-    Raises:
-        UnknownMask: for any other function, by name.
-    """
-    name = getattr(function, "__qualname__", repr(function))
-    reader = _READERS.get(name) if getattr(function, "__module__", "") == masking_utils.__name__ else None
-    if reader is None:
-        raise errors.UnknownMask(f"{getattr(function, '__module__', '?')}.{name}", sorted(_READERS))
-    code = getattr(function, "__code__", None)
-    names = code.co_freevars if code is not None else ()
-    cells = getattr(function, "__closure__", None) or ()
-    return reader({key: cell.cell_contents for key, cell in zip(names, cells, strict=True)})
-
-
-def _all_of(closure: dict[str, Any]) -> Recognised:
-    return functools.reduce(lambda a, b: a & b, map(recognise, closure["mask_functions"]))
-
-
-_READERS: dict[str, Callable[[dict[str, Any]], Recognised]] = {
-    "causal_mask_function": lambda _: Recognised(CAUSAL),
-    "bidirectional_mask_function": lambda _: Recognised(BIDIRECTIONAL),
-    "sliding_window_overlay.<locals>.inner_mask": lambda c: Recognised(Band(-UNBOUNDED, c["sliding_window"] - 1)),
-    "sliding_window_bidirectional_overlay.<locals>.inner_mask": lambda c: Recognised(
-        Band(-c["sliding_window"], c["sliding_window"])
-    ),
-    "and_masks.<locals>.and_mask": _all_of,
-    "packed_sequence_mask_function.<locals>.inner_mask": lambda c: Recognised(documents=c["packed_sequence_mask"]),
-    # Positions count up by one inside a document, so distances are those of the row.
-    "remap_positions_for_packed_sequence.<locals>.inner_mask": lambda c: recognise(c["mask_function"]),
-}
+    mask = Mask.of_terms(terms_of(seen, alike), batch, length, hidden)
+    return MaskSpec(_plan(LOCAL, layout, mask), layout, seen, models.ring_config(config), None)

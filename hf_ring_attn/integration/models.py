@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 
 from .. import errors
 from ..config import RingConfig
-from . import peft, rope
+from . import peft, rope, temperature
 from .active import Scope
 from .report import warn
 
@@ -24,7 +24,7 @@ _OPTIONS: dict[int, tuple[weakref.ref[Any], RingConfig]] = {}
 _ADMITTED: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, bool, bool, bool, bool]]] = weakref.WeakKeyDictionary()
 """Models that were looked at and found exact, by ring size, mode, and what the batch holds."""
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 RECURRENT = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|ShortConv|LinearAttention|LightningAttention|xLSTM")
 UNTESTED_WRAPPERS = {
     "FullyShardedDataParallel": "FSDP1 is not tested: use FSDP2 (fsdp_version: 2) or DDP",
@@ -81,6 +81,7 @@ def bind(model: nn.Module, scope: Scope) -> None:
     if scope.has_labels and scope.ring.size > 1:
         _refuse_loss(model)
     rope.install(model)
+    temperature.install(model)
     if any(getattr(config, "output_attentions", False) for config in configs_of(model)):
         warn("output_attentions=True gives no attention weights with ring_fp32: they never exist.")
     _ADMITTED.setdefault(model, set()).add(case)
@@ -142,6 +143,7 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
             yield "NEFTune scales its noise by the local length; set neftune_noise_alpha=None"
     if scope.numbered:
         yield from _position_reasons(model, scope)
+    yield from temperature.reasons(model)
     yield from peft.reasons(model)
 
 
@@ -170,8 +172,6 @@ def _config_reasons(config: Any, scope: Scope) -> Iterator[str]:
     foreign = sorted({str(layer) for layer in layers} - ATTENTION_LAYERS)
     if foreign:
         yield f"its layers of type {foreign} do not go through ring attention exactly"
-    if getattr(config, "attn_temperature_tuning", False):
-        yield "attn_temperature_tuning (Llama 4) counts positions from the local length"
     if getattr(config, "output_router_logits", False):
         todo = "set output_router_logits=False (SFTConfig: router_aux_loss_coef=0.0)"
         yield f"the MoE auxiliary loss is not exact on one rank's tokens; {todo}"

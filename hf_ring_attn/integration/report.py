@@ -7,8 +7,9 @@ import sys
 
 from ..comm import world_rank
 from ..kernels import Params
-from ..mask import BIDIRECTIONAL, CAUSAL
+from ..mask import BIDIRECTIONAL, CAUSAL, Band
 from .active import MaskSpec, Scope
+from .overlays import Alike, parts_of
 
 logger = logging.getLogger("hf_ring_attn")
 _said: set[tuple[object, ...]] = set()
@@ -42,9 +43,12 @@ def warn(text: str) -> None:
 def features(spec: MaskSpec, params: Params) -> set[str]:
     """What a layer's attention has beyond one causal sequence, in words."""
     documents = spec.scope.documents if spec.scope is not None else None
+    facts = parts_of(spec.seen)
     present = {
-        "window": spec.band not in (CAUSAL, BIDIRECTIONAL),
-        "bidirectional": spec.band == BIDIRECTIONAL,
+        "window": any(isinstance(fact, Band) and fact not in (CAUSAL, BIDIRECTIONAL) for fact in facts),
+        "chunks": any(isinstance(fact, Alike) and fact.kind == "chunks" for fact in facts),
+        "blocks": any(isinstance(fact, Alike) and fact.kind == "blocks" for fact in facts),
+        "bidirectional": spec.seen == BIDIRECTIONAL,
         "documents": documents is not None and int(documents.max()) > 0,
         "sinks": params.sinks is not None,
         "softcap": params.softcap is not None,

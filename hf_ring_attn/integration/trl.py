@@ -10,8 +10,8 @@ from torch import nn
 
 from .. import errors
 from . import accelerate, active, trainer
-from .batch import IGNORED
 from .patches import Patch
+from .rows import IGNORED
 
 
 def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:

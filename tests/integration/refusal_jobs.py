@@ -87,6 +87,11 @@ def neftune(model: Any) -> Any:
     return model
 
 
+def tuned_otherwise(model: Any) -> Any:
+    model.model.layers[0].self_attn.attn_temperature_tuning = True
+    return model
+
+
 def with_a_4d_mask(model: Any) -> Any:
     def call(**inputs: Any) -> Any:
         rows, local = inputs["input_ids"].shape

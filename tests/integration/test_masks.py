@@ -20,7 +20,8 @@ from transformers.masking_utils import (
 from hf_ring_attn import errors
 from hf_ring_attn.integration.active import MaskSpec
 from hf_ring_attn.integration.attention import ring_attention_forward
-from hf_ring_attn.integration.masks import recognise, ring_mask
+from hf_ring_attn.integration.masks import ring_mask
+from hf_ring_attn.integration.overlays import Alike, Joined, looks_ahead, recognise
 from hf_ring_attn.mask import BIDIRECTIONAL, CAUSAL, Band
 
 LENGTH = 12
@@ -56,7 +57,33 @@ PADDING = torch.ones(2, LENGTH, dtype=torch.int64)
 PADDING[0, :3], PADDING[1, -4:] = 0, 0
 PACKED = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((5, 1, 6), (2, 10))])
 
+BLOCKS = torch.full((2, LENGTH), -1)
+BLOCKS[0, 4:9], BLOCKS[1, 2:3], BLOCKS[1, 3:10] = 0, 0, 1
+PACKED_BLOCKS = torch.full((2, LENGTH), -1)
+PACKED_BLOCKS[0, 1:5], PACKED_BLOCKS[0, 6:12], PACKED_BLOCKS[1, 4:11] = 0, 1, 0
+INNER_BLOCKS = torch.tensor([[0, 0, 0, -1, 1, 1, 1, 1, -1, 2, 2, -1]]).expand(2, -1)
+TWO_SPANS = torch.tensor([[0, 0, -1, -1, 0, 0, 0, -1, 1, 1, 1, 1]]).expand(2, -1)
+
+
+def windowed_blocks(**given: Any) -> Any:
+    """Gemma 3's local layers: the window holds for images too."""
+    blocks = masking_utils.blockwise_overlay(given.pop("block_sequence_ids"))
+    window = masking_utils.sliding_window_overlay(WINDOW)
+    return create_causal_mask(or_mask_function=blocks, and_mask_function=window, **given)
+
+
 MASKS: list[tuple[str, Maker, dict[str, Any]]] = [
+    ("chunks", create_chunked_causal_mask, {}),
+    ("chunks, padded", create_chunked_causal_mask, {"attention_mask": PADDING}),
+    ("chunks, packed", create_chunked_causal_mask, {"position_ids": PACKED}),
+    ("blocks", create_causal_mask, {"block_sequence_ids": BLOCKS}),
+    ("blocks, one in two spans", create_causal_mask, {"block_sequence_ids": TWO_SPANS}),
+    ("blocks, padded", create_causal_mask, {"block_sequence_ids": BLOCKS, "attention_mask": PADDING}),
+    ("blocks, packed", create_causal_mask, {"block_sequence_ids": PACKED_BLOCKS, "position_ids": PACKED}),
+    ("blocks beyond a window", create_sliding_window_causal_mask, {"block_sequence_ids": BLOCKS}),
+    ("blocks beyond chunks", create_chunked_causal_mask, {"block_sequence_ids": INNER_BLOCKS}),
+    ("blocks in a window", windowed_blocks, {"block_sequence_ids": BLOCKS}),
+    ("blocks in a window, padded", windowed_blocks, {"block_sequence_ids": BLOCKS, "attention_mask": PADDING}),
     ("causal", create_causal_mask, {}),
     ("causal, padded", create_causal_mask, {"attention_mask": PADDING}),
     ("causal, packed", create_causal_mask, {"position_ids": PACKED}),
@@ -81,6 +108,11 @@ def test_a_mask_as_data_is_the_mask(maker: Maker, given: dict[str, Any]) -> None
     assert torch.equal(got[real], want[real])
 
 
+def test_a_block_that_crosses_documents_is_refused() -> None:
+    with pytest.raises(errors.CrossedDocuments, match="holds tokens of two documents"):
+        made(create_causal_mask, "ring_fp32", block_sequence_ids=BLOCKS, position_ids=PACKED)
+
+
 def test_one_spec_for_all_layers_of_a_kind() -> None:
     """Tables of tiles are made once: the next batch of the same shape finds them again."""
     first, second = (made(create_causal_mask, "ring_fp32") for _ in range(2))
@@ -98,20 +130,15 @@ def everything(batch: int, head: int, query: int, key: int) -> bool:
 
 
 REFUSED: dict[str, tuple[Maker, dict[str, Any], str]] = {
-    "or_mask_function": (
-        create_causal_mask, {"or_mask_function": everything}, "transformers.masking_utils.or_masks.<locals>.or_mask"
-    ),
+    "or_mask_function": (create_causal_mask, {"or_mask_function": everything}, f"{__name__}.everything"),
     "and_mask_function": (create_causal_mask, {"and_mask_function": everything}, f"{__name__}.everything"),
-    "blocks of images": (
-        create_causal_mask, {"block_sequence_ids": torch.zeros(2, LENGTH, dtype=torch.int64)},
-        "transformers.masking_utils.or_masks.<locals>.or_mask",
-    ),
-    "chunks": (
-        create_chunked_causal_mask, {}, "transformers.masking_utils.chunked_overlay.<locals>.inner_mask"
+    "blocks by position in a document": (
+        create_causal_mask,
+        {"or_mask_function": masking_utils.blockwise_overlay(torch.zeros(2, 12)), "position_ids": PACKED},
+        "transformers.masking_utils.blockwise_overlay.<locals>.inner_mask",
     ),
     "or_mask_function, window": (
-        create_sliding_window_causal_mask, {"or_mask_function": everything},
-        "transformers.masking_utils.or_masks.<locals>.or_mask",
+        create_sliding_window_causal_mask, {"or_mask_function": everything}, f"{__name__}.everything"
     ),
 }  # fmt: skip
 
@@ -139,12 +166,33 @@ def test_an_impostor_is_not_recognised() -> None:
         recognise(causal_mask_function)
 
 
-def test_bands() -> None:
+def test_expressions() -> None:
     window = masking_utils.sliding_window_causal_mask_function(WINDOW)
-    assert recognise(masking_utils.causal_mask_function).band == CAUSAL
-    assert recognise(masking_utils.bidirectional_mask_function).band == BIDIRECTIONAL
-    assert recognise(window).band == Band(0, WINDOW - 1)
-    assert recognise(masking_utils.sliding_window_bidirectional_mask_function(3)).band == Band(-3, 3)
+    assert recognise(masking_utils.causal_mask_function) == CAUSAL
+    assert recognise(masking_utils.bidirectional_mask_function) == BIDIRECTIONAL
+    assert recognise(window) == Band(0, WINDOW - 1)
+    assert recognise(masking_utils.sliding_window_bidirectional_mask_function(3)) == Band(-3, 3)
     packed = masking_utils.packed_sequence_compatibility_function(window, PACKED, PACKED > 3)
-    assert recognise(packed).band == Band(0, WINDOW - 1)
-    assert recognise(packed).documents is not None
+    assert recognise(packed) == Joined("all", (Alike("documents"), Band(0, WINDOW - 1)))
+
+
+@pytest.mark.parametrize(
+    ("function", "ahead"),
+    [
+        (masking_utils.causal_mask_function, False),
+        (masking_utils.bidirectional_mask_function, True),
+        (masking_utils.sliding_window_bidirectional_mask_function(3), True),
+        (masking_utils.chunked_causal_mask_function(3, torch.zeros(1)), False),
+        (masking_utils.chunked_overlay(3, torch.zeros(1)), True),
+        (masking_utils.packed_sequence_mask_function(PACKED), True),
+        (
+            masking_utils.or_masks(
+                masking_utils.causal_mask_function, masking_utils.blockwise_overlay(PACKED)
+            ),
+            False,
+        ),
+    ],
+)  # fmt: skip
+def test_which_masks_look_ahead(function: Maker, ahead: bool) -> None:
+    """Labels of such a model are no causal language model's, so its sharded loss is refused."""
+    assert looks_ahead(recognise(function)) is ahead

@@ -69,9 +69,8 @@ FORWARDS = [
         text="encoder-decoder models are not supported",
     ),
     Forward(
-        why="chunks", kind="Llama4ForCausalLM",
-        config={"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
-        text="attn_temperature_tuning (Llama 4) counts positions from the local length",
+        why="a temperature that is not Llama 4's", change=jobs.tuned_otherwise,
+        text="model.layers.0.self_attn (LlamaAttention) has a temperature tuning that is not Llama 4's",
     ),
     Forward(
         why="an auxiliary loss of experts", kind="MixtralForCausalLM",
@@ -81,7 +80,7 @@ FORWARDS = [
     Forward(
         why="blocks that see both ways", kind="Gemma3ForCausalLM",
         config={"use_bidirectional_attention": True, "sliding_window": 7}, labelled=False, error="UnknownMask",
-        text="the mask function transformers.masking_utils.or_masks.<locals>.or_mask is not one that ring_fp32 knows",
+        text="the mask function transformers.models.gemma3.modeling_gemma3.",
     ),
     Forward(
         why="labels of a masked language model", kind="BertForMaskedLM", error="LossNotSharded",

@@ -14,7 +14,7 @@ from hf_ring_attn.testing import relative_error
 from plain_jobs import Answer, Step, packed, padded, tokens
 
 SOFTMAX = 2e-6
-"""Bound where transformers' own eager attention takes its softmax in float32, whatever the model's dtype."""
+"""Bound where transformers takes its softmax (or, in Llama 4, RoPE) in float32, whatever the model's dtype."""
 LOSS = 1e-6
 """Relative bound of transformers' loss and of its gradients: it is computed in float32 from logits of any dtype."""
 
@@ -29,6 +29,11 @@ STEPS = [
     Step(why="sinks", model="gpt_oss", dtype=torch.float32, exact=2e-5),
     Step(why="learned positions", model="gpt2"),
     Step(why="values narrower than keys", model="deepseek_v3"),
+    Step(why="chunks and temperatures", model="llama4", exact=SOFTMAX),
+    Step(why="chunks and temperatures, padded", model="llama4", batch=padded(23, left=4, right=6), exact=SOFTMAX),
+    Step(why="chunks and temperatures, packed", model="llama4", batch=packed(9, 3, 11), exact=SOFTMAX),
+    Step(why="chunks and temperatures, recomputed", model="llama4", checkpointing="recomputed", exact=SOFTMAX),
+    Step(why="chunks and temperatures, recomputed, reentrant", model="llama4", checkpointing="reentrant", exact=SOFTMAX),
     Step(why="RoPE by the longest position", model="dynamic rope", batch=tokens(41)),
     Step(why="short RoPE", model="longrope", batch=tokens(16)),
     Step(why="long RoPE, by one token", model="longrope", batch=tokens(17)),

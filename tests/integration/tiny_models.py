@@ -38,6 +38,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "sdpa",
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {
+            "attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.5, "no_rope_layers": [1, 0],
+            "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1, "use_qk_norm": True,
+        },
+        "sdpa",
+    ),
     "dynamic rope": (
         "LlamaForCausalLM",
         {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -31,8 +31,9 @@ ROUNDS = 7
 
 def pairs(mask: Mask, length: int) -> int:
     """Visible pairs of a row, a document at a time."""
-    (segments, _), *_ = mask.rows
-    hi = min(mask.band.hi, length)
+    ((band, rows),) = mask.terms
+    (segments, _), *_ = rows
+    hi = min(band.hi, length)
     total = 0
     for start, stop, _ in segments:
         n = stop - start

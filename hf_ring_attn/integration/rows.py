@@ -1,0 +1,149 @@
+"""What a batch holds, whole: its tokens, documents, padding, blocks and labels, ready to be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import errors
+from ..config import RingConfig
+from ..layout import Layout
+
+IGNORED = -100
+PADDING = {"labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1}
+"""What a token of padding holds, by input; 0 for all others."""
+KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+"""Inputs that repeat the documents for flash attention; true for the whole row only, so they are not passed on."""
+FOREIGN = {
+    "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "input_features", "input_values",
+    "decoder_input_ids", "encoder_outputs", "past_key_values",
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Whole:
+    """A batch ready to be cut: inputs, the names of those that have an entry per token, and what a `Scope` takes."""
+
+    inputs: dict[str, Any]
+    names: set[str]
+    documents: Tensor | None
+    hidden: Tensor | None
+    positions: Tensor | None
+    blocks: Tensor | None
+    max_position: int
+    items: Tensor | None
+
+
+def tokens_of(batch: Mapping[str, Any]) -> Tensor:
+    foreign = sorted(name for name in FOREIGN & set(batch) if batch[name] is not None)
+    if foreign:
+        raise errors.BadBatch(
+            f"the batch holds {foreign}: images, audio, encoders and caches cannot be sharded along the sequence yet. "
+            "Train the text model alone, or without a ring."
+        )
+    for name in ("input_ids", "inputs_embeds"):
+        tokens = batch.get(name)
+        if isinstance(tokens, Tensor):
+            if tokens.dim() != (2 if name == "input_ids" else 3):
+                raise errors.BadShape(name, tuple(tokens.shape), "it must be [B, S] (inputs_embeds: [B, S, width])")
+            return tokens
+    raise errors.BadBatch(f"the batch holds neither input_ids nor inputs_embeds, only {sorted(batch)}.")
+
+
+def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config: RingConfig) -> Whole:
+    rows, length = tokens.shape[:2]
+    if layout.padded != length and not config.pad:
+        raise errors.UnevenLength(length, layout.world_size)
+    inputs = {name: x for name, x in batch.items() if x is not None and name not in KERNEL_HINTS}
+    attention_mask = inputs.get("attention_mask")
+    if attention_mask is not None and getattr(attention_mask, "shape", None) != (rows, length):
+        what = f"has shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else "is no tensor"
+        raise errors.BadBatch(
+            f"attention_mask {what}, but a ring takes [{rows}, {length}], one entry a "
+            "token: pass the 2-D mask of the tokenizer, or position_ids that restart at each document."
+        )
+    given = inputs.get("position_ids")
+    if given is None:
+        given = torch.arange(length, device=tokens.device)[None]
+    if given.dim() != 2 or given.shape[1] != length or given.shape[0] not in (1, rows):
+        raise errors.BadShape("position_ids", tuple(given.shape), f"it must be [{rows}, {length}]")
+    position_ids = inputs["position_ids"] = given.expand(rows, -1).contiguous()
+
+    documents = _documents(batch, position_ids, attention_mask)
+    positions = None if documents is None else layout.pad(position_ids.cpu(), 1)
+    hidden = None
+    if attention_mask is not None and not bool(attention_mask.all()):
+        hidden = layout.pad(attention_mask.to("cpu", torch.bool).logical_not(), 1, False)
+    if layout.padded != length or documents is not None:
+        if documents is None:
+            documents = torch.zeros(rows, length, dtype=torch.int64)
+        documents = layout.pad(documents, 1, -1)
+    blocks = _blocks(batch, rows, length)
+    blocks = None if blocks is None else layout.pad(blocks, 1, -1)
+    # 1 for every real token: with a 2-D mask present, masking_utils looks for no documents in a shard's positions.
+    if attention_mask is None:
+        inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
+
+    items = None
+    labels = inputs.get("labels")
+    if labels is not None:
+        if tuple(labels.shape) != (rows, length):
+            need = f"a ring needs one label a token, [{rows}, {length}]: a causal language model's"
+            raise errors.BadShape("labels", tuple(labels.shape), need)
+        if "shift_labels" not in inputs:
+            inputs["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if "shift_labels" in inputs:
+        inputs.setdefault("labels", inputs["shift_labels"])  # models compute a loss only where labels are given
+        items = (inputs["shift_labels"] != IGNORED).sum()
+    per_token = {n for n, x in inputs.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
+    longest = int(position_ids.max()) if length else 0
+    return Whole(inputs, per_token, documents, hidden, positions, blocks, longest, items)
+
+
+def _blocks(batch: Mapping[str, Any], rows: int, length: int) -> Tensor | None:
+    """[B, S] ids on the CPU of the blocks that attend both ways, -1 for all other tokens; None for none."""
+    blocks = batch.get("block_sequence_ids")
+    if blocks is None:
+        return None
+    if tuple(blocks.shape) != (rows, length):
+        raise errors.BadShape("block_sequence_ids", tuple(blocks.shape), f"it must be [{rows}, {length}]")
+    ids: Tensor = blocks.to("cpu", torch.int64)
+    return ids
+
+
+def _documents(batch: Mapping[str, Any], position_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """[B, S] ids on the CPU as transformers finds them, or None for one document a row."""
+    positions = position_ids.cpu()
+    restart = torch.diff(positions, dim=1) != 1
+    hint = batch.get("cu_seq_lens_q")
+    if attention_mask is not None:
+        # Padded rows count oddly where they are padded; only a restart between two real tokens is a document's.
+        real = attention_mask.to("cpu", torch.bool)
+        restart &= real[:, 1:] & real[:, :-1]
+        if bool(restart.any()):
+            row, token = restart.nonzero()[0].tolist()
+            raise errors.MixedDocuments(row, token + 1)
+        if hint is not None:
+            _check_hint(hint.cpu(), None, positions)
+        return None
+    ids = torch.nn.functional.pad(restart.cumsum(1), (1, 0)) if bool(restart.any()) else None
+    if hint is not None:
+        _check_hint(hint.cpu(), ids, positions)
+    return ids
+
+
+def _check_hint(cu_seq_lens: Tensor, ids: Tensor | None, positions: Tensor) -> None:
+    """cu_seq_lens_q must tell the same documents as position_ids: kernels would follow the one, masks the other."""
+    starts = {0} if ids is None else {0, *(torch.diff(ids.flatten()).nonzero().flatten() + 1).tolist()}
+    starts |= set(range(0, positions.numel(), positions.shape[1]))
+    told = set(cu_seq_lens.tolist()) - {positions.numel()}
+    if told != starts:
+        odd = sorted(told ^ starts)[:5]
+        raise errors.BadBatch(
+            f"cu_seq_lens_q and position_ids tell different documents (first difference at token {odd[0]}). Let "
+            "position_ids restart at 0 with every document, as DataCollatorWithFlattening does."
+        )
