@@ -19,7 +19,7 @@ _MARK = "_hf_ring_attn_temperature"
 _NEEDS = ("use_rope", "floor_scale", "attn_scale")
 
 
-def _tuned(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if module.__dict__.get("attn_temperature_tuning") or _MARK in module.__dict__:
             yield name, module
@@ -50,13 +50,13 @@ def uninstall(model: nn.Module) -> None:
             handle.remove()
 
 
-def _leave_it_out(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _leave_it_out(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     specs = [x for x in (*args, *kwargs.values()) if isinstance(x, MaskSpec)]
     if any(spec.layout.world_size > 1 for spec in specs):
         module.attn_temperature_tuning = False
 
 
-def _put_it_back(module: nn.Module, _args: Any, _output: Any) -> None:
+def _put_it_back(module: Any, _args: Any, _output: Any) -> None:
     module.attn_temperature_tuning = True
 
 
@@ -67,4 +67,5 @@ def scaled(module: Any, query: Tensor, spec: MaskSpec) -> Tensor:
     places = spec.layout.positions().to(query.device)
     steps = torch.floor((places.float() + 1.0) / module.floor_scale)
     factors = torch.log1p(steps) * module.attn_scale + 1.0
-    return (query * factors[:, None]).to(query.dtype)
+    tuned: Tensor = (query * factors[:, None]).to(query.dtype)
+    return tuned

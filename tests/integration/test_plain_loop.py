@@ -33,7 +33,7 @@ STEPS = [
     Step(why="chunks and temperatures, padded", model="llama4", batch=padded(23, left=4, right=6), exact=SOFTMAX),
     Step(why="chunks and temperatures, packed", model="llama4", batch=packed(9, 3, 11), exact=SOFTMAX),
     Step(why="chunks and temperatures, recomputed", model="llama4", checkpointing="recomputed", exact=SOFTMAX),
-    Step(why="chunks and temperatures, recomputed, reentrant", model="llama4", checkpointing="reentrant", exact=SOFTMAX),
+    Step(why="chunks and temperatures, reentrant", model="llama4", checkpointing="reentrant", exact=SOFTMAX),
     Step(why="RoPE by the longest position", model="dynamic rope", batch=tokens(41)),
     Step(why="short RoPE", model="longrope", batch=tokens(16)),
     Step(why="long RoPE, by one token", model="longrope", batch=tokens(17)),
