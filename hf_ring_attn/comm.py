@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -99,17 +99,23 @@ class Ring:
             work = _all_gather_single(everyone.view(-1), tensor.view(-1), group=self.group, async_op=True)
         return Pending(self, doing, [everyone], (work,))
 
-    def gather_heads(self, tensors: Sequence[Tensor], heads_per_gather: int) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Gathers tensors [B, T, G, ...] a few of their G heads at a time, the next few on their way meanwhile.
+    def by_heads(
+        self, tensors: Sequence[Tensor], heads_at_once: int, send: Callable[[Tensor], Pending] | None = None
+    ) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Sends tensors [B, T, G, ...] a few of their G heads at a time, the next few on their way meanwhile.
+
+        Args:
+            send: how; None: `gather`, which gives [W, B, T, heads, ...] in rank order.
 
         Yields:
-            the slice of heads, and for each tensor [W, B, T, heads, ...] in rank order.
+            the slice of heads, and what came for each tensor.
         """
+        send = send or self.gather
         heads = tensors[0].shape[2]
-        groups = [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
+        groups = [slice(h, min(h + heads_at_once, heads)) for h in range(0, heads, heads_at_once)]
 
         def launch(group: slice) -> list[Pending]:
-            return [self.gather(tensor[:, :, group]) for tensor in tensors]
+            return [send(tensor[:, :, group]) for tensor in tensors]
 
         ahead = launch(groups[0])
         for here, following in zip(groups, [*groups[1:], None], strict=True):
@@ -117,6 +123,14 @@ class Ring:
             if following is not None:
                 ahead = launch(following)
             yield here, [pending.wait()[0] for pending in arrived]
+
+    def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], doing: str) -> Pending:
+        """From [sum(sends), ...], so many rows for each rank in order, [sum(receives), ...], so many of each."""
+        tensor = tensor.contiguous()
+        arriving = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        with _following_peers(doing, self):
+            work = dist.all_to_all_single(arriving, tensor, receives, sends, group=self.group, async_op=True)
+        return Pending(self, doing, [arriving], (work,))
 
     # ---- the ring, backward --------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from .errors import BadOption, BadShape, RanksDiffer
 from .kernels import Params, Request
 from .layout import Layout, positions
 from .mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
-from .ring import Plan, attend
+from .ring import attend
+from .tables import Plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

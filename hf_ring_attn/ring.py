@@ -8,7 +8,8 @@ kind of mask here: tiles say what meets what.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,84 +19,11 @@ from torch import Tensor
 from .comm import Follower, Ring
 from .kernels import KERNELS, Gradients, Kernel, Params, Place, accumulate_dtype
 from .layout import Layout
-from .mask import Mask, segments, tiles
-
-KEY_BLOCK = 384
-"""The gathered forward's tiles begin at a multiple of this in their document: a multiple of every kernel's block of
-keys, so that a query under a window meets its keys in the same blocks at every ring size, and gets the same bits."""
+from .tables import Plan, Tables
 
 BYTES_PER_GATHER = 256 * 2**20
 """Where the caller names no number of heads: gathered keys and values of one head group stay below this."""
 
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What a mask and a layout mean for the ring, as a table that ops can take. Built once per batch and mask.
-
-    One table, because a compiler makes a new graph for each tensor whose length is new, or is 0 or 1.
-
-    Args:
-        ring: the name of the ring.
-        tiles: [N, 9], this rank's queries against the whole row, and then, in a ring of several, against the keys of
-            rank 0, 1, ...; after these the segments of `segments_of`.
-        stops: int64 on the CPU, where in ``tiles`` each of these ends.
-        holes: as in `Request`.
-    """
-
-    ring: str
-    tiles: Tensor
-    stops: Tensor
-    holes: bool = False
-
-    @classmethod
-    def of(cls, ring: Ring, layout: Layout, mask: Mask) -> Plan:
-        queries = layout.runs()
-        tables = [tiles(mask, queries, layout.whole(), KEY_BLOCK)]
-        if ring.size > 1:
-            tables += [tiles(mask, queries, layout.runs(source)) for source in range(ring.size)]
-        tables += _segments(layout, mask)
-        stops = torch.tensor([len(table) for table in tables]).cumsum(0)
-        return cls(ring.name, torch.cat(tables), stops, mask.holes)
-
-
-def _segments(layout: Layout, mask: Mask) -> list[Tensor]:
-    """The segments of this rank's queries, of the whole row's keys and of every rank's keys, each [n, 9]: a `Place`'s
-    three columns, whether they are shared, and zeros."""
-    if mask.one_document:
-        chunk, halves = layout.chunk, 1 if layout.world_size == 1 else 2
-        local = torch.tensor([[0, half * chunk, chunk] for half in range(halves)])
-        tables = [local, torch.tensor([[0, 0, layout.padded]]), *[local] * layout.world_size]
-    else:
-        held = [layout.runs(rank) for rank in range(layout.world_size)]
-        tables = [
-            segments(mask, layout.runs(), keys=False), segments(mask, layout.whole(), keys=True),
-            *[segments(mask, runs, keys=True) for runs in held],
-        ]  # fmt: skip
-        # Accumulators that travel have one size, which depends on how many segments there are.
-        most = max(len(table) for table in tables[2:])
-        tables[2:] = [torch.nn.functional.pad(table, (0, 0, 0, most - len(table))) for table in tables[2:]]
-    shared = int(mask.one_document)
-    return [torch.nn.functional.pad(torch.nn.functional.pad(x, (0, 1), value=shared), (0, 5)) for x in tables]
-
-
-def tables_of(table: Tensor, stops: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-    """A plan's tiles for the forward, and those for the backward by the rank whose keys they meet."""
-    sections = table.tensor_split(stops[:-1])
-    ranks = _ring_size(sections)
-    forward, *backward = sections[: ranks + 1] if ranks > 1 else sections[:1]
-    return forward, backward or [forward]
-
-
-def segments_of(table: Tensor, stops: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    """A plan's segments, [n, 9]: of this rank's queries, of the whole row's keys, of the keys of rank 0, 1, ..."""
-    sections = table.tensor_split(stops[:-1])
-    queries, whole, *keys = sections[-2 - _ring_size(sections) :]
-    return queries, whole, keys
-
-
-def _ring_size(sections: Sequence[Tensor]) -> int:
-    """Of the ring whose plan has these sections: 1 + W + 2 + W of them, or 1 + 2 + 1 in a ring of one."""
-    return 1 if len(sections) == 4 else (len(sections) - 3) // 2
 
 
 def heads_per_gather_for(k: Tensor, v: Tensor, ring_size: int) -> int:
@@ -129,7 +57,9 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     params = Params(scale, softcap, sinks, deterministic)
     with torch.autocast(q.device.type, enabled=False):  # it would round a kernel's float32 sums to 16 bits
-        return _forward(Ring(ring), KERNELS[kernel], q, k, v, tables_of(table, stops)[0], params, heads_per_gather)
+        here = Ring(ring)
+        tables = Tables.of(table, stops, here.size)
+        return _forward(here, KERNELS[kernel], q, k, v, tables, params, heads_per_gather)
 
 
 @torch.library.custom_op("hf_ring_attn::ring_flash_attn_bwd", mutates_args=())
@@ -139,14 +69,14 @@ def _backward_op(
     backward: str, heads_per_gather: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     params = Params(scale, softcap, sinks, deterministic)
-    (forward_tiles, backward_tiles), (queries, whole, keys) = tables_of(table, stops), segments_of(table, stops)
+    here = Ring(ring)
+    tables = Tables.of(table, stops, here.size)
     with torch.autocast(q.device.type, enabled=False):
         delta = KERNELS[kernel].delta(dout, out)
         dsinks = _sinks_gradient(delta, lse, sinks)
-        job = _Backward(Ring(ring), KERNELS[kernel], dout.contiguous(), q, k, v, lse, delta, params)
-        if backward == "gather" and job.ring.size > 1:
-            return (*job.by_gather(forward_tiles, queries, whole, heads_per_gather), dsinks)
-        return (*job.by_ring(backward_tiles, queries, keys), dsinks)
+        job = _Backward(here, KERNELS[kernel], tables, dout.contiguous(), q, k, v, lse, delta, params)
+        by_gather = tables.exchange is not None or (backward == "gather" and here.size > 1)
+        return (*(job.by_gather(heads_per_gather) if by_gather else job.by_ring()), dsinks)
 
 
 @_forward_op.register_fake
@@ -186,20 +116,35 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _forward(
-    ring: Ring, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, table: Tensor, params: Params, heads_per_gather: int
+    ring: Ring, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params, heads_per_gather: int
 ) -> tuple[Tensor, Tensor]:
     if ring.size == 1:
-        return kernel.forward(q, k, v, table, params)
+        return kernel.forward(q, k, v, tables.forward, params)
     batch, tokens, heads, _ = q.shape
-    layout = Layout(tokens * ring.size, ring.size, ring.rank)
     per_key_head = heads // k.shape[2]
     out = q.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q.dtype))
-    for group, (keys, values) in ring.gather_heads((k, v), heads_per_gather or heads_per_gather_for(k, v, ring.size)):
+    for group, keys, values in _seen_by_heads(ring, tables, k, v, heads_per_gather):
         mine = slice(group.start * per_key_head, group.stop * per_key_head)
-        part = kernel.forward(q[:, :, mine], layout.merge(keys), layout.merge(values), table, params.of_heads(mine))
+        part = kernel.forward(q[:, :, mine], keys, values, tables.forward, params.of_heads(mine))
         out[:, :, mine], lse[:, mine] = part
     return out, lse
+
+
+def _seen_by_heads(
+    ring: Ring, tables: Tables, k: Tensor, v: Tensor, heads_per_gather: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """The keys and values [B, S, heads, ...] of a plan's forward, a few heads at a time: the whole row's, or those that
+    this rank's queries see."""
+    count = heads_per_gather or heads_per_gather_for(k, v, ring.size)  # the same on every rank
+    exchange = tables.exchange
+    if exchange is not None:
+        for group, arrived in ring.by_heads((k, v), count, functools.partial(exchange.take, ring)):
+            yield group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1])
+        return
+    layout = Layout(k.shape[1] * ring.size, ring.size, ring.rank)
+    for group, (keys, values) in ring.by_heads((k, v), count):
+        yield group, layout.merge(keys), layout.merge(values)
 
 
 def _sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
@@ -219,6 +164,7 @@ class _Backward:
 
     ring: Ring
     kernel: Kernel
+    tables: Tables
     dout: Tensor
     q: Tensor
     k: Tensor
@@ -227,53 +173,57 @@ class _Backward:
     delta: Tensor
     params: Params
 
-    def by_ring(
-        self, tables: Sequence[Tensor], queries: Tensor, keys: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def by_ring(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values visit every rank; their accumulators follow one hop behind; dq stays home."""
         new, finish = self.kernel.new_gradient, self.kernel.finish
-        home = self._places(self.q, self.k, self.v, queries, keys[self.ring.rank])
+        keys = self.tables.segments
+        home = self._places(self.q, self.k, self.v, keys[self.ring.rank])
         dq = new(self.q, home[0])
         follower = Follower(self.ring)
         for source, (k, v) in self.ring.visits((self.k, self.v)):
-            places = self._places(self.q, k, v, queries, keys[source])
+            places = self._places(self.q, k, v, keys[source])
             into = Gradients(dq, new(k, places[1]), new(v, places[2]), places)
-            self.kernel.backward(self.dout, self.q, k, v, self.lse, self.delta, tables[source], self.params, into)
+            tiles = self.tables.backward[source]
+            self.kernel.backward(self.dout, self.q, k, v, self.lse, self.delta, tiles, self.params, into)
             follower.add((into.dk, into.dv))
         dk, dv = follower.home()
         return (
             finish(dq, self.q.dtype, home[0]), finish(dk, self.k.dtype, home[1]), finish(dv, self.v.dtype, home[2]),
         )  # fmt: skip
 
-    def by_gather(
-        self, table: Tensor, queries: Tensor, whole: Tensor, heads_per_gather: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values are gathered again, a few heads at a time; their accumulators are reduce-scattered."""
-        layout = Layout(self.q.shape[1] * self.ring.size, self.ring.size, self.ring.rank)
+    def by_gather(self, heads_per_gather: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values come again, a few heads at a time, as in the forward; their gradients go home and are summed
+        there."""
         per_key_head = self.q.shape[2] // self.k.shape[2]
         new, finish = self.kernel.new_gradient, self.kernel.finish
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        count = heads_per_gather or heads_per_gather_for(self.k, self.v, self.ring.size)
-        for group, (keys, values) in self.ring.gather_heads((self.k, self.v), count):
+        for group, k, v in _seen_by_heads(self.ring, self.tables, self.k, self.v, heads_per_gather):
             mine = slice(group.start * per_key_head, group.stop * per_key_head)
-            q, k, v = self.q[:, :, mine], layout.merge(keys), layout.merge(values)
-            places = self._places(q, k, v, queries, whole)
+            q = self.q[:, :, mine]
+            places = self._places(q, k, v, self.tables.keys)
             into = Gradients(new(q, places[0]), new(k, places[1]), new(v, places[2]), places)
             self.kernel.backward(
-                self.dout[:, :, mine], q, k, v, self.lse[:, mine], self.delta[:, mine], table,
+                self.dout[:, :, mine], q, k, v, self.lse[:, mine], self.delta[:, mine], self.tables.forward,
                 self.params.of_heads(mine), into,
             )  # fmt: skip
             # Finished in the accumulation dtype first: an opaque layout cannot be cut into ranks' shares.
             wide = accumulate_dtype(q.dtype)
-            dk, dv = finish(into.dk, wide, places[1]), finish(into.dv, wide, places[2])
-            dk, dv = (self.ring.reduce_scatter(layout.split(x)) for x in (dk, dv))
+            dk, dv = (self._home(finish(x, wide, at)) for x, at in zip((into.dk, into.dv), places[1:], strict=True))
             parts.append((finish(into.dq, q.dtype, places[0]), dk, dv))
         dq, dk, dv = (torch.cat(list(column), 2) for column in zip(*parts, strict=True))
         return dq, _rounded(dk, self.k.dtype), _rounded(dv, self.v.dtype)
 
-    def _places(self, q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor) -> tuple[Place, Place, Place]:
-        """Where the gradients of these go, given the segments of the queries and keys, as in `segments_of`."""
-        of_q, of_k = ((table[:, :3], bool(table[:, 3].any())) for table in (queries, keys))
+    def _home(self, gradient: Tensor) -> Tensor:
+        """[B, T, heads, ...] of this rank's own tokens, summed over ranks, from each rank's of the keys that it saw."""
+        tokens = self.k.shape[1]
+        if self.tables.exchange is not None:
+            return self.tables.exchange.give_back(self.ring, gradient, tokens)
+        layout = Layout(tokens * self.ring.size, self.ring.size, self.ring.rank)
+        return self.ring.reduce_scatter(layout.split(gradient))
+
+    def _places(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> tuple[Place, Place, Place]:
+        """Where the gradients of these go, given the segments of the keys as `Tables` has them."""
+        of_q, of_k = ((table[:, :3], bool(table[:, 3].any())) for table in (self.tables.queries, keys))
         widths, scale = (q.shape[3], v.shape[3]), self.params.scale
         return (
             Place("q", tuple(q.shape), widths, *of_q, scale), Place("k", tuple(k.shape), widths, *of_k, scale),

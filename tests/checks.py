@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.config import RingConfig
+from hf_ring_attn.tables import SPARSE_SHARE
 from hf_ring_attn.testing import Case, LiveRanks, gradient_oracle, oracle, relative_error
 from rank_functions import Answer, accumulated, attentions, narrow_inputs, whole
 
@@ -44,11 +45,12 @@ def worst(errors: Errors) -> float:
 
 
 def float64_errors(
-    ranks: Ranks, world_size: int, case: Case, configs: Sequence[RingConfig], defect: str | None = None
-) -> list[Errors]:
+    ranks: Ranks, world_size: int, case: Case, configs: Sequence[RingConfig], defect: str | None = None,
+    share: float = SPARSE_SHARE,
+) -> list[Errors]:  # fmt: skip
     """For each config, how far out, lse and gradients in float64 are from the oracle's, relatively."""
-    shares = ranks(world_size).run(attentions, case, configs, defect)
-    return [distance(whole(answers, case.length), exact_answer(case)) for answers in zip(*shares, strict=True)]
+    answers = ranks(world_size).run(attentions, case, configs, defect, share)
+    return [distance(whole(shares, case.length), exact_answer(case)) for shares in zip(*answers, strict=True)]
 
 
 class Narrow(NamedTuple):

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_ring_attn import functional, ring
+from hf_ring_attn import functional, tables
 from hf_ring_attn.comm import Follower, Pending, Ring
 from hf_ring_attn.integration import batch, rows
 from hf_ring_attn.kernels import Place
@@ -95,7 +95,7 @@ def local_positions() -> Patch:
         backward = len(keys) == len(queries) and sum(run.length for run in keys) == sum(run.length for run in queries)
         return tiles(mask, queries, queries if backward else keys, key_block)
 
-    return mock.patch.object(ring, "tiles", same)
+    return mock.patch.object(tables, "tiles", same)
 
 
 def reused_buffer() -> Patch:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from defects import planted
-from hf_ring_attn import ring
+from hf_ring_attn import ring, tables
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import Place
@@ -115,9 +115,15 @@ def attention(
     return {"out": out.detach(), "lse": lse, **dict(zip(leaves, gradients, strict=True))}
 
 
-def attentions(case: Case, configs: Sequence[RingConfig], defect: str | None = None) -> list[Answer]:
-    """`attention` in float64 with each config, on poisoned memory; the row's length told and found out in turn."""
-    with poisoned_memory(), planted(defect):
+def attentions(
+    case: Case, configs: Sequence[RingConfig], defect: str | None = None, share: float = tables.SPARSE_SHARE
+) -> list[Answer]:
+    """`attention` in float64 with each config, on poisoned memory; the row's length told and found out in turn.
+
+    ``share``: in place of SPARSE_SHARE; with 0 every rank gets all keys, with 1 those that it sees.
+    """
+    block = mock.patch.object(tables, "KEY_BLOCK", 4 if share == 1 else tables.KEY_BLOCK)  # cases are shorter than 384
+    with poisoned_memory(), planted(defect), mock.patch.object(tables, "SPARSE_SHARE", share), block:
         return [
             attention(case, config, length=case.length if turn % 2 else None) for turn, config in enumerate(configs)
         ]

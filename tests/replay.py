@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_ring_attn.kernels import Gradients, Kernel, Params, Place
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import Mask
-from hf_ring_attn.ring import Plan, segments_of, tables_of
+from hf_ring_attn.tables import Plan, Tables, seen_keys
 
 
 class Answer(NamedTuple):
@@ -27,20 +27,23 @@ class Rank(NamedTuple):
 
     layout: Layout
     held: Tensor
-    forward: Tensor
-    backward: list[Tensor]
-    queries: Tensor
-    whole: Tensor
-    keys: list[Tensor]
+    tables: Tables
+    seen: Tensor
+    """Places of the keys of its forward: all, or in a sparse plan those that it sees."""
 
     @classmethod
-    def of(cls, length: int, size: int, rank: int, mask: Mask) -> Rank:
+    def of(cls, length: int, size: int, rank: int, mask: Mask, sparse: bool = False) -> Rank:
         layout = Layout(length, size, rank)
         assert layout.padded == length, "a replay pads nothing"
-        plan = Plan.of(SimpleNamespace(size=size, name="", rank=rank), layout, mask)  # type: ignore[arg-type]
-        forward, backward = tables_of(plan.tiles, plan.stops)
-        queries, whole, keys = segments_of(plan.tiles, plan.stops)
-        return cls(layout, layout.positions(), forward, list(backward), queries, whole, list(keys))
+        ring: Any = SimpleNamespace(size=size, name="", rank=rank)
+        plan = Plan.of(ring, layout, mask, sparse_share=float(sparse))
+        runs = seen_keys(mask, layout, rank) if sparse and size > 1 else layout.whole()
+        seen = [torch.arange(run.position, run.position + run.length) for run in runs]
+        seen.append(torch.empty(0, dtype=torch.int64))
+        return cls(layout, layout.positions(), Tables.of(plan.tiles, plan.stops, size), torch.cat(seen))
+
+
+Road = Literal["ring", "gather", "sparse"]
 
 
 def places(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, scale: float) -> tuple[Place, Place, Place]:
@@ -54,37 +57,43 @@ def places(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, scale
 
 def replay(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, size: int, params: Params,
-    wide: torch.dtype | None = None, gather: bool = False,
+    wide: torch.dtype | None = None, road: Road = "ring",
 ) -> Answer:  # fmt: skip
-    """Whole rows [B, S, ...] through a ring of ``size``; gradients in ``wide`` (None: their inputs' dtype)."""
+    """Whole rows [B, S, ...] through a ring of ``size``; gradients in ``wide`` (None: their inputs' dtype).
+
+    ``road``: backward by the ring, or as after a gather; or each rank has the keys that it sees, and no others.
+    """
     length = q.shape[1]
-    ranks = [Rank.of(length, size, rank, mask) for rank in range(size)]
+    ranks = [Rank.of(length, size, rank, mask, road == "sparse") for rank in range(size)]
+    seen = [rank.seen.to(q.device) for rank in ranks]
     at = [rank.held.to(q.device) for rank in ranks]
     out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[0], q.shape[2], length, dtype=torch.float32)
     dq, dk, dv = (torch.empty(x.shape, dtype=wide or x.dtype, device=x.device) for x in (q, k, v))
     parts = []
-    for rank, here in zip(ranks, at, strict=True):
+    for rank, here, these in zip(ranks, at, seen, strict=True):
         mine = q[:, here] if size > 1 else q
-        part = kernel.forward(mine, k, v, rank.forward, params)
+        kk, vv = (k[:, these], v[:, these]) if road == "sparse" else (k, v)
+        part = kernel.forward(mine, kk, vv, rank.tables.forward, params)
         out[:, here], lse[:, :, here] = part[0], part[1].float()
         delta = kernel.delta(dout[:, here], part[0])
         parts.append((dout[:, here], mine, part[1], delta))
 
-    if gather:
+    if road != "ring":
         sums = torch.zeros(k.shape, device=k.device), torch.zeros(v.shape, device=v.device)
-        for rank, here, (d, mine, log_sum, delta) in zip(ranks, at, parts, strict=True):
-            home = places(mine, k, v, rank.queries, rank.whole, params.scale)
+        for rank, here, these, (d, mine, log_sum, delta) in zip(ranks, at, seen, parts, strict=True):
+            kk, vv = k[:, these], v[:, these]
+            home = places(mine, kk, vv, rank.tables.queries, rank.tables.keys, params.scale)
             new = kernel.new_gradient
-            into = Gradients(new(mine, home[0]), new(k, home[1]), new(v, home[2]), home)
-            kernel.backward(d, mine, k, v, log_sum, delta, rank.forward, params, into)
+            into = Gradients(new(mine, home[0]), new(kk, home[1]), new(vv, home[2]), home)
+            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.forward, params, into)
             dq[:, here] = kernel.finish(into.dq, wide or q.dtype, home[0])
             for total, x, p in zip(sums, (into.dk, into.dv), home[1:], strict=True):
-                total += kernel.finish(x, torch.float32, p)
+                total[:, these] += kernel.finish(x, torch.float32, p)
         return Answer(out, lse, dq, sums[0].to(dk.dtype), sums[1].to(dv.dtype))
 
     keys = [(k[:, here].contiguous(), v[:, here].contiguous()) for here in at]
     of_q = [
-        kernel.new_gradient(mine, places(mine, *kv, rank.queries, rank.keys[0], params.scale)[0])
+        kernel.new_gradient(mine, places(mine, *kv, rank.tables.queries, rank.tables.segments[0], params.scale)[0])
         for rank, (_, mine, _, _), kv in zip(ranks, parts, keys, strict=True)
     ]
     travelling: list[tuple[Tensor, Tensor] | None] = [None] * size
@@ -93,9 +102,9 @@ def replay(
             source = (r - step) % size
             d, mine, log_sum, delta = parts[r]
             kk, vv = keys[source]
-            home = places(mine, kk, vv, rank.queries, rank.keys[source], params.scale)
+            home = places(mine, kk, vv, rank.tables.queries, rank.tables.segments[source], params.scale)
             into = Gradients(of_q[r], kernel.new_gradient(kk, home[1]), kernel.new_gradient(vv, home[2]), home)
-            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.backward[source], params, into)
+            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.backward[source], params, into)
             arrived = travelling[source]
             if arrived is not None:
                 into.dk.add_(arrived[0])
@@ -104,7 +113,7 @@ def replay(
     shapes = {tuple(x.shape for x in pair) for pair in travelling if pair is not None}
     assert len(shapes) == 1, "accumulators that travel must have one size"
     for r, rank in enumerate(ranks):
-        home = places(parts[r][1], *keys[r], rank.queries, rank.keys[r], params.scale)
+        home = places(parts[r][1], *keys[r], rank.tables.queries, rank.tables.segments[r], params.scale)
         pair = travelling[r]
         assert pair is not None
         for whole, x, p in zip((dq, dk, dv), (of_q[r], *pair), home, strict=True):

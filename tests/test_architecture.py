@@ -22,7 +22,7 @@ MOST_LINES = 320
 
 BASE = {"errors", "config"}
 CORE = BASE | {"layout", "mask", "comm", "kernels"}
-RING = CORE | {"choice", "ring", "functional"}
+RING = CORE | {"exchange", "tables", "choice", "ring", "functional"}
 HOST = RING | {"integration"}
 TOOLS = {"doctor", "plan", "bench", "verify"}
 
@@ -34,9 +34,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mask": BASE | {"layout"},
     "comm": BASE,  # traffic: buffers and groups, never who sees whom
     "kernels": BASE | {"mask"},  # arithmetic: tiles as data, never a process group
+    "exchange": BASE | {"comm"},
+    "tables": BASE | {"layout", "mask", "comm", "exchange"},
     "choice": BASE | {"comm", "kernels"},
-    "ring": CORE,
-    "functional": CORE | {"choice", "ring"},
+    "ring": CORE | {"tables"},
+    "functional": CORE | {"choice", "ring", "tables"},
     "integration": RING,
     "testing": RING,
     "doctor": HOST | {"testing"},

@@ -53,7 +53,7 @@ def gathered_by_heads(heads: int, heads_per_gather: int) -> tuple[list[str], lis
     ring, log, yielded = Ring.of(None), list[str](), []
     k = torch.arange(2 * 3 * heads * 2.0).view(2, 3, heads, 2) + 1000 * ring.rank
     with watched("gather", log):
-        for group, arrived in ring.gather_heads((k, -k[..., :1]), heads_per_gather):
+        for group, arrived in ring.by_heads((k, -k[..., :1]), heads_per_gather):
             log.append(f"attend {group.start} to {group.stop}")
             yielded.append((group, arrived))
     return log, yielded

@@ -15,7 +15,8 @@ from hf_ring_attn.comm import LOCAL, Ring
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Mask
-from hf_ring_attn.ring import Plan, attend
+from hf_ring_attn.ring import attend
+from hf_ring_attn.tables import Plan
 from rank_functions import held
 
 LENGTH = 24

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checks import EXACT, UNROUNDED, Ranks, float64_errors, narrow, narrow_answer, same_bits, worst
+from hf_ring_attn import tables
 from hf_ring_attn.comm import Ring
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import Band, Mask, tiles
-from hf_ring_attn.ring import BYTES_PER_GATHER, KEY_BLOCK, Plan, gather_sequence, heads_per_gather_for, tables_of
+from hf_ring_attn.mask import CAUSAL, Band, Mask, tiles
+from hf_ring_attn.ring import BYTES_PER_GATHER, gather_sequence, heads_per_gather_for
+from hf_ring_attn.tables import KEY_BLOCK, Plan, Tables
 from hf_ring_attn.testing import CASES, WORLD_SIZES, Case, mismatch, packed, relative_error, sliding
 from rank_functions import held
 
@@ -43,7 +48,15 @@ DTYPES = (torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
 def test_the_ring_is_the_oracle_in_float64(ranks: Ranks, world_size: int, case: Case) -> None:
     configs = CONFIGS[world_size]
-    for config, errors in zip(configs, float64_errors(ranks, world_size, case, configs), strict=True):
+    for config, errors in zip(configs, float64_errors(ranks, world_size, case, configs, share=0), strict=True):
+        assert worst(errors) < EXACT, (config, errors)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
+def test_an_exchange_of_what_is_seen_is_the_oracle_in_float64(ranks: Ranks, world_size: int, case: Case) -> None:
+    configs = [RING, replace(GATHER, heads_per_gather=1)][: 1 if world_size == 8 else 2]
+    for config, errors in zip(configs, float64_errors(ranks, world_size, case, configs, share=1), strict=True):
         assert worst(errors) < EXACT, (config, errors)
 
 
@@ -246,11 +259,54 @@ def planned() -> list[list[list[int]]]:
     """The tables of this rank's plan: forward, and backward by source; and what they should be."""
     ring = Ring.of(None)
     layout, mask = Layout(20, ring.size, ring.rank), Mask.of(Band(0, 7), 2, 20)
-    plan = Plan.of(ring, layout, mask)
-    forward, backward = tables_of(plan.tiles, plan.stops)
+    plan = Plan.of(ring, layout, mask, sparse_share=0)
+    found = Tables.of(plan.tiles, plan.stops, ring.size)
     want = [tiles(mask, layout.runs(), layout.whole(), KEY_BLOCK)]
     want += [tiles(mask, layout.runs(), layout.runs(source)) for source in range(ring.size)]
-    return [[table.tolist() for table in tables] for tables in ((forward, *backward), want)]
+    return [[table.tolist() for table in tables] for tables in ((found.forward, *found.backward), want)]
+
+
+def sparse_plan(length: int, size: int, rank: int, mask: Mask, share: float) -> Plan:
+    return Plan.of(SimpleNamespace(name="", size=size, rank=rank), Layout(length, size, rank), mask, share)  # type: ignore[arg-type]
+
+
+WINDOW, DOCUMENTS = Mask.of(Band(0, 7), 1, 64), Mask.of(CAUSAL, 1, 64, torch.arange(64)[None] // 10)
+
+
+@pytest.mark.parametrize("mask", [WINDOW, DOCUMENTS], ids=["window", "documents"])
+def test_ranks_are_sent_what_they_see_and_no_more(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank receives is what the others send it, and each token of it is in a tile."""
+    monkeypatch.setattr(tables, "KEY_BLOCK", 4)
+    found = [sparse_plan(64, 4, rank, mask, 0.5) for rank in range(4)]
+    plans = [Tables.of(*tables_of(plan), 4) for plan in found]
+    for rank, plan in enumerate(plans):
+        assert plan.exchange is not None and not plan.backward
+        seen = torch.zeros(len(plan.exchange.received), dtype=torch.bool)
+        assert sorted(plan.exchange.received.tolist()) == list(range(len(seen)))
+        assert plan.exchange.receives == [other.exchange.sends[rank] for other in plans if other.exchange]
+        for tile in plan.forward.tolist():
+            seen[tile[4] : tile[4] + tile[5]] = True
+        assert seen.all()
+        assert len(seen) <= 32
+
+
+def test_where_one_rank_sees_much_all_get_everything() -> None:
+    assert Tables.of(*tables_of(sparse_plan(64, 4, 3, Mask.of(CAUSAL, 1, 64), 0.99)), 4).exchange is None
+    assert Tables.of(*tables_of(sparse_plan(64, 4, 3, Mask.of(CAUSAL, 1, 64), 1.0)), 4).exchange is not None
+
+
+def tables_of(plan: Plan) -> tuple[Tensor, Tensor]:
+    return plan.tiles, plan.stops
+
+
+def test_tables_are_read_once_and_forgotten_with_their_plan() -> None:
+    plan = sparse_plan(64, 4, 0, WINDOW, 0.5)
+    found = Tables.of(*tables_of(plan), 4)
+    assert Tables.of(*tables_of(plan), 4) is found
+    watch = weakref.ref(found)
+    del plan, found
+    gc.collect()
+    assert watch() is None
 
 
 @pytest.mark.parametrize("size", [1, 2])

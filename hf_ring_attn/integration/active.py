@@ -16,7 +16,7 @@ from .. import errors
 from ..comm import Ring
 from ..config import RingConfig
 from ..layout import Layout
-from ..ring import Plan
+from ..tables import Plan
 from .overlays import Seen
 
 _STACK: list[Scope] = []

@@ -20,7 +20,7 @@ from .. import errors
 from ..comm import LOCAL, Ring, world_size
 from ..layout import Layout
 from ..mask import Mask, Term, Terms, both
-from ..ring import Plan
+from ..tables import Plan
 from . import active, models
 from .active import MaskSpec
 from .overlays import Alike, Seen, looks_ahead, recognise, terms_of

@@ -16,7 +16,7 @@ from hf_ring_attn.kernels import KERNELS, Params, Request
 from hf_ring_attn.kernels.flash4 import Flash4
 from hf_ring_attn.mask import UNBOUNDED, Band, Mask
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, inputs, mismatch, packed, relative_error, sliding
-from replay import Answer, replay
+from replay import Answer, Road, replay
 
 FLASH4, REFERENCE = KERNELS["flash4"], KERNELS["reference"]
 REQUEST = Request("cuda", torch.bfloat16, 8, 2, 128, 128, softcap=False, sinks=False, deterministic=False)
@@ -73,14 +73,14 @@ def mask_of(case: Case, documents: Tensor | None) -> Mask:
 
 
 @cache
-def answer(case: Case, size: int, dtype: torch.dtype, gather: bool = False, exact: bool = False) -> Answer:
+def answer(case: Case, size: int, dtype: torch.dtype, road: Road = "ring", exact: bool = False) -> Answer:
     """On the GPU; ``exact``: in float64 by the reference, from the same rounded inputs."""
     x = inputs(case, dtype)
     q, k, v, dout = (x[name].cuda().to(torch.float64 if exact else dtype) for name in ("q", "k", "v", "dout"))
     sinks = None if x["sinks"] is None else x["sinks"].cuda()
     params = Params(case.head_dim**-0.5, case.softcap, sinks)
     kernel = REFERENCE if exact else FLASH4
-    return replay(kernel, q, k, v, dout, mask_of(case, x["documents"]), size, params, gather=gather)
+    return replay(kernel, q, k, v, dout, mask_of(case, x["documents"]), size, params, road=road)
 
 
 def errors(got: Answer, want: Answer) -> dict[str, float]:
@@ -130,8 +130,11 @@ def test_a_ring_is_one_gpu(case: Case, size: int) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.length > 2048][::3], ids=lambda case: case.why)
-def test_the_gather_road_is_one_gpu(case: Case) -> None:
-    one, many = answer(case, 1, torch.bfloat16), answer(case, 4, torch.bfloat16, gather=True)
+@pytest.mark.parametrize("road", ["gather", "sparse"])
+def test_another_road_is_one_gpu(case: Case, road: Road) -> None:
+    one, many = answer(case, 1, torch.bfloat16), answer(case, 4, torch.bfloat16, road)
+    assert torch.equal(many.out, one.out)
+    assert torch.equal(many.lse, one.lse)
     for name in ("dq", "dk", "dv"):
         assert mismatch(getattr(many, name), getattr(one, name)) < 0.005, name
 
