@@ -20,6 +20,10 @@ TEST_SECONDS = 120
 _stderr = pytest.StashKey[int]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz", type=int, default=500, help="how many random masks tests/test_mask_fuzz.py tries")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     config.stash[_stderr] = os.dup(2)  # now, while it is not captured: what hangs must be seen
