@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -55,6 +56,7 @@ class Scope:
         positions: [B, S padded] on the CPU, the position ids of documents; None: places in the row count.
         blocks: [B, S padded] on the CPU, spans that attend both ways (images), by their ids, -1 for other tokens.
         max_position: the largest position id of the whole batch, for RoPE that depends on it.
+        late: the batch holds images, so that the text model's inputs are cut, not the batch: see `backbone`.
         has_labels: the batch holds labels, so the model computes a loss on its shard.
         numbered: the batch had no position_ids, and was given 0, 1, 2, ... in each row.
     """
@@ -68,7 +70,12 @@ class Scope:
     blocks: Tensor | None = None
     max_position: int | None = None
     has_labels: bool = False
+    late: bool = False
     numbered: bool = False
+    text_config: Any = None
+    """Of a late batch: the transformers config of the text model that shares the row."""
+    inside: bool = False
+    """Of a late batch: whether that text model is running."""
     attended: bool = False
     """Whether any attention layer ran in this ring."""
     called: bool = False
@@ -89,6 +96,11 @@ class Scope:
         if key not in self._specs:
             self._specs[key] = make(seen, batch)
         return self._specs[key]
+
+    @property
+    def before_text(self) -> bool:
+        """Whether what runs now is what a late batch does before its text model: whole rows, on every rank alike."""
+        return self.late and not self.inside
 
     def admit(self) -> None:
         """Called for every mask made in this scope; a scope that stands for no sharded batch refuses."""

@@ -120,7 +120,7 @@ def _local(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention outside any ring with a mask that is not ours: cached decoding and foreign towers."""
     scope = active.current()
-    if scope is not None:
+    if scope is not None and not scope.before_text:
         raise errors.LayerWithoutSpec(type(module).__name__, "nothing" if mask is None else type(mask).__name__)
     if softcap is None and s_aux is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)

@@ -18,7 +18,7 @@ from ..layout import Layout
 from ..ring import gather_sequence
 from . import active, drift, models
 from .report import announce
-from .rows import PADDING, tokens_of, whole_rows
+from .rows import IMAGES, PADDING, Facts, tokens_of, whole_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,7 +107,8 @@ def shard(
     >>> loss = sharded.reduce(out.loss)           # of the whole batch
 
     Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents are
-    read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. With
+    read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. A
+    batch with pixel_values is cut later, where the text model inside begins: towers see all images on every rank. With
     labels, shift_labels are made from the whole row before it is cut, and num_items_in_batch is the batch's own or the
     number of labelled tokens of the whole batch, over W, so that out.loss is this rank's share times W.
 
@@ -127,7 +128,7 @@ def shard(
     if config is None:
         config = RingConfig() if model is None else models.options_of(model)
     refusal: errors.Refused | None = None
-    told = ("labels", "shift_labels", "position_ids", "attention_mask", "block_sequence_ids")
+    told = ("labels", "shift_labels", "position_ids", "attention_mask", "block_sequence_ids", *sorted(IMAGES))
     facts = dict.fromkeys(("options (RingConfig)", "rows", "tokens", "input_ids", *told), 0)
     facts["options (RingConfig)"] = zlib.crc32(repr(config).encode())
     device = torch.device("cpu")
@@ -150,9 +151,11 @@ def shard(
     if refusal is not None:
         raise refusal
 
+    seen = Facts() if whole.facts is None else whole.facts
     scope = active.Scope(
-        ring, layout, config, whole.documents, whole.hidden, whole.positions, whole.blocks, whole.max_position,
-        has_labels=whole.items is not None, numbered=batch.get("position_ids") is None,
+        ring, layout, config, seen.documents, seen.hidden, seen.positions, seen.blocks, whole.max_position,
+        has_labels=whole.items is not None, late=whole.facts is None,
+        numbered=whole.facts is not None and batch.get("position_ids") is None,
     )  # fmt: skip
     inputs = {
         name: layout.shard(layout.pad(x, 1, PADDING.get(name, 0)), 1) if name in whole.names else x

@@ -46,6 +46,10 @@ def ring_mask(
     """
     scope = active.current()
     whole = q_length == kv_length and _is_zero(q_offset) and _is_zero(kv_offset)
+    if scope is not None and scope.before_text:
+        if whole and config is scope.text_config:
+            return _spec_of_whole_rows(scope.layout, scope, batch_size, mask_function, attention_mask, config)
+        scope = None  # a vision tower's
     if scope is None:
         if not whole:
             # An explicit mask, also where it would be plain causal: softcap and sinks take the model's own eager code.
@@ -57,7 +61,8 @@ def ring_mask(
             )  # fmt: skip
         if torch._C._current_graph_task_id() != -1 and world_size() > 1:
             raise errors.MaskOutsideRing()
-        return _local_spec(batch_size, q_length, mask_function, attention_mask, config)
+        layout = Layout(q_length, 1, 0)
+        return _spec_of_whole_rows(layout, None, batch_size, mask_function, attention_mask, config)
     if not whole or q_length != scope.layout.local_length:
         raise errors.UnshardedInput(q_length, kv_length, scope.layout.local_length, scope.layout.length)
     models.refuse(config, scope)
@@ -78,7 +83,10 @@ def _spec(scope: active.Scope, seen: Seen, batch: int) -> MaskSpec:
     def alike(part: Alike) -> Terms:
         if part.kind == "chunks":
             return _chunks(part.size, batch, scope.layout.padded, scope.hidden, scope.positions)
-        if part.kind == "blocks" and scope.blocks is not None and part.tensor is not None:
+        assert part.tensor is not None
+        if part.kind == "blocks" and scope.blocks is None and not bool((part.tensor >= 0).any()):
+            return ()
+        if part.kind == "blocks" and scope.blocks is not None:
             mine = scope.layout.shard(scope.blocks, 1)
             if torch.equal(mine, part.tensor.to("cpu", torch.int64).expand(batch, -1)):
                 return (Term(ids=scope.blocks),)
@@ -103,23 +111,34 @@ def _plan(ring: str, layout: Layout, mask: Mask) -> Plan:
     return Plan.of(Ring(ring), layout, mask)
 
 
-def _local_spec(
-    batch: int, length: int, mask_function: Callable[..., Any], attention_mask: Tensor | None, config: Any
-) -> MaskSpec:
-    """The spec of a ring of one for a whole, unsharded batch: documents and padding come from this call alone."""
-    seen = recognise(mask_function)
+def _spec_of_whole_rows(
+    layout: Layout, scope: active.Scope | None, batch: int, mask_function: Callable[..., Any],
+    attention_mask: Tensor | None, config: Any,
+) -> MaskSpec:  # fmt: skip
+    """The spec of a call with whole rows: documents and padding come from this call alone.
+
+    Args:
+        scope: the batch that is cut later, where the text model begins; None for a ring of one.
+    """
+    length, seen = layout.length, recognise(mask_function)
+    if scope is not None and looks_ahead(seen):
+        scope.refuse_labels_of_bidirectional()
     hidden = None
     if attention_mask is not None:
         hidden = ~attention_mask[:, :length].to("cpu", torch.bool)
-        hidden = hidden if hidden.any() else None
+        hidden = layout.pad(hidden, 1, False) if hidden.any() else None
 
     def alike(part: Alike) -> Terms:
         assert part.tensor is not None
         if part.kind == "chunks":
-            at = None if part.positions is None else part.positions.to("cpu", torch.int64)
-            return _chunks(part.size, batch, length, hidden, at)
-        return (Term(ids=part.tensor[:, :length].to("cpu", torch.int64).expand(batch, -1)),)
+            at = None if part.positions is None else layout.pad(part.positions.to("cpu", torch.int64), 1)
+            return _chunks(part.size, batch, layout.padded, hidden, at)
+        return (Term(ids=layout.pad(part.tensor[:, :length].to("cpu", torch.int64).expand(batch, -1), 1, -1)),)
 
-    layout = Layout(length, 1, 0)
-    mask = Mask.of_terms(terms_of(seen, alike), batch, length, hidden)
-    return MaskSpec(_plan(LOCAL, layout, mask), layout, seen, models.ring_config(config), None)
+    terms = terms_of(seen, alike)
+    if layout.padded > length:
+        terms = both(terms, (Term(ids=layout.pad(torch.zeros(batch, length, dtype=torch.int64), 1, -1)),))
+    mask = Mask.of_terms(terms, batch, layout.padded, hidden)
+    if scope is None:
+        return MaskSpec(_plan(LOCAL, layout, mask), layout, seen, models.ring_config(config), None)
+    return MaskSpec(_plan(scope.ring.name, layout, mask), layout, seen, scope.config, scope)

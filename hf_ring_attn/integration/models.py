@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 
 from .. import errors
 from ..config import RingConfig
-from . import peft, rope, temperature
+from . import backbone, peft, rope, temperature
 from .active import Scope
 from .report import warn
 
@@ -73,6 +73,8 @@ def bind(model: nn.Module, scope: Scope) -> None:
     scope.called = True
     # A model's structure is walked once per mode, not once per batch; its configs are read for every mask.
     case = (scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None)
+    if scope.late:
+        backbone.install(model, scope)
     if case in _ADMITTED.get(model, ()):
         return
     reasons = list(dict.fromkeys(_reasons(model, scope)))

@@ -18,23 +18,35 @@ PADDING = {"labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1}
 """What a token of padding holds, by input; 0 for all others."""
 KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 """Inputs that repeat the documents for flash attention; true for the whole row only, so they are not passed on."""
-FOREIGN = {
-    "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "input_features", "input_values",
-    "decoder_input_ids", "encoder_outputs", "past_key_values",
-}  # fmt: skip
+IMAGES = {"pixel_values", "pixel_values_videos"}
+"""Inputs with which a batch is cut where the text model begins: see `backbone`."""
+FOREIGN = {"input_features", "input_values", "decoder_input_ids", "encoder_outputs", "past_key_values"}
+
+
+@dataclass(eq=False)
+class Facts:
+    """What a mask needs to know of whole rows, padded, on the CPU: see `Scope`."""
+
+    documents: Tensor | None = None
+    hidden: Tensor | None = None
+    positions: Tensor | None = None
+    blocks: Tensor | None = None
 
 
 @dataclass(eq=False)
 class Whole:
-    """A batch ready to be cut: inputs, the names of those that have an entry per token, and what a `Scope` takes."""
+    """A batch ready to be cut.
+
+    Args:
+        inputs: what the model takes; names: those of them that have an entry per token.
+        facts: None where the text model's inputs tell them, once it is called: the batch holds images.
+        items: labelled tokens; None without labels.
+    """
 
     inputs: dict[str, Any]
     names: set[str]
-    documents: Tensor | None
-    hidden: Tensor | None
-    positions: Tensor | None
-    blocks: Tensor | None
-    max_position: int
+    facts: Facts | None
+    max_position: int | None
     items: Tensor | None
 
 
@@ -42,8 +54,8 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
     foreign = sorted(name for name in FOREIGN & set(batch) if batch[name] is not None)
     if foreign:
         raise errors.BadBatch(
-            f"the batch holds {foreign}: images, audio, encoders and caches cannot be sharded along the sequence yet. "
-            "Train the text model alone, or without a ring."
+            f"the batch holds {foreign}: audio, encoders and caches cannot be sharded along the sequence yet. Train "
+            "the text model alone, or without a ring."
         )
     for name in ("input_ids", "inputs_embeds"):
         tokens = batch.get(name)
@@ -66,6 +78,9 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
             f"attention_mask {what}, but a ring takes [{rows}, {length}], one entry a "
             "token: pass the 2-D mask of the tokenizer, or position_ids that restart at each document."
         )
+    items = _labels(inputs, rows, length)
+    if any(inputs.get(name) is not None for name in IMAGES):
+        return Whole(inputs, {"labels", "shift_labels"} & inputs.keys(), None, None, items)
     given = inputs.get("position_ids")
     if given is None:
         given = torch.arange(length, device=tokens.device)[None]
@@ -73,22 +88,19 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
         raise errors.BadShape("position_ids", tuple(given.shape), f"it must be [{rows}, {length}]")
     position_ids = inputs["position_ids"] = given.expand(rows, -1).contiguous()
 
-    documents = _documents(batch, position_ids, attention_mask)
-    positions = None if documents is None else layout.pad(position_ids.cpu(), 1)
-    hidden = None
-    if attention_mask is not None and not bool(attention_mask.all()):
-        hidden = layout.pad(attention_mask.to("cpu", torch.bool).logical_not(), 1, False)
-    if layout.padded != length or documents is not None:
-        if documents is None:
-            documents = torch.zeros(rows, length, dtype=torch.int64)
-        documents = layout.pad(documents, 1, -1)
+    facts = facts_of(layout, rows, position_ids, attention_mask, batch.get("cu_seq_lens_q"))
     blocks = _blocks(batch, rows, length)
-    blocks = None if blocks is None else layout.pad(blocks, 1, -1)
+    facts.blocks = None if blocks is None else layout.pad(blocks, 1, -1)
     # 1 for every real token: with a 2-D mask present, masking_utils looks for no documents in a shard's positions.
     if attention_mask is None:
         inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
 
-    items = None
+    per_token = {n for n, x in inputs.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
+    return Whole(inputs, per_token, facts, int(position_ids.max()) if length else 0, items)
+
+
+def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
+    """Shifts the labels of the whole row, and counts those that are not ignored; None without labels."""
     labels = inputs.get("labels")
     if labels is not None:
         if tuple(labels.shape) != (rows, length):
@@ -98,10 +110,33 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
             inputs["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     if "shift_labels" in inputs:
         inputs.setdefault("labels", inputs["shift_labels"])  # models compute a loss only where labels are given
-        items = (inputs["shift_labels"] != IGNORED).sum()
-    per_token = {n for n, x in inputs.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
-    longest = int(position_ids.max()) if length else 0
-    return Whole(inputs, per_token, documents, hidden, positions, blocks, longest, items)
+        items: Tensor = (inputs["shift_labels"] != IGNORED).sum()
+        return items
+    return None
+
+
+def facts_of(
+    layout: Layout, rows: int, position_ids: Tensor | None, attention_mask: Tensor | None, hint: Tensor | None = None
+) -> Facts:
+    """Documents and padding of rows [B, S].
+
+    Args:
+        position_ids: [B, S], whose restarts tell documents; None: one document a row.
+        attention_mask: [B, S], 0 for padding; None for none.
+        hint: cu_seq_lens_q, which must tell the same documents.
+    """
+    found = Facts()
+    if position_ids is not None:
+        position_ids = position_ids.expand(rows, -1).cpu()
+        found.documents = _documents(position_ids, attention_mask, hint)
+        found.positions = None if found.documents is None else layout.pad(position_ids, 1)
+    if attention_mask is not None and not bool(attention_mask.all()):
+        found.hidden = layout.pad(attention_mask.to("cpu", torch.bool).logical_not(), 1, False)
+    if layout.padded != layout.length or found.documents is not None:
+        if found.documents is None:
+            found.documents = torch.zeros(rows, layout.length, dtype=torch.int64)
+        found.documents = layout.pad(found.documents, 1, -1)
+    return found
 
 
 def _blocks(batch: Mapping[str, Any], rows: int, length: int) -> Tensor | None:
@@ -115,11 +150,9 @@ def _blocks(batch: Mapping[str, Any], rows: int, length: int) -> Tensor | None:
     return ids
 
 
-def _documents(batch: Mapping[str, Any], position_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+def _documents(positions: Tensor, attention_mask: Tensor | None, hint: Tensor | None) -> Tensor | None:
     """[B, S] ids on the CPU as transformers finds them, or None for one document a row."""
-    positions = position_ids.cpu()
     restart = torch.diff(positions, dim=1) != 1
-    hint = batch.get("cu_seq_lens_q")
     if attention_mask is not None:
         # Padded rows count oddly where they are padded; only a restart between two real tokens is a document's.
         real = attention_mask.to("cpu", torch.bool)

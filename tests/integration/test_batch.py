@@ -117,9 +117,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to shard": ({"labels": IDS}, "the batch holds neither input_ids nor inputs_embeds, only ['labels']."),
     "one row without a batch": ({"input_ids": IDS[0]}, "input_ids has shape (8,), but it must be [B, S]"),
     "embeddings without a width": ({"inputs_embeds": IDS}, "inputs_embeds has shape (2, 8), but it must be [B, S]"),
-    "images": (
-        {"input_ids": IDS, "pixel_values": torch.zeros(1)},
-        "the batch holds ['pixel_values']: images, audio, encoders and caches cannot be sharded along the sequence",
+    "audio": (
+        {"input_ids": IDS, "input_features": torch.zeros(1)},
+        "the batch holds ['input_features']: audio, encoders and caches cannot be sharded along the sequence",
     ),
     "a decoder's inputs": ({"input_ids": IDS, "decoder_input_ids": IDS}, "the batch holds ['decoder_input_ids']"),
     "a cache": ({"input_ids": IDS, "past_key_values": object()}, "the batch holds ['past_key_values']"),
@@ -220,7 +220,7 @@ def test_ranks_with_different_options_all_raise(ranks: Ranks) -> None:
         assert raised is not None and "the same options (RingConfig), but got" in raised[1]
 
 
-@pytest.mark.parametrize("why", ["images", "a 4-D mask", "documents with a mask", "nothing to shard"])
+@pytest.mark.parametrize("why", ["audio", "a 4-D mask", "documents with a mask", "nothing to shard"])
 def test_one_rank_refuses_and_all_raise_with_its_text(ranks: Ranks, why: str) -> None:
     batch, text = REFUSED[why]
     for raised in ranks(4).run(on_ranks, [tokens(8), tokens(8), batch, tokens(8)], [RingConfig()]):

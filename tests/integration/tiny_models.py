@@ -55,6 +55,42 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 """Name: class, what its config has beyond `SIZES`, and transformers' own attention that can compute it."""
 
+IMAGE, BEFORE_IMAGE = 95, 93
+TEXT = {**SIZES, "num_hidden_layers": 3}
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "patch_size": 4}
+QWEN = {
+    "image_token_id": IMAGE, "video_token_id": 96, "vision_start_token_id": BEFORE_IMAGE, "vision_end_token_id": 94,
+    "text_config": {
+        **TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    },
+}  # fmt: skip
+QWEN_TOWER = {
+    **TOWER, "depth": 2, "num_heads": 2, "out_hidden_size": 32, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3 vision": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT, "sliding_window": 7, "query_pre_attn_scalar": 8,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "vision_config": {**TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16},
+            "mm_tokens_per_image": 4, "image_token_index": IMAGE, "boi_token_index": BEFORE_IMAGE,
+            "eoi_token_index": 94,
+        },
+    ),
+    "qwen2.5 vision": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {**QWEN, "vision_config": {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1], "in_channels": 3}},
+    ),
+    "qwen3 vision": (
+        "Qwen3VLForConditionalGeneration",
+        {**QWEN, "vision_config": {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}},
+    ),
+}  # fmt: skip
+"""Name: class and config of a model that takes images."""
+
 
 def tiny(name: str, attention: str | None = None, **config: Any) -> PreTrainedModel:
     """A model with the same random weights each time.
@@ -63,6 +99,13 @@ def tiny(name: str, attention: str | None = None, **config: Any) -> PreTrainedMo
         attention: attn_implementation; None is transformers' own.
         config: entries of its config, in place of those above.
     """
+    if name in VISION:
+        kind, own = VISION[name]
+        model = build(kind, attention or "sdpa", **{**own, **config})
+        for parameter in model.parameters():  # Gemma 3's projector begins as zeros, with which images change nothing
+            if parameter.dim() > 1 and not parameter.any():
+                torch.nn.init.normal_(parameter, std=0.2)
+        return model
     kind, own, reference = MODELS[name]
     return build(kind, attention or reference, **{**SIZES, **own, **config})
 

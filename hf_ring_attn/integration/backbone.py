@@ -1,0 +1,112 @@
+"""Vision-language models: images are read whole on every rank, and the row is cut where the text model begins.
+
+Placeholders of images are counted and filled in whole rows, and positions of images are numbered there, so such a batch
+cannot be cut before the model is called. A hook on the text model cuts what it is given; what lies before it, the
+vision tower among it, runs on every rank alike, outside the ring. Labels are cut beforehand, since logits are this
+rank's. A gradient that flows back to the towers is this rank's share, as that of any weight.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import errors
+from ..layout import Layout
+from . import active
+from .active import MaskSpec, Scope
+from .rows import facts_of
+
+_MARK = "_hf_ring_attn_backbone"
+CUT_BEFORE = {"labels", "shift_labels", "num_items_in_batch"}
+
+
+def install(model: nn.Module, scope: Scope) -> None:
+    """Hooks the text model inside ``model``, whose batch holds images. Idempotent; inert for all other batches.
+
+    Raises:
+        UnsupportedModel: there is no text model inside that could be called with a part of the row.
+    """
+    outer: Any = next((module for module in model.modules() if "config" in module.__dict__), model)
+    text = outer.get_decoder() if hasattr(outer, "get_decoder") else None
+    if text is None or text.config is outer.config or text.config is not outer.config.get_text_config():
+        why = "it is given images, but has no text model inside it that could take a part of the row"
+        raise errors.UnsupportedModel(type(outer).__name__, [why])
+    scope.text_config = text.config
+    if _MARK not in text.__dict__:
+        handles = (
+            text.register_forward_pre_hook(_enter, with_kwargs=True),
+            text.register_forward_hook(_leave, always_call=True),
+        )
+        text.__dict__[_MARK] = handles
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    scope = active.current()
+    if scope is None or not scope.late:
+        return None
+    scope.inside = True
+    named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
+    return (), cut(type(module).__name__, named, scope)
+
+
+def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
+    scope = active.current()
+    if scope is not None:
+        scope.inside = False
+
+
+def cut(where: str, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
+    """This rank's share of what a text model was called with, whole.
+
+    Raises:
+        UnsupportedArgument: for a tensor of one entry a token whose meaning is not known here.
+    """
+    layout, embeds = scope.layout, named.get("inputs_embeds")
+    tokens = embeds if embeds is not None else named["input_ids"]
+    rows, length = tokens.shape[:2]
+    if length != layout.length:
+        raise errors.UnshardedInput(length, length, layout.local_length, layout.length)
+    mask, positions = named.get("attention_mask"), named.get("position_ids")
+    if not isinstance(mask, dict | MaskSpec):  # else made of the whole row, by the model around
+        text = positions if positions is None or positions.dim() == 2 else positions[0] if len(positions) == 4 else None
+        facts = facts_of(layout, rows, text, mask)
+        scope.documents, scope.hidden, scope.positions = facts.documents, facts.hidden, facts.positions
+        mask = torch.ones(rows, layout.local_length, dtype=torch.int64, device=tokens.device)
+    if positions is None:
+        positions = torch.arange(length, device=tokens.device)[None]
+    scope.max_position = int(positions.max())
+
+    local: dict[str, Any] = {"attention_mask": mask, "position_ids": _share(layout, positions, -1), "use_cache": False}
+    for name, x in named.items():
+        if name in local or name == "deepstack_visual_embeds":
+            continue
+        if name in ("input_ids", "inputs_embeds", "visual_pos_masks") and x is not None:
+            local[name] = _share(layout, x, 1)
+        elif name in CUT_BEFORE or not (isinstance(x, Tensor) and length in x.shape):
+            local[name] = x
+        else:
+            raise errors.UnsupportedArgument(where, name, f"a ring does not know how to cut {tuple(x.shape)}")
+    if named.get("deepstack_visual_embeds") is not None:
+        features = named["deepstack_visual_embeds"]
+        local["deepstack_visual_embeds"] = _of_images(layout, named["visual_pos_masks"], features)
+    return local
+
+
+def _share(layout: Layout, x: Tensor, dim: int) -> Tensor:
+    return layout.shard(layout.pad(x, dim), dim)
+
+
+def _of_images(layout: Layout, places: Tensor, features: list[Tensor]) -> list[Tensor]:
+    """Of features [N, width] of the N tokens in ``places`` [B, S], those of this rank's tokens, in its order."""
+    numbers = torch.full(places.shape, -1, device=places.device)
+    numbers[places] = torch.arange(int(places.sum()), device=places.device)
+    mine = layout.shard(layout.pad(numbers, 1, -1), 1)
+    mine = mine[mine >= 0]
+    return [x[mine.to(x.device)] for x in features]

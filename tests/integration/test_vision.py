@@ -1,0 +1,118 @@
+"""Models that take images: the text model shares the row, images are read on every rank, and the answer is the same."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_ring_attn
+import plain_jobs
+from comparison import Ranks
+from hf_ring_attn import RingConfig, errors
+from hf_ring_attn.testing import relative_error
+from plain_jobs import Answer, Batch, Step
+from tiny_models import BEFORE_IMAGE, IMAGE, VOCABULARY, tiny
+
+EXACT = 3e-6
+"""transformers keeps RMS norms, RoPE and the loss in float32, whatever the model's dtype."""
+
+
+def with_images(model: str, length: int = 23, left: int = 0, gap: int = 9) -> Batch:
+    """Two rows with an image each, at another place and, where the model allows it, of another size.
+
+    Args:
+        left: tokens of padding before the second row, with a 2-D mask.
+        gap: tokens between the images' places: with 12, an image lies across the border of two ranks' chunks.
+    """
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, BEFORE_IMAGE, (2, length), generator=generator)
+    ids[0, 4], ids[0, 5:9] = BEFORE_IMAGE, IMAGE
+    ids[1, gap], ids[1, gap + 1 : gap + (3 if "qwen" in model else 5)] = BEFORE_IMAGE, IMAGE
+    labels = ids.masked_fill(ids >= BEFORE_IMAGE, -100)
+    batch = {"input_ids": ids, "labels": labels}
+    if left:
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][1, :left], batch["input_ids"][1, :left], batch["labels"][1, :left] = 0, 0, -100
+    if "qwen" in model:
+        grid = torch.tensor([[1, 4, 4], [1, 4, 2]])
+        patches = int(grid.prod(1).sum())
+        batch |= {"image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).int()}
+        return batch | {"pixel_values": torch.randn(patches, 96, generator=generator, dtype=torch.float64)}
+    batch["token_type_ids"] = (ids == IMAGE).long()
+    return batch | {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64)}
+
+
+MODELS = ("gemma3 vision", "qwen2.5 vision", "qwen3 vision")
+STEPS = [
+    *[Step(why=model, model=model, batch=with_images(model)) for model in MODELS],
+    *[Step(why=f"{model}, padded", model=model, batch=with_images(model, left=5, gap=12)) for model in MODELS],
+    *[Step(why=f"{model}, checkpointing", model=model, batch=with_images(model), checkpointing="recomputed")
+      for model in MODELS],
+    Step(why="backward by gather", model=MODELS[0], batch=with_images(MODELS[0]), ring=RingConfig(backward="gather")),
+]  # fmt: skip
+
+alone = cache(plain_jobs.by_itself)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
+def test_images_change_nothing_about_the_answer(ranks: Ranks, step: Step, world_size: int) -> None:
+    want: Answer = alone(step)
+    real = step.batch.get("attention_mask", torch.ones_like(step.batch["input_ids"])).bool()
+    for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
+        assert relative_error(got.loss, want.loss) < EXACT
+        assert relative_error(got.logits[real], want.logits[real]) < EXACT
+        for kind in ("gradients", "exact"):
+            found, expected = getattr(got, kind), getattr(want, kind)
+            assert all(name in expected or not gradient.any() for name, gradient in found.items())
+            for name, gradient in expected.items():
+                # The bias of keys has no gradient but rounding, since a softmax does not see it.
+                nothing = max(float(found[name].abs().max()), float(gradient.abs().max())) < 1e-14
+                assert relative_error(found[name], gradient) < 2 * EXACT or nothing, (kind, name)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_images_matter(model: str) -> None:
+    """What the tests above compare depends on the image, and on its tokens that see later ones."""
+    step = Step(why="", model=model, batch=with_images(model))
+    other = {**step.batch, "pixel_values": step.batch["pixel_values"].flip(0)}
+    assert relative_error(alone(Step(why="", model=model, batch=other)).logits, alone(step).logits) > 1e-3
+
+
+def text_alone(batch: Batch) -> Tensor:
+    model = tiny("gemma3 vision", "ring_fp32").double()
+    sharded = hf_ring_attn.shard(batch)
+    with sharded, torch.no_grad():
+        return sharded.gather(model(**sharded.inputs).logits)
+
+
+def test_a_batch_without_images_is_cut_as_any_other(ranks: Ranks) -> None:
+    ids = plain_jobs.tokens(23)["input_ids"] % BEFORE_IMAGE
+    batch = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}
+    with torch.no_grad():
+        want = tiny("gemma3 vision").double()(**batch).logits
+    for got in ranks(2).run(text_alone, batch):
+        assert relative_error(got, want) < EXACT
+
+
+def refused(batch: Batch, model: str) -> str:
+    sharded = hf_ring_attn.shard(batch)
+    try:
+        with sharded:
+            tiny(model, "ring_fp32").double()(**sharded.inputs)
+    except errors.Refused as error:
+        return str(error)
+    return ""
+
+
+def test_a_text_model_that_is_given_images_is_refused(ranks: Ranks) -> None:
+    for text in ranks(2).run(refused, with_images("qwen2.5 vision"), "llama"):
+        assert "LlamaForCausalLM" in text
+        assert "it is given images, but has no text model inside it that could take a part of the row" in text
+
+
+def test_vocabulary_holds_the_markers() -> None:
+    assert BEFORE_IMAGE < IMAGE < VOCABULARY
