@@ -1,0 +1,154 @@
+"""How evenly a ring shares the work of a mask, and how many bytes it moves, against a gather of the whole row.
+
+    python recipes/benchmarks/traffic.py [--length 131072] [--rings 2 4 8] [--save FILE.json]
+
+Counted from the very plans that a ring runs by, without a GPU and without a ring: visible pairs of each rank's tiles,
+and the tokens of each rank's messages. Packed rows are real: files of Python's standard library, a byte a token, put
+into rows by best fit as TRL's packing does. Bytes are those that a rank receives in one layer's forward and backward,
+for 8 key heads of width 128 in bfloat16 and gradients in float32; the mean and the largest over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sysconfig
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_ring_attn.layout import Layout
+from hf_ring_attn.mask import CAUSAL, Band, Mask
+from hf_ring_attn.tables import Plan, Tables
+
+WIDTH = 8 * 2 * 128
+"""Numbers that a token's key and value have together."""
+
+
+def packed_rows(length: int, longest: int | None = None) -> list[list[int]]:
+    """Lengths of the files in each row of ``length``, best fit, longest first; files are cut at ``longest``."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
+    sizes = [min(path.stat().st_size, longest or length, length) for path in files if "site-packages" not in path.parts]
+    rows: list[list[int]] = []
+    for size in sorted((size for size in sizes if size), reverse=True):
+        fits = [row for row in rows if sum(row) + size <= length]
+        if fits:
+            max(fits, key=sum).append(size)
+        else:
+            rows.append([size])
+    return rows
+
+
+def documents_of(sizes: list[int], length: int) -> Tensor:
+    """[1, S] ids, -1 where the row is not filled."""
+    ids = torch.full((1, length), -1)
+    filled = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    ids[0, : len(filled)] = filled
+    return ids
+
+
+def pairs(table: Tensor) -> int:
+    """Visible pairs of a table's tiles."""
+    total = 0
+    for _, _, queries, q_first, _, keys, k_first, lo, hi in table.tolist():
+        # query i sees keys from q_first + i - hi to q_first + i - lo, as far as there are such keys
+        places = torch.arange(q_first, q_first + queries)
+        first = (places - min(hi, 2**40)).clamp(min=k_first)
+        last = (places - max(lo, -(2**40))).clamp(max=k_first + keys - 1)
+        total += int((last - first + 1).clamp(min=0).sum())
+    return total
+
+
+def counted(mask: Mask, length: int, ring: int) -> dict[str, Any]:
+    work, received, sparse = [], [], False
+    for rank in range(ring):
+        layout = Layout(length, ring, rank)
+        here: Any = SimpleNamespace(name="", size=ring, rank=rank)
+        plan = Plan.of(here, layout, mask)
+        tables = Tables.of(plan.tiles, plan.stops, ring)
+        work.append(pairs(tables.forward))
+        tokens = layout.local_length
+        if tables.exchange is None:
+            forward = (ring - 1) * tokens * 2
+            backward = (ring - 1) * tokens * 2 + ring * tokens * 4  # keys and values, and gradients one hop behind
+        else:
+            sparse = True
+            arriving = sum(tables.exchange.receives) - tables.exchange.receives[rank]
+            returning = sum(tables.exchange.sends) - tables.exchange.sends[rank]
+            forward, backward = arriving * 2, arriving * 2 + returning * 4
+        received.append((forward * WIDTH, backward * WIDTH))
+    tokens = length // ring
+    full = (ring - 1) * tokens * 2 * WIDTH, ((ring - 1) * tokens * 2 + ring * tokens * 4) * WIDTH
+    return {
+        "ring": ring, "sparse": sparse, "work_by_rank": work, "largest_work_over_mean": max(work) * ring / sum(work),
+        "bytes_received_forward": [forward for forward, _ in received],
+        "bytes_received_backward": [backward for _, backward in received],
+        "bytes_of_a_whole_gather_and_ring": full,
+    }  # fmt: skip
+
+
+def masks(length: int) -> dict[str, list[tuple[float, Mask]]]:
+    """Masks by name; several with the share of the layers, or of the rows, that have them."""
+    causal, local = Mask.of(CAUSAL, 1, length), Mask.of(Band(0, 1023), 1, length)
+    rows = packed_rows(length)
+    short = packed_rows(length, 4096)
+    return {
+        "causal, one document": [(1, causal)],
+        "Mistral's window of 4096": [(1, Mask.of(Band(0, 4095), 1, length))],
+        "Gemma 3: five layers with a window of 1024, one without": [(5 / 6, local), (1 / 6, causal)],
+        "packed files": [(1 / len(rows), Mask.of(CAUSAL, 1, length, documents_of(row, length))) for row in rows],
+        "packed files, cut at 4096": [
+            (1 / len(short), Mask.of(CAUSAL, 1, length, documents_of(row, length))) for row in short
+        ],
+        "packed files, Mistral's window": [
+            (1 / len(rows), Mask.of(Band(0, 4095), 1, length, documents_of(row, length))) for row in rows
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=131072)
+    parser.add_argument("--rings", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--save", type=Path)
+    args = parser.parse_args()
+    found = []
+    print(f"{args.length} tokens            work: largest share over mean | bytes of a whole gather and ring")
+    for name, kinds in masks(args.length).items():
+        for ring in args.rings:
+            parts = [(share, counted(mask, args.length, ring)) for share, mask in kinds]
+            worst = max(part["largest_work_over_mean"] for _, part in parts)
+            mean = sum(share * part["largest_work_over_mean"] for share, part in parts)
+            bytes_share = []
+            for key, column in (("bytes_received_forward", 0), ("bytes_received_backward", 1)):
+                moved = sum(share * sum(part[key]) / ring for share, part in parts)
+                bytes_share.append(moved / parts[0][1]["bytes_of_a_whole_gather_and_ring"][column])
+            found.append({
+                "mask": name, "ring": ring, "masks": len(parts), "work_mean": mean, "work_worst": worst,
+                "forward_bytes_share": bytes_share[0], "backward_bytes_share": bytes_share[1],
+                "largest": [part for _, part in parts][:1],
+            })  # fmt: skip
+            print(
+                f"{name:56s} ring {ring}: {mean:.3f} (worst row {worst:.3f}) | forward {bytes_share[0]:6.1%}, "
+                f"backward {bytes_share[1]:6.1%}"
+            )
+    if args.save:
+        run = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        head = {
+            "command": f"python recipes/benchmarks/traffic.py --length {args.length} --save {args.save}",
+            "date": date.today().isoformat(), "commit": run.stdout.strip(), "python": platform.python_version(),
+            "torch": importlib.metadata.version("torch"), "rows": found,
+        }  # fmt: skip
+        args.save.parent.mkdir(parents=True, exist_ok=True)
+        args.save.write_text(json.dumps(head, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
