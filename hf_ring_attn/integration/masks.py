@@ -25,6 +25,9 @@ from . import active, models
 from .active import MaskSpec
 from .overlays import Alike, Seen, looks_ahead, recognise, terms_of
 
+CHUNKS_BY_POSITION = hasattr(masking_utils, "remap_positions_for_packed_sequence")
+"""Whether this transformers counts chunks from the start of each document; 5.17 counts from that of the row."""
+
 
 # Not compiled: it reads closures, and makes tables on the host.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -82,7 +85,8 @@ def _spec(scope: active.Scope, seen: Seen, batch: int) -> MaskSpec:
 
     def alike(part: Alike) -> Terms:
         if part.kind == "chunks":
-            return _chunks(part.size, batch, scope.layout.padded, scope.hidden, scope.positions)
+            positions = scope.positions if CHUNKS_BY_POSITION else None
+            return _chunks(part.size, batch, scope.layout.padded, scope.hidden, positions)
         assert part.tensor is not None
         if part.kind == "blocks" and scope.blocks is None and not bool((part.tensor >= 0).any()):
             return ()

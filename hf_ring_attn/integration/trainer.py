@@ -123,6 +123,20 @@ def _track_num_input_tokens(original: Callable[..., None]) -> Callable[..., None
     return _track_num_input_tokens
 
 
+def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
+        group = group_of(self)
+        if group is None or self.args.average_tokens_across_devices:
+            return original(self, batch_samples, device)
+        # transformers 5.17 divides by the ring size and drops the remainder: 19 tokens over 2 ranks were 9 each. Of
+        # batches counted as often as there are ranks nothing remains.
+        size = group.size()
+        count = original(self, list(batch_samples) * size, device)
+        return count / size if isinstance(count, Tensor) else count
+
+    return _get_num_items_in_batch
+
+
 def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_loss(
         self: Any,
@@ -230,6 +244,7 @@ PATCHES = [
     Patch(f"{TRAINER}.create_accelerator_and_postprocess", "(self)", _create_accelerator),
     Patch(f"{TRAINER}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
     Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _track_num_input_tokens),
+    Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
     Patch(f"{TRAINER}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
 ]

@@ -12,18 +12,14 @@ from .triton import Triton
 KERNELS: dict[str, Kernel] = {"flash4": Flash4(), "triton": Triton(), "reference": Reference()}
 """Every kernel by name, the preferred one first."""
 
-UNPROVEN = frozenset({"flash4", "triton"})
-"""Kernels that "auto" leaves out, because their checks on a GPU are not filed in recipes/results yet."""
-
-__all__ = ["KERNELS", "UNPROVEN", "Gradients", "Kernel", "Params", "Place", "Request", "accumulate_dtype", "choose"]
+__all__ = ["KERNELS", "Gradients", "Kernel", "Params", "Place", "Request", "accumulate_dtype", "choose"]
 
 
 def choose(name: str, request: Request) -> Kernel:
     """The kernel for a request.
 
     Args:
-        name: "auto" takes the first of `KERNELS` that is proven and can serve the request; any other name takes that
-            kernel alone.
+        name: "auto" takes the first of `KERNELS` that can serve the request; any other name takes that kernel alone.
 
     Raises:
         BadOption: there is no kernel of that name.
@@ -34,8 +30,7 @@ def choose(name: str, request: Request) -> Kernel:
     if name != "auto" and name not in KERNELS:
         raise BadOption("kernel", name, f"'auto' or one of {sorted(KERNELS)}")
     reasons: dict[str, list[str]] = {}
-    proven = [kernel for known, kernel in KERNELS.items() if known not in UNPROVEN]
-    for kernel in proven if name == "auto" else [KERNELS[name]]:
+    for kernel in KERNELS.values() if name == "auto" else [KERNELS[name]]:
         why = kernel.unsupported(request)
         if not why:
             return kernel

@@ -74,9 +74,3 @@ def test_the_environment_names_the_kernel_for_auto_only(monkeypatch: pytest.Monk
     with pytest.raises(BadOption, match="kernel='flash9'"):
         choose("auto", REQUEST)
     assert choose("reference", REQUEST).name == "reference"
-
-
-def test_auto_leaves_unproven_kernels_alone(picky: Picky, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "UNPROVEN", {"picky"})
-    assert choose("auto", REQUEST).name == "reference"
-    assert choose("picky", REQUEST) is picky

@@ -1,6 +1,6 @@
 """Speed and error of the Triton kernels on one GPU, beside torch's FlashAttention 2 and FlexAttention in the same run.
 
-python recipes/results/2026-11-20-triton/measure.py OUTPUT.json
+python recipes/results/2026-11-21-triton/measure.py OUTPUT.json
 
 Every number is the median of ROUNDS rounds in which the kernels take turns. TFLOP/s count 2 * (D + Dv) operations for a
 visible pair of one query head in the forward and 2.5 times that in the backward, whatever a kernel really does. The
