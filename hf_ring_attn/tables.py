@@ -24,8 +24,8 @@ KEY_BLOCK = 384
 keys, so that a query under a window meets its keys in the same blocks at every ring size, and gets the same bits."""
 
 SPARSE_SHARE = 0.5
-"""Ranks are sent only the keys that they see where none of them sees more than this share of the row. A ring passes all
-keys W - 1 times and float32 gradients W times, in large messages; an exchange pays for its smaller, unequal ones."""
+"""Ranks are sent only the keys that they see where none of them sees more than this share of the others' keys. A ring
+passes all keys W - 1 times and float32 gradients W times, in large messages; an exchange pays for small, unequal ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +118,14 @@ def _dense(layout: Layout, mask: Mask) -> list[Tensor]:
 
 
 def _sparse(layout: Layout, mask: Mask, share: float) -> list[Tensor] | None:
-    """Five sections; None where some rank sees more than this share of the row."""
+    """Five sections; None where some rank sees more than this share of the other ranks' keys."""
     ranks = range(layout.world_size)
     seen: list[tuple[Run, ...]] = []
     for rank in ranks:
         seen.append(seen_keys(mask, layout, rank))
-        if sum(run.length for run in seen[-1]) > share * layout.padded:
+        own = sum(length for _, length, _ in _pieces(seen[-1], layout.runs(rank)))
+        others = sum(run.length for run in seen[-1]) - own
+        if share == 0 or others > share * (layout.padded - layout.local_length):
             return None
     queries, keys = layout.runs(), seen[layout.rank]
     sends = [(rank, *piece[:2]) for rank in ranks for piece in _pieces(seen[rank], queries)]

@@ -287,7 +287,7 @@ def test_ranks_are_sent_what_they_see_and_no_more(mask: Mask, monkeypatch: pytes
         for tile in plan.forward.tolist():
             seen[tile[4] : tile[4] + tile[5]] = True
         assert seen.all()
-        assert len(seen) <= 32
+        assert len(seen) <= 16 + 24
 
 
 def test_where_one_rank_sees_much_all_get_everything() -> None:
