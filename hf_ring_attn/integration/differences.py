@@ -103,8 +103,8 @@ def spread(table: Tensor) -> float:
     """The largest median of any group of tokens: one number that a defect moves and a few odd tokens do not.
 
     Experts are chosen by comparing near-equal numbers, so rounding alone sends single tokens another way. A defect of
-    the sharding is not one token's: it has a whole chunk (positions, states, attention), or the same place in the
-    chunks or shares of all ranks (a convolution's or a shift's first tokens). So the groups are these three.
+    the sharding is not one token's: it has a whole chunk (positions, states, attention), or the same place in all
+    ranks' shares (a convolution's or a shift's first tokens). So the groups are the chunks and these places.
 
     Args:
         table: [W, T] errors of each rank's tokens, nan where there is none to compare.
@@ -113,7 +113,7 @@ def spread(table: Tensor) -> float:
         nan if there is nothing to compare.
     """
     halves = table.reshape(table.shape[0] * 2, -1)
-    groups = [*halves, *halves.unbind(1), *table.unbind(1)]
+    groups = [*halves, *table.unbind(1)]
     medians = [group[~group.isnan()].sort().values for group in groups]
     return max((float(group[len(group) // 2]) for group in medians if len(group)), default=float("nan"))
 

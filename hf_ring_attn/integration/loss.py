@@ -40,8 +40,6 @@ def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
     handed: dict[str, Any] = {}
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if active.current() is not sharded.scope:  # the self-check's row
-            return args, kwargs
         if kwargs.get("fused_lm_head"):
             raise errors.NoLogits()
         handed.clear()
@@ -49,7 +47,7 @@ def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
         return args, {name: x for name, x in kwargs.items() if name not in HANDED_OVER}
 
     def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
-        if active.current() is not sharded.scope:
+        if active.current() is not sharded.scope:  # the self-check's row
             return output
         if not isinstance(output, Mapping) or output.get("logits") is None:
             raise errors.NoLogits()

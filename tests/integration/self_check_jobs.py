@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
 from hf_ring_attn.integration import report
+from hf_ring_attn.integration.loss import HANDED_OVER, gathered
 from plain_jobs import CHECKPOINTING, Batch, padded, tokens, told
 from remote_models import remote
 from tiny_models import SIZES, build, tiny
@@ -123,11 +124,14 @@ def refused(
 ) -> tuple[str, str, int]:  # fmt: skip
     """What the first of two steps raised, its text, and the number of optimizer steps made until then."""
     model: Any = remote(planted).to(dtype)
-    model = {"": lambda x: x, "DDP": DistributedDataParallel, "FSDP2": shards}[wrap](model.train())
+    compiled = partial(torch.compile, backend="eager")
+    wraps: dict[str, Callable[[Any], Any]] = {"DDP": DistributedDataParallel, "FSDP2": shards, "compiled": compiled}
+    model = wraps.get(wrap, lambda x: x)(model.train())
     optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), 0
     try:
         for seed in range(2):
-            sharded = hf_ring_attn.shard(batch or tokens(23, seed=seed), config=config)
+            named = model if wrap == "compiled" else None
+            sharded = hf_ring_attn.shard(batch or tokens(23, seed=seed), config=config, model=named)
             with sharded:
                 out = model(**sharded.inputs)
             out.loss.backward()
@@ -162,6 +166,16 @@ def of_a_batch(model: str, batch: Batch) -> str:
     with sharded:
         tiny(model, "ring_fp32").double()(**sharded.inputs)
     return sharded.scope.self_check
+
+
+def gathered_loss() -> tuple[str, Tensor]:
+    """Of a model whose hooks gather its logits, which are there for the user's batch alone."""
+    batch, model = tokens(23), tiny("llama", "ring_fp32")
+    sharded = hf_ring_attn.shard(batch, config=RingConfig(loss="gathered"))
+    inputs = {name: x for name, x in sharded.inputs.items() if name not in HANDED_OVER}
+    with sharded, gathered(model, sharded):
+        loss = model(**inputs, labels=batch["labels"]).loss
+    return sharded.scope.self_check, loss
 
 
 def with_other_weights() -> tuple[str, str]:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+import plain_jobs
 import self_check_jobs as jobs
 from comparison import Ranks
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.differences import spread
-from hf_ring_attn.integration.sample import row_length
+from hf_ring_attn.integration.sample import Sample, row_length
 from hf_ring_attn.integration.untouched import untouched
+from hf_ring_attn.testing import relative_error
 from plain_jobs import packed, padded, tokens
 from refusal_jobs import Training, refused_training
 from remote_models import remote
 from self_check_jobs import GOOD, OFF
 from test_vision import with_images
+from tiny_models import BEFORE_IMAGE, IMAGE, VOCABULARY, tiny
 
+IDS = torch.zeros(1, 23, dtype=torch.int64)
 ITSELF = "the code of RemoteModel itself"
 PLANTED = {
     "arange": ITSELF,
@@ -64,7 +68,7 @@ def refused_at(planted: str, at: int) -> tuple[str, str, int]:
         return jobs.refused(planted)
 
 
-@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP2", "compiled"])
 def test_wrapped_models_are_refused_too(ranks: Ranks, wrap: str) -> None:
     for error, text, steps in ranks(2).run(jobs.refused, "shift", wrap=wrap):
         assert (error, steps) == ("SelfCheckFailed", 0)
@@ -199,6 +203,21 @@ def test_a_right_model_passes_in_two_forwards_and_trains_with_the_same_bits(
 @pytest.mark.parametrize("model", ["gemma3 vision", "qwen2.5 vision", "qwen3 vision"])
 def test_models_that_take_images_are_checked_with_text(ranks: Ranks, model: str) -> None:
     assert ranks(2).run(jobs.of_a_batch, model, with_images(model, left=5)) == ["passed"] * 2
+
+
+def test_the_row_has_no_special_tokens() -> None:
+    """A placeholder of an image would ask for one."""
+    vision, sample = tiny("gemma3 vision", "ring_fp32"), Sample(23, {"input_ids": IDS}, {}, None, False, (False, False))
+    drawn = torch.cat([sample.row(vision, 64, False, seed)["input_ids"] for seed in range(3)])
+    assert set(range(VOCABULARY)) - set(drawn.flatten().tolist()) >= {IMAGE, BEFORE_IMAGE}
+    assert len(drawn.unique()) > VOCABULARY - 8
+
+
+def test_a_gathered_loss_gathers_nothing_of_the_check(ranks: Ranks) -> None:
+    want = plain_jobs.by_itself(plain_jobs.Step(why="", dtype=torch.float32)).loss
+    for verdict, loss in ranks(2).run(jobs.gathered_loss):
+        assert verdict == "passed"
+        assert relative_error(loss, want) < 1e-5
 
 
 def test_the_line_at_start_tells(ranks: Ranks) -> None:
