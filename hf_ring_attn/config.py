@@ -27,6 +27,8 @@ class RingConfig:
             label smoothing and custom loss functions exact.
         pad: pad rows to a multiple of 2 * ring size with tokens that nobody sees; False refuses other lengths.
         deterministic: demand the same bits from run to run.
+        self_check: before step one, run a short random row through the model unsharded and sharded, and refuse if the
+            two disagree (`integration.selfcheck`); False trains an unchecked model at your own risk.
     """
 
     kernel: str = "auto"
@@ -35,6 +37,7 @@ class RingConfig:
     loss: Loss = "sharded"
     pad: bool = True
     deterministic: bool = False
+    self_check: bool = True
 
     def __post_init__(self) -> None:
         if self.backward not in get_args(Backward):

@@ -64,6 +64,44 @@ class UnsupportedModel(Refused):
         super().__init__(f"{model} cannot be trained in a ring exactly: " + "; ".join(reasons) + ".")
 
 
+SELF_CHECK_TODO = (
+    "Please report it with the model's name. hf_ring_attn.configure(model, RingConfig(self_check=False)) trains it all "
+    "the same, at your own risk: every step would have this difference."
+)
+
+
+class SelfCheckFailed(Refused):
+    """The answer in the ring is not the answer to the whole row. ``where``: the module, by its path; "": the model."""
+
+    def __init__(
+        self, model: str, ring_size: int, tokens: int, error: float, tolerance: float, where: str, kind: str
+    ) -> None:
+        at = f"its module {where!r} ({kind})" if where else f"the code of {kind} itself"
+        super().__init__(
+            f"the self-check ran a random row of {tokens} tokens through {model}, in one process and in a ring of "
+            f"{ring_size}, and the answers differ: {error:.1e} relative, where rounding explains {tolerance:.1e}. The "
+            f"first difference is made by {at}: it probably counts positions from the local length, attends past "
+            f"transformers' attention interface, or carries something from token to token. {SELF_CHECK_TODO}"
+        )
+
+
+class SelfCheckRaised(Refused):
+    def __init__(self, model: str, ring_size: int, error: str) -> None:
+        super().__init__(
+            f"the self-check ran a random row through {model}: it runs in one process, but in a ring of {ring_size} it "
+            f"raised {error}. {SELF_CHECK_TODO}"
+        )
+
+
+class SelfCheckNotRun(Refused):
+    def __init__(self, model: str, tokens: int, error: str) -> None:
+        super().__init__(
+            f"the self-check could not run {model} on a row of {tokens} random tokens: {error}. FSDP2 cannot go on "
+            "after a forward that failed. hf_ring_attn.configure(model, RingConfig(self_check=False)) trains the model "
+            "unchecked, at your own risk."
+        )
+
+
 class LayerWithoutSpec(Refused):
     def __init__(self, module: str, got: str) -> None:
         super().__init__(

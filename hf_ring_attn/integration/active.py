@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,6 +19,9 @@ from ..config import RingConfig
 from ..layout import Layout
 from ..tables import Plan
 from .overlays import Seen
+
+if TYPE_CHECKING:
+    from .sample import Sample
 
 _STACK: list[Scope] = []
 
@@ -59,6 +62,7 @@ class Scope:
         late: the batch holds images, so that the text model's inputs are cut, not the batch: see `backbone`.
         has_labels: the batch holds labels, so the model computes a loss on its shard.
         numbered: the batch had no position_ids, and was given 0, 1, 2, ... in each row.
+        sample: what the self-check is to know of the batch; None: there is no self-check.
     """
 
     ring: Ring
@@ -76,6 +80,7 @@ class Scope:
     """Of a late batch: the transformers config of the text model that shares the row."""
     inside: bool = False
     """Of a late batch: whether that text model is running."""
+    sample: Sample | None = None
     attended: bool = False
     """Whether any attention layer ran in this ring."""
     called: bool = False
@@ -84,6 +89,8 @@ class Scope:
     """Whether `Sharded.reduce_gradients` averaged its gradients."""
     checked: set[int] = field(default_factory=set)
     """Identities of the modules and configs that were looked at."""
+    self_check: str = ""
+    """What came of the self-check of a model that was called here, in words."""
     kernel: str = ""
     """The kernel that computed it, and below what its layers had: for the line at start."""
     seen: set[Seen] = field(default_factory=set)

@@ -16,9 +16,9 @@ from ..comm import Ring, fingerprint
 from ..config import RingConfig
 from ..layout import Layout
 from ..ring import gather_sequence
-from . import active, drift, models
+from . import active, drift, models, sample, selfcheck
 from .report import announce
-from .rows import IMAGES, PADDING, Facts, tokens_of, whole_rows
+from .rows import IMAGES, PADDING, Facts, Whole, tokens_of, whole_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -151,6 +151,28 @@ def shard(
     if refusal is not None:
         raise refusal
 
+    sharded = _cut(batch, whole, ring, layout, config)
+    sharded.scope.sample = sample.Sample.of(batch, whole, sharded.scope)
+    if model is not None:
+        models.bind(model, sharded.scope)
+        selfcheck.check(model, sharded.scope, share)
+    return sharded
+
+
+def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) -> Sharded:
+    """`shard` of a batch that all ranks know to be the same: nothing is compared, and all refuse alike.
+
+    ``late``: it has no images, but is to be cut where one with images would be.
+    """
+    tokens = tokens_of(batch)
+    layout = Layout(tokens.shape[1], ring.size, ring.rank)
+    whole = whole_rows({**batch, "pixel_values": late} if late else batch, tokens, layout, config)
+    if late:
+        del whole.inputs["pixel_values"]
+    return _cut(batch, whole, ring, layout, config)
+
+
+def _cut(batch: Mapping[str, Any], whole: Whole, ring: Ring, layout: Layout, config: RingConfig) -> Sharded:
     seen = Facts() if whole.facts is None else whole.facts
     scope = active.Scope(
         ring, layout, config, seen.documents, seen.hidden, seen.positions, seen.blocks, whole.max_position,
@@ -165,8 +187,6 @@ def shard(
     if items is not None:
         inputs["num_items_in_batch"] = items / ring.size
     inputs["use_cache"] = False
-    if model is not None:
-        models.bind(model, scope)
     return Sharded(inputs, scope)
 
 
@@ -183,6 +203,7 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
     def before(module: nn.Module, _inputs: Any) -> None:
         if id(module) not in scope.checked:
             models.bind(module, scope)
+            selfcheck.check(module, scope, share)
             drift.watch(module, scope)
 
     drift.tell()

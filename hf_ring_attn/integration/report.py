@@ -64,10 +64,11 @@ def announce(scope: Scope) -> None:
     _said.add(key)
     layout, config = scope.layout, scope.config
     what = f"; {', '.join(sorted(scope.features))}" if scope.features else ""
+    checked = f"; self-check {scope.self_check}" if scope.self_check else ""
     if scope.ring.size == 1:
         say(f"no ring active; kernel {scope.kernel}{what}")
     else:
         say(
             f"ring of {scope.ring.size}: {layout.local_length} of {layout.length} tokens a rank, kernel "
-            f"{scope.kernel}, backward {config.backward}, loss {config.loss}{what}"
+            f"{scope.kernel}, backward {config.backward}, loss {config.loss}{what}{checked}"
         )
