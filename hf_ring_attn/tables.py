@@ -25,7 +25,7 @@ keys, so that a query under a window meets its keys in the same blocks at every 
 
 SPARSE_SHARE = 0.5
 """Ranks are sent only the keys that they see where none of them sees more than this share of the others' keys. A ring
-passes keys on W - 1 times and float32 gradients W times, in large messages; an exchange pays for small, unequal ones."""
+passes keys on W - 1 times and float32 gradients W times, in large messages; an exchange sends small, unequal ones."""
 
 
 @dataclass(frozen=True, eq=False)
