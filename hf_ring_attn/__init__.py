@@ -9,6 +9,7 @@ train on sequences that are spread over N ranks.
 
 from __future__ import annotations
 
+from . import biases
 from .config import RingConfig
 from .errors import Refused, RingAttentionError
 from .functional import ring_attention
@@ -24,6 +25,7 @@ __all__ = [
     "RingAttentionError",
     "RingConfig",
     "Sharded",
+    "biases",
     "configure",
     "install",
     "positions",

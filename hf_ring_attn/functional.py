@@ -12,10 +12,11 @@ from .choice import kernel_for
 from .comm import Ring, fingerprint
 from .config import RingConfig
 from .errors import BadOption, BadShape, RanksDiffer
-from .kernels import Params, Request
+from .kernels import Params, Request, ScoreFunction, ScoreMod
 from .layout import Layout, positions
 from .mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
 from .ring import attend
+from .scored import attend_scored
 from .tables import Plan
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Options(TypedDict, total=False):
     documents: Tensor | None
     softcap: float | None
     sinks: Tensor | None
+    score_mod: ScoreFunction | None
     scale: float | None
     length: int | None
     config: RingConfig
@@ -55,6 +57,7 @@ def ring_attention(
     documents: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreFunction | None = None,
     scale: float | None = None,
     length: int | None = None,
     return_lse: bool = False,
@@ -65,12 +68,13 @@ def ring_attention(
     Computes, for the whole row and with query head h reading key head h // (H / G)::
 
         scores = scale * q @ k.T                       # then softcap * tanh(scores / softcap), if there is a cap
+        scores = score_mod(scores, b, h, i, j)         # of query i and key j of the whole row, if there is one
         scores[not visible] = -inf                     # visible: same document, and inside causal and window
         out = softmax([scores, sinks])[..., :S] @ v    # without sinks: softmax(scores) @ v
 
-    and returns this rank's rows of ``out``. Differentiable in q, k, v and sinks; sums over tokens are kept in float32
-    (float64 for float64 inputs) in both passes, on the wire too, and each gradient is rounded once. A query that sees
-    no key gets 0.
+    and returns this rank's rows of ``out``. Differentiable in q, k, v, sinks and what score_mod captures; sums over
+    tokens are kept in float32 (float64 for float64 inputs) in both passes, on the wire too, and each gradient is
+    rounded once. A query that sees no key gets 0.
 
     Args:
         q: [B, T, H, D], this rank's queries: ``row[:, positions(S, rank=rank, world_size=W)]``.
@@ -84,6 +88,13 @@ def ring_attention(
         softcap: cap of the scores, as in Gemma 2.
         sinks: [H], a logit a head that takes part in the softmax without a value, as in gpt-oss. Its gradient is this
             rank's share, as that of any weight: add over ranks.
+        score_mod: a function of a score, as in FlexAttention: ``score_mod(score, b, h, q_idx, kv_idx) -> score``, five
+            scalars in, one out, made of torch functions; b is the batch row, h the query head, and on every rank q_idx
+            and kv_idx count tokens from the beginning of the whole row. It runs in float64, for visible pairs only. The
+            tensors that it uses, wherever it has them from (closures, modules, globals), are those of the whole row and
+            the same on every rank; those that require a gradient get this rank's share of it, as sinks do, summed in
+            float64 and rounded once. `hf_ring_attn.biases` has some. The reference kernel serves it, with the same bits
+            from run to run (on a GPU with ``deterministic=True``); torch.compile breaks its graph here.
         scale: factor of the scores; None: D ** -0.5.
         length: S, the tokens of the whole row. None: the ranks tell each other in one small collective, and find out
             there if they were called with different shapes or options.
@@ -96,14 +107,16 @@ def ring_attention(
 
     Raises:
         BadShape, BadOption: for inputs that do not fit together.
+        BadScoreMod: score_mod is not such a function, or uses a gradient in a way that would lose it.
         RanksDiffer: on every rank, if ranks were called differently (found only without ``length``).
         UnsupportedAttention: with every reason, if no kernel can compute this exactly.
     """
     _check_shapes(q, k, v, sinks)
     _check_options(window, softcap)
+    mod = None if score_mod is None else ScoreMod.of(score_mod, q.device, config.deterministic)
     ring = Ring.of(group)
     if length is None:
-        length = _agreed_length(ring, q, k, v, documents, causal, window, softcap, sinks, scale, config)
+        length = _agreed_length(ring, q, k, v, documents, causal, window, softcap, sinks, scale, config, mod)
     layout = Layout(length, ring.size, ring.rank)
     held = positions(length, rank=ring.rank, world_size=ring.size)
     if q.shape[1] != len(held):
@@ -114,15 +127,15 @@ def ring_attention(
     mask = Mask.of(_band(causal, window), batch, layout.padded, _documents(documents, batch, layout))
     request = Request(
         q.device.type, q.dtype, heads, k.shape[2], head_dim, v.shape[3], softcap is not None, sinks is not None,
-        config.deterministic, mask.holes,
+        config.deterministic, mask.holes, mod is not None,
     )  # fmt: skip
     kernel = kernel_for(ring.name, config.kernel, request)
-    params = Params(head_dim**-0.5 if scale is None else scale, softcap, sinks, config.deterministic)
+    params = Params(head_dim**-0.5 if scale is None else scale, softcap, sinks, config.deterministic, mod)
     real = torch.nonzero(layout.positions() < length).flatten().to(q.device)
     short = len(held) < layout.local_length
     if short:
         q, k, v = (x.new_zeros(batch, layout.local_length, *x.shape[2:]).index_copy(1, real, x) for x in (q, k, v))
-    out, lse = attend(
+    out, lse = (attend if mod is None else attend_scored)(
         q, k, v, Plan.of(ring, layout, mask), params, kernel=kernel, backward=config.backward,
         heads_per_gather=config.heads_per_gather,
     )  # fmt: skip
@@ -175,7 +188,7 @@ def _documents(documents: Tensor | None, batch: int, layout: Layout) -> Tensor |
 
 
 def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *options: Any) -> int:
-    causal, window, softcap, sinks, scale, config = options
+    causal, window, softcap, sinks, scale, config, mod = options
     facts = {
         "number of rows (B)": q.shape[0],
         "number of query heads (H)": q.shape[2],
@@ -190,6 +203,7 @@ def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tenso
         "softcap (in millionths)": 0 if softcap is None else int(softcap * 1e6),
         "scale (in billionths, 0 for the default)": 0 if scale is None else int(scale * 1e9),
         "use of sinks": int(sinks is not None),
+        "score_mod (a fingerprint of its code and of the shapes it uses)": 0 if mod is None else mod.fingerprint(),
         "backward ('ring': 0, 'gather': 1)": int(config.backward == "gather"),
         "heads_per_gather": config.heads_per_gather or 0,
         "documents (their fingerprint)": fingerprint(documents),

@@ -59,7 +59,7 @@ def _forward_op(
     with torch.autocast(q.device.type, enabled=False):  # it would round a kernel's float32 sums to 16 bits
         here = Ring(ring)
         tables = Tables.of(table, stops, here.size)
-        return _forward(here, KERNELS[kernel], q, k, v, tables, params, heads_per_gather)
+        return forward(here, KERNELS[kernel], q, k, v, tables, params, heads_per_gather)
 
 
 @torch.library.custom_op("hf_ring_attn::ring_flash_attn_bwd", mutates_args=())
@@ -72,11 +72,9 @@ def _backward_op(
     here = Ring(ring)
     tables = Tables.of(table, stops, here.size)
     with torch.autocast(q.device.type, enabled=False):
-        delta = KERNELS[kernel].delta(dout, out)
-        dsinks = _sinks_gradient(delta, lse, sinks)
-        job = _Backward(here, KERNELS[kernel], tables, dout.contiguous(), q, k, v, lse, delta, params)
-        by_gather = tables.exchange is not None or (backward == "gather" and here.size > 1)
-        return (*(job.by_gather(heads_per_gather) if by_gather else job.by_ring()), dsinks)
+        return gradients(
+            here, KERNELS[kernel], dout, q, k, v, out, lse, tables, params, backward, heads_per_gather, {}
+        )  # fmt: skip
 
 
 @_forward_op.register_fake
@@ -115,7 +113,7 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _forward(
+def forward(
     ring: Ring, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params, heads_per_gather: int
 ) -> tuple[Tensor, Tensor]:
     if ring.size == 1:
@@ -147,6 +145,18 @@ def _seen_by_heads(
         yield group, layout.merge(keys), layout.merge(values)
 
 
+def gradients(
+    ring: Ring, kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    tables: Tables, params: Params, backward: str, heads_per_gather: int, extra: dict[str, Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv and dsinks; the gradients of what a score_mod captures are added to ``extra``, as in `Gradients`."""
+    delta = kernel.delta(dout, out)
+    dsinks = _sinks_gradient(delta, lse, params.sinks)
+    job = _Backward(ring, kernel, tables, dout.contiguous(), q, k, v, lse, delta, params, extra)
+    by_gather = tables.exchange is not None or (backward == "gather" and ring.size > 1)
+    return (*(job.by_gather(heads_per_gather) if by_gather else job.by_ring()), dsinks)
+
+
 def _sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     """This rank's share of the sinks' gradient [H].
 
@@ -172,6 +182,7 @@ class _Backward:
     lse: Tensor
     delta: Tensor
     params: Params
+    extra: dict[str, Tensor]
 
     def by_ring(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values visit every rank; their accumulators follow one hop behind; dq stays home."""
@@ -182,7 +193,7 @@ class _Backward:
         follower = Follower(self.ring)
         for source, (k, v) in self.ring.visits((self.k, self.v)):
             places = self._places(self.q, k, v, keys[source])
-            into = Gradients(dq, new(k, places[1]), new(v, places[2]), places)
+            into = Gradients(dq, new(k, places[1]), new(v, places[2]), places, self.extra)
             tiles = self.tables.backward[source]
             self.kernel.backward(self.dout, self.q, k, v, self.lse, self.delta, tiles, self.params, into)
             follower.add((into.dk, into.dv))
@@ -201,7 +212,7 @@ class _Backward:
             mine = slice(group.start * per_key_head, group.stop * per_key_head)
             q = self.q[:, :, mine]
             places = self._places(q, k, v, self.tables.keys)
-            into = Gradients(new(q, places[0]), new(k, places[1]), new(v, places[2]), places)
+            into = Gradients(new(q, places[0]), new(k, places[1]), new(v, places[2]), places, self.extra)
             self.kernel.backward(
                 self.dout[:, :, mine], q, k, v, self.lse[:, mine], self.delta[:, mine], self.tables.forward,
                 self.params.of_heads(mine), into,

@@ -13,8 +13,9 @@ from torch import Tensor
 from hf_ring_attn import functional, tables
 from hf_ring_attn.comm import Follower, Pending, Ring
 from hf_ring_attn.integration import batch, rows
-from hf_ring_attn.kernels import Place
-from hf_ring_attn.kernels.reference import Reference
+from hf_ring_attn.kernels import Place, ScoreMod, reference
+from hf_ring_attn.kernels.reference import Block, Reference
+from hf_ring_attn.kernels.score_mod import Indices, Pull
 from hf_ring_attn.layout import Layout, Run
 from hf_ring_attn.mask import Band, Mask, tiles
 
@@ -146,11 +147,46 @@ def labels_shifted_late() -> Patch:
     return mock.patch.object(batch, "shard", late)
 
 
+def local_indices() -> Patch:
+    """A score_mod is told where queries and keys lie on this rank, not in the row."""
+    blocks = reference.blocks
+
+    def local(table: Tensor, heads: int, device: torch.device) -> Iterator[Block]:
+        for block in blocks(table, heads, device):
+            yield block._replace(q_position=block.queries.start, k_position=block.keys.start)
+
+    return mock.patch.object(reference, "blocks", local)
+
+
+def local_heads() -> Patch:
+    """A score_mod is told the number of a head among those that were gathered together."""
+    return mock.patch.object(ScoreMod, "of_heads", lambda self, heads: self)
+
+
+def captured_overwritten() -> Patch:
+    """Of the tiles, only the last adds to the gradient of what a score_mod captures."""
+    differentiable = ScoreMod.differentiable
+
+    def overwriting(self: ScoreMod, scores: Tensor, at: Indices, sums: dict[str, Tensor]) -> tuple[Tensor, Pull]:
+        parts = {name: torch.zeros_like(x) for name, x in sums.items()}
+        after, pull = differentiable(self, scores, at, parts)
+
+        def last(d_after: Tensor) -> Tensor:
+            d_before = pull(d_after)
+            sums.update(parts)
+            return d_before
+
+        return after, last
+
+    return mock.patch.object(ScoreMod, "differentiable", overwriting)
+
+
 DEFECTS: dict[str, Callable[[], Patch]] = {
     defect.__name__: defect
     for defect in (
         bf16_hop, unflipped_half, contiguous_chunks, ring_turned, keys_stay, window_off_by_one, local_positions,
-        reused_buffer, dropped_hop, documents_forgotten, labels_shifted_late,
+        reused_buffer, dropped_hop, documents_forgotten, labels_shifted_late, local_indices, local_heads,
+        captured_overwritten,
     )
 }  # fmt: skip
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hf_ring_attn.biases import relative_buckets
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "examples"
 sys.path.insert(0, str(EXAMPLES))  # examples are programs that stand side by side, not a package
@@ -87,11 +89,32 @@ def plain_attention() -> list[float]:
     return [loss.item(), k.grad.square().sum().item()]
 
 
+def plain_bias() -> list[float]:
+    """The losses of learnable_bias.py, with a full matrix of biases."""
+    torch.manual_seed(0)
+    table, importance = torch.randn(16, 4).requires_grad_(), torch.zeros(301, requires_grad=True)
+    q, k, v, target = (torch.randn(1, 301, 4, 16).transpose(1, 2) for _ in range(4))
+    place = torch.arange(301)
+    buckets = relative_buckets(place - place[:, None], 16, 100)
+    losses = []
+    for _ in range(3):
+        scores = (q @ k.transpose(2, 3) * 16**-0.5 + table[buckets].permute(2, 0, 1)) * importance.exp()
+        weights = scores.masked_fill(place > place[:, None], -torch.inf).softmax(-1)
+        loss = (weights @ v - target).square().sum()
+        gradients = torch.autograd.grad(loss, [table, importance])
+        with torch.no_grad():
+            for weight, gradient in zip((table, importance), gradients, strict=True):
+                weight -= 1e-3 * gradient
+        losses.append(loss.item())
+    return losses
+
+
 PLAIN: list[tuple[str, list[str], Callable[[], list[float]]]] = [
     ("plain_loop", TORCHRUN, lambda: plain_training(1001)),
     ("accelerate_loop", ACCELERATE, lambda: plain_training(1000)),
     ("fsdp2_loop", ACCELERATE, lambda: plain_training(1001)),
     ("attention_only", TORCHRUN, plain_attention),
+    ("learnable_bias", TORCHRUN, plain_bias),
 ]
 
 
@@ -107,7 +130,7 @@ def test_an_example_on_two_ranks_gives_the_numbers_of_plain_torch(
     want = plain()
     text = output(program)
     assert numbers(text) == pytest.approx(want, rel=1e-6), text
-    assert "ring of 2" in text or name == "attention_only", text
+    assert "ring of 2" in text or name in ("attention_only", "learnable_bias"), text
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from hf_ring_attn.config import RingConfig
 from hf_ring_attn.integration import batch, rows
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, packed, sliding
 from test_leaks import leaks_of_all
+from test_score_mod import GATHER, errors_of
 
 Check = Callable[[Ranks, int, str | None], float]
 
@@ -55,6 +56,18 @@ class Leaks:
 
     def __call__(self, ranks: Ranks, world_size: int, defect: str | None) -> float:
         return len(leaks_of_all(ranks, world_size, self.case, RingConfig(), torch.float32, defect))
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The worst relative error with a score_mod of score_mods.py in float64, in multiples of its bound."""
+
+    mod: str
+    backward: str = "ring"
+
+    def __call__(self, ranks: Ranks, world_size: int, defect: str | None) -> float:
+        config = RingConfig() if self.backward == "ring" else GATHER
+        return max(map(worst, errors_of(ranks, world_size, CAUSAL, [self.mod], [config], defect).values())) / EXACT
 
 
 TOKENS, WORDS = 29, 11
@@ -114,6 +127,11 @@ PLANTED: list[tuple[str, Check, int, float]] = [
     ("documents_forgotten", Exactness(DOCUMENTS), 2, 1e9),
     ("documents_forgotten", Exactness(ODD), 2, 1e9),
     ("documents_forgotten", Leaks(DOCUMENTS), 4, 1),
+    ("local_indices", Scored("relative_bias"), 2, 1e9),
+    ("local_indices", Scored("relative_bias", "gather"), 4, 1e9),
+    ("local_heads", Scored("alibi", "gather"), 2, 1e9),
+    ("captured_overwritten", Scored("few_buckets"), 1, 1e9),
+    ("captured_overwritten", Scored("alibi"), 4, 1e9),
     ("labels_shifted_late", loss_of_the_row, 2, 1e9),
     ("labels_shifted_late", loss_of_the_row, 4, 1e9),
 ]

@@ -24,6 +24,7 @@ from .batches import (
 )
 from .core import (
     BadOption,
+    BadScoreMod,
     BadShape,
     CrossedDocuments,
     PeerLost,
@@ -59,6 +60,7 @@ __all__ = [
     "BadBuffers",
     "BadCommand",
     "BadOption",
+    "BadScoreMod",
     "BadShape",
     "ChangedHost",
     "CrossedDocuments",

@@ -27,6 +27,15 @@ class BadOption(Refused):
         super().__init__(f"{name}={got!r} is not possible: it must be {need}.")
 
 
+class BadScoreMod(Refused):
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(
+            f"the score_mod {name} {what}. It must be made of torch functions of five scalars (score, b, h, q_idx, "
+            "kv_idx), as in FlexAttention, without if, float() or .item() on them, and return one floating-point "
+            "number."
+        )
+
+
 class UnsupportedAttention(Refused):
     """Raised with every reason at once when a kernel cannot honour a request."""
 

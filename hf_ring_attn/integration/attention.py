@@ -26,6 +26,7 @@ REFUSED_ARGUMENTS = {
     "indices": "sparse attention over chosen indices (DeepSeek V3.2 and kin) is not supported",
     "block_indices": "sparse attention over chosen blocks is not supported",
     "head_mask": "masking of heads is not supported",
+    "score_mod": "a function of scores is not supported inside a model; hf_ring_attn.ring_attention takes one",
 }
 
 

@@ -7,12 +7,24 @@ from ..errors import BadOption, UnsupportedAttention
 from .base import Gradients, Kernel, Params, Place, Request, accumulate_dtype
 from .flash4 import Flash4
 from .reference import Reference
+from .score_mod import ScoreFunction, ScoreMod
 from .triton import Triton
 
 KERNELS: dict[str, Kernel] = {"flash4": Flash4(), "triton": Triton(), "reference": Reference()}
 """Every kernel by name, the preferred one first."""
 
-__all__ = ["KERNELS", "Gradients", "Kernel", "Params", "Place", "Request", "accumulate_dtype", "choose"]
+__all__ = [
+    "KERNELS",
+    "Gradients",
+    "Kernel",
+    "Params",
+    "Place",
+    "Request",
+    "ScoreFunction",
+    "ScoreMod",
+    "accumulate_dtype",
+    "choose",
+]
 
 
 def choose(name: str, request: Request) -> Kernel:

@@ -6,11 +6,13 @@ lse [B, H, T], natural logarithm, -inf where a query sees no key. tiles: see `hf
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from .score_mod import ScoreMod
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -33,17 +35,20 @@ class Params:
         softcap: cap * tanh(score / cap) is applied to the scaled scores; None for none.
         sinks: [H], one logit a query head that takes part in the softmax and has no value; None for none.
         deterministic: the same bits from run to run.
+        score_mod: applied to the scaled and capped scores; None for none.
     """
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
     deterministic: bool = False
+    score_mod: ScoreMod | None = None
 
     def of_heads(self, heads: slice) -> Params:
         """These parameters for a slice of the query heads."""
         sinks = None if self.sinks is None else self.sinks[heads]
-        return Params(self.scale, self.softcap, sinks, self.deterministic)
+        mod = None if self.score_mod is None else self.score_mod.of_heads(heads)
+        return replace(self, sinks=sinks, score_mod=mod)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +80,8 @@ class Place:
 class Gradients:
     """Accumulators to add into, in place. They come from `Kernel.new_gradient` and are opaque to everyone else.
 
-    ``places`` are those of dq, dk and dv. ``extra`` holds float32 gradients of captured parameters by name (this
-    rank's share, as for any weight).
+    ``places`` are those of dq, dk and dv. ``extra`` holds the gradients of what ``Params.score_mod`` captures, as its
+    `new_gradients` names them (this rank's share, as for any weight).
     """
 
     dq: Tensor
@@ -103,6 +108,7 @@ class Request:
     sinks: bool
     deterministic: bool
     holes: bool = False
+    score_mod: bool = False
 
 
 class Kernel(Protocol):

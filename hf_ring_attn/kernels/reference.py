@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..mask import Tile
 from .base import Gradients, Params, Place, Request, accumulate_dtype, row_products
+from .score_mod import Indices, Pull
 
 SCORES_PER_BLOCK = 2**21
 """Upper bound on the elements of one block of scores: 8 MiB in float32, inside the caches of common CPUs."""
@@ -24,12 +25,17 @@ SMALLEST_BLOCK = 64
 
 
 class Block(NamedTuple):
-    """Queries and keys of a few batch rows that are computed at once; ``visible`` [t, s] is None if all pairs are."""
+    """Queries and keys of a few batch rows that are computed at once; ``visible`` [t, s] is None if all pairs are.
+
+    ``q_position`` and ``k_position`` are those of the first query and key in the whole row.
+    """
 
     rows: slice
     queries: slice
     keys: slice
     visible: Tensor | None
+    q_position: int
+    k_position: int
 
 
 def blocks(tiles: Tensor, heads: int, device: torch.device) -> Iterator[Block]:
@@ -50,7 +56,8 @@ def blocks(tiles: Tensor, heads: int, device: torch.device) -> Iterator[Block]:
                         continue
                     queries = slice(tile.q_offset + i, tile.q_offset + i + t)
                     keys = slice(tile.k_offset + j, tile.k_offset + j + s)
-                    yield Block(rows, queries, keys, _visible(distance, t, s, tile.lo, tile.hi, device))
+                    visible = _visible(distance, t, s, tile.lo, tile.hi, device)
+                    yield Block(rows, queries, keys, visible, tile.q_position + i, tile.k_position + j)
 
 
 def _ranges(rows: list[int]) -> Iterator[slice]:
@@ -136,13 +143,11 @@ class Reference:
             state = (block.rows, slice(None), slice(None), block.queries)
             queries, keys = _queries(q, block, groups, dtype), _keys(k, block, dtype)
             values, d_out = _keys(v, block, dtype), _queries(dout, block, groups, dtype)
-            scores, slope = _scores(queries, keys, block, params)
+            scores, pull = _scores(queries, keys, block, params, into.extra)
             weights = torch.exp(scores - lse[state][..., None])
             _add_keys(into.dv, block, _by_group(weights).transpose(-1, -2) @ _by_group(d_out))
             d_weights = (_by_group(d_out) @ values.transpose(-1, -2)).view(weights.shape)
-            d_scores = weights * (d_weights - delta[state][..., None])
-            if slope is not None:
-                d_scores *= slope
+            d_scores = pull(weights * (d_weights - delta[state][..., None]))
             d_scores *= params.scale
             d_queries = (_by_group(d_scores) @ keys).view(queries.shape)
             into.dq[block.rows, block.queries] += d_queries.permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -179,14 +184,36 @@ def _by_group(x: Tensor) -> Tensor:
     return x.flatten(2, 3)
 
 
-def _scores(queries: Tensor, keys: Tensor, block: Block, params: Params) -> tuple[Tensor, Tensor | None]:
-    """[b, G, H / G, t, s] scores with -inf where nothing is seen, and the softcap's derivative, if there is a cap."""
+def _scores(
+    queries: Tensor, keys: Tensor, block: Block, params: Params, extra: dict[str, Tensor] | None = None
+) -> tuple[Tensor, Pull]:
+    """[b, G, H / G, t, s] scores with -inf where nothing is seen; and what makes, in place, the gradient of the scaled
+    scores from theirs and adds those of captured tensors to ``extra``. Without ``extra`` there is no such way back for
+    a score_mod."""
     scores = (_by_group(queries) @ keys.transpose(-1, -2)).view(*queries.shape[:-1], keys.shape[2]) * params.scale
-    slope = None
+    back: list[Pull] = []
     if params.softcap is not None:
         bent = torch.tanh(scores / params.softcap)
-        slope = 1 - bent * bent
+        back.append((1 - bent * bent).mul_)
         scores = bent * params.softcap
+    if params.score_mod is not None:
+        mod, heads = params.score_mod, queries.shape[1] * queries.shape[2]
+        at = Indices.of(
+            block.rows, slice(mod.first_head, mod.first_head + heads), block.q_position, block.k_position,
+            (scores.shape[3], scores.shape[4]), block.visible, scores.device,
+        )  # fmt: skip
+        if extra is None:
+            scores = mod(scores.flatten(1, 2), at).view(scores.shape)
+        else:
+            after, pull = mod.differentiable(scores.flatten(1, 2), at, extra)
+            back.append(lambda d_scores: pull(d_scores.flatten(1, 2)).view(d_scores.shape))
+            scores = after.view(scores.shape)
     if block.visible is not None:
         scores = scores.masked_fill(~block.visible, -torch.inf)
-    return scores, slope
+
+    def to_scaled(d_scores: Tensor) -> Tensor:
+        for step in reversed(back):
+            d_scores = step(d_scores)
+        return d_scores
+
+    return scores, to_scaled

@@ -114,6 +114,8 @@ class Flash4:
             reasons.append(f"needs an NVIDIA GPU, got tensors on {request.device}")
         if request.dtype not in DTYPES:
             reasons.append(f"computes in bfloat16 or float16, got {request.dtype}")
+        if request.score_mod:
+            reasons.append("it has no score_mod")
         if request.holes:
             reasons.append("a document's keys must be one run, and here others or hidden keys lie between them")
         major, minor = _capability() if self._given is None else (TESTED, 0)

@@ -59,6 +59,8 @@ class Triton:
             reasons.append("triton is not installed")
         if request.dtype not in DTYPES:
             reasons.append(f"computes in bfloat16, float16 or float32, got {request.dtype}")
+        if request.score_mod:
+            reasons.append("it has no score_mod")
         if request.device == "cpu" and request.dtype == torch.bfloat16:
             reasons.append("triton's interpreter cannot multiply bfloat16")
         if max(request.head_dim, request.value_dim) > LARGEST_HEAD:

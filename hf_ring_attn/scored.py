@@ -1,0 +1,80 @@
+"""Ring attention with a score_mod: the passes of ring.py under an autograd function of their own.
+
+A torch.library op takes tensors and numbers, not a function, so this is none: a compiler breaks its graph here, and
+selective checkpointing computes it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .comm import Ring
+from .kernels import KERNELS, Params
+from .ring import forward, gradients
+from .tables import Plan, Tables
+
+
+class _Job(NamedTuple):
+    plan: Plan
+    params: Params
+    kernel: str
+    backward: str
+    heads_per_gather: int
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_scored(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, params: Params, *, kernel: str, backward: str = "ring",
+    heads_per_gather: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `ring.attend`, with the ``score_mod`` of ``params``; differentiable in the tensors that it captures, too."""
+    assert params.score_mod is not None, "without a score_mod there is the op"
+    job = _Job(plan, params, kernel, backward, heads_per_gather or 0)
+    answer: tuple[Tensor, Tensor] = _Scored.apply(q, k, v, params.sinks, job, *params.score_mod.captured)  # type: ignore[no-untyped-call]
+    return answer
+
+
+class _Scored(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: _Job, *captured: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        plan, params = job.plan, _with(job.params, sinks, captured, [False] * len(captured))
+        ring = Ring(plan.ring)
+        tables = Tables.of(plan.tiles, plan.stops, ring.size)
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = forward(ring, KERNELS[job.kernel], q, k, v, tables, params, job.heads_per_gather)
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *captured)
+        ctx.job = job
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
+        job: _Job = ctx.job
+        params = _with(job.params, sinks, captured, ctx.needs_input_grad[5:])
+        mod = params.score_mod
+        assert mod is not None
+        sums = mod.new_gradients()
+        ring = Ring(job.plan.ring)
+        tables = Tables.of(job.plan.tiles, job.plan.stops, ring.size)
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv, dsinks = gradients(
+                ring, KERNELS[job.kernel], dout, q, k, v, out, lse, tables, params, job.backward, job.heads_per_gather,
+                sums,
+            )  # fmt: skip
+        rest = [mod.gradient(sums, number) for number in range(len(captured))]
+        return (dq, dk, dv, None if sinks is None else dsinks, None, *rest)
+
+
+def _with(params: Params, sinks: Tensor | None, captured: Any, require_grad: Any) -> Params:
+    """The parameters with the tensors that autograd handed over in place of those that were there."""
+    assert params.score_mod is not None
+    return replace(params, sinks=sinks, score_mod=params.score_mod.with_values(captured, require_grad))
