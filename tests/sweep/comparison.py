@@ -1,0 +1,302 @@
+"""What ranks run: a class in a ring, and alone with eager attention; how far the two are apart, as data.
+
+Everything a rank meets comes back as data, foreign exceptions too. A rank that fails alone says so, with the class's
+name, before the others wait for it for good.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hf_ring_attn
+from hf_ring_attn import errors
+from hf_ring_attn.testing import relative_error
+
+from .configs import OFF, Entry, build, known_inert, not_text, rope_changes, thresholds
+from .rows import IGNORED, Row, projection
+
+FLOOR = 0.05
+"""The gradient of a parameter counts for at least this share of the gradient of all (a key's bias has none at all)."""
+MATTERS = 1e-3
+"""A mechanism that moves the logits by less than this, relatively, when it is switched off is not tested by the row."""
+NEEDS_POSITIONS = "; put its position_ids into the batch"
+
+LOGITS, LOSS, GRADIENTS = 2e-5, 2e-5, 1e-5
+
+
+@dataclass
+class Outcome:
+    """What came of a class on one kind of row.
+
+    Attributes:
+        status: "exact", "refused", "different" or "crashed".
+        reason: of a refusal or crash, as "Type: text"; of a difference, what differs most.
+        labels: why the model's own loss was refused, if the rest was exact without labels.
+        positions: why position_ids had to be in the batch, if it was exact with them.
+        errors: relative differences of logits, loss and gradients.
+        inert: mechanisms that change nothing when switched off.
+    """
+
+    status: str
+    reason: str = ""
+    labels: str = ""
+    positions: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    inert: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Answer:
+    """Logits [B, S, V] of whole rows, the loss, and gradients by parameter."""
+
+    logits: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+DEFECTS = ("a window dropped", "positions of the shard", "a foreign error", "a foreign error on one rank")
+
+Task = tuple[Entry, Sequence[Row]]
+_meetings: dict[float, Any] = {}
+"""Process groups by their patience: where ranks meet after each row, beside the ring's own group."""
+
+
+def sweep(tasks: Sequence[Task], defect: str = "", patience_seconds: float = 25) -> list[dict[str, Outcome]]:
+    """For each task, the outcome by row name of the rows whose eager answer this rank computed.
+
+    The eager answers are shared out among the ranks, and computed for as many rows at a time as there are ranks, so
+    that no rank waits for another's.
+
+    Args:
+        defect: one of `DEFECTS`, to see that the sweep can fail.
+        patience_seconds: how long a rank that has ended a row waits for the others.
+    """
+    logging.getLogger("hf_ring_attn").setLevel(logging.ERROR)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if patience_seconds not in _meetings:
+        _meetings[patience_seconds] = dist.new_group(timeout=timedelta(seconds=patience_seconds))
+    meeting = _meetings[patience_seconds]
+    found: list[dict[str, Outcome]] = [{} for _ in tasks]
+    cases = [(at, entry, row) for at, (entry, rows) in enumerate(tasks) for row in rows_of(entry, rows)]
+    for first in range(0, len(cases), size):
+        several = cases[first : first + size]
+        answers = [_in_a_ring(entry, row, meeting, defect) for _, entry, row in several]
+        for owner, ((at, entry, row), answer) in enumerate(zip(several, answers, strict=True)):
+            if owner == rank:
+                found[at][row.name] = _judge(entry, row, answer)
+    return found
+
+
+def rows_of(entry: Entry, rows: Sequence[Row]) -> list[Row]:
+    """Without those that are nothing of their own for this class."""
+    if not_text(entry):
+        return []
+    return [row for row in rows if row.kind != "rope" or rope_changes(entry)]
+
+
+# ---- in a ring -------------------------------------------------------------------------------------------------------
+
+
+def _in_a_ring(entry: Entry, row: Row, meeting: Any, defect: str) -> tuple[Outcome, Answer | None]:
+    """The outcome so far, and the answer if there is one; the ranks agree on how it ended, or one of them raises.
+
+    Two refusals say what to leave out or put into the batch: that is done, and noted.
+    """
+    outcome = Outcome("exact")
+    while True:
+        ended: tuple[str, str] | None = None
+        foreign = False
+        answer: Answer | None = None
+        try:
+            answer = _ring_answer(entry, row, not outcome.labels, bool(outcome.positions), defect)
+        except errors.RingAttentionError as error:
+            ended = (type(error).__name__, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever a model raises is an outcome of the sweep
+            foreign, ended = True, (type(error).__name__, _where(error))
+        _agree(entry, row, meeting, ended)
+        if ended is None:
+            return outcome, answer
+        text = f"{ended[0]}: {ended[1]}"
+        if ended[0] == "LossNotSharded" and not outcome.labels:
+            outcome.labels = text
+        elif not outcome.positions and text.count("; ") + 1 == 2 * text.count(NEEDS_POSITIONS):  # the only reason
+            outcome.positions = text
+        else:
+            return Outcome("crashed" if foreign else "refused", text), None
+
+
+def _ring_answer(entry: Entry, row: Row, labelled: bool, numbered: bool, defect: str = "") -> Answer:
+    dropped = {"sliding_window": OFF} if defect == "a window dropped" else {}
+    model = build(entry, "ring_fp32", **changes_of(entry, row), **dropped)
+    batch = row.batch(numbered)
+    if not labelled:
+        del batch["labels"]
+    sharded = hf_ring_attn.shard(batch)
+    if defect == "positions of the shard":
+        sharded.inputs["position_ids"] = torch.arange(sharded.layout.local_length).expand(2, -1)
+    if defect == "a foreign error" or (defect == "a foreign error on one rank" and dist.get_rank() == 1):
+        raise KeyError(defect)
+    with warnings.catch_warnings(), sharded:
+        warnings.simplefilter("ignore")
+        out = model(**sharded.inputs)
+    logits = sharded.gather(out.logits)
+    loss = out.loss if labelled else _projected(logits, batch)
+    loss.backward()
+    sharded.reduce_gradients(model)
+    return Answer(logits.detach(), sharded.reduce(loss), _gradients(model))
+
+
+def _agree(entry: Entry, row: Row, meeting: Any, ended: tuple[str, str] | None) -> None:
+    """Raises on a rank that alone ended otherwise, or waits for ranks that hang in a collective."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(everybody, None if ended is None else ended[0], group=meeting)
+    except RuntimeError as error:
+        raise RuntimeError(f"{entry.name}, {row.name}: this rank ended with {ended}, others hang") from error
+    if len(set(everybody)) > 1:
+        raise RuntimeError(f"{entry.name}, {row.name}: ranks ended differently, {everybody}; this one with {ended}")
+
+
+def _where(error: BaseException) -> str:
+    """The text of a foreign exception, and the place that raised it."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    place = "" if at is None else f" ({at.tb_frame.f_code.co_filename.rpartition('/')[2]}:{at.tb_lineno})"
+    return f"{str(error)[:300]}{place}"
+
+
+# ---- alone -----------------------------------------------------------------------------------------------------------
+
+
+def changes_of(entry: Entry, row: Row) -> dict[str, Any]:
+    return rope_changes(entry) if row.kind == "rope" else {}
+
+
+def alone(entry: Entry, row: Row, labelled: bool = True, numbered: bool = False) -> Answer:
+    """By eager attention, without a ring: a packed row document by document, others as they are."""
+    model = build(entry, "eager", **changes_of(entry, row))
+    batch = row.batch(numbered)
+    if row.kind != "packed":
+        named = {name: x for name, x in batch.items() if labelled or name != "labels"}
+        out = _call(model, named)
+        loss = out.loss if labelled else _projected(out.logits, batch)
+        loss.backward()
+        return Answer(out.logits.detach(), loss.detach(), _gradients(model))
+    logits = torch.empty(0)
+    total = torch.zeros(())
+    weights = projection(row.length)
+    count = int((batch["labels"][:, 1:] != IGNORED).sum())
+    for at, start, stop in row.documents():
+        ids = batch["input_ids"][at : at + 1, start:stop]
+        out = _call(model, {"input_ids": ids, "position_ids": batch["position_ids"][at : at + 1, start:stop]})
+        if not len(logits):
+            logits = torch.empty(*batch["input_ids"].shape, out.logits.shape[-1])
+        logits[at, start:stop] = out.logits[0].detach()
+        if labelled:
+            labels = batch["labels"][at, start + 1 : stop]
+            part = torch.nn.functional.cross_entropy(out.logits[0, :-1].float(), labels, reduction="sum") / count
+        else:
+            part = (out.logits[0] * weights[start:stop]).sum()
+        part.backward()
+        total = total + part.detach()
+    return Answer(logits, total, _gradients(model))
+
+
+def _call(model: Any, inputs: dict[str, Tensor]) -> Any:
+    """Without what its forward does not take."""
+    parameters = inspect.signature(model.forward).parameters
+    if not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+        inputs = {name: x for name, x in inputs.items() if name in parameters}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        takes_cache = "use_cache" in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+        return model(**inputs, **({"use_cache": False} if takes_cache else {}))
+
+
+def _projected(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    return (logits * projection(logits.shape[1]) * real[..., None]).sum()
+
+
+def _gradients(model: Any) -> dict[str, Tensor]:
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+# ---- judgement -------------------------------------------------------------------------------------------------------
+
+
+def _judge(entry: Entry, row: Row, result: tuple[Outcome, Answer | None]) -> Outcome:
+    outcome, got = result
+    if outcome.status != "exact" or got is None:
+        return outcome
+    labelled = not outcome.labels
+    try:
+        want = alone(entry, row, labelled, bool(outcome.positions))
+        if row.kind in ("plain", "rope"):
+            outcome.inert = inert(entry, row, want)
+    except Exception as error:  # noqa: BLE001 - then there is no oracle, which is a fault of the sweep's own
+        return Outcome("crashed", f"alone: {type(error).__name__}: {_where(error)}")
+    real = row.batch().get("attention_mask", torch.ones(2, row.length)).bool()
+    outcome.errors = {
+        "logits": relative_error(got.logits[real], want.logits[real]),
+        **({"loss": relative_error(got.loss, want.loss)} if labelled else {}),
+        **gradient_errors(got.gradients, want.gradients),
+    }
+    bounds = {"logits": LOGITS, "loss": LOSS, "gradients": GRADIENTS}
+    wrong = {name: x for name, x in outcome.errors.items() if not x <= bounds[name]}
+    if wrong:
+        outcome.status = "different"
+        outcome.reason = ", ".join(f"{name} {x:.1e}" for name, x in wrong.items()) + f" ({_worst(got, want)})"
+    return outcome
+
+
+def gradient_errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """"gradients": the largest over parameters of norm(got - want) / max(norm(want), FLOOR * norm(all of want))."""
+    floor = FLOOR * float(torch.stack([x.double().norm() for x in want.values()]).norm())
+    return {"gradients": max(_parameter_errors(got, want, floor).values(), default=torch.inf)}
+
+
+def _parameter_errors(got: dict[str, Tensor], want: dict[str, Tensor], floor: float) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name in {*got, *want}:
+        a, b = got.get(name), want.get(name)
+        shape = a if a is not None else b
+        assert shape is not None
+        a, b = (torch.zeros_like(shape, dtype=torch.float64) if x is None else x.double() for x in (a, b))
+        found[name] = float((a - b).norm()) / max(float(b.norm()), floor) if a.isfinite().all() else torch.inf
+    return found
+
+
+def _worst(got: Answer, want: Answer) -> str:
+    floor = FLOOR * float(torch.stack([x.double().norm() for x in want.gradients.values()]).norm())
+    each = _parameter_errors(got.gradients, want.gradients, floor)
+    return max(each, key=lambda name: each[name]) if each else "no gradients"
+
+
+def inert(entry: Entry, row: Row, want: Answer) -> list[str]:
+    """The mechanisms that can be switched off without moving the logits: the row does not test them."""
+    changes = changes_of(entry, row)
+    if row.kind == "rope":
+        off = {"dynamic RoPE": {"rope_parameters": build(entry, "eager").config.get_text_config().rope_parameters}}
+    else:
+        known = known_inert(entry)
+        off = {name: {name: OFF} for name in thresholds(build(entry, "eager").config) if name not in known}
+    found = []
+    for name, change in off.items():
+        with torch.no_grad():
+            out = _call(build(entry, "eager", **{**changes, **change}), {"input_ids": row.batch()["input_ids"]})
+        if relative_error(out.logits, want.logits) < MATTERS:
+            found.append(name)
+    return found
