@@ -22,7 +22,7 @@ import hf_ring_attn
 from hf_ring_attn import errors
 from hf_ring_attn.testing import relative_error
 
-from .configs import OFF, Entry, build, known_inert, not_text, rope_changes, thresholds
+from .configs import OFF, Entry, build, known_inert, not_text, packed_whole, rope_changes, thresholds
 from .rows import IGNORED, Row, projection
 
 FLOOR = 0.05
@@ -185,10 +185,10 @@ def changes_of(entry: Entry, row: Row) -> dict[str, Any]:
 
 
 def alone(entry: Entry, row: Row, labelled: bool = True, numbered: bool = False) -> Answer:
-    """By eager attention, without a ring: a packed row document by document, others as they are."""
+    """By eager attention, without a ring: a packed row by documents (but see `packed_whole`), others as they are."""
     model = build(entry, "eager", **changes_of(entry, row))
     batch = row.batch(numbered)
-    if row.kind != "packed":
+    if row.kind != "packed" or packed_whole(entry):
         named = {name: x for name, x in batch.items() if labelled or name != "labels"}
         out = _call(model, named)
         loss = out.loss if labelled else _projected(out.logits, batch)

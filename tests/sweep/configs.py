@@ -133,6 +133,11 @@ def not_text(entry: Entry) -> str:
     return str(_own(entry).get("_no_text", ""))
 
 
+def packed_whole(entry: Entry) -> bool:
+    """Whether a packed row's oracle is the whole row, since the model itself is another for a document alone."""
+    return bool(_own(entry).get("_packed"))
+
+
 def known_inert(entry: Entry) -> dict[str, str]:
     """Thresholds that nothing in the class reads, and why."""
     known: dict[str, str] = _own(entry).get("_inert", {})

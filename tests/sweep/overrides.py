@@ -2,9 +2,9 @@
 
 Entries that begin with "_" are told to the sweep and not to the config: "_defaults" are needed to build the default
 config at all, "_inert" names thresholds that the model's code never reads, with the reason, "_no_text" says why a class
-cannot compute rows of text alone, and "_weights" scales weights by a part of their
-names: Gemma 4 does not scale its scores, and with norms of 1 its gradients by eager attention differ in float32 and
-float64 by 5e-5.
+cannot compute rows of text alone, "_packed" why a packed row is compared with itself in one process and not with its
+documents alone, and "_weights" scales weights by a part of their names: Gemma 4 does not scale its scores, and with
+norms of 1 its gradients by eager attention differ in float32 and float64 by 5e-5.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config": {"crop_size": 28},
     },
     "got_ocr2": {"vision_config": {"output_channels": 32, "image_size": 64}},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "moe_layers": [1],
+        "num_hidden_layers": 2,
+        "_packed": "its temperature grows with the place in the row, in one process too, and not in the document",
+    },
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
@@ -127,7 +132,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "llama4_text": {
         "no chunks, no temperature": {
-            "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "no_rope_layers": [1, 0],
+            "layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "_packed": "",
             "attn_temperature_tuning": False,
             "_inert": {"attention_chunk_size": "switched off", "floor_scale": "switched off"},
         }
