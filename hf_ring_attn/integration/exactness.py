@@ -24,7 +24,7 @@ TEXT = ("input_ids", "inputs_embeds")
 def reasons(model: nn.Module) -> Iterator[str]:
     """Every reason why ``model``, of which each rank sees a part of the sequence, would not be exact."""
     parts = [part for part in _text_modules(model) if isinstance(part[1], PreTrainedModel)]
-    if parts and not any("position_ids" in inspect.signature(part.forward).parameters for _, part in parts):
+    if parts and not any("position_ids" in inspect.signature(type(part).forward).parameters for _, part in parts):
         yield "no part of it takes position_ids, so each rank would number its own tokens from 0"
     for name, module in _text_modules(model):
         where = f"{name or 'it'} ({type(module).__name__})"

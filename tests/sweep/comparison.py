@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -184,6 +185,15 @@ def changes_of(entry: Entry, row: Row) -> dict[str, Any]:
     return rope_changes(entry) if row.kind == "rope" else {}
 
 
+@contextmanager
+def without_the_plugin() -> Iterator[None]:
+    hf_ring_attn.uninstall()
+    try:
+        yield
+    finally:
+        hf_ring_attn.install()
+
+
 def alone(entry: Entry, row: Row, labelled: bool = True, numbered: bool = False) -> Answer:
     """By eager attention, without a ring: a packed row by documents (but see `packed_whole`), others as they are."""
     model = build(entry, "eager", **changes_of(entry, row))
@@ -243,9 +253,10 @@ def _judge(entry: Entry, row: Row, result: tuple[Outcome, Answer | None]) -> Out
         return outcome
     labelled = not outcome.labels
     try:
-        want = alone(entry, row, labelled, bool(outcome.positions))
-        if row.kind in ("plain", "rope"):
-            outcome.inert = inert(entry, row, want)
+        with without_the_plugin():
+            want = alone(entry, row, labelled, bool(outcome.positions))
+            if row.kind in ("plain", "rope"):
+                outcome.inert = inert(entry, row, want)
     except Exception as error:  # noqa: BLE001 - then there is no oracle, which is a fault of the sweep's own
         return Outcome("crashed", f"alone: {type(error).__name__}: {_where(error)}")
     real = row.batch().get("attention_mask", torch.ones(2, row.length)).bool()

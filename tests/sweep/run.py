@@ -15,15 +15,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
-import torch  # noqa: E402  after the path to this checkout
-import transformers  # noqa: E402  likewise
+import torch  # noqa: E402  only after the paths
+import transformers  # noqa: E402  only after the paths
 
-from hf_ring_attn.errors import RanksFailed  # noqa: E402  likewise
-from hf_ring_attn.testing import LiveRanks  # noqa: E402  likewise
-from sweep import table  # noqa: E402  likewise
-from sweep.comparison import Outcome, sweep  # noqa: E402  likewise
-from sweep.configs import Entry, entries  # noqa: E402  likewise
-from sweep.rows import KINDS, LENGTHS, ROWS, Row  # noqa: E402  likewise
+from hf_ring_attn.errors import RanksFailed  # noqa: E402  only after the paths
+from hf_ring_attn.testing import LiveRanks  # noqa: E402  only after the paths
+from sweep import table  # noqa: E402  only after the paths
+from sweep.comparison import Outcome, sweep  # noqa: E402  only after the paths
+from sweep.configs import Entry, entries  # noqa: E402  only after the paths
+from sweep.rows import KINDS, LENGTHS, ROWS, Row  # noqa: E402  only after the paths
 
 
 def outcomes_of(ranks: LiveRanks, entry: Entry, rows: list[Row]) -> list[tuple[str, Outcome]]:
@@ -42,7 +42,7 @@ def head(arguments: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
         ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     return {
-        "command": " ".join(["python", "tests/sweep/run.py", *sys.argv[1:]]),
+        "command": table.COMMAND,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip(),
         "versions": {
@@ -81,7 +81,8 @@ def main() -> int:
     if arguments.save:
         top = head(arguments, rows)
         if arguments.only:
-            top, filed = table.read(arguments.save / "support.json")
+            filed_top, filed = table.read(arguments.save / "support.json")
+            top = {**filed_top, "date": top["date"], "commit": top["commit"], "versions": top["versions"]}
             made_now = {x.key: x for x in lines}
             known = {(e.model_type, e.model_class, e.variant): at for at, e in enumerate(entries())}
             lines = sorted(({x.key: x for x in filed} | made_now).values(), key=lambda x: known.get(x.key, len(known)))

@@ -131,8 +131,8 @@ def markdown(head: Mapping[str, Any], lines: Sequence[Line]) -> str:
             f"Exact: logits, loss and gradients at ring sizes {head['ring_sizes']}, rows of {head['lengths']} tokens "
             f"({', '.join(head['kinds'])}), equal those of eager attention in one process: logits and loss to 2e-5, "
             "gradients to 1e-5, in float32, relatively and by norms. A packed row is compared with each of its "
-            "documents alone (Llama 4, whose temperature counts places in the row: with itself in one process), a padded "
-            'one at its real tokens. "rope": RoPE of type dynamic, stretched within the row. '
+            "documents alone (Llama 4, whose temperature counts places in the row: with itself in one process), a "
+            'padded one at its real tokens. "rope": RoPE of type dynamic, stretched within the row. '
             "Windows, chunks and the like begin below 12 tokens. Refused: an error by name, before anything returns.",
             "",
             "## Causal language models",
