@@ -6,11 +6,9 @@ name, before the others wait for it for good.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,13 +21,12 @@ import hf_ring_attn
 from hf_ring_attn import errors
 from hf_ring_attn.testing import relative_error
 
-from .configs import OFF, Entry, build, known_inert, not_text, packed_whole, rope_changes, thresholds
-from .rows import IGNORED, Row, projection
+from .alone import Answer, alone, changes_of, gradients_of, inert, projected, without_the_plugin
+from .configs import OFF, Entry, build, not_text, rope_changes
+from .rows import Row
 
 FLOOR = 0.05
-"""The gradient of a parameter counts for at least this share of the gradient of all (a key's bias has none at all)."""
-MATTERS = 1e-3
-"""A mechanism that moves the logits by less than this, relatively, when it is switched off is not tested by the row."""
+"""A parameter's gradient counts for at least this share of the gradient of all: a key's bias has none but rounding."""
 NEEDS_POSITIONS = "; put its position_ids into the batch"
 
 LOGITS, LOSS, GRADIENTS = 2e-5, 2e-5, 1e-5
@@ -54,15 +51,6 @@ class Outcome:
     positions: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     inert: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Answer:
-    """Logits [B, S, V] of whole rows, the loss, and gradients by parameter."""
-
-    logits: Tensor
-    loss: Tensor
-    gradients: dict[str, Tensor]
 
 
 DEFECTS = ("a window dropped", "positions of the shard", "a foreign error", "a foreign error on one rank")
@@ -152,10 +140,10 @@ def _ring_answer(entry: Entry, row: Row, labelled: bool, numbered: bool, defect:
         warnings.simplefilter("ignore")
         out = model(**sharded.inputs)
     logits = sharded.gather(out.logits)
-    loss = out.loss if labelled else _projected(logits, batch)
+    loss = out.loss if labelled else projected(logits, batch)
     loss.backward()
     sharded.reduce_gradients(model)
-    return Answer(logits.detach(), sharded.reduce(loss), _gradients(model))
+    return Answer(logits.detach(), sharded.reduce(loss), gradients_of(model))
 
 
 def _agree(entry: Entry, row: Row, meeting: Any, ended: tuple[str, str] | None) -> None:
@@ -176,72 +164,6 @@ def _where(error: BaseException) -> str:
         at = at.tb_next
     place = "" if at is None else f" ({at.tb_frame.f_code.co_filename.rpartition('/')[2]}:{at.tb_lineno})"
     return f"{str(error)[:300]}{place}"
-
-
-# ---- alone -----------------------------------------------------------------------------------------------------------
-
-
-def changes_of(entry: Entry, row: Row) -> dict[str, Any]:
-    return rope_changes(entry) if row.kind == "rope" else {}
-
-
-@contextmanager
-def without_the_plugin() -> Iterator[None]:
-    hf_ring_attn.uninstall()
-    try:
-        yield
-    finally:
-        hf_ring_attn.install()
-
-
-def alone(entry: Entry, row: Row, labelled: bool = True, numbered: bool = False) -> Answer:
-    """By eager attention, without a ring: a packed row by documents (but see `packed_whole`), others as they are."""
-    model = build(entry, "eager", **changes_of(entry, row))
-    batch = row.batch(numbered)
-    if row.kind != "packed" or packed_whole(entry):
-        named = {name: x for name, x in batch.items() if labelled or name != "labels"}
-        out = _call(model, named)
-        loss = out.loss if labelled else _projected(out.logits, batch)
-        loss.backward()
-        return Answer(out.logits.detach(), loss.detach(), _gradients(model))
-    logits = torch.empty(0)
-    total = torch.zeros(())
-    weights = projection(row.length)
-    count = int((batch["labels"][:, 1:] != IGNORED).sum())
-    for at, start, stop in row.documents():
-        ids = batch["input_ids"][at : at + 1, start:stop]
-        out = _call(model, {"input_ids": ids, "position_ids": batch["position_ids"][at : at + 1, start:stop]})
-        if not len(logits):
-            logits = torch.empty(*batch["input_ids"].shape, out.logits.shape[-1])
-        logits[at, start:stop] = out.logits[0].detach()
-        if labelled:
-            labels = batch["labels"][at, start + 1 : stop]
-            part = torch.nn.functional.cross_entropy(out.logits[0, :-1].float(), labels, reduction="sum") / count
-        else:
-            part = (out.logits[0] * weights[start:stop]).sum()
-        part.backward()
-        total = total + part.detach()
-    return Answer(logits, total, _gradients(model))
-
-
-def _call(model: Any, inputs: dict[str, Tensor]) -> Any:
-    """Without what its forward does not take."""
-    parameters = inspect.signature(model.forward).parameters
-    if not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
-        inputs = {name: x for name, x in inputs.items() if name in parameters}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        takes_cache = "use_cache" in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
-        return model(**inputs, **({"use_cache": False} if takes_cache else {}))
-
-
-def _projected(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    return (logits * projection(logits.shape[1]) * real[..., None]).sum()
-
-
-def _gradients(model: Any) -> dict[str, Tensor]:
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
 # ---- judgement -------------------------------------------------------------------------------------------------------
@@ -294,20 +216,3 @@ def _worst(got: Answer, want: Answer) -> str:
     floor = FLOOR * float(torch.stack([x.double().norm() for x in want.gradients.values()]).norm())
     each = _parameter_errors(got.gradients, want.gradients, floor)
     return max(each, key=lambda name: each[name]) if each else "no gradients"
-
-
-def inert(entry: Entry, row: Row, want: Answer) -> list[str]:
-    """The mechanisms that can be switched off without moving the logits: the row does not test them."""
-    changes = changes_of(entry, row)
-    if row.kind == "rope":
-        off = {"dynamic RoPE": {"rope_parameters": build(entry, "eager").config.get_text_config().rope_parameters}}
-    else:
-        known = known_inert(entry)
-        off = {name: {name: OFF} for name in thresholds(build(entry, "eager").config) if name not in known}
-    found = []
-    for name, change in off.items():
-        with torch.no_grad():
-            out = _call(build(entry, "eager", **{**changes, **change}), {"input_ids": row.batch()["input_ids"]})
-        if relative_error(out.logits, want.logits) < MATTERS:
-            found.append(name)
-    return found

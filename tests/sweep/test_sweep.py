@@ -11,7 +11,8 @@ from hf_ring_attn.errors import RanksFailed
 from hf_ring_attn.testing import LiveRanks
 
 from . import table
-from .comparison import Outcome, alone, inert, rows_of, sweep
+from .alone import alone, inert
+from .comparison import Outcome, rows_of, sweep
 from .configs import Entry, entries, known_inert
 from .rows import KINDS, LENGTHS, Row
 
