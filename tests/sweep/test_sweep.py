@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import transformers
@@ -106,6 +107,28 @@ def test_a_mechanism_that_changes_nothing_is_told() -> None:
     assert inert(MISTRAL, row, alone(MISTRAL, row)) == []
     assert list(known_inert(MOSHI)) == ["sliding_window"]
     assert complaint(MISTRAL, row, Outcome("exact", inert=["sliding_window"]))
+
+
+def test_a_problem_of_any_row_is_told() -> None:
+    good, other = Outcome("exact"), Outcome("refused", "UnsupportedModel: why")
+    for found, text in [
+        ([("plain", good), ("plain", other)], "plain: its outcome depends on length or ring size"),
+        ([("plain", good), ("left", Outcome("different", "logits 3e-02"))], "left: different: logits 3e-02"),
+        ([("left", Outcome("crashed", "KeyError: x"))], "left: crashed: KeyError: x"),
+        ([("plain", Outcome("exact", inert=["sliding_window"]))], "plain: without ['sliding_window'] nothing changes"),
+        ([("plain", good), ("left", other), ("left", other)], None),
+    ]:
+        assert table.problems(table.line(MISTRAL, found), found) == ([text] if text else [])
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    outcome = Outcome("exact", labels="LossNotSharded: why", errors={"logits": 3.14159e-7, "gradients": 2e-6})
+    lines = [table.line(MISTRAL, [("plain", outcome), ("left", Outcome("refused", "UnsupportedModel: a | b."))])]
+    table.write(tmp_path, HEAD, lines)
+    head, read = table.read(tmp_path / "support.json")
+    assert head == HEAD and read == lines and read[0].largest["logits"] == 3.1e-7
+    result = "exact (plain), without labels, since its own loss is refused; refused (left): UnsupportedModel: a \\| b."
+    assert f"| mistral | MistralForCausalLM | {result} |" in (tmp_path / "README.md").read_text()
 
 
 def test_a_changed_outcome_is_stale() -> None:
