@@ -15,7 +15,7 @@ from torch import Tensor
 import hf_ring_attn
 from hf_ring_attn.testing import relative_error
 
-from .configs import OFF, Entry, build, known_inert, packed_whole, rope_changes, thresholds
+from .configs import OFF, Entry, build, known_inert, needs_mask, packed_whole, rope_changes, thresholds
 from .rows import IGNORED, Row, projection
 
 MATTERS = 1e-3
@@ -50,6 +50,8 @@ def alone(entry: Entry, row: Row, labelled: bool = True, numbered: bool = False)
     batch = row.batch(numbered)
     if row.kind != "packed" or packed_whole(entry):
         named = {name: x for name, x in batch.items() if labelled or name != "labels"}
+        if needs_mask(entry):
+            named.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         out = call(model, named)
         loss = out.loss if labelled else projected(out.logits, batch)
         loss.backward()
@@ -60,7 +62,10 @@ def alone(entry: Entry, row: Row, labelled: bool = True, numbered: bool = False)
     count = int((batch["labels"][:, 1:] != IGNORED).sum())
     for at, start, stop in row.documents():
         ids = batch["input_ids"][at : at + 1, start:stop]
-        out = call(model, {"input_ids": ids, "position_ids": batch["position_ids"][at : at + 1, start:stop]})
+        document = {"input_ids": ids, "position_ids": batch["position_ids"][at : at + 1, start:stop]}
+        if needs_mask(entry):
+            document["attention_mask"] = torch.ones_like(ids)
+        out = call(model, document)
         if not len(logits):
             logits = torch.empty(*batch["input_ids"].shape, out.logits.shape[-1])
         logits[at, start:stop] = out.logits[0].detach()

@@ -138,6 +138,11 @@ def packed_whole(entry: Entry) -> bool:
     return bool(_own(entry).get("_packed"))
 
 
+def needs_mask(entry: Entry) -> bool:
+    """Whether a class needs a 2-D mask in one process even where nothing is padded."""
+    return bool(_own(entry).get("_mask"))
+
+
 def known_inert(entry: Entry) -> dict[str, str]:
     """Thresholds that nothing in the class reads, and why."""
     known: dict[str, str] = _own(entry).get("_inert", {})

@@ -3,8 +3,9 @@
 Entries that begin with "_" are told to the sweep and not to the config: "_defaults" are needed to build the default
 config at all, "_inert" names thresholds that the model's code never reads, with the reason, "_no_text" says why a class
 cannot compute rows of text alone, "_packed" why a packed row is compared with itself in one process and not with its
-documents alone, and "_weights" scales weights by a part of their names: Gemma 4 does not scale its scores, and with
-norms of 1 its gradients by eager attention differ in float32 and float64 by 5e-5.
+documents alone, "_mask" why one process is given a mask of ones, and "_weights" scales weights by a part of their
+names: Gemma 4 does not scale its scores, and with norms of 1 its gradients by eager attention differ in float32 and
+float64 by 5e-5.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ LONG_ROPE = {
 }  # fmt: skip
 # Of 24 tokens rank 1 of 2 holds positions up to 17, so by itself it would choose the short factors.
 LONG: dict[str, Any] = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 20}
+UNMASKED = "its eager attention is causal only where a mask is given (transformers 5.17)"
 NEEDS_A_TARGET = "drafts for another model: it needs that model's hidden states, keys and values"
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -119,7 +121,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**LONG_ROPE, "short_mscale": 1.2, "long_mscale": 1.3},
         "_inert": {"original_max_position_embeddings": "its RoPE reads the entry of rope_parameters"},
     },
-    "moshi": {"_inert": {"sliding_window": "only its flash attention reads it"}},
+    "moshi": {"_inert": {"sliding_window": "only its flash attention reads it"}, "_mask": UNMASKED},
 }  # fmt: skip
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {

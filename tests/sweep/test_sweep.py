@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hf_ring_attn.testing import LiveRanks
 from . import table
 from .alone import alone, inert
 from .comparison import Outcome, rows_of, sweep
-from .configs import Entry, entries, known_inert
+from .configs import Entry, build, entries, known_inert, not_text
 from .rows import KINDS, LENGTHS, Row
 
 Ranks = Callable[[int], LiveRanks]
@@ -50,9 +51,21 @@ def complaint(entry: Entry, row: Row, got: Outcome) -> str:
     return f"{entry.name}, {row.name}: filed is {want}, got {table.said(got)}. {AGAIN.format(entry.model_type)}"
 
 
+def built(entry: Entry) -> bool:
+    """Whether a class can be built: the overrides are those of the version that the table was filed with."""
+    if SAME_TRANSFORMERS or not_text(entry):
+        return True
+    try:
+        build(entry, "eager")
+    except Exception as error:  # noqa: BLE001 - a config that other versions refuse is no matter of the ring
+        warnings.warn(f"{entry.name} is not built by transformers {transformers.__version__}: {error}", stacklevel=2)
+        return False
+    return True
+
+
 @pytest.mark.parametrize("first", range(0, len(CASES), AT_ONCE), ids=lambda at: f"from {ENTRIES[at].model_type}")
 def test_a_class_is_exact_or_refused_as_filed(ranks: Ranks, first: int) -> None:
-    several = [(entry, row) for entry, row in CASES[first : first + AT_ONCE] if rows_of(entry, [row])]
+    several = [(entry, row) for entry, row in CASES[first : first + AT_ONCE] if built(entry) and rows_of(entry, [row])]
     shares = ranks(2).run(sweep, [(entry, [row]) for entry, row in several])
     complaints = []
     for (entry, row), *parts in zip(several, *shares, strict=True):
