@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_ring_attn
-from hf_ring_attn import errors
+from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.testing import relative_error
 
 from .alone import Answer, alone, changes_of, gradients_of, inert, projected, without_the_plugin
@@ -131,7 +131,8 @@ def _ring_answer(entry: Entry, row: Row, labelled: bool, numbered: bool, defect:
     batch = row.batch(numbered)
     if not labelled:
         del batch["labels"]
-    sharded = hf_ring_attn.shard(batch)
+    # Odd rows with the self-check, which must not refuse what is exact; even ones without, which it would hide.
+    sharded = hf_ring_attn.shard(batch, config=RingConfig(self_check=row.length % 2 == 1))
     if defect == "positions of the shard":
         sharded.inputs["position_ids"] = torch.arange(sharded.layout.local_length).expand(2, -1)
     if defect == "a foreign error" or (defect == "a foreign error on one rank" and dist.get_rank() == 1):
