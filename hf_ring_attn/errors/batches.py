@@ -111,6 +111,14 @@ class LayerWithoutSpec(Refused):
         )
 
 
+class MaskIsNoTensor(Refused, AttributeError):
+    def __init__(self, use: str) -> None:
+        super().__init__(
+            f"the model uses its attention mask as a tensor ({use.strip()}), but a ring's mask is data that only its "
+            "attention reads, and no tensor of S x S exists: a model that computes with its mask cannot run in a ring."
+        )
+
+
 class UnsupportedArgument(Refused):
     def __init__(self, module: str, name: str, why: str) -> None:
         super().__init__(f"{module} called attention with {name}: {why}.")

@@ -18,6 +18,7 @@ from ..comm import Ring
 from ..config import RingConfig
 from ..layout import Layout
 from ..tables import Plan
+from .opaque import Opaque
 from .overlays import Seen
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _STACK: list[Scope] = []
 
 
-class MaskSpec:
+class MaskSpec(Opaque):
     """What an attention layer needs to know: the plan of its ring, and where it came from.
 
     Not a dataclass: FSDP2 walks the fields of dataclasses among a layer's inputs and rebuilds them, and this is one

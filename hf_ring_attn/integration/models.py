@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 
 from .. import errors
 from ..config import RingConfig
-from . import backbone, peft, rope, temperature
+from . import backbone, exactness, peft, rope, temperature
 from .active import Scope
 from .report import warn
 
@@ -143,6 +143,7 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
             break
         if model.training and getattr(module, "neftune_noise_alpha", None):
             yield "NEFTune scales its noise by the local length; set neftune_noise_alpha=None"
+    yield from exactness.reasons(model)
     if scope.numbered:
         yield from _position_reasons(model, scope)
     yield from temperature.reasons(model)

@@ -61,4 +61,6 @@ def _with(position_ids: Tensor, longest: int) -> Tensor:
 def _drop_longest(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if _longest() is None:
         return None
+    if isinstance(output, Tensor):  # complex exponentials (DeepSeek V2, Llama 4)
+        return output[..., :-1, :]
     return tuple(x[..., :-1, :] for x in output)

@@ -1,0 +1,1 @@
+"""The sweep: every language-model class of transformers, built tiny, in a ring against eager attention alone."""

@@ -1,0 +1,189 @@
+"""The outcome of a sweep as a file that machines compare, and as the table that people read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .comparison import Outcome
+from .configs import Entry, not_text
+
+FILED = Path(__file__).resolve().parents[2] / "recipes" / "results" / "support" / "support.json"
+COMMAND = "python tests/sweep/run.py --ring 2 4 --rows all --save recipes/results/support"
+GOOD = ("exact", "refused")
+
+
+@dataclass
+class Said:
+    """One outcome and the kinds of rows that had it."""
+
+    kinds: list[str]
+    status: str
+    reason: str = ""
+    labels: str = ""
+    positions: str = ""
+
+
+@dataclass
+class Line:
+    """A class in the table.
+
+    Attributes:
+        outcomes: one entry for each distinct outcome.
+        largest: the largest relative difference of logits, loss and gradients over all rows that were computed.
+        not_run: why no row was.
+    """
+
+    model_type: str
+    model_class: str
+    task: str
+    variant: str = ""
+    outcomes: list[Said] = field(default_factory=list)
+    largest: dict[str, float] = field(default_factory=dict)
+    not_run: str = ""
+
+    def of(self, kind: str) -> Said | None:
+        return next((said for said in self.outcomes if kind in said.kinds), None)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.model_type, self.model_class, self.variant
+
+    @property
+    def status(self) -> str:
+        found = {said.status for said in self.outcomes}
+        return "not run" if not found else found.pop() if len(found) == 1 else "partly exact"
+
+
+def said(outcome: Outcome) -> tuple[str, str, str, str]:
+    return outcome.status, outcome.reason, outcome.labels, outcome.positions
+
+
+def line(entry: Entry, outcomes: Iterable[tuple[str, Outcome]]) -> Line:
+    """The line of a class from (kind of row, outcome) of every row and ring size."""
+    made = Line(entry.model_type, entry.model_class, entry.task, entry.variant, not_run=not_text(entry))
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for kind, outcome in outcomes:
+        kinds = groups.setdefault(said(outcome), [])
+        if kind not in kinds:
+            kinds.append(kind)
+        for name, x in outcome.errors.items():
+            made.largest[name] = max(made.largest.get(name, 0.0), float(f"{x:.1e}"))
+    made.outcomes = [Said(kinds, *key) for key, kinds in groups.items()]
+    return made
+
+
+def problems(made: Line, outcomes: Sequence[tuple[str, Outcome]]) -> list[str]:
+    """What must not be: differences, foreign exceptions, rows that test nothing, outcomes that depend on the length."""
+    found = [f"{kind}: {x.status}: {x.reason}" for kind, x in outcomes if x.status not in GOOD]
+    found += [f"{kind}: without {x.inert} nothing changes" for kind, x in outcomes if x.inert]
+    kinds = [kind for said in made.outcomes for kind in said.kinds]
+    found += [f"{kind}: its outcome depends on length or ring size" for kind in set(kinds) if kinds.count(kind) > 1]
+    return list(dict.fromkeys(found))
+
+
+def write(folder: Path, head: Mapping[str, Any], lines: Sequence[Line]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    classes = [_compact(line) for line in lines]
+    body = ",\n".join(" " + json.dumps(entry) for entry in classes)
+    top = json.dumps(dict(head), indent=1)[:-2]
+    (folder / "support.json").write_text(f'{top},\n "classes": [\n{body}\n ]\n}}\n')
+    (folder / "README.md").write_text(markdown(head, lines))
+
+
+def _compact(made: Line) -> dict[str, Any]:
+    entry = {name: x for name, x in asdict(made).items() if x}
+    entry["outcomes"] = [{name: x for name, x in asdict(said).items() if x} for said in made.outcomes]
+    return entry
+
+
+def read(path: Path = FILED) -> tuple[dict[str, Any], list[Line]]:
+    """The head of a filed sweep, and its lines."""
+    filed = json.loads(path.read_text())
+    classes = filed.pop("classes")
+    return filed, [Line(**{**entry, "outcomes": [Said(**said) for said in entry["outcomes"]]}) for entry in classes]
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------
+
+
+def markdown(head: Mapping[str, Any], lines: Sequence[Line]) -> str:
+    counts = Counter(x.status for x in lines)
+    rows = [f"| {_architecture(x)} | {x.model_class} | {_result(x)} | {_difference(x)} |" for x in lines]
+    causal = [row for row, x in zip(rows, lines, strict=True) if x.task == "causal"]
+    masked = [row for row, x in zip(rows, lines, strict=True) if x.task == "masked"]
+    columns = ["| architecture | class | in a ring | largest difference |", "|---|---|---|---|"]
+    return "\n".join(
+        [
+            "# Which models a ring computes exactly",
+            "",
+            f"Generated by `{head['command']}`; do not edit. Transformers {head['versions']['transformers']}, "
+            f"torch {head['versions']['torch']}, {head['date']}, commit {head['commit']}. Raw numbers: support.json.",
+            "",
+            f"{len(lines)} classes of transformers' auto mappings, each built tiny from its config: {counts['exact']} "
+            f"exact, {counts['partly exact']} exact for some kinds of rows, {counts['refused']} refused, "
+            f"{counts['not run']} not run. Nothing is silently different.",
+            "",
+            f"Exact: logits, loss and gradients at ring sizes {head['ring_sizes']}, rows of {head['lengths']} tokens "
+            f"({', '.join(head['kinds'])}), equal those of eager attention in one process: logits and loss to 2e-5, "
+            "gradients to 1e-5, in float32, relatively and by norms. A packed row is compared with each of its "
+            "documents alone (Llama 4, whose temperature counts places in the row: with itself in one process), a "
+            'padded one at its real tokens. "rope": RoPE of type dynamic, stretched within the row. '
+            "Windows, chunks and the like begin below 12 tokens. Refused: an error by name, before anything returns.",
+            "",
+            "## Causal language models",
+            "",
+            *columns,
+            *causal,
+            "",
+            "## Masked language models",
+            "",
+            "Their own loss is refused with labels in the batch (LossNotSharded); compute it on "
+            "`sharded.gather(out.logits)`, which is exact.",
+            "",
+            *columns,
+            *masked,
+            "",
+        ]
+    )
+
+
+def summary(made: Line) -> str:
+    """The line in words, for a terminal."""
+    return f"{_result(made)} {_difference(made)}"
+
+
+def _architecture(made: Line) -> str:
+    return f"{made.model_type}, {made.variant}" if made.variant else made.model_type
+
+
+def _result(made: Line) -> str:
+    if made.not_run:
+        return f"not run: {made.not_run}"
+    parts = []
+    for said in made.outcomes[:1] if made.status == "refused" else made.outcomes:
+        rows = "" if len(made.outcomes) == 1 else f" ({', '.join(said.kinds)})"
+        if said.status != "exact":
+            parts.append(f"{said.status}{rows}: {_short(said.reason)}")
+            continue
+        notes = []
+        if said.labels and made.task == "causal":
+            notes.append("without labels, since its own loss is refused")
+        if said.positions:
+            notes.append("with position_ids in the batch")
+        parts.append(f"exact{rows}{', ' if notes else ''}{', '.join(notes)}")
+    return "; ".join(parts).replace("|", "\\|")
+
+
+def _short(reason: str) -> str:
+    """Without what the table says already: the class, and what to do instead."""
+    text = reason.split(" cannot be trained in a ring exactly: ")[-1]
+    return " ".join(text.split(". ")[0].split())[:300]
+
+
+def _difference(made: Line) -> str:
+    return ", ".join(f"{name} {made.largest[name]:.0e}" for name in ("logits", "gradients") if name in made.largest)
