@@ -27,6 +27,8 @@ class RingConfig:
             label smoothing and custom loss functions exact.
         pad: pad rows to a multiple of 2 * ring size with tokens that nobody sees; False refuses other lengths.
         deterministic: demand the same bits from run to run.
+        save_attention: under gradient checkpointing keep each layer's attention output and log-sum-exp, so that its
+            recompute neither gathers nor attends again; needs use_reentrant=False.
         self_check: before step one, run a short random row through the model unsharded and sharded, and refuse if the
             two disagree (`integration.selfcheck`); False trains an unchecked model at your own risk.
     """
@@ -37,6 +39,7 @@ class RingConfig:
     loss: Loss = "sharded"
     pad: bool = True
     deterministic: bool = False
+    save_attention: bool = False
     self_check: bool = True
 
     def __post_init__(self) -> None:

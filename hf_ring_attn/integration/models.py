@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 
 from .. import errors
 from ..config import RingConfig
-from . import backbone, exactness, peft, rope, temperature
+from . import backbone, checkpointing, exactness, peft, rope, temperature
 from .active import Scope
 from .report import warn
 
@@ -75,6 +75,8 @@ def bind(model: nn.Module, scope: Scope) -> None:
     case = (scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None)
     if scope.late:
         backbone.install(model, scope)
+    if scope.config.save_attention:
+        checkpointing.keep_attention(model)
     if case in _ADMITTED.get(model, ()):
         return
     reasons = list(dict.fromkeys(_reasons(model, scope)))

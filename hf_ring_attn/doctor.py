@@ -1,0 +1,75 @@
+"""``hf-ring-attn doctor``: what is installed here, and which kernel would compute an attention, or why it cannot."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from . import errors
+from .integration.patches import TESTED
+from .kernels import KERNELS, Request, choose
+
+PACKAGES = ("hf-ring-attn", "torch", "transformers", "accelerate", "peft", "trl", "triton", "flash-attn-4")
+
+
+def report(request: Request) -> str:
+    """The whole report, for people: packages, devices, and the table of kernels for one request."""
+    return "\n".join([*_packages(), "", *_devices(), "", *_kernels(request)])
+
+
+def can(request: Request) -> bool:
+    """Whether any kernel can compute it."""
+    try:
+        choose("auto", request)
+    except errors.UnsupportedAttention:
+        return False
+    return True
+
+
+def _packages() -> Iterator[str]:
+    yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    for name in PACKAGES:
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            found = "not installed"
+        oldest, newest = TESTED.get(name, ("", ""))
+        tested = "" if not oldest else f"tested with {oldest}" + ("" if oldest == newest else f" to {newest}")
+        yield f"  {name:14s} {found:18s} {tested}".rstrip()
+
+
+def _devices() -> Iterator[str]:
+    if not torch.cuda.is_available():
+        yield "no GPU that torch can use"
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield (
+            f"cuda:{index} {properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{properties.total_memory / 2**30:.0f} GiB"
+        )
+
+
+def _kernels(request: Request) -> Iterator[str]:
+    dims = str(request.head_dim) if request.head_dim == request.value_dim else f"{request.head_dim}/{request.value_dim}"
+    asked = {
+        "softcap": request.softcap, "sinks": request.sinks, "deterministic": request.deterministic,
+        "keys in several runs": request.holes, "score_mod": request.score_mod,
+    }  # fmt: skip
+    more = "".join(f", {name}" for name, is_asked in asked.items() if is_asked)
+    dtype = str(request.dtype).removeprefix("torch.")
+    yield f"kernels for {request.heads} heads over {request.kv_heads}, {dims} wide, {dtype} on {request.device}{more}:"
+    for name, kernel in KERNELS.items():
+        reasons = kernel.unsupported(request)
+        if reasons:
+            yield f"  {name:10s} no: {reasons[0]}"
+            yield from (f"  {'':14s}{reason}" for reason in reasons[1:])
+        else:
+            rounds = kernel.rounds_gradients(request)
+            yield f"  {name:10s} yes: {'each contribution to a gradient is rounded' if rounds else 'float32 sums'}"
+    try:
+        yield f'"auto" takes {choose("auto", request).name}'
+    except errors.UnsupportedAttention:
+        yield "none of them can: see the reasons above"

@@ -1,0 +1,42 @@
+"""Gradient checkpointing that keeps what attention computed, so that a layer's recompute neither gathers nor attends.
+
+A selective-checkpoint policy on the forward op of the ring: its output and log-sum-exp stay, B x T x H x (Dv + 1 or 2)
+numbers a layer; all else is computed again. Only non-reentrant checkpointing can be selective.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from .report import warn
+
+
+def keep_attention(model: nn.Module) -> None:
+    """Gives every checkpointed layer of transformers in ``model`` the policy, unless it has one of its own."""
+    for module in model.modules():
+        function = module.__dict__.get("_gradient_checkpointing_func")
+        if not isinstance(function, functools.partial) or function.keywords.get("context_fn") is not None:
+            continue
+        if function.keywords.get("use_reentrant") is not False:
+            warn(
+                "save_attention=True has no effect under reentrant checkpointing, whose recompute gathers again: set "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+            return
+        kept = functools.partial(function.func, *function.args, **function.keywords, context_fn=contexts)
+        module.__dict__["_gradient_checkpointing_func"] = kept
+
+
+def contexts() -> Any:
+    """What `torch.utils.checkpoint.checkpoint` takes as context_fn."""
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    kept = op is torch.ops.hf_ring_attn.ring_flash_attn_fwd.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,53 @@
+"""The commands for the terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_ring_attn import cli, kernels
+from hf_ring_attn.kernels import Request
+from hf_ring_attn.kernels.reference import Reference
+
+
+def test_the_doctor_tells_every_kernel_with_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--device", "cpu", "--dtype", "float64", "--head-dim", "64", "--value-dim", "48"]) == 0
+    text = capsys.readouterr().out
+    assert f"\n  torch          {torch.__version__}" in text
+    assert "tested with 5.17 to 5.23" in text
+    assert "kernels for 32 heads over 8, 64/48 wide, float64 on cpu:\n" in text
+    assert "  flash4     no: needs an NVIDIA GPU, got tensors on cpu\n" in text
+    assert "computes in bfloat16 or float16, got torch.float64\n" in text
+    assert "  triton     no: " in text
+    assert '  reference  yes: float32 sums\n"auto" takes reference\n' in text
+
+
+def test_what_is_asked_for_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--device", "cpu", "--softcap", "--sinks", "--holes", "--deterministic"]) == 0
+    assert "on cpu, softcap, sinks, deterministic, keys in several runs:" in capsys.readouterr().out
+
+
+class Unable(Reference):
+    def unsupported(self, request: Request) -> list[str]:
+        return ["it is tired", "it is Saturday"]
+
+
+def test_where_no_kernel_can_the_exit_code_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "KERNELS", {"unable": Unable()})
+    monkeypatch.setattr("hf_ring_attn.doctor.KERNELS", {"unable": Unable()})
+    assert cli.main(["doctor", "--device", "cpu"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:] == [
+        "  unable     no: it is tired", f"  {'':14s}it is Saturday", "none of them can: see the reasons above",
+    ]  # fmt: skip
+
+
+def test_without_a_command_it_says_which_there_are() -> None:
+    run = subprocess.run([sys.executable, "-m", "hf_ring_attn"], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "usage: hf-ring-attn" in run.stderr and "doctor" in run.stderr
