@@ -22,6 +22,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = str(REPOSITORY / "recipes/accelerate/cpu_2ranks.yaml")
 TRL_SFT = "trl.scripts.sft"
 STEPS = 3
+GLOO_AT_EXIT = "terminate called without an active exception"
+"""A race of gloo's threads with the end of a process whose work is done, in one run of some thirty: run it again."""
 
 STRANGER = """
 import sys
@@ -89,7 +91,12 @@ def shell(command: Sequence[str], place: Path, **variables: str) -> None:
     paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HOME": str(place), "HF_DATASETS_OFFLINE": "1"}
     environment = {**os.environ, **OFFLINE, **settings, "PATH": bins, "PYTHONPATH": paths, **variables}
-    ran = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=110, check=False)
+    for _ in range(2):
+        ran = subprocess.run(
+            command, env=environment, cwd=place, capture_output=True, text=True, timeout=55, check=False
+        )
+        if ran.returncode == 0 or GLOO_AT_EXIT not in ran.stderr:
+            break
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "ring of 2" in ran.stderr, "no ring was active"
 
