@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from . import doctor
+from .bench import command as bench
+from .bench.command import DTYPES
 from .kernels import Request
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,8 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hf-ring-attn", description="Ring attention with the single-GPU answer.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_doctor(commands.add_parser("doctor", help="what is installed, and which kernel can compute an attention"))
+    about = "speed and memory of attention in a ring, beside one device and beside others"
+    bench.add_arguments(commands.add_parser("bench", help=about, description=about))
     given = parser.parse_args(arguments)
-    run = {"doctor": _doctor}[given.command]
+    run = {"doctor": _doctor, "bench": bench.run}[given.command]
     return run(given)
 
 

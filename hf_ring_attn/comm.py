@@ -100,19 +100,17 @@ class Ring:
         return Pending(self, doing, [everyone], (work,))
 
     def by_heads(
-        self, tensors: Sequence[Tensor], heads_at_once: int, send: Callable[[Tensor], Pending] | None = None
+        self, tensors: Sequence[Tensor], groups: Sequence[slice], send: Callable[[Tensor], Pending] | None = None
     ) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Sends tensors [B, T, G, ...] a few of their G heads at a time, the next few on their way meanwhile.
+        """Sends tensors [B, T, G, ...] a group of heads at a time, the next group on its way meanwhile.
 
         Args:
             send: how; None: `gather`, which gives [W, B, T, heads, ...] in rank order.
 
         Yields:
-            the slice of heads, and what came for each tensor.
+            the group, and what came for each tensor.
         """
         send = send or self.gather
-        heads = tensors[0].shape[2]
-        groups = [slice(h, min(h + heads_at_once, heads)) for h in range(0, heads, heads_at_once)]
 
         def launch(group: slice) -> list[Pending]:
             return [send(tensor[:, :, group]) for tensor in tensors]
@@ -147,14 +145,6 @@ class Ring:
             moves.append(dist.P2POp(dist.irecv, theirs, group=self.group, tag=tag, group_peer=previous))
         with _following_peers(doing, self):
             return Pending(self, doing, arriving, dist.batch_isend_irecv(moves))
-
-    def visits(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
-        """Walks the ring: yields (source rank, its tensors) W times, own first, the next ones travelling meanwhile."""
-        for step in range(self.size):
-            ahead = self.send_on(tensors, "passed keys and values on") if step + 1 < self.size else None
-            yield (self.rank - step) % self.size, tensors
-            if ahead is not None:
-                tensors = ahead.wait()
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """[W, ...] in rank order: the sum over ranks of this rank's entry [...], added in the tensor's own dtype."""
@@ -232,31 +222,6 @@ def fingerprint(tensor: Tensor | None) -> int:
     mixed = (values * 0x9E3779B97F4A7C1 + places) * (places * 0x5851F42D4C957F2D | 1)
     mixed = (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
     return int(mixed.sum()) ^ hash(tuple(tensor.shape)) & 0x3FFFFFFFFFFFFFFF
-
-
-class Follower:
-    """Gradients of travelling keys and values, one hop behind them.
-
-    Each visit adds its contribution to the accumulators of the keys it sees; those accumulators then travel to the
-    next rank while that rank computes its own contribution, and are home after W hops. Always in the accumulators' own
-    dtype, so nothing is rounded on the way.
-    """
-
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
-        self.pending: Pending | None = None
-
-    def add(self, contribution: Sequence[Tensor]) -> None:
-        """Adds what the previous ranks have gathered for the same keys, and sends the sum on."""
-        if self.pending is not None:
-            for mine, arrived in zip(contribution, self.pending.wait(), strict=True):
-                mine.add_(arrived)
-        self.pending = self.ring.send_on(contribution, "passed gradients on")
-
-    def home(self) -> list[Tensor]:
-        """This rank's own accumulators, complete."""
-        assert self.pending is not None, "home() before any contribution"
-        return self.pending.wait()
 
 
 def world_rank() -> int:

@@ -10,6 +10,7 @@ from .errors import BadOption
 
 Backward = Literal["ring", "gather"]
 Loss = Literal["sharded", "gathered"]
+Traffic = Literal["auto", "messages", "pulls"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +19,12 @@ class RingConfig:
 
     Args:
         kernel: "auto", or the name of one kernel: then that kernel runs or the call is refused with its reasons.
-        backward: "ring" passes keys and values on and lets their float32 gradients follow one hop behind;
+        backward: "ring" passes keys and values on, and the float32 sums of their gradients behind them;
             "gather" gathers keys and values again and reduce-scatters float32 gradients (more memory, fewer hops).
         heads_per_gather: how many key/value heads are gathered at a time; memory of the gathered keys and values is
             proportional to it. None chooses by size.
+        traffic: "messages" sends by NCCL or gloo; "pulls" copies out of the other GPUs' memory, which is faster and needs
+            NVIDIA GPUs of one machine; "auto" pulls where that is possible. The road changes no bit of any result.
         loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" re-gathers the logits in
             their original order and computes the loss on the whole row (S x V memory on every rank), which makes
             label smoothing and custom loss functions exact.
@@ -36,6 +39,7 @@ class RingConfig:
     kernel: str = "auto"
     backward: Backward = "ring"
     heads_per_gather: int | None = None
+    traffic: Traffic = "auto"
     loss: Loss = "sharded"
     pad: bool = True
     deterministic: bool = False
@@ -45,6 +49,8 @@ class RingConfig:
     def __post_init__(self) -> None:
         if self.backward not in get_args(Backward):
             raise BadOption("backward", self.backward, f"one of {get_args(Backward)}")
+        if self.traffic not in get_args(Traffic):
+            raise BadOption("traffic", self.traffic, f"one of {get_args(Traffic)}")
         if self.loss not in get_args(Loss):
             raise BadOption("loss", self.loss, f"one of {get_args(Loss)}")
         if self.heads_per_gather is not None and self.heads_per_gather < 1:

@@ -137,7 +137,7 @@ def ring_attention(
         q, k, v = (x.new_zeros(batch, layout.local_length, *x.shape[2:]).index_copy(1, real, x) for x in (q, k, v))
     out, lse = (attend if mod is None else attend_scored)(
         q, k, v, Plan.of(ring, layout, mask), params, kernel=kernel, backward=config.backward,
-        heads_per_gather=config.heads_per_gather,
+        heads_per_gather=config.heads_per_gather, traffic=config.traffic,
     )  # fmt: skip
     if short:
         out, lse = out.index_select(1, real), lse.index_select(2, real)
@@ -206,6 +206,7 @@ def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tenso
         "score_mod (a fingerprint of its code and of the shapes it uses)": 0 if mod is None else mod.fingerprint(),
         "backward ('ring': 0, 'gather': 1)": int(config.backward == "gather"),
         "heads_per_gather": config.heads_per_gather or 0,
+        "traffic ('auto': 0, 'messages': 1, 'pulls': 2)": ("auto", "messages", "pulls").index(config.traffic),
         "documents (their fingerprint)": fingerprint(documents),
     }
     ring.agree(facts, q.device, "Call ring_attention with the same options on every rank.")

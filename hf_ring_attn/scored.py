@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .backward import gradients
 from .comm import Ring
 from .kernels import KERNELS, Params
-from .ring import forward, gradients
+from .ring import forward
 from .tables import Plan, Tables
+from .traffic import traffic_of
 
 
 class _Job(NamedTuple):
@@ -25,16 +27,17 @@ class _Job(NamedTuple):
     kernel: str
     backward: str
     heads_per_gather: int
+    traffic: str
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_scored(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, params: Params, *, kernel: str, backward: str = "ring",
-    heads_per_gather: int | None = None,
+    heads_per_gather: int | None = None, traffic: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ring.attend`, with the ``score_mod`` of ``params``; differentiable in the tensors that it captures, too."""
     assert params.score_mod is not None, "without a score_mod there is the op"
-    job = _Job(plan, params, kernel, backward, heads_per_gather or 0)
+    job = _Job(plan, params, kernel, backward, heads_per_gather or 0, traffic)
     answer: tuple[Tensor, Tensor] = _Scored.apply(q, k, v, params.sinks, job, *params.score_mod.captured)  # type: ignore[no-untyped-call]
     return answer
 
@@ -45,10 +48,10 @@ class _Scored(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: _Job, *captured: Tensor
     ) -> tuple[Tensor, Tensor]:
         plan, params = job.plan, _with(job.params, sinks, captured, [False] * len(captured))
-        ring = Ring(plan.ring)
-        tables = Tables.of(plan.tiles, plan.stops, ring.size)
+        traffic = traffic_of(Ring(plan.ring), q.device, job.traffic)
+        tables = Tables.of(plan.tiles, plan.stops, traffic.ring.size)
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = forward(ring, KERNELS[job.kernel], q, k, v, tables, params, job.heads_per_gather)
+            out, lse = forward(traffic, KERNELS[job.kernel], q, k, v, tables, params, job.heads_per_gather)
         ctx.mark_non_differentiable(lse)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *captured)
         ctx.job = job
@@ -63,11 +66,11 @@ class _Scored(torch.autograd.Function):
         mod = params.score_mod
         assert mod is not None
         sums = mod.new_gradients()
-        ring = Ring(job.plan.ring)
-        tables = Tables.of(job.plan.tiles, job.plan.stops, ring.size)
+        traffic = traffic_of(Ring(job.plan.ring), q.device, job.traffic)
+        tables = Tables.of(job.plan.tiles, job.plan.stops, traffic.ring.size)
         with torch.autocast(q.device.type, enabled=False):
             dq, dk, dv, dsinks = gradients(
-                ring, KERNELS[job.kernel], dout, q, k, v, out, lse, tables, params, job.backward, job.heads_per_gather,
+                traffic, KERNELS[job.kernel], dout, q, k, v, out, lse, tables, params, job.backward, job.heads_per_gather,
                 sums,
             )  # fmt: skip
         rest = [mod.gradient(sums, number) for number in range(len(captured))]

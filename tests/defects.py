@@ -11,28 +11,33 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn import functional, tables
-from hf_ring_attn.comm import Follower, Pending, Ring
+from hf_ring_attn.comm import Pending, Ring
 from hf_ring_attn.integration import batch, rows
 from hf_ring_attn.kernels import Place, ScoreMod, reference
 from hf_ring_attn.kernels.reference import Block, Reference
 from hf_ring_attn.kernels.score_mod import Indices, Pull
 from hf_ring_attn.layout import Layout, Run
 from hf_ring_attn.mask import Band, Mask, tiles
+from hf_ring_attn.traffic import Hop, Messages
 
 Patch = AbstractContextManager[Any]
 
 
+def _gradients_arrive(changed: Callable[[Tensor], Tensor]) -> Patch:
+    send_on = Ring.send_on
+
+    def sent(self: Ring, tensors: Sequence[Tensor], doing: str) -> Pending:
+        pending = send_on(self, tensors, doing)
+        if doing != "passed gradients on":
+            return pending
+        return Pending(self, doing, [changed(x) for x in pending.wait()], ())
+
+    return mock.patch.object(Ring, "send_on", sent)
+
+
 def bf16_hop() -> Patch:
     """Gradients travel in bfloat16."""
-    add = Follower.add
-
-    def rounded(self: Follower, contribution: Sequence[Tensor]) -> None:
-        add(self, contribution)
-        assert self.pending is not None
-        arrived = [x.bfloat16().to(x.dtype) for x in self.pending.wait()]
-        self.pending = Pending(self.pending.ring, self.pending.doing, arrived, ())
-
-    return mock.patch.object(Follower, "add", rounded)
+    return _gradients_arrive(lambda x: x.bfloat16().to(x.dtype))
 
 
 def unflipped_half() -> Patch:
@@ -56,26 +61,24 @@ def contiguous_chunks() -> Patch:
     return mock.patch.object(Layout, "runs", runs)
 
 
+def _hops_are(changed: Callable[[Messages, Hop, Tensor, Tensor], Hop]) -> Patch:
+    hops = Messages.hops
+
+    def walked(self: Messages, k: Tensor, v: Tensor, *more: Any) -> Iterator[Hop]:
+        for hop in hops(self, k, v, *more):
+            yield changed(self, hop, k, v)
+
+    return mock.patch.object(Messages, "hops", walked)
+
+
 def ring_turned() -> Patch:
     """Keys are taken to be those of the rank that they will go to, not of the one that they came from."""
-    visits = Ring.visits
-
-    def turned(self: Ring, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
-        for step, (_, arrived) in enumerate(visits(self, tensors)):
-            yield (self.rank + step) % self.size, arrived
-
-    return mock.patch.object(Ring, "visits", turned)
+    return _hops_are(lambda road, hop, k, v: hop._replace(source=(2 * road.ring.rank - hop.source) % road.ring.size))
 
 
 def keys_stay() -> Patch:
     """Keys and values are not passed on: every step sees this rank's own."""
-    visits = Ring.visits
-
-    def staying(self: Ring, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
-        for source, _ in visits(self, tensors):
-            yield source, tensors
-
-    return mock.patch.object(Ring, "visits", staying)
+    return _hops_are(lambda road, hop, k, v: hop._replace(k=k[:, :, hop.heads], v=v[:, :, hop.heads]))
 
 
 def window_off_by_one() -> Patch:
@@ -103,26 +106,17 @@ def reused_buffer() -> Patch:
     """Gradients are added into buffers that are kept from step to step and not cleared."""
     new_gradient = Reference.new_gradient
     kept: dict[tuple[str, int], Tensor] = {}
-    asked: list[int] = []
 
     def reused(self: Reference, chunk: Tensor, place: Place | None = None) -> Tensor:
-        # dq is asked for once, then dk and dv in turn
-        role = "dq" if not asked else f"dk or dv {len(asked) % 2}"
-        asked.append(1)
-        return kept.setdefault((role, chunk.numel()), new_gradient(self, chunk))
+        assert place is not None
+        return kept.setdefault((place.of, chunk.numel()), new_gradient(self, chunk))
 
     return mock.patch.object(Reference, "new_gradient", reused)
 
 
 def dropped_hop() -> Patch:
-    """What arrives with the accumulators is overwritten instead of added to."""
-
-    def add(self: Follower, contribution: Sequence[Tensor]) -> None:
-        if self.pending is not None:
-            self.pending.wait()
-        self.pending = self.ring.send_on(contribution, "passed gradients on")
-
-    return mock.patch.object(Follower, "add", add)
+    """What the ranks before have added is lost on the way."""
+    return _gradients_arrive(torch.zeros_like)
 
 
 def documents_forgotten() -> Patch:

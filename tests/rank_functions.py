@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from defects import planted
-from hf_ring_attn import ring, tables
+from hf_ring_attn import backward, tables
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import Place
@@ -85,13 +85,13 @@ class Spy:
         def finish(_: Reference, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
             return rounded(accumulator, dtype)
 
-        with mock.patch.object(Reference, "finish", finish), mock.patch.object(ring, "_rounded", rounded):
+        with mock.patch.object(Reference, "finish", finish), mock.patch.object(backward, "_rounded", rounded):
             yield
 
     def answer(self, real: Tensor) -> Answer:
-        """Those of the real tokens. The "gather" road rounds dq a few heads at a time."""
-        *dq, dk, dv = self.seen
-        return {"dq": torch.cat(dq, 2)[:, real], "dk": dk[:, real], "dv": dv[:, real]}
+        """Those of the real tokens; a few heads at a time were rounded."""
+        parts = {name: torch.cat(self.seen[number::3], 2) for number, name in enumerate(("dq", "dk", "dv"))}
+        return {name: x[:, real] for name, x in parts.items()}
 
 
 def attention(

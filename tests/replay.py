@@ -97,19 +97,16 @@ def replay(
         for rank, (_, mine, _, _), kv in zip(ranks, parts, keys, strict=True)
     ]
     travelling: list[tuple[Tensor, Tensor] | None] = [None] * size
-    for step in range(size):
+    for step in range(size):  # each rank's own keys last
         for r, rank in enumerate(ranks):
-            source = (r - step) % size
+            source = (r - 1 - step) % size
             d, mine, log_sum, delta = parts[r]
             kk, vv = keys[source]
             home = places(mine, kk, vv, rank.tables.queries, rank.tables.segments[source], params.scale)
-            into = Gradients(of_q[r], kernel.new_gradient(kk, home[1]), kernel.new_gradient(vv, home[2]), home)
+            sums = travelling[source] or (kernel.new_gradient(kk, home[1]), kernel.new_gradient(vv, home[2]))
+            into = Gradients(of_q[r], *sums, home)
             kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.backward[source], params, into)
-            arrived = travelling[source]
-            if arrived is not None:
-                into.dk.add_(arrived[0])
-                into.dv.add_(arrived[1])
-            travelling[source] = into.dk, into.dv
+            travelling[source] = sums
     shapes = {tuple(x.shape for x in pair) for pair in travelling if pair is not None}
     assert len(shapes) == 1, "accumulators that travel must have one size"
     for r, rank in enumerate(ranks):

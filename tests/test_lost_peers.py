@@ -11,22 +11,16 @@ import torch
 import torch.distributed as dist
 
 from checks import Ranks
-from hf_ring_attn.comm import LOCAL, Follower, Pending, Ring
+from hf_ring_attn.comm import LOCAL, Pending, Ring
 from hf_ring_attn.errors import PeerLost, RanksFailed
 
 CPU = torch.device("cpu")
 
 
-def follow(ring: Ring) -> None:
-    follower = Follower(ring)
-    for _ in range(ring.size):
-        follower.add([torch.ones(4)])
-
-
 OPERATIONS: dict[str, Callable[[Ring], object]] = {
     "gathered keys and values": lambda ring: ring.gather(torch.ones(4)).wait(),
-    "passed keys and values on": lambda ring: list(ring.visits([torch.ones(4)])),
-    "passed gradients on": follow,
+    "passed keys and values on": lambda ring: ring.send_on([torch.ones(4)], "passed keys and values on").wait(),
+    "passed gradients on": lambda ring: ring.send_on([torch.ones(4)], "passed gradients on").wait(),
     "summed gradients of keys and values": lambda ring: ring.reduce_scatter(torch.ones(ring.size, 4)),
     "averaged over the ring": lambda ring: ring.mean(torch.ones(4)),
     "compared its batch with the other ranks": lambda ring: ring.agree({"rows": 1}, CPU, ""),

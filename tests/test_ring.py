@@ -21,7 +21,9 @@ from hf_ring_attn.config import RingConfig
 from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Band, Mask, tiles
-from hf_ring_attn.ring import BYTES_PER_GATHER, gather_sequence, heads_per_gather_for
+from hf_ring_attn.ring import gather_sequence
+from hf_ring_attn.traffic import head_groups
+from hf_ring_attn.traffic.heads import BYTES_PER_GATHER, GROUPS
 from hf_ring_attn.tables import KEY_BLOCK, Plan, Tables
 from hf_ring_attn.testing import CASES, WORLD_SIZES, Case, mismatch, packed, relative_error, sliding
 from rank_functions import held
@@ -249,10 +251,14 @@ def test_sequences_come_back_in_order_and_their_gradients_are_summed_in_float32(
 
 def test_as_many_heads_are_gathered_as_fit() -> None:
     k = torch.empty(1, 2**20, 8, 64, dtype=torch.bfloat16, device="meta")  # 128 MiB a head and a rank
-    assert heads_per_gather_for(k[:, : 2**10], k[:, : 2**10], 8) == 8
-    assert heads_per_gather_for(k[:, : 2**17], k[:, : 2**17], 4) == BYTES_PER_GATHER // (4 * 2**17 * 128 * 2) == 2
-    assert heads_per_gather_for(k, k, 64) == 1
-    assert heads_per_gather_for(k[:, :0], k[:, :0], 8) == 8
+
+    def most(length: int, ring_size: int) -> int:
+        return max(group.stop - group.start for group in head_groups(k[:, :length], k[:, :length], ring_size, 0))
+
+    assert most(2**10, 8) == 8 // GROUPS == 2
+    assert most(2**18, 4) == BYTES_PER_GATHER // (4 * 2**18 * 128 * 2) == 1
+    assert most(2**20, 64) == 1
+    assert most(0, 8) == 2
 
 
 def planned() -> list[list[list[int]]]:

@@ -33,6 +33,7 @@ from .core import (
     RanksFailed,
     RefusedElsewhere,
     UnevenLength,
+    NoPulls,
     UnsupportedAttention,
 )
 from .hosts import (
@@ -77,6 +78,7 @@ __all__ = [
     "ModelIsNoRing",
     "ModelNotPrepared",
     "NoLogits",
+    "NoPulls",
     "NoPython",
     "NoRingAttention",
     "NoSuchProgram",

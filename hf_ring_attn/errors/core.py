@@ -44,6 +44,14 @@ class UnsupportedAttention(Refused):
         super().__init__("no kernel can compute this attention exactly:\n" + "\n".join(lines))
 
 
+class NoPulls(Refused):
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"RingConfig(traffic='pulls') cannot be: {reason}. traffic='auto' takes messages where ranks cannot pull; the "
+            "results are the same bit for bit."
+        )
+
+
 class CrossedDocuments(Refused):
     def __init__(self) -> None:
         super().__init__(

@@ -80,7 +80,7 @@ def ring_attention_forward(
     )
     out, _ = attend(
         q, k, v, spec.plan, params, kernel=_kernel(spec, params, q, k, v), backward=spec.config.backward,
-        heads_per_gather=spec.config.heads_per_gather,
+        heads_per_gather=spec.config.heads_per_gather, traffic=spec.config.traffic,
     )  # fmt: skip
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
 

@@ -12,6 +12,7 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base import Gradients, Params, Place, Request
 from .accumulators import finish, in_blocks
@@ -39,7 +40,7 @@ class Flash4:
         self.untested = untested
         self._given = library
         self._lengths: weakref.WeakKeyDictionary[Packed, dict[torch.device, Lengths]] = weakref.WeakKeyDictionary()
-        self._kept: tuple[weakref.ref[Tensor], weakref.ref[Tensor], Blocks, tuple[Tensor, Tensor]] | None = None
+        self._kept = WeakIdKeyDictionary()  # by delta: the steps of a ring ask for the same
 
     @property
     def library(self) -> Library:
@@ -137,13 +138,11 @@ class Flash4:
 
     def _statistics(self, lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """lse * log2(e) and delta in blocks. Kept for the next hop, which comes with the same tensors."""
-        if self._kept is not None:
-            kept_lse, kept_delta, kept_blocks, statistics = self._kept
-            if kept_lse() is lse and kept_delta() is delta and kept_blocks is blocks:
-                return statistics
-        statistics = in_blocks(lse, delta, blocks)
-        self._kept = weakref.ref(lse), weakref.ref(delta), blocks, statistics
-        return statistics
+        of_lse, of_blocks, statistics = self._kept.get(delta, (None, None, None))
+        if of_lse is None or of_lse() is not lse or of_blocks is not blocks:
+            statistics = in_blocks(lse, delta, blocks)
+            self._kept[delta] = weakref.ref(lse), blocks, statistics
+        return statistics  # type: ignore[no-any-return]  # WeakIdKeyDictionary has no types
 
     def _lengths_of(self, call: Packed, device: torch.device) -> Lengths:
         by_device = self._lengths.setdefault(call, {})

@@ -1,0 +1,99 @@
+"""The command ``bench``: its arguments, its ranks, its table and its file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..comm import Ring
+from ..config import is_a_launched_rank
+from . import profile, roads, speed
+from .peers import PEERS
+from .provenance import facts
+from .workload import Workload
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what is computed")
+    what.add_argument("--tokens", type=int, nargs="+", default=[32768], help="of the whole row; several for several rows")
+    what.add_argument("--heads", type=int, default=32, help="query heads (default: those of Llama 3 8B)")
+    what.add_argument("--kv-heads", type=int, default=8)
+    what.add_argument("--head-dim", type=int, default=128, help="width of queries and keys")
+    what.add_argument("--value-dim", type=int, help="width of values, if another one")
+    what.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    what.add_argument("--window", type=int, help="how many keys a query sees")
+    what.add_argument("--document", type=int, help="tokens of each packed document")
+    what.add_argument("--deterministic", action="store_true")
+    how = parser.add_argument_group("how")
+    how.add_argument("--device", help='"cuda" or "cpu"; default: a GPU if there is one')
+    how.add_argument("--kernel", default="auto", help="as in RingConfig")
+    how.add_argument("--backward", nargs="+", choices=("ring", "gather"), default=["ring"])
+    how.add_argument("--traffic", nargs="+", choices=("auto", "messages", "pulls"), default=["auto"])
+    how.add_argument("--heads-per-gather", type=int, nargs="+", default=[0], help="several for several rows; 0: chosen by size")
+    how.add_argument("--ring", type=int, default=8, help="in one process: the size of the ring that is played")
+    how.add_argument("--against", nargs="+", choices=PEERS, default=[], help="under torchrun: others, if installed")
+    how.add_argument("--rounds", type=int, default=5)
+    how.add_argument("--profile", action="store_true", help="also save where the time goes (needs --save)")
+    how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
+
+
+def run(given: argparse.Namespace) -> int:
+    with _world(given.device) as (ring, device):
+        first = ring.rank == 0
+        if given.against and ring.size == 1:
+            sys.stderr.write("--against compares rings of several ranks: start this with torchrun\n")
+            return 2
+        if first:
+            sys.stdout.write(speed.HEAD + "\n")
+        rows: list[dict[str, Any]] = []
+        for tokens in given.tokens:
+            work = Workload(
+                tokens, given.heads, given.kv_heads, given.head_dim, given.value_dim or given.head_dim,
+                DTYPES[given.dtype], device, given.window, given.document, given.deterministic,
+            )  # fmt: skip
+            found = speed.measure(
+                work, ring, roads.options(given.backward, given.traffic, given.heads_per_gather), ring_size=given.ring,
+                kernel=given.kernel, against=given.against, rounds=given.rounds,
+                largest=speed.largest_over(ring, device),
+            )  # fmt: skip
+            rows += found
+            if first:
+                sys.stdout.write("\n".join(speed.table(found)) + "\n")
+                sys.stdout.flush()
+            if given.profile and given.save:
+                profile.save(
+                    work, ring, given.kernel, roads.options(given.backward, given.traffic, given.heads_per_gather), given.save
+                )
+        if first and given.save:
+            given.save.mkdir(parents=True, exist_ok=True)
+            result = {**facts(), "ranks": ring.size, "rounds": given.rounds, "rows": rows}
+            (given.save / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+@contextmanager
+def _world(device: str | None) -> Iterator[tuple[Ring, torch.device]]:
+    """The ring of all ranks that a launcher started, or of this process, and this rank's device."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not is_a_launched_rank():
+        yield Ring.of(None), torch.device(kind)
+        return
+    mine = torch.device(kind)
+    if kind == "cuda":
+        mine = torch.device(kind, dist.get_node_local_rank())
+        torch.cuda.set_device(mine)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=mine if kind == "cuda" else None)
+    try:
+        yield Ring.of(None), mine
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,37 @@
+"""Where the time of one forward and backward in the ring goes: torch's profile, as a table and as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from ..choice import kernel_for
+from ..comm import Ring
+from . import roads
+from .workload import Workload
+
+CALLS = 3
+
+
+def save(work: Workload, ring: Ring, kernel: str, chosen: Sequence[roads.Options], folder: Path) -> None:
+    """Writes profile-TOKENS-ROAD.txt (kernels by time) and .json (a trace for chrome://tracing) of rank 0."""
+    kernel = kernel_for(ring.name, kernel, work.request())
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if work.device.type == "cuda" else [])]
+    for one in chosen:
+        road = roads.in_ring(work, ring, kernel, one)
+        road.both.run()
+        with torch.profiler.profile(activities=activities) as found:
+            for _ in range(CALLS):
+                road.both.run()
+            if work.device.type == "cuda":
+                torch.cuda.synchronize()
+        if ring.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f"profile-{work.tokens}-{one.name.replace(' ', '-')}"
+            by = f"self_{work.device.type}_time_total"
+            text = found.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=90)
+            (folder / f"{name}.txt").write_text(f"{CALLS} calls of forward and backward\n{text}\n")
+            found.export_chrome_trace(str(folder / f"{name}.json.gz"))

@@ -1,0 +1,119 @@
+"""Speed: the table of a workload by every road, as a share of the same kernel on one device in the same run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..choice import kernel_for
+from ..comm import Ring
+from ..layout import Layout
+from . import roads
+from .clock import Call, in_turns
+from .peers import PEERS
+from .traffic import received
+from .workload import Workload
+
+Made = tuple[str, Callable[[], roads.Road]]
+ONE = "one device"
+
+
+def measure(
+    work: Workload, ring: Ring, chosen: Sequence[roads.Options], *, ring_size: int, kernel: str, against: Sequence[str],
+    rounds: int, largest: Callable[[float], float],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One row of numbers for each road: seconds of each round, TFLOP/s a device, its share of one device, memory.
+
+    Args:
+        ring_size: of the ring that one process plays; the ring's own where there is one.
+        largest: as in `clock.in_turns`.
+    """
+    kernel = kernel_for(ring.name, kernel, work.request())
+    made: dict[str, roads.Road] = {}
+    failed: dict[str, str] = {}
+    for name, make in _contestants(work, ring, chosen, ring_size, kernel, against):
+        reason = ""
+        try:
+            road = make()
+            for call in (road.forward, road.both):
+                with call.inside():
+                    call.run()
+        except (ImportError, RuntimeError, ValueError, TypeError, AssertionError, AttributeError) as error:
+            # Whatever another package says against this workload is its answer.
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if largest(float(bool(reason))):
+            failed[name] = reason or "another rank could not"
+        else:
+            made[name] = road
+    calls: dict[str, Call] = {}
+    for name, road in made.items():
+        calls[name + " forward"], calls[name + " both"] = road.forward, road.both
+    found = in_turns(calls, rounds, work.device, largest)
+    forward_flops, backward_flops = work.flops()
+    rows: list[dict[str, Any]] = []
+    for name, road in made.items():
+        row: dict[str, Any] = {"road": name, "tokens": work.tokens, "kernel": kernel}
+        for kind, flops in (("forward", forward_flops), ("both", forward_flops + backward_flops)):
+            measured, alone = found[f"{name} {kind}"], found[f"{ONE} {kind}"]
+            rate = [flops * road.share / seconds / 1e12 for seconds in measured.seconds]
+            reference = [flops / seconds / 1e12 for seconds in alone.seconds]
+            row[kind] = {
+                "seconds": measured.seconds, "tflops": statistics.median(rate), "peak_bytes": measured.peak_bytes,
+                "share": statistics.median(a / b for a, b in zip(rate, reference, strict=True)),
+            }
+        if name.startswith("ring_fp32") and ring.size > 1:
+            row["bytes_received"] = received(work, Layout(work.tokens, ring.size, ring.rank), name.split()[1])
+        rows.append(row)
+    return [*rows, *({"road": name, "tokens": work.tokens, "failed": reason} for name, reason in failed.items())]
+
+
+def _contestants(
+    work: Workload, ring: Ring, chosen: Sequence[roads.Options], ring_size: int, kernel: str, against: Sequence[str]
+) -> Iterator[Made]:
+    yield ONE, lambda: roads.one_device(work, kernel)
+    if ring.size == 1 and ring_size > 1:
+        rank = ring_size // 2
+        yield f"rank {rank} of {ring_size}", lambda: roads.without_traffic(work, ring_size, rank, kernel)
+    for one in chosen if ring.size > 1 else ():
+        yield one.name, lambda one=one: roads.in_ring(work, ring, kernel, one)
+    for peer in against:
+        yield from PEERS[peer](work)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Lines for people."""
+    for row in rows:
+        head = f"{row['tokens']:>9,} {row['road']:26s}"
+        if "failed" in row:
+            yield f"{head} {row['failed']}"
+            continue
+        parts = [
+            f"{1e3 * statistics.median(row[kind]['seconds']):9.2f} ms {row[kind]['tflops']:6.0f} TFLOP/s "
+            f"{row[kind]['share']:6.1%}"
+            for kind in ("forward", "both")
+        ]
+        memory = f"{row['both']['peak_bytes'] / 2**30:6.2f} GiB" if row["both"]["peak_bytes"] else ""
+        moved = row.get("bytes_received")
+        traffic = f" {moved[0] / 2**20:6.0f} + {moved[1] / 2**20:.0f} MiB" if moved else ""
+        yield f"{head} {' | '.join(parts)} {memory}{traffic}".rstrip()
+
+
+HEAD = (
+    f"{'tokens':>9} {'':26s} {'forward':>12} {'a device':>14} {'of one':>6} | {'with backward':>12} {'a device':>14} "
+    f"{'of one':>6} {'memory':>10} {'received':>14}"
+)
+
+
+def largest_over(ring: Ring, device: torch.device) -> Callable[[float], float]:
+    """The largest number over a ring's ranks, which waits for all of them."""
+
+    def largest(number: float) -> float:
+        if ring.size == 1:
+            return number
+        mine = torch.tensor([number], dtype=torch.float64, device=ring.small_device(device))
+        return float(ring.gather(mine, "compared times").wait()[0].max())
+
+    return largest

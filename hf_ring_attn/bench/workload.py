@@ -1,0 +1,87 @@
+"""What is computed: one attention's shape, its mask, its inputs and its flops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import Params, Request
+from ..layout import Layout
+from ..mask import CAUSAL, UNBOUNDED, Band, Mask, tiles
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Causal attention of one row.
+
+    Args:
+        tokens: of the whole row.
+        heads, kv_heads: of queries, and of keys and values.
+        width, value_width: D and Dv.
+        window: how many keys a query sees, itself included; None for all before it.
+        document: tokens of each packed document; None for one document.
+    """
+
+    tokens: int
+    heads: int = 32
+    kv_heads: int = 8
+    width: int = 128
+    value_width: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device = torch.device("cpu")
+    window: int | None = None
+    document: int | None = None
+    deterministic: bool = False
+
+    def mask(self, layout: Layout) -> Mask:
+        band = CAUSAL if self.window is None else Band(0, self.window - 1)
+        ids = None
+        if self.document is not None or layout.padded > self.tokens:
+            ids = layout.pad((torch.arange(self.tokens) // (self.document or self.tokens))[None], 1, -1)
+        return Mask.of(band, 1, layout.padded, ids)
+
+    def pairs(self) -> int:
+        """Queries and keys that see each other, in the whole row."""
+        whole = Layout(self.tokens, 1, 0)
+        return visible_pairs(tiles(self.mask(whole), whole.whole(), whole.whole()))
+
+    def flops(self) -> tuple[float, float]:
+        """Of the products of visible pairs: the forward's two, and the backward's five."""
+        each = 2.0 * self.pairs() * self.heads
+        return each * (self.width + self.value_width), each * (3 * self.width + 2 * self.value_width)
+
+    def params(self) -> Params:
+        return Params(self.width**-0.5, deterministic=self.deterministic)
+
+    def request(self) -> Request:
+        return Request(
+            self.device.type, self.dtype, self.heads, self.kv_heads, self.width, self.value_width, softcap=False,
+            sinks=False, deterministic=self.deterministic,
+        )  # fmt: skip
+
+    def inputs(self, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of the output, [1, tokens, heads, width], signed and random."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        shapes = [
+            (self.heads, self.width), (self.kv_heads, self.width), (self.kv_heads, self.value_width),
+            (self.heads, self.value_width),
+        ]  # fmt: skip
+        q, k, v, dout = (
+            torch.randn(1, tokens, *shape, generator=generator, device=self.device, dtype=self.dtype)
+            for shape in shapes
+        )
+        return q, k, v, dout
+
+
+def visible_pairs(table: Tensor) -> int:
+    """Queries and keys that see each other in a table of tiles."""
+    total = 0
+    for _, _, queries, q_first, _, keys, k_first, lo, hi in table.tolist():
+        # query i sees keys from q_first + i - hi to q_first + i - lo, as far as there are such keys
+        places = torch.arange(q_first, q_first + queries)
+        first = (places - min(hi, UNBOUNDED)).clamp(min=k_first)
+        last = (places - max(lo, -UNBOUNDED)).clamp(max=k_first + keys - 1)
+        total += int((last - first + 1).clamp(min=0).sum())
+    return total

@@ -1,0 +1,81 @@
+"""The roads between the ranks of a ring, and the choice among them."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..comm import Ring
+from ..errors import NoPulls
+from .base import Hop, Sums, Traffic, lanes_of, visiting_order
+from .heads import head_groups, seen_by_heads
+from .messages import Messages
+
+if TYPE_CHECKING:
+    from .pulls import Pulls
+
+__all__ = [
+    "Hop",
+    "Messages",
+    "Sums",
+    "Traffic",
+    "head_groups",
+    "lanes_of",
+    "seen_by_heads",
+    "traffic_of",
+    "visiting_order",
+]
+
+_PULLS: dict[tuple[str, torch.device], tuple[object, Pulls | str]] = {}
+"""By the name of a ring and its device: its process group, and the buffers that it has or why it has none."""
+
+
+def traffic_of(ring: Ring, device: torch.device, road: str = "auto") -> Traffic:
+    """The road of a ring; ``road`` as in `RingConfig.traffic`. The first call with a road to choose is a collective.
+
+    Raises:
+        NoPulls: on every rank, if pulls were asked for by name and cannot be.
+    """
+    if ring.size == 1 or road == "messages" or (road == "auto" and device.type != "cuda"):
+        return Messages(ring)
+    group, found = _PULLS.get((ring.name, device), (None, ""))
+    if group is not ring.group:
+        found = _pulls(ring, device)
+        _PULLS[ring.name, device] = ring.group, found
+    if not isinstance(found, str):
+        return found
+    if road == "pulls":
+        raise NoPulls(found)
+    return Messages(ring)
+
+
+def _pulls(ring: Ring, device: torch.device) -> Pulls | str:
+    """Where every rank can read every other's memory, buffers for that; else why not, the same on every rank."""
+    here = device.type == "cuda" and torch.version.hip is None
+    facts = torch.tensor([_machine(), int(here)], device=ring.small_device(device))
+    table = ring.gather(facts, "compared machines").wait()[0].tolist()
+    if not all(able for _, able in table):
+        return "every rank needs an NVIDIA GPU"
+    if len({machine for machine, _ in table}) > 1:
+        return "the ranks are on several machines"
+    reason = ""
+    try:
+        from .pulls import Pulls
+
+        pulls = Pulls(ring, device)
+        pulls.try_out()
+    except (ImportError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    failed = torch.tensor([int(bool(reason))], device=ring.small_device(device))
+    if bool(ring.gather(failed, "tried to read each other's memory").wait()[0].any()):
+        return f"a rank's memory cannot be read by the others ({reason or 'another rank says why'})"
+    return pulls
+
+
+def _machine() -> int:
+    """A number that ranks of one running machine share."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return zlib.crc32(boot.read_bytes()) if boot.exists() else zlib.crc32(b"")

@@ -1,0 +1,62 @@
+"""What travels in a ring, whatever the road: keys and values to everyone, float32 sums of gradients to their home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..comm import Ring
+
+Sums = tuple[Tensor, Tensor]
+
+
+class Hop(NamedTuple):
+    """A few heads of one rank's keys, where this rank adds to their gradients.
+
+    Args:
+        source: the rank whose keys they are.
+        heads: which of the key heads.
+        k, v: [B, T, heads, ...] of that rank, not always contiguous.
+        sums: of dk and dv, opaque, with what the ranks before this one have added; to be added to in place.
+    """
+
+    source: int
+    heads: slice
+    k: Tensor
+    v: Tensor
+    sums: Sums
+
+
+class Traffic(Protocol):
+    """A road between the ranks of a ring. No road changes a bit of any result."""
+
+    ring: Ring
+
+    def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Keys and values [B, S, heads, ...] of the whole row in order, a group of heads at a time, the next group on
+        its way meanwhile."""
+        ...
+
+    def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
+        """Walks the ring: every rank's keys once, lane by lane, this rank's own last.
+
+        Sums start at the rank after the one whose keys they belong to, with ``new(source, lane)``, and move on when
+        the walk is resumed: those of one lane travel while the other lane is computed. They are home when their owner
+        adds to them, so nothing is left to wait for at the end.
+        """
+        ...
+
+
+def visiting_order(ring: Ring) -> list[int]:
+    """The ranks whose keys this rank meets: the one before it first, its own last."""
+    return [(ring.rank - 1 - step) % ring.size for step in range(ring.size)]
+
+
+def lanes_of(heads: int, ring_size: int) -> list[slice]:
+    """Two halves of the key heads, so that one half travels while the other is computed; one where that cannot be."""
+    if ring_size == 1 or heads == 1:
+        return [slice(0, heads)]
+    middle = (heads + 1) // 2
+    return [slice(0, middle), slice(middle, heads)]

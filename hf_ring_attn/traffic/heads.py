@@ -1,0 +1,43 @@
+"""Which heads travel together, and by which way: keys of the whole row, or those that a sparse plan has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ..exchange import Exchange
+from .base import Traffic
+
+BYTES_PER_GATHER = 256 * 2**20
+"""Where the caller names no number of heads: gathered keys and values of one head group stay below this."""
+
+
+
+GROUPS = 4
+"""And there are so many groups, if there are as many heads: all but the first travel while others are attended."""
+
+
+def head_groups(k: Tensor, v: Tensor, ring_size: int, heads_per_gather: int) -> list[slice]:
+    """The key/value heads in groups of ``heads_per_gather``; 0: as `BYTES_PER_GATHER` and `GROUPS` have it."""
+    batch, tokens, heads, _ = k.shape
+    if not heads_per_gather:
+        bytes_per_head = ring_size * batch * tokens * (k.shape[3] + v.shape[3]) * k.element_size()
+        most = min(-(-heads // GROUPS), BYTES_PER_GATHER // max(1, bytes_per_head))
+        heads_per_gather = max(1, most)
+    return [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
+
+
+def seen_by_heads(
+    traffic: Traffic, exchange: Exchange | None, k: Tensor, v: Tensor, heads_per_gather: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """The keys and values [B, S, heads, ...] of a plan's forward, a few heads at a time: the whole row's, or those that
+    this rank's queries see."""
+    ring = traffic.ring
+    groups = head_groups(k, v, ring.size, heads_per_gather)  # the same on every rank
+    if exchange is None:
+        yield from traffic.gathered(k, v, groups)
+        return
+    for group, arrived in ring.by_heads((k, v), groups, functools.partial(exchange.take, ring)):
+        yield group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1])

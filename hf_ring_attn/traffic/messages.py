@@ -1,0 +1,50 @@
+"""Travel by messages between neighbours and by gathers: NCCL or gloo, any machine and any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from ..comm import Pending, Ring
+from ..layout import Layout
+from .base import Hop, Sums, visiting_order
+
+
+class Messages:
+    """See the module and `Traffic`."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+
+    def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank)
+        for group, (keys, values) in self.ring.by_heads((k, v), groups):
+            yield group, layout.merge(keys), layout.merge(values)
+
+    def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
+        sources = visiting_order(self.ring)
+        keys = None if len(sources) == 1 else self._passed_on(k, v)
+        sums: list[Pending | None] = [None] * len(lanes)
+        for step, source in enumerate(sources):
+            last = step + 1 == len(sources)
+            here = (k, v)
+            if keys is not None:
+                here = _pair(keys)
+                keys = self._passed_on(*here) if step + 2 < len(sources) else None
+            for number, lane in enumerate(lanes):
+                arrived = sums[number]
+                hop = Hop(
+                    source, lane, *(x[:, :, lane] for x in here), new(source, lane) if arrived is None else _pair(arrived)
+                )
+                yield hop
+                if not last:
+                    sums[number] = self.ring.send_on(hop.sums, "passed gradients on")
+
+    def _passed_on(self, k: Tensor, v: Tensor) -> Pending:
+        return self.ring.send_on((k, v), "passed keys and values on")
+
+
+def _pair(pending: Pending) -> Sums:
+    first, second = pending.wait()
+    return first, second

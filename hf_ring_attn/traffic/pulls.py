@@ -1,0 +1,274 @@
+"""Travel by pulls: each rank copies what it needs out of the others' memory, over NVLink, by the copy engines.
+
+torch's symmetric memory makes a buffer of each rank readable by all. NCCL's point-to-point messages reach less than
+half of a link's speed at the sizes of a ring's hops, cost the host ten times as much to launch, and take
+multiprocessors from the attention that they are to hide behind (recipes/results has the measurement); a copy does not.
+
+What keeps ranks from reading too early or writing too soon:
+
+- Keys and values lie in one of two buffers, by turns from op to op. A barrier of each op follows the writing and
+  comes before the reading; that of the next op says that everyone has finished reading this one's, so the buffer
+  after next may be written again.
+- The sums of a lane lie in an outbox. READY says to the next rank that they are there, TAKEN to the one before that
+  they have been copied, and the outbox may be written again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from ..comm import Ring
+from ..layout import Layout
+from .base import Hop, Sums, visiting_order
+
+LOST_AFTER_MS = 600_000
+"""A rank that waits longer for another one ends with an error of CUDA."""
+
+BARRIER = 0
+READY = 1
+TAKEN = 3
+"""Channels of signals; the last two with one for each of two lanes."""
+
+ROUND = 2**21
+
+
+class Shared:
+    """Bytes of every rank that all ranks can read. Making one is a collective."""
+
+    def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
+        self.size = size
+        self.mine = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self.handle: Any = symmetric_memory.rendezvous(self.mine, ring.group)
+        self.of = [self.handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ring.size)]
+
+
+class Pulls:
+    """See the module and `Traffic`. One for each ring and device, since its buffers are used by turns."""
+
+    def __init__(self, ring: Ring, device: torch.device) -> None:
+        self.ring = ring
+        self.device = device
+        # Before the attention's blocks in the queue: a signal waits for one of them at most.
+        self.keys_stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self.sums_stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self.ops = itertools.count()
+        self.keys: list[Shared] = []
+        self.outboxes: Shared | None = None
+
+    def try_out(self) -> None:
+        """A collective. Every rank reads a byte of every other.
+
+        Raises:
+            RuntimeError: where that cannot be.
+        """
+        shared = Shared(self.ring, ROUND, self.device)
+        shared.mine.fill_(self.ring.rank)
+        shared.handle.barrier(BARRIER, LOST_AFTER_MS)
+        seen = [int(x[-1]) for x in shared.of]
+        shared.handle.barrier(BARRIER, LOST_AFTER_MS)
+        if seen != list(range(self.ring.size)):
+            raise RuntimeError(f"wrong bytes from the other ranks: {seen}")
+
+    # ---- keys and values -------------------------------------------------------------------------------------------
+
+    def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank)
+        parts = [_Packed(k[:, :, group], v[:, :, group], halves=True) for group in groups]
+        rows = [part.empty(layout.padded) for part in parts[:2]]  # the first groups are the largest
+        regions = self._publish(parts)
+        read: list[Any] = []
+
+        def pull(number: int) -> tuple[Tensor, Any]:
+            row = parts[number].within(rows[number % 2], layout.padded)
+            if number >= 2:
+                self.keys_stream.wait_event(read[number - 2])
+            with torch.cuda.stream(self.keys_stream):
+                for step in range(self.ring.size):  # its own first, then each rank another one's
+                    rank = (self.ring.rank + step) % self.ring.size
+                    halves = parts[number].of(regions[number][rank])
+                    for half, start in enumerate(run.position for run in layout.chunks(rank)):
+                        for into, chunk in zip(row, halves[half], strict=True):
+                            into[start : start + layout.chunk].copy_(chunk)
+                return row, self._event(self.keys_stream)
+
+        ahead = pull(0)
+        for number, group in enumerate(groups):
+            row, arrived = ahead
+            if number + 1 < len(groups):
+                ahead = pull(number + 1)
+            self._compute().wait_event(arrived)
+            yield group, *parts[number].apart(row)
+            read.append(self._event(self._compute()))
+
+    def _publish(self, parts: Sequence[_Packed]) -> list[list[Tensor]]:
+        """Writes parts where all ranks can read them; for each part, every rank's bytes. Readable on `keys_stream`."""
+        stops = list(itertools.accumulate((part.bytes for part in parts), initial=0))
+        self._make_room(stops[-1], 0)
+        shared = self.keys[next(self.ops) % 2]
+        regions = [[x[start:stop] for x in shared.of] for start, stop in itertools.pairwise(stops)]
+        for part, region in zip(parts, regions, strict=True):
+            part.write(region[self.ring.rank])
+        self.keys_stream.wait_stream(self._compute())
+        with torch.cuda.stream(self.keys_stream):
+            shared.handle.barrier(BARRIER, LOST_AFTER_MS)
+        return regions
+
+    # ---- the ring --------------------------------------------------------------------------------------------------
+
+    def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
+        *others, own = visiting_order(self.ring)
+        parts = [_Packed(k[:, :, lane], v[:, :, lane], halves=False) for lane in lanes]
+        landings = [[part.empty(k.shape[1]) for _ in range(2)] for part in parts]
+        regions = self._publish(parts)
+        read: dict[tuple[int, int], Any] = {}
+
+        def pull(step: int, lane: int) -> tuple[Tensor, Any]:
+            if step >= 2:
+                self.keys_stream.wait_event(read.pop((step - 2, lane)))
+            landing = landings[lane][step % 2]
+            with torch.cuda.stream(self.keys_stream):
+                landing.copy_(parts[lane].of(regions[lane][others[step]]))
+                return landing, self._event(self.keys_stream)
+
+        keys = {(step, lane): pull(step, lane) for step in range(min(2, len(others))) for lane in range(len(lanes))}
+        coming: list[_Coming | None] = [None] * len(lanes)
+        for step, source in enumerate(others):
+            for number, lane in enumerate(lanes):
+                landing, arrived = keys.pop((step, number))
+                self._compute().wait_event(arrived)
+                sums = self._arrived(coming[number]) or new(source, lane)
+                yield Hop(source, lane, *parts[number].apart(landing), sums)
+                read[step, number] = self._event(self._compute())
+                if step + 2 < len(others):
+                    keys[step + 2, number] = pull(step + 2, number)
+                coming[number] = self._moved_on(sums, number, len(lanes), first=step == 0)
+        for number, lane in enumerate(lanes):
+            yield Hop(own, lane, k[:, :, lane], v[:, :, lane], self._arrived(coming[number]) or new(own, lane))
+        # The next rank has copied the last sums once it says so. Nothing but the next op's first sums waits for that.
+        with torch.cuda.stream(self.sums_stream):
+            for number in range(len(lanes)):
+                self._wait_for_signal(self._next, TAKEN + number)
+
+    def _moved_on(self, sums: Sums, lane: int, lanes: int, first: bool) -> _Coming:
+        """Hands sums to the next rank and takes those of the rank before, for the keys that come next."""
+        size = sum(x.nbytes for x in sums)
+        room = -(-size // ROUND) * ROUND
+        self._make_room(0, room * lanes)
+        assert self.outboxes is not None
+        box = slice(lane * room, lane * room + size)
+        flat = torch.empty(size, dtype=torch.uint8, device=self.device)
+        arriving = _like(flat, sums)
+        self.sums_stream.wait_stream(self._compute())
+        with torch.cuda.stream(self.sums_stream):
+            if not first:
+                self._wait_for_signal(self._next, TAKEN + lane)
+            for into, x in zip(_like(self.outboxes.mine[box], sums), sums, strict=True):
+                into.copy_(x)
+            self.outboxes.handle.put_signal(self._next, READY + lane, LOST_AFTER_MS)
+            self._wait_for_signal(self._previous, READY + lane)
+            flat.copy_(self.outboxes.of[self._previous][box])
+            self.outboxes.handle.put_signal(self._previous, TAKEN + lane, LOST_AFTER_MS)
+            return _Coming(arriving, self._event(self.sums_stream), sums)
+
+    def _arrived(self, coming: _Coming | None) -> Sums | None:
+        if coming is None:
+            return None
+        self._compute().wait_event(coming.arrived)
+        return coming.sums
+
+    def _wait_for_signal(self, rank: int, channel: int) -> None:
+        assert self.outboxes is not None
+        self.outboxes.handle.wait_signal(rank, channel, LOST_AFTER_MS)
+
+    # ---- small things ----------------------------------------------------------------------------------------------
+
+    @property
+    def _next(self) -> int:
+        return (self.ring.rank + 1) % self.ring.size
+
+    @property
+    def _previous(self) -> int:
+        return (self.ring.rank - 1) % self.ring.size
+
+    def _compute(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def _event(self, stream: Any) -> Any:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def _make_room(self, keys: int, sums: int) -> None:
+        """Larger buffers where these do not fit; every rank needs the same, so all come here together."""
+        if keys and (not self.keys or self.keys[0].size < keys):
+            self._settle()
+            self.keys = []
+            size = -(-keys // ROUND) * ROUND
+            self.keys = [Shared(self.ring, size, self.device) for _ in range(2)]
+        if sums and (self.outboxes is None or self.outboxes.size < sums):
+            self._settle()
+            self.outboxes = None
+            self.outboxes = Shared(self.ring, sums, self.device)
+
+    def _settle(self) -> None:
+        """Until no rank reads a buffer any more."""
+        torch.cuda.synchronize(self.device)
+        self.ring.gather(torch.zeros(1, device=self.device), "made room for keys and values").wait()
+        torch.cuda.synchronize(self.device)
+
+
+class _Coming(NamedTuple):
+    """Sums on their way; ``left`` are those that left before, whose memory is read until these have arrived."""
+
+    sums: Sums
+    arrived: Any
+    left: Sums
+
+
+class _Packed:
+    """Keys and values of a few heads side by side, so that one copy moves both: [B, T, heads of k, then of v], the
+    heads flattened; with ``halves`` [2, B, T / 2, ...], so that each chunk of a zigzag lies together."""
+
+    def __init__(self, k: Tensor, v: Tensor, halves: bool) -> None:
+        self.k, self.v, self.halves = k, v, halves
+        batch, tokens, heads, width = k.shape
+        self.split = heads * width
+        self.width = self.split + v.shape[2] * v.shape[3]
+        self.shape = (2, batch, tokens // 2, self.width) if halves else (batch, tokens, self.width)
+        self.bytes = batch * tokens * self.width * k.element_size()
+
+    def empty(self, tokens: int) -> Tensor:
+        """Room for so many tokens of each batch row."""
+        return torch.empty(len(self.k), tokens, self.width, dtype=self.k.dtype, device=self.k.device)
+
+    def within(self, room: Tensor, tokens: int) -> Tensor:
+        """The beginning of a room for as many heads or more."""
+        return room.view(-1)[: len(self.k) * tokens * self.width].view(len(self.k), tokens, self.width)
+
+    def of(self, region: Tensor) -> Tensor:
+        """Bytes of a rank as what it wrote there."""
+        return region.view(self.k.dtype).view(self.shape)
+
+    def write(self, region: Tensor) -> None:
+        into = self.of(region)
+        for x, part in ((self.k, into[..., : self.split]), (self.v, into[..., self.split :])):
+            heads = x.shape[2:]
+            part.unflatten(-1, heads).copy_(x.unflatten(1, (2, -1)).transpose(0, 1) if self.halves else x)
+
+    def apart(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [B, S, heads, ...] as views of [B, S, width]."""
+        k, v = row[..., : self.split], row[..., self.split :]
+        return k.unflatten(-1, self.k.shape[2:]), v.unflatten(-1, self.v.shape[2:])
+
+
+def _like(flat: Tensor, sums: Sums) -> Sums:
+    """Bytes as two tensors like these."""
+    first, second = sums
+    one, other = flat.split([first.nbytes, second.nbytes])
+    return one.view(first.dtype).view(first.shape), other.view(second.dtype).view(second.shape)

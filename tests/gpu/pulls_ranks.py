@@ -1,0 +1,119 @@
+"""What every rank of tests/gpu/test_pulls_on_gpu.py does: torchrun --nproc_per_node 4 tests/gpu/pulls_ranks.py
+
+Attention in a ring by pulls and by messages, whose bits must be the same, under masks of every kind; and fifty backward
+passes in deterministic mode, while other work disturbs the timing, whose bits must be the same too.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_ring_attn.choice import kernel_for
+from hf_ring_attn.comm import Ring
+from hf_ring_attn.kernels import Params, Request
+from hf_ring_attn.layout import Layout
+from hf_ring_attn.mask import CAUSAL, Band, Mask
+from hf_ring_attn.ring import attend
+from hf_ring_attn.tables import Plan
+from hf_ring_attn.traffic import traffic_of
+
+REPEATS = 50
+
+
+class Case(NamedTuple):
+    length: int
+    heads: int = 8
+    kv_heads: int = 4
+    width: int = 128
+    value_width: int = 128
+    batch: int = 1
+    band: Band = CAUSAL
+    documents: int = 0
+    backward: str = "ring"
+    heads_per_gather: int = 0
+    kernel: str = "auto"
+
+
+CASES = [
+    Case(4096), Case(4096, backward="gather"), Case(4096, heads_per_gather=3), Case(3000, kv_heads=1),
+    Case(3000, kv_heads=3, heads=6), Case(2048, width=64, value_width=64, batch=2),
+    Case(2048, width=192, value_width=128, heads=4), Case(4096, band=Band(0, 2500)), Case(4096, documents=3),
+    Case(4096, batch=2, documents=5), Case(16384, heads=16, kv_heads=8), Case(1024), Case(8192, kv_heads=8),
+    Case(4096, kernel="triton"), Case(1000, width=40, value_width=24, kernel="triton"),
+    Case(1024, heads=2, kv_heads=2, kernel="reference"),
+]  # fmt: skip
+
+
+def answer(case: Case, ring: Ring, traffic: str, seed: int = 0) -> list[Tensor]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    layout = Layout(case.length, ring.size, ring.rank)
+    ids = None
+    if case.documents or layout.padded > case.length:
+        ids = layout.pad((torch.arange(case.length) * (case.documents or 1) // case.length).expand(case.batch, -1), 1, -1)
+    plan = Plan.of(ring, layout, Mask.of(case.band, case.batch, layout.padded, ids), sparse_share=0)
+    generator = torch.Generator(device).manual_seed(seed + ring.rank)
+    shapes = [(case.heads, case.width), (case.kv_heads, case.width), (case.kv_heads, case.value_width)]
+    shapes.append((case.heads, case.value_width))
+    tokens = layout.local_length
+    q, k, v, dout = (
+        torch.randn(case.batch, tokens, *shape, generator=generator, device=device, dtype=torch.bfloat16)
+        for shape in shapes
+    )
+    request = Request(
+        "cuda", torch.bfloat16, case.heads, case.kv_heads, case.width, case.value_width, False, False, True
+    )
+    kernel = kernel_for(ring.name, case.kernel, request)
+    for x in (q, k, v):
+        x.requires_grad_()
+    params = Params(case.width**-0.5, deterministic=True)
+    out, lse = attend(
+        q, k, v, plan, params, kernel=kernel, backward=case.backward, heads_per_gather=case.heads_per_gather,
+        traffic=traffic,
+    )  # fmt: skip
+    return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def main() -> None:
+    torch.cuda.set_device(dist.get_node_local_rank())
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=device)
+    ring = Ring.of(None)
+    assert type(traffic_of(ring, device, "pulls")).__name__ == "Pulls"
+    wrong = []
+    for case in CASES:
+        pulled, sent = answer(case, ring, "pulls"), answer(case, ring, "messages")
+        names = ("out", "lse", "dq", "dk", "dv")
+        different = [name for name, x, y in zip(names, pulled, sent, strict=True) if not torch.equal(x, y)]
+        assert all(bool(x.isfinite().all()) for x in (pulled[0], *pulled[2:]))
+        wrong += [f"{case}: {', '.join(different)} differ between pulls and messages"] if different else []
+
+    for traffic in ("pulls", "messages"):
+        case, first = Case(8192, heads=16, kv_heads=8), None
+        generator = torch.Generator().manual_seed(ring.rank)
+        noise = torch.randn(2048, 2048, device=device)
+        beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        for repeat in range(REPEATS):
+            with torch.cuda.stream(beside):  # other work, of another length on each rank
+                for _ in range(int(torch.randint(0, 6, (), generator=generator))):
+                    noise = (noise @ noise).clamp(-1, 1)
+            found = answer(case, ring, traffic)
+            first = found if first is None else first
+            if not all(torch.equal(x, y) for x, y in zip(found, first, strict=True)):
+                wrong.append(f"{traffic}: pass {repeat} has other bits than the first")
+                break
+    texts: list[list[str]] = [[]] * ring.size
+    dist.all_gather_object(texts, wrong)
+    if ring.rank == 0:
+        lines = [f"rank {rank}: {line}" for rank, some in enumerate(texts) for line in some]
+        sys.stdout.write("\n".join([*lines, f"{len(CASES)} cases and 2 x {REPEATS} passes, {len(lines)} wrong"]) + "\n")
+    dist.destroy_process_group()
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

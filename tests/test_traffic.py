@@ -1,0 +1,148 @@
+"""The roads of a ring: who meets whose keys, and sums that come home complete. Messages here; pulls need GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checks import Ranks
+from hf_ring_attn.comm import LOCAL, Pending, Ring
+from hf_ring_attn.errors import NoPulls
+from hf_ring_attn.layout import Layout
+from hf_ring_attn.traffic import Messages, Sums, head_groups, lanes_of, traffic_of, visiting_order
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def sending(log: list[str]) -> Iterator[None]:
+    """Notes what is sent on, and when."""
+    send_on = Ring.send_on
+
+    def noted(self: Ring, tensors: Sums, doing: str) -> Pending:
+        log.append(doing)
+        return send_on(self, tensors, doing)
+
+    with mock.patch.object(Ring, "send_on", noted):
+        yield
+
+
+Walk = list[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]
+
+
+def walked(heads: int, dtype: torch.dtype, members: list[int] | None = None) -> tuple[list[str], Walk]:
+    """Every hop of a walk around the ring of these ranks: rank r adds 2**12 r + source + 1/16 to the sums of each
+    source, which bfloat16 could not hold. Nothing on the other ranks."""
+    group = None if members is None else dist.new_group(members)
+    if members is not None and dist.get_rank() not in members:
+        return [], []
+    ring, log, seen = Ring.of(group), list[str](), []
+    k = torch.arange(heads).expand(1, 4, heads)[..., None] + 100.0 * ring.rank
+    lanes = lanes_of(heads, ring.size)
+
+    def new(source: int, lane: slice) -> Sums:
+        return torch.zeros(5, dtype=dtype), torch.zeros(2, 3, dtype=dtype)
+
+    with sending(log):
+        for hop in Messages(ring).hops(k, -k, lanes, new):
+            for x in hop.sums:
+                x += 2.0**12 * ring.rank + hop.source + 1 / 16
+            log.append(f"computed {hop.source}")
+            seen.append((hop.source, hop.heads.start, hop.k.clone(), hop.v.clone(), *(x.clone() for x in hop.sums)))
+    return log, seen
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_a_walk_meets_every_ranks_keys_once_its_own_last(ranks: Ranks, size: int, heads: int) -> None:
+    starts = [lane.start for lane in lanes_of(heads, size)]
+    for rank, (_, seen) in enumerate(ranks(size).run(walked, heads, torch.float32)):
+        order = [(rank - 1 - step) % size for step in range(size)]
+        assert order[-1] == rank
+        assert [(source, start) for source, start, *_ in seen] == [(s, start) for s in order for start in starts]
+        for source, start, k, v, *_ in seen:
+            want = 100.0 * source + torch.arange(start, start + k.shape[2])
+            assert (k == want[:, None]).all() and (v == -want[:, None]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_sums_are_complete_when_their_owner_has_added_its_share(ranks: Ranks, size: int, dtype: torch.dtype) -> None:
+    for rank, (_, seen) in enumerate(ranks(size).run(walked, 2, dtype)):
+        home = [sums for source, _, _, _, *sums in seen if source == rank]
+        assert len(home) == len(lanes_of(2, size))
+        for sums in home:
+            assert [x.shape for x in sums] == [(5,), (2, 3)]
+            assert all((x == sum(2.0**12 * r + rank + 1 / 16 for r in range(size))).all() for x in sums)
+            assert all(x.dtype == dtype for x in sums)
+
+
+def test_keys_and_sums_travel_while_others_are_computed(ranks: Ranks) -> None:
+    keys, sums = "passed keys and values on", "passed gradients on"
+    for rank, (log, _) in enumerate(ranks(3).run(walked, 2, torch.float32)):
+        first, second = (f"computed {(rank - 1 - step) % 3}" for step in range(2))
+        own = f"computed {rank}"
+        # the next keys leave before these are computed, and the sums of one lane before the other lane is
+        assert log == [keys, keys, first, sums, first, sums, second, sums, second, sums, own, own]
+
+
+def test_a_ring_can_be_a_part_of_the_world(ranks: Ranks) -> None:
+    walks = ranks(4).run(walked, 1, torch.float32, [1, 3])
+    assert [[source for source, *_ in seen] for _, seen in walks] == [[], [1, 0], [], [0, 1]]
+
+
+def gathered(heads: int, groups: list[slice]) -> list[tuple[slice, Tensor, Tensor]]:
+    ring = Ring.of(None)
+    k = (Layout(12, ring.size, ring.rank).positions()[None, :, None, None] + torch.arange(heads)[:, None] * 100).float()
+    return [(group, *(x.clone() for x in kv)) for group, *kv in Messages(ring).gathered(k, -k[..., :1], groups)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_gather_gives_the_row_in_order(ranks: Ranks, size: int) -> None:
+    groups = [slice(0, 2), slice(2, 3)]
+    for found in ranks(size).run(gathered, 3, groups):
+        assert [group for group, _, _ in found] == groups
+        for group, k, v in found:
+            want = torch.arange(12.0)[:, None] + torch.arange(group.start, group.stop) * 100
+            assert torch.equal(k[0, :, :, 0], want) and torch.equal(v[0, :, :, 0], -want)
+
+
+def test_lanes_and_groups_share_out_the_heads() -> None:
+    assert lanes_of(8, 4) == [slice(0, 4), slice(4, 8)]
+    assert lanes_of(5, 2) == [slice(0, 3), slice(3, 5)]
+    assert lanes_of(1, 8) == [slice(0, 1)] and lanes_of(8, 1) == [slice(0, 8)]
+    k = torch.empty(1, 2**10, 8, 128, dtype=torch.bfloat16)
+    assert head_groups(k, k, 4, 3) == [slice(0, 3), slice(3, 6), slice(6, 8)]
+    assert head_groups(k, k, 4, 0) == [slice(h, h + 2) for h in range(0, 8, 2)]
+    assert head_groups(k[:, :, :3], k[:, :, :3], 4, 0) == [slice(h, h + 1) for h in range(3)]
+
+
+def test_a_rank_meets_the_one_before_it_first() -> None:
+    ring = Ring(LOCAL)
+    ring.__dict__.update(size=4, rank=1)
+    assert visiting_order(ring) == [0, 3, 2, 1]
+
+
+def choices() -> tuple[str, str, str]:
+    ring = Ring.of(None)
+    refusal = ""
+    try:
+        traffic_of(ring, CPU, "pulls")
+    except NoPulls as error:
+        refusal = str(error)
+    return type(traffic_of(ring, CPU)).__name__, type(traffic_of(ring, CPU, "messages")).__name__, refusal
+
+
+def test_without_gpus_there_are_messages_and_pulls_are_refused_by_name(ranks: Ranks) -> None:
+    for auto, named, refusal in ranks(2).run(choices):
+        assert auto == named == "Messages"
+        assert refusal == (
+            "RingConfig(traffic='pulls') cannot be: every rank needs an NVIDIA GPU. traffic='auto' takes messages where "
+            "ranks cannot pull; the results are the same bit for bit."
+        )
