@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from .kernels import Gradients, Kernel, Params, Place, accumulate_dtype
 from .layout import Layout
 from .tables import Tables
-from .traffic import Hop, Sums, Traffic, lanes_of, seen_by_heads
+from .traffic import Sums, Traffic, lanes_of, seen_by_heads
 
 
 def gradients(
@@ -18,13 +18,11 @@ def gradients(
     tables: Tables, params: Params, backward: str, heads_per_gather: int, extra: dict[str, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv and dsinks; the gradients of what a score_mod captures are added to ``extra``, as in `Gradients`."""
-    delta = kernel.delta(dout, out)
-    dsinks = _sinks_gradient(delta, lse, params.sinks)
-    job = _Backward(traffic, kernel, tables, dout.contiguous(), q, k, v, lse, delta, params, extra)
+    job = _Backward(traffic, kernel, tables, dout.contiguous(), q, k, v, out, lse, params, extra)
     by_gather = tables.exchange is not None or (backward == "gather" and traffic.ring.size > 1)
     parts = job.by_gather(heads_per_gather) if by_gather else job.by_ring()
-    dq, dk, dv = (column[0] if len(column) == 1 else torch.cat(column, 2) for column in zip(*parts, strict=True))
-    return dq, dk, dv, dsinks
+    dk, dv = (column[0] if len(column) == 1 else torch.cat(column, 2) for column in zip(*parts, strict=True))
+    return job.finished_dq(), dk, dv, _sinks_gradient(job.delta, lse, params.sinks)
 
 
 def _sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
@@ -42,60 +40,83 @@ def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.to(dtype)
 
 
-@dataclass(eq=False)
 class _Backward:
-    traffic: Traffic
-    kernel: Kernel
-    tables: Tables
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lse: Tensor
-    delta: Tensor
-    params: Params
-    extra: dict[str, Tensor]
+    def __init__(
+        self, traffic: Traffic, kernel: Kernel, tables: Tables, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+        out: Tensor, lse: Tensor, params: Params, extra: dict[str, Tensor],
+    ) -> None:  # fmt: skip
+        self.traffic, self.kernel, self.tables, self.params, self.extra = traffic, kernel, tables, params, extra
+        self.dout, self.q, self.k, self.v, self.out, self.lse = dout, q, k, v, out, lse
+        self.of_q = self._place("q", q, tables.queries)
 
-    def by_ring(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def by_ring(self) -> list[Sums]:
         """Keys and values visit every rank, and the sums of their gradients behind them; dq stays home."""
-        ring, segments = self.traffic.ring, self.tables.segments
-        lanes = {heads.start: self._queries(heads) for heads in lanes_of(self.k.shape[2], ring.size)}
+        segments, rank = self.tables.segments, self.traffic.ring.rank
+        lanes = lanes_of(self.k.shape[2], self.traffic.ring.size)
 
         def new(source: int, heads: slice) -> Sums:
-            return lanes[heads.start].new_sums(self.k[:, :, heads], self.v[:, :, heads], segments[source])
+            return self._new_sums(self.k[:, :, heads], self.v[:, :, heads], segments[source])
 
-        def finished(hop: Hop) -> tuple[Tensor, Tensor, Tensor]:
-            return lanes[hop.heads.start].finished(hop.k, hop.v, hop.sums, segments[hop.source], rounded=True)
-
+        hops = self.traffic.hops(self.k, self.v, lanes, new)
+        self._prepare()
+        lane = {heads.start: self._queries(heads) for heads in lanes}
         home = []
-        for hop in self.traffic.hops(self.k, self.v, [lane.heads for lane in lanes.values()], new):
-            lane = lanes[hop.heads.start]
-            lane.add(hop.k, hop.v, hop.sums, segments[hop.source], self.tables.backward[hop.source])
-            if hop.source == ring.rank:
-                home.append(finished(hop))
+        for hop in hops:
+            keys = hop.k, hop.v, segments[hop.source]
+            self._add(lane[hop.heads.start], *keys, self.tables.backward[hop.source], hop.sums)
+            if hop.source == rank:
+                home.append(self._finished(*keys, hop.sums, self.k.dtype))
         return home
 
-    def by_gather(self, heads_per_gather: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def by_gather(self, heads_per_gather: int) -> list[Sums]:
         """Keys and values come again, a few heads at a time, as in the forward; their gradients go home and are summed
         there."""
         parts = []
-        for heads, k, v in seen_by_heads(self.traffic, self.tables.exchange, self.k, self.v, heads_per_gather):
-            queries, keys = self._queries(heads), self.tables.keys
-            sums = queries.new_sums(k, v, keys)
-            queries.add(k, v, sums, keys, self.tables.forward)
+        gathered = seen_by_heads(self.traffic, self.tables.exchange, self.k, self.v, heads_per_gather)
+        self._prepare()
+        wide = accumulate_dtype(self.q.dtype)
+        for heads, k, v in gathered:
+            keys = k, v, self.tables.keys
+            sums = self._new_sums(*keys)
+            self._add(self._queries(heads), *keys, self.tables.forward, sums)
             # Not rounded yet, and no longer in a kernel's own order, which cannot be cut into ranks' shares.
-            dq, dk, dv = queries.finished(k, v, sums, keys, rounded=False)
-            parts.append((dq, _rounded(self._home(dk), k.dtype), _rounded(self._home(dv), v.dtype)))
+            dk, dv = (self._home(x) for x in self._finished(*keys, sums, wide))
+            parts.append((_rounded(dk, k.dtype), _rounded(dv, v.dtype)))
         return parts
+
+    def _prepare(self) -> None:
+        """What needs no keys of others, while the first of them are on their way."""
+        self.delta = self.kernel.delta(self.dout, self.out)
+        self.dq = self.kernel.new_gradient(self.q, self.of_q)
+
+    def finished_dq(self) -> Tensor:
+        return self.kernel.finish(self.dq, self.q.dtype, self.of_q)
 
     def _queries(self, heads: slice) -> _Queries:
         """The queries that read these key heads."""
         per_key_head = self.q.shape[2] // self.k.shape[2]
         mine = slice(heads.start * per_key_head, heads.stop * per_key_head)
         return _Queries(
-            heads, self.kernel, self.tables.queries, self.q[:, :, mine], self.dout[:, :, mine], self.lse[:, mine],
-            self.delta[:, mine], self.params.of_heads(mine), self.extra,
+            self.q[:, :, mine], self.dout[:, :, mine], self.lse[:, mine], self.delta[:, mine],
+            self.kernel.of_heads(self.dq, mine), self.params.of_heads(mine),
         )  # fmt: skip
+
+    def _new_sums(self, k: Tensor, v: Tensor, segments: Tensor) -> Sums:
+        new = self.kernel.new_gradient
+        return new(k, self._place("k", k, segments)), new(v, self._place("v", v, segments))
+
+    def _add(self, of: _Queries, k: Tensor, v: Tensor, segments: Tensor, tiles: Tensor, sums: Sums) -> None:
+        """Adds the gradients of these tiles to ``sums`` and to that of the queries; segments: those of the keys."""
+        of_q, of_k, of_v = (
+            self._place("q", of.q, self.tables.queries), self._place("k", k, segments), self._place("v", v, segments),
+        )  # fmt: skip
+        into = Gradients(of.dq, *sums, (of_q, of_k, of_v), self.extra)
+        self.kernel.backward(of.dout, of.q, k, v, of.lse, of.delta, tiles, of.params, into)
+
+    def _finished(self, k: Tensor, v: Tensor, segments: Tensor, sums: Sums, dtype: torch.dtype) -> Sums:
+        finish = self.kernel.finish
+        of_k, of_v = self._place("k", k, segments), self._place("v", v, segments)
+        return finish(sums[0], dtype, of_k), finish(sums[1], dtype, of_v)
 
     def _home(self, gradient: Tensor) -> Tensor:
         """[B, T, heads, ...] of this rank's own tokens, summed over ranks, from each rank's of the keys that it saw."""
@@ -104,49 +125,19 @@ class _Backward:
             return self.tables.exchange.give_back(ring, gradient, tokens)
         return ring.reduce_scatter(Layout(tokens * ring.size, ring.size, ring.rank).split(gradient))
 
+    def _place(self, of: Literal["q", "k", "v"], x: Tensor, segments: Tensor) -> Place:
+        """Where the gradient of ``x`` goes, given its segments as `Tables` has them."""
+        widths = self.q.shape[3], self.v.shape[3]
+        scale = 1.0 if of == "v" else self.params.scale
+        return Place(of, tuple(x.shape), widths, segments[:, :3], bool(segments[:, 3].any()), scale)
 
-@dataclass(eq=False)
-class _Queries:
-    """This rank's queries for some key heads, and the sum of their gradient, which grows with every set of keys."""
 
-    heads: slice
-    kernel: Kernel
-    segments: Tensor
+class _Queries(NamedTuple):
+    """This rank's queries for some key heads; ``dq`` grows with every set of keys that they meet."""
+
     q: Tensor
     dout: Tensor
     lse: Tensor
     delta: Tensor
+    dq: Tensor
     params: Params
-    extra: dict[str, Tensor]
-    dq: Tensor | None = None
-
-    def new_sums(self, k: Tensor, v: Tensor, segments: Tensor) -> Sums:
-        _, of_k, of_v = self._places(k, v, segments)
-        return self.kernel.new_gradient(k, of_k), self.kernel.new_gradient(v, of_v)
-
-    def add(self, k: Tensor, v: Tensor, sums: Sums, segments: Tensor, tiles: Tensor) -> None:
-        """Adds the gradients of these tiles to ``sums`` and to that of the queries; segments: those of the keys."""
-        places = self._places(k, v, segments)
-        if self.dq is None:
-            self.dq = self.kernel.new_gradient(self.q, places[0])
-        into = Gradients(self.dq, *sums, places, self.extra)
-        self.kernel.backward(self.dout, self.q, k, v, self.lse, self.delta, tiles, self.params, into)
-
-    def finished(
-        self, k: Tensor, v: Tensor, sums: Sums, segments: Tensor, rounded: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv; the latter two rounded to the dtype of the inputs, or as wide as they were summed."""
-        of_q, of_k, of_v = self._places(k, v, segments)
-        finish, dtype = self.kernel.finish, self.q.dtype
-        wide = dtype if rounded else accumulate_dtype(dtype)
-        assert self.dq is not None, "nothing was added"
-        return finish(self.dq, dtype, of_q), finish(sums[0], wide, of_k), finish(sums[1], wide, of_v)
-
-    def _places(self, k: Tensor, v: Tensor, segments: Tensor) -> tuple[Place, Place, Place]:
-        """Where the gradients go, given the segments of the keys as `Tables` has them."""
-        of_q, of_k = ((table[:, :3], bool(table[:, 3].any())) for table in (self.segments, segments))
-        widths, scale = (self.q.shape[3], v.shape[3]), self.params.scale
-        return (
-            Place("q", tuple(self.q.shape), widths, *of_q, scale), Place("k", tuple(k.shape), widths, *of_k, scale),
-            Place("v", tuple(v.shape), widths, *of_k, 1.0),
-        )  # fmt: skip

@@ -20,6 +20,7 @@ from .layout import Layout
 from .tables import Plan, Tables
 from .traffic import Traffic, seen_by_heads, traffic_of
 
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, params: Params, *, kernel: str, backward: str = "ring",
     heads_per_gather: int | None = None, traffic: str = "auto",
@@ -113,8 +114,9 @@ def forward(
     lse = q.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q.dtype))
     for group, keys, values in seen_by_heads(traffic, tables.exchange, k, v, heads_per_gather):
         mine = slice(group.start * per_key_head, group.stop * per_key_head)
-        part = kernel.forward(q[:, :, mine], keys, values, tables.forward, params.of_heads(mine))
-        out[:, :, mine], lse[:, mine] = part
+        _, lse[:, mine] = kernel.forward(
+            q[:, :, mine], keys, values, tables.forward, params.of_heads(mine), out[:, :, mine]
+        )
     return out, lse
 
 

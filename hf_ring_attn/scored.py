@@ -70,8 +70,8 @@ class _Scored(torch.autograd.Function):
         tables = Tables.of(job.plan.tiles, job.plan.stops, traffic.ring.size)
         with torch.autocast(q.device.type, enabled=False):
             dq, dk, dv, dsinks = gradients(
-                traffic, KERNELS[job.kernel], dout, q, k, v, out, lse, tables, params, job.backward, job.heads_per_gather,
-                sums,
+                traffic, KERNELS[job.kernel], dout, q, k, v, out, lse, tables, params, job.backward,
+                job.heads_per_gather, sums,
             )  # fmt: skip
         rest = [mod.gradient(sums, number) for number in range(len(captured))]
         return (dq, dk, dv, None if sinks is None else dsinks, None, *rest)

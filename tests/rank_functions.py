@@ -89,8 +89,9 @@ class Spy:
             yield
 
     def answer(self, real: Tensor) -> Answer:
-        """Those of the real tokens; a few heads at a time were rounded."""
-        parts = {name: torch.cat(self.seen[number::3], 2) for number, name in enumerate(("dq", "dk", "dv"))}
+        """Those of the real tokens; dk and dv were rounded a few heads at a time."""
+        *pairs, dq = self.seen
+        parts = {"dq": dq, "dk": torch.cat(pairs[::2], 2), "dv": torch.cat(pairs[1::2], 2)}
         return {name: x[:, real] for name, x in parts.items()}
 
 

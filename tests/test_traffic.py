@@ -118,9 +118,9 @@ def test_lanes_and_groups_share_out_the_heads() -> None:
     assert lanes_of(5, 2) == [slice(0, 3), slice(3, 5)]
     assert lanes_of(1, 8) == [slice(0, 1)] and lanes_of(8, 1) == [slice(0, 8)]
     k = torch.empty(1, 2**10, 8, 128, dtype=torch.bfloat16)
-    assert head_groups(k, k, 4, 3) == [slice(0, 3), slice(3, 6), slice(6, 8)]
-    assert head_groups(k, k, 4, 0) == [slice(h, h + 2) for h in range(0, 8, 2)]
-    assert head_groups(k[:, :, :3], k[:, :, :3], 4, 0) == [slice(h, h + 1) for h in range(3)]
+    assert head_groups(k, k, 4, 3, 4) == [slice(0, 3), slice(3, 6), slice(6, 8)]
+    assert head_groups(k, k, 4, 0, 4) == [slice(h, h + 2) for h in range(0, 8, 2)]
+    assert head_groups(k[:, :, :3], k[:, :, :3], 4, 0, 4) == [slice(h, h + 1) for h in range(3)]
 
 
 def test_a_rank_meets_the_one_before_it_first() -> None:
@@ -143,6 +143,6 @@ def test_without_gpus_there_are_messages_and_pulls_are_refused_by_name(ranks: Ra
     for auto, named, refusal in ranks(2).run(choices):
         assert auto == named == "Messages"
         assert refusal == (
-            "RingConfig(traffic='pulls') cannot be: every rank needs an NVIDIA GPU. traffic='auto' takes messages where "
-            "ranks cannot pull; the results are the same bit for bit."
+            "RingConfig(traffic='pulls') cannot be: every rank needs an NVIDIA GPU. traffic='auto' takes messages "
+            "where ranks cannot pull; the results are the same bit for bit."
         )

@@ -1,4 +1,4 @@
-"""``hf-ring-attn bench``: speed, memory, traffic and errors of attention in a ring, beside one device and beside others.
+"""``hf-ring-attn bench``: speed, memory and traffic of attention in a ring, beside one device and beside others.
 
 In one process it plays a rank of a ring whose messages have all arrived; under torchrun it runs the ring::
 

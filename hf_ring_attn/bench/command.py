@@ -25,7 +25,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is computed")
-    what.add_argument("--tokens", type=int, nargs="+", default=[32768], help="of the whole row; several for several rows")
+    what.add_argument("--tokens", type=int, nargs="+", default=[32768], help="of the row; several for several rows")
     what.add_argument("--heads", type=int, default=32, help="query heads (default: those of Llama 3 8B)")
     what.add_argument("--kv-heads", type=int, default=8)
     what.add_argument("--head-dim", type=int, default=128, help="width of queries and keys")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--kernel", default="auto", help="as in RingConfig")
     how.add_argument("--backward", nargs="+", choices=("ring", "gather"), default=["ring"])
     how.add_argument("--traffic", nargs="+", choices=("auto", "messages", "pulls"), default=["auto"])
-    how.add_argument("--heads-per-gather", type=int, nargs="+", default=[0], help="several for several rows; 0: chosen by size")
+    how.add_argument("--heads-per-gather", type=int, nargs="+", default=[0], help="0: chosen by size")
     how.add_argument("--ring", type=int, default=8, help="in one process: the size of the ring that is played")
     how.add_argument("--against", nargs="+", choices=PEERS, default=[], help="under torchrun: others, if installed")
     how.add_argument("--rounds", type=int, default=5)
@@ -55,15 +55,15 @@ def run(given: argparse.Namespace) -> int:
             return 2
         if first:
             sys.stdout.write(speed.HEAD + "\n")
+        chosen = roads.options(given.backward, given.traffic, given.heads_per_gather)
         rows: list[dict[str, Any]] = []
         for tokens in given.tokens:
             work = Workload(
-                tokens, given.heads, given.kv_heads, given.head_dim, given.value_dim or given.head_dim,
-                DTYPES[given.dtype], device, given.window, given.document, given.deterministic,
+                tokens, device, given.heads, given.kv_heads, given.head_dim, given.value_dim or given.head_dim,
+                DTYPES[given.dtype], given.window, given.document, given.deterministic,
             )  # fmt: skip
             found = speed.measure(
-                work, ring, roads.options(given.backward, given.traffic, given.heads_per_gather), ring_size=given.ring,
-                kernel=given.kernel, against=given.against, rounds=given.rounds,
+                work, ring, chosen, ring_size=given.ring, kernel=given.kernel, against=given.against, rounds=given.rounds,
                 largest=speed.largest_over(ring, device),
             )  # fmt: skip
             rows += found
@@ -71,9 +71,7 @@ def run(given: argparse.Namespace) -> int:
                 sys.stdout.write("\n".join(speed.table(found)) + "\n")
                 sys.stdout.flush()
             if given.profile and given.save:
-                profile.save(
-                    work, ring, given.kernel, roads.options(given.backward, given.traffic, given.heads_per_gather), given.save
-                )
+                profile.save(work, ring, given.kernel, chosen, given.save)
         if first and given.save:
             given.save.mkdir(parents=True, exist_ok=True)
             result = {**facts(), "ranks": ring.size, "rounds": given.rounds, "rows": rows}

@@ -17,7 +17,7 @@ CALLS = 3
 
 
 def save(work: Workload, ring: Ring, kernel: str, chosen: Sequence[roads.Options], folder: Path) -> None:
-    """Writes profile-TOKENS-ROAD.txt (kernels by time) and .json (a trace for chrome://tracing) of rank 0."""
+    """Writes profile-TOKENS-ROAD-RANK.txt (kernels by time) and .json.gz (a trace for chrome://tracing) of each rank."""
     kernel = kernel_for(ring.name, kernel, work.request())
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if work.device.type == "cuda" else [])]
     for one in chosen:
@@ -28,10 +28,10 @@ def save(work: Workload, ring: Ring, kernel: str, chosen: Sequence[roads.Options
                 road.both.run()
             if work.device.type == "cuda":
                 torch.cuda.synchronize()
-        if ring.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            name = f"profile-{work.tokens}-{one.name.replace(' ', '-')}"
-            by = f"self_{work.device.type}_time_total"
-            text = found.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=90)
-            (folder / f"{name}.txt").write_text(f"{CALLS} calls of forward and backward\n{text}\n")
-            found.export_chrome_trace(str(folder / f"{name}.json.gz"))
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"profile-{work.tokens}-{one.name.replace(' ', '-')}-{ring.rank}"
+        text = found.key_averages().table(
+            sort_by=f"self_{work.device.type}_time_total", row_limit=40, max_name_column_width=90
+        )
+        (folder / f"{name}.txt").write_text(f"{CALLS} calls of forward and backward\n{text}\n")
+        found.export_chrome_trace(str(folder / f"{name}.json.gz"))

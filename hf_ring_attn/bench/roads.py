@@ -89,6 +89,8 @@ class Alone:
         row: k and v of the whole row, [1, padded, heads, width].
     """
 
+    groups = 1
+
     def __init__(self, layout: Layout, row: Sequence[Tensor]) -> None:
         self.ring = Ring(LOCAL)
         self.ring.__dict__.update(size=layout.world_size, rank=layout.rank)

@@ -25,12 +25,12 @@ class Workload:
     """
 
     tokens: int
+    device: torch.device
     heads: int = 32
     kv_heads: int = 8
     width: int = 128
     value_width: int = 128
     dtype: torch.dtype = torch.bfloat16
-    device: torch.device = torch.device("cpu")
     window: int | None = None
     document: int | None = None
     deterministic: bool = False

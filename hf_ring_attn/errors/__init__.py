@@ -28,12 +28,12 @@ from .core import (
     BadScoreMod,
     BadShape,
     CrossedDocuments,
+    NoPulls,
     PeerLost,
     RanksDiffer,
     RanksFailed,
     RefusedElsewhere,
     UnevenLength,
-    NoPulls,
     UnsupportedAttention,
 )
 from .hosts import (

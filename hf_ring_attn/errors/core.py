@@ -47,8 +47,8 @@ class UnsupportedAttention(Refused):
 class NoPulls(Refused):
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"RingConfig(traffic='pulls') cannot be: {reason}. traffic='auto' takes messages where ranks cannot pull; the "
-            "results are the same bit for bit."
+            f"RingConfig(traffic='pulls') cannot be: {reason}. traffic='auto' takes messages where ranks cannot "
+            "pull; the results are the same bit for bit."
         )
 
 

@@ -116,8 +116,14 @@ class Kernel(Protocol):
 
     name: str
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        """One softmax over all keys that the tiles show: out [B, T, H, Dv] in q's dtype, lse [B, H, T]; contiguous."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One softmax over all keys that the tiles show: out [B, T, H, Dv] in q's dtype, lse [B, H, T]; contiguous.
+
+        Args:
+            out: where out is written: these heads of a tensor of more; None: a new tensor.
+        """
         ...
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
@@ -126,6 +132,10 @@ class Kernel(Protocol):
 
     def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
         """A zeroed, contiguous accumulator for the gradient of ``chunk``, in the kernel's own memory order."""
+        ...
+
+    def of_heads(self, accumulator: Tensor, heads: slice) -> Tensor:
+        """Some heads of an accumulator, as a view."""
         ...
 
     def backward(

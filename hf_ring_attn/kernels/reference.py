@@ -88,7 +88,9 @@ class Reference:
 
     name = "reference"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         batch, tokens, heads, _ = q.shape
         groups, value_dim = k.shape[2], v.shape[3]
         dtype = accumulate_dtype(q.dtype)
@@ -118,14 +120,17 @@ class Reference:
 
         lse = (largest + total.log()).view(batch, heads, tokens)
         weighted /= total.masked_fill(total == 0, 1.0)[..., None]
-        out = weighted.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, value_dim).to(q.dtype)
-        return out.contiguous(), lse
+        found = weighted.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, value_dim)
+        return found.to(q.dtype).contiguous() if out is None else out.copy_(found), lse
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
         return row_products(dout, out)
 
     def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
         return torch.zeros(chunk.shape, dtype=accumulate_dtype(chunk.dtype), device=chunk.device)
+
+    def of_heads(self, accumulator: Tensor, heads: slice) -> Tensor:
+        return accumulator[:, :, heads]
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,

@@ -30,17 +30,22 @@ class Hop(NamedTuple):
 
 
 class Traffic(Protocol):
-    """A road between the ranks of a ring. No road changes a bit of any result."""
+    """A road between the ranks of a ring. No road changes a bit of any result.
+
+    ``groups``: into how many groups the heads of a gather are best divided: all but the first travel while others are
+    attended, but many small ones cost more to launch.
+    """
 
     ring: Ring
+    groups: int
 
     def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Keys and values [B, S, heads, ...] of the whole row in order, a group of heads at a time, the next group on
-        its way meanwhile."""
+        its way meanwhile. The first sets out at once, before the iterator is asked for it."""
         ...
 
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
-        """Walks the ring: every rank's keys once, lane by lane, this rank's own last.
+        """Walks the ring: every rank's keys once, lane by lane, this rank's own last. The first set out at once.
 
         Sums start at the rank after the one whose keys they belong to, with ``new(source, lane)``, and move on when
         the walk is resumed: those of one lane travel while the other lane is computed. They are home when their owner

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from ..comm import Ring
 from ..exchange import Exchange
 from .base import Traffic
 
@@ -14,18 +15,12 @@ BYTES_PER_GATHER = 256 * 2**20
 """Where the caller names no number of heads: gathered keys and values of one head group stay below this."""
 
 
-
-GROUPS = 4
-"""And there are so many groups, if there are as many heads: all but the first travel while others are attended."""
-
-
-def head_groups(k: Tensor, v: Tensor, ring_size: int, heads_per_gather: int) -> list[slice]:
-    """The key/value heads in groups of ``heads_per_gather``; 0: as `BYTES_PER_GATHER` and `GROUPS` have it."""
+def head_groups(k: Tensor, v: Tensor, ring_size: int, heads_per_gather: int, groups: int) -> list[slice]:
+    """The key/value heads in groups of ``heads_per_gather``; 0: in ``groups``, or more to keep `BYTES_PER_GATHER`."""
     batch, tokens, heads, _ = k.shape
     if not heads_per_gather:
         bytes_per_head = ring_size * batch * tokens * (k.shape[3] + v.shape[3]) * k.element_size()
-        most = min(-(-heads // GROUPS), BYTES_PER_GATHER // max(1, bytes_per_head))
-        heads_per_gather = max(1, most)
+        heads_per_gather = max(1, min(-(-heads // groups), BYTES_PER_GATHER // max(1, bytes_per_head)))
     return [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
 
 
@@ -35,9 +30,12 @@ def seen_by_heads(
     """The keys and values [B, S, heads, ...] of a plan's forward, a few heads at a time: the whole row's, or those that
     this rank's queries see."""
     ring = traffic.ring
-    groups = head_groups(k, v, ring.size, heads_per_gather)  # the same on every rank
-    if exchange is None:
-        yield from traffic.gathered(k, v, groups)
-        return
+    groups = head_groups(k, v, ring.size, heads_per_gather, traffic.groups)  # the same on every rank
+    return traffic.gathered(k, v, groups) if exchange is None else _exchanged(ring, exchange, k, v, groups)
+
+
+def _exchanged(
+    ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
     for group, arrived in ring.by_heads((k, v), groups, functools.partial(exchange.take, ring)):
         yield group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1])

@@ -14,6 +14,8 @@ from .base import Hop, Sums, visiting_order
 class Messages:
     """See the module and `Traffic`."""
 
+    groups = 2
+
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
 
@@ -23,8 +25,13 @@ class Messages:
             yield group, layout.merge(keys), layout.merge(values)
 
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
+        keys = None if self.ring.size == 1 else self._passed_on(k, v)
+        return self._walk(k, v, lanes, new, keys)
+
+    def _walk(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], keys: Pending | None
+    ) -> Iterator[Hop]:
         sources = visiting_order(self.ring)
-        keys = None if len(sources) == 1 else self._passed_on(k, v)
         sums: list[Pending | None] = [None] * len(lanes)
         for step, source in enumerate(sources):
             last = step + 1 == len(sources)
@@ -34,12 +41,10 @@ class Messages:
                 keys = self._passed_on(*here) if step + 2 < len(sources) else None
             for number, lane in enumerate(lanes):
                 arrived = sums[number]
-                hop = Hop(
-                    source, lane, *(x[:, :, lane] for x in here), new(source, lane) if arrived is None else _pair(arrived)
-                )
-                yield hop
+                total = new(source, lane) if arrived is None else _pair(arrived)
+                yield Hop(source, lane, *(x[:, :, lane] for x in here), total)
                 if not last:
-                    sums[number] = self.ring.send_on(hop.sums, "passed gradients on")
+                    sums[number] = self.ring.send_on(total, "passed gradients on")
 
     def _passed_on(self, k: Tensor, v: Tensor) -> Pending:
         return self.ring.send_on((k, v), "passed keys and values on")

@@ -51,6 +51,8 @@ class Shared:
 class Pulls:
     """See the module and `Traffic`. One for each ring and device, since its buffers are used by turns."""
 
+    groups = 4
+
     def __init__(self, ring: Ring, device: torch.device) -> None:
         self.ring = ring
         self.device = device
@@ -81,7 +83,7 @@ class Pulls:
         layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank)
         parts = [_Packed(k[:, :, group], v[:, :, group], halves=True) for group in groups]
         rows = [part.empty(layout.padded) for part in parts[:2]]  # the first groups are the largest
-        regions = self._publish(parts)
+        regions = self._publish(k, v, parts)
         read: list[Any] = []
 
         def pull(number: int) -> tuple[Tensor, Any]:
@@ -97,23 +99,30 @@ class Pulls:
                             into[start : start + layout.chunk].copy_(chunk)
                 return row, self._event(self.keys_stream)
 
-        ahead = pull(0)
-        for number, group in enumerate(groups):
-            row, arrived = ahead
-            if number + 1 < len(groups):
-                ahead = pull(number + 1)
-            self._compute().wait_event(arrived)
-            yield group, *parts[number].apart(row)
-            read.append(self._event(self._compute()))
+        def arriving(ahead: tuple[Tensor, Any]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+            for number, group in enumerate(groups):
+                row, arrived = ahead
+                if number + 1 < len(groups):
+                    ahead = pull(number + 1)
+                self._compute().wait_event(arrived)
+                yield group, *parts[number].apart(row)
+                read.append(self._event(self._compute()))
 
-    def _publish(self, parts: Sequence[_Packed]) -> list[list[Tensor]]:
+        return arriving(pull(0))
+
+    def _publish(self, k: Tensor, v: Tensor, parts: Sequence[_Packed]) -> list[list[Tensor]]:
         """Writes parts where all ranks can read them; for each part, every rank's bytes. Readable on `keys_stream`."""
         stops = list(itertools.accumulate((part.bytes for part in parts), initial=0))
         self._make_room(stops[-1], 0)
         shared = self.keys[next(self.ops) % 2]
         regions = [[x[start:stop] for x in shared.of] for start, stop in itertools.pairwise(stops)]
-        for part, region in zip(parts, regions, strict=True):
-            part.write(region[self.ring.rank])
+        mine = shared.mine[: stops[-1]]
+        if len({part.bytes for part in parts}) == 1:  # all in two copies
+            mine = mine.view(len(parts), -1)
+            parts[0].write(mine, k, v)
+        else:
+            for part, region in zip(parts, regions, strict=True):
+                part.write(region[self.ring.rank][None], part.k, part.v)
         self.keys_stream.wait_stream(self._compute())
         with torch.cuda.stream(self.keys_stream):
             shared.handle.barrier(BARRIER, LOST_AFTER_MS)
@@ -125,7 +134,7 @@ class Pulls:
         *others, own = visiting_order(self.ring)
         parts = [_Packed(k[:, :, lane], v[:, :, lane], halves=False) for lane in lanes]
         landings = [[part.empty(k.shape[1]) for _ in range(2)] for part in parts]
-        regions = self._publish(parts)
+        regions = self._publish(k, v, parts)
         read: dict[tuple[int, int], Any] = {}
 
         def pull(step: int, lane: int) -> tuple[Tensor, Any]:
@@ -137,23 +146,27 @@ class Pulls:
                 return landing, self._event(self.keys_stream)
 
         keys = {(step, lane): pull(step, lane) for step in range(min(2, len(others))) for lane in range(len(lanes))}
-        coming: list[_Coming | None] = [None] * len(lanes)
-        for step, source in enumerate(others):
+
+        def walk() -> Iterator[Hop]:
+            coming: list[_Coming | None] = [None] * len(lanes)
+            for step, source in enumerate(others):
+                for number, lane in enumerate(lanes):
+                    landing, arrived = keys.pop((step, number))
+                    self._compute().wait_event(arrived)
+                    sums = self._arrived(coming[number]) or new(source, lane)
+                    yield Hop(source, lane, *parts[number].apart(landing), sums)
+                    read[step, number] = self._event(self._compute())
+                    if step + 2 < len(others):
+                        keys[step + 2, number] = pull(step + 2, number)
+                    coming[number] = self._moved_on(sums, number, len(lanes), first=step == 0)
             for number, lane in enumerate(lanes):
-                landing, arrived = keys.pop((step, number))
-                self._compute().wait_event(arrived)
-                sums = self._arrived(coming[number]) or new(source, lane)
-                yield Hop(source, lane, *parts[number].apart(landing), sums)
-                read[step, number] = self._event(self._compute())
-                if step + 2 < len(others):
-                    keys[step + 2, number] = pull(step + 2, number)
-                coming[number] = self._moved_on(sums, number, len(lanes), first=step == 0)
-        for number, lane in enumerate(lanes):
-            yield Hop(own, lane, k[:, :, lane], v[:, :, lane], self._arrived(coming[number]) or new(own, lane))
-        # The next rank has copied the last sums once it says so. Nothing but the next op's first sums waits for that.
-        with torch.cuda.stream(self.sums_stream):
-            for number in range(len(lanes)):
-                self._wait_for_signal(self._next, TAKEN + number)
+                yield Hop(own, lane, k[:, :, lane], v[:, :, lane], self._arrived(coming[number]) or new(own, lane))
+            # The next rank has copied the last sums once it says so. Only the next op's first sums wait for that.
+            with torch.cuda.stream(self.sums_stream):
+                for number in range(len(lanes)):
+                    self._wait_for_signal(self._next, TAKEN + number)
+
+        return walk()
 
     def _moved_on(self, sums: Sums, lane: int, lanes: int, first: bool) -> _Coming:
         """Hands sums to the next rank and takes those of the rank before, for the keys that come next."""
@@ -255,11 +268,14 @@ class _Packed:
         """Bytes of a rank as what it wrote there."""
         return region.view(self.k.dtype).view(self.shape)
 
-    def write(self, region: Tensor) -> None:
-        into = self.of(region)
-        for x, part in ((self.k, into[..., : self.split]), (self.v, into[..., self.split :])):
-            heads = x.shape[2:]
-            part.unflatten(-1, heads).copy_(x.unflatten(1, (2, -1)).transpose(0, 1) if self.halves else x)
+    def write(self, regions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Writes groups of heads like this one into regions [groups, bytes]."""
+        into = regions.view(self.k.dtype).view(-1, *self.shape)
+        for x, own, part in ((k, self.k, into[..., : self.split]), (v, self.v, into[..., self.split :])):
+            groups = x.unflatten(2, (len(regions), -1)).movedim(2, 0)  # [groups, B, T, heads, width]
+            if self.halves:
+                groups = groups.unflatten(2, (2, -1)).movedim(2, 1)
+            part.unflatten(-1, own.shape[2:]).copy_(groups)
 
     def apart(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """k and v [B, S, heads, ...] as views of [B, S, width]."""

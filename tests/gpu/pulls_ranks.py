@@ -54,7 +54,8 @@ def answer(case: Case, ring: Ring, traffic: str, seed: int = 0) -> list[Tensor]:
     layout = Layout(case.length, ring.size, ring.rank)
     ids = None
     if case.documents or layout.padded > case.length:
-        ids = layout.pad((torch.arange(case.length) * (case.documents or 1) // case.length).expand(case.batch, -1), 1, -1)
+        row = torch.arange(case.length) * (case.documents or 1) // case.length
+        ids = layout.pad(row.expand(case.batch, -1), 1, -1)
     plan = Plan.of(ring, layout, Mask.of(case.band, case.batch, layout.padded, ids), sparse_share=0)
     generator = torch.Generator(device).manual_seed(seed + ring.rank)
     shapes = [(case.heads, case.width), (case.kv_heads, case.width), (case.kv_heads, case.value_width)]

@@ -18,7 +18,7 @@ def test_pulls_and_messages_have_the_same_bits_every_time(ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     program = Path(__file__).with_name("pulls_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(program)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    run = subprocess.run([*launcher, str(program)], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "cases and 2 x 50 passes, 0 wrong" in run.stdout

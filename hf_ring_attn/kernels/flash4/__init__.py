@@ -48,7 +48,9 @@ class Flash4:
         assert library is not None, "unsupported() has reasons"
         return library
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         batch, tokens, heads, _ = q.shape
         calls, whole, reach = forward_calls(tiles, batch, tokens, k.shape[1])
         sinks = params.sinks
@@ -56,7 +58,7 @@ class Flash4:
             sinks = sinks.float()
         params = Params(params.scale, params.softcap, sinks, params.deterministic)
         packed = any(isinstance(call, Packed) for call in calls)
-        out = q.new_empty(batch, tokens, heads, v.shape[3])
+        out = q.new_empty(batch, tokens, heads, v.shape[3]) if out is None else out
         # A packed call takes [H, tokens of all rows].
         lse = q.new_empty((heads, batch, tokens) if packed else (batch, heads, tokens), dtype=torch.float32)
         rows_first = lse.transpose(0, 1) if packed else lse
@@ -85,6 +87,9 @@ class Flash4:
         _, _, heads, width = place.shape
         shape = Blocks.of(place, self.library.sides[place.widths]).shape(heads, width)
         return torch.zeros(shape, dtype=torch.float32, device=chunk.device)
+
+    def of_heads(self, accumulator: Tensor, heads: slice) -> Tensor:
+        return accumulator[..., heads, :]
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,

@@ -31,9 +31,11 @@ class Triton:
 
     name = "triton"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        out, lse = _launch().forward(q, k, v, tiles, params)
-        return out, lse
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        found, lse = _launch().forward(q, k, v, tiles, params)
+        return found if out is None else out.copy_(found), lse
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
         sums: Tensor = _launch().delta(dout, out)
@@ -41,6 +43,9 @@ class Triton:
 
     def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
         return torch.zeros(chunk.shape, dtype=torch.float32, device=chunk.device)
+
+    def of_heads(self, accumulator: Tensor, heads: slice) -> Tensor:
+        return accumulator[:, :, heads]
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
-_NO_DROPOUT = dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None)
+_NO_DROPOUT = {"dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
 
 
 def _check(**options: object) -> None:
