@@ -115,6 +115,17 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
     return None
 
 
+def text_positions(position_ids: Tensor | None) -> Tensor | None:
+    """The [B, S] position ids that tell documents, as transformers takes them from those of a model with images.
+
+    Args:
+        position_ids: [B, S]; [4, B, S], of which the first are the text's; or [3, B, S], which tell none.
+    """
+    if position_ids is None or position_ids.dim() == 2:
+        return position_ids
+    return position_ids[0] if len(position_ids) == 4 else None
+
+
 def facts_of(
     layout: Layout, rows: int, position_ids: Tensor | None, attention_mask: Tensor | None, hint: Tensor | None = None
 ) -> Facts:
