@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import errors
 from ..layout import Layout
-from . import active
+from . import active, exactness
 from .active import MaskSpec, Scope
 from .differences import tensors_of
 from .rows import facts_of, text_positions
@@ -56,7 +56,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     scope.inside = True
     named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
-    return (), cut(type(module).__name__, named, scope)
+    return (), cut(module, named, scope)
 
 
 def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
@@ -65,13 +65,15 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
         scope.inside = False
 
 
-def cut(where: str, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
+def cut(text: nn.Module, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
     """This rank's share of what a text model was called with, whole.
 
     Raises:
         UnsupportedArgument: for a tensor of one entry a token whose meaning is not known here; for a mask of another
             kind than the batch may hold, which the model around made by itself; for a cache to be filled.
+        UnsupportedModel: nobody gave position_ids, and the text model would not number its tokens 0, 1, 2, ...
     """
+    where = type(text).__name__
     layout, embeds = scope.layout, named.get("inputs_embeds")
     tokens = embeds if embeds is not None else named["input_ids"]
     rows, length = tokens.shape[:2]
@@ -87,6 +89,8 @@ def cut(where: str, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
         scope.documents, scope.hidden, scope.positions = facts.documents, facts.hidden, facts.positions
         mask = torch.ones(rows, layout.local_length, dtype=torch.int64, device=tokens.device)
     if positions is None:
+        if reasons := list(exactness.position_reasons(text, scope.hidden is not None)):
+            raise errors.UnsupportedModel(where, reasons)
         positions = torch.arange(length, device=tokens.device)[None]
     scope.max_position = int(positions.max())
 
