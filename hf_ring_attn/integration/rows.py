@@ -80,6 +80,10 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
         )
     items = _labels(inputs, rows, length)
     if any(inputs.get(name) is not None for name in IMAGES):
+        if (hint := batch.get("cu_seq_lens_q")) is not None:  # it is not handed on, so nothing later would see it
+            text = text_positions(inputs.get("position_ids"))
+            counted = torch.arange(length)[None] if text is None else text
+            facts_of(layout, rows, counted, attention_mask, hint)
         return Whole(inputs, {"labels", "shift_labels"} & inputs.keys(), None, None, items)
     given = inputs.get("position_ids")
     if given is None:

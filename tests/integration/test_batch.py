@@ -158,6 +158,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "cu_seq_lens_q and position_ids tell different documents (first difference at token 5).",
     ),
+    "documents beside images that cu_seq_lens alone tells": (
+        {"input_ids": IDS[:1], "pixel_values": torch.zeros(1), "cu_seq_lens_q": torch.tensor([0, 3, 8])},
+        "cu_seq_lens_q and position_ids tell different documents (first difference at token 3).",
+    ),
+    "documents beside images, told by their positions": (
+        {
+            "input_ids": IDS[:1], "pixel_values": torch.zeros(1), "cu_seq_lens_q": torch.tensor([0, 3, 8]),
+            "position_ids": PACKED.expand(3, 1, -1),
+        },
+        "cu_seq_lens_q and position_ids tell different documents (first difference at token 3).",
+    ),
 }  # fmt: skip
 
 
@@ -170,13 +181,16 @@ def test_refused_alone(why: str) -> None:
     assert text in str(refusal.value)
 
 
-def test_documents_told_twice_alike_are_no_conflict() -> None:
-    given = {
-        "input_ids": IDS[:1],
-        "position_ids": PACKED,
-        "cu_seq_lens_q": torch.tensor([0, 3, 8]),
-        "max_length_q": 5,
-    }
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"position_ids": PACKED},
+        {"position_ids": PACKED, "pixel_values": torch.zeros(1)},
+        {"position_ids": PACKED.expand(4, 1, -1), "pixel_values": torch.zeros(1)},
+    ],
+)
+def test_documents_told_twice_alike_are_no_conflict(more: dict[str, Any]) -> None:
+    given = {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 8]), "max_length_q": 5, **more}
     inputs = hf_ring_attn.shard(given).inputs
     assert "cu_seq_lens_q" not in inputs and "max_length_q" not in inputs
 
