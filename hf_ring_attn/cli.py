@@ -44,5 +44,6 @@ def _doctor(given: argparse.Namespace) -> int:
         given.kv_heads, given.head_dim, given.value_dim or given.head_dim, given.softcap, given.sinks,
         given.deterministic, given.holes,
     )  # fmt: skip
-    sys.stdout.write(doctor.report(request) + "\n")
-    return 0 if doctor.can(request) else 1
+    text, able = doctor.report(request)
+    sys.stdout.write(text + "\n")
+    return 0 if able else 1

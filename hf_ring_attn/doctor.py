@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from . import errors
 from .integration.patches import TESTED
-from .kernels import KERNELS, Request, choose
+from .kernels import KERNELS, Request, named
 
 PACKAGES = ("hf-ring-attn", "torch", "transformers", "accelerate", "peft", "trl", "triton", "flash-attn-4")
 
 
-def report(request: Request) -> str:
-    """The whole report, for people: packages, devices, and the table of kernels for one request."""
-    return "\n".join([*_packages(), "", *_devices(), "", *_kernels(request)])
-
-
-def can(request: Request) -> bool:
-    """Whether any kernel can compute it."""
-    try:
-        choose("auto", request)
-    except errors.UnsupportedAttention:
-        return False
-    return True
+def report(request: Request) -> tuple[str, bool]:
+    """For people: packages, devices, and the table of kernels for one request; and whether any of them can serve it."""
+    reasons = {name: kernel.unsupported(request) for name, kernel in KERNELS.items()}
+    taken = next((name for name in named("auto") if not reasons[name]), None)
+    lines = [*_packages(), "", *_devices(), "", *_kernels(request, reasons)]
+    lines.append("none of them can: see the reasons above" if taken is None else f'"auto" takes {taken}')
+    return "\n".join(lines), taken is not None
 
 
 def _packages() -> Iterator[str]:
@@ -52,7 +46,7 @@ def _devices() -> Iterator[str]:
         )
 
 
-def _kernels(request: Request) -> Iterator[str]:
+def _kernels(request: Request, reasons: Mapping[str, list[str]]) -> Iterator[str]:
     dims = str(request.head_dim) if request.head_dim == request.value_dim else f"{request.head_dim}/{request.value_dim}"
     asked = {
         "softcap": request.softcap, "sinks": request.sinks, "deterministic": request.deterministic,
@@ -62,14 +56,9 @@ def _kernels(request: Request) -> Iterator[str]:
     dtype = str(request.dtype).removeprefix("torch.")
     yield f"kernels for {request.heads} heads over {request.kv_heads}, {dims} wide, {dtype} on {request.device}{more}:"
     for name, kernel in KERNELS.items():
-        reasons = kernel.unsupported(request)
-        if reasons:
-            yield f"  {name:10s} no: {reasons[0]}"
-            yield from (f"  {'':14s}{reason}" for reason in reasons[1:])
+        if why := reasons[name]:
+            yield f"  {name:10s} no: {why[0]}"
+            yield from (f"  {'':14s}{reason}" for reason in why[1:])
         else:
             rounds = kernel.rounds_gradients(request)
             yield f"  {name:10s} yes: {'each contribution to a gradient is rounded' if rounds else 'float32 sums'}"
-    try:
-        yield f'"auto" takes {choose("auto", request).name}'
-    except errors.UnsupportedAttention:
-        yield "none of them can: see the reasons above"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -45,6 +46,35 @@ def test_where_no_kernel_can_the_exit_code_says_so(
     assert lines[-3:] == [
         "  unable     no: it is tired", f"  {'':14s}it is Saturday", "none of them can: see the reasons above",
     ]  # fmt: skip
+
+
+class Counting(Reference):
+    asked: ClassVar[list[int]] = []
+
+    def unsupported(self, request: Request) -> list[str]:
+        self.asked.append(request.heads)
+        return [] if len(self.asked) == 1 else ["it is asked again"]
+
+
+def test_every_kernel_is_asked_once_for_the_table_and_the_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel's answer may be slow, and it may change: the table told one, the exit code another."""
+    table = {"counting": Counting()}
+    monkeypatch.setattr(kernels, "KERNELS", table)
+    monkeypatch.setattr("hf_ring_attn.doctor.KERNELS", table)
+    assert cli.main(["doctor", "--device", "cpu", "--heads", "16"]) == 0
+    assert capsys.readouterr().out.endswith('  counting   yes: float32 sums\n"auto" takes counting\n')
+    assert Counting.asked == [16]
+
+
+def test_the_kernel_of_the_environment_alone_counts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, code, last in (("reference", 0, '"auto" takes reference'), ("flash4", 1, "none of them can: see the")):
+        monkeypatch.setenv("HF_RING_ATTN_KERNEL", name)
+        assert cli.main(["doctor", "--device", "cpu"]) == code
+        assert last in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_without_a_command_it_says_which_there_are() -> None:

@@ -120,8 +120,8 @@ class MaskIsNoTensor(Refused, AttributeError):
 
 
 class UnsupportedArgument(Refused):
-    def __init__(self, module: str, name: str, why: str) -> None:
-        super().__init__(f"{module} called attention with {name}: {why}.")
+    def __init__(self, module: str, name: str, why: str, call: str = "called attention with") -> None:
+        super().__init__(f"{module} {call} {name}: {why}.")
 
 
 class NoRingAttention(Refused):

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from .. import errors
 from ..layout import Layout
-from . import active
+from . import active, exactness
 from .active import MaskSpec, Scope
-from .rows import facts_of
+from .differences import tensors_of
+from .rows import facts_of, text_positions
 
 _MARK = "_hf_ring_attn_backbone"
 CUT_BEFORE = {"labels", "shift_labels", "num_items_in_batch"}
+_CALLED = "was called with"
+_ALONE = "train this model without a ring, or its text model alone"
 
 
 def install(model: nn.Module, scope: Scope) -> None:
@@ -53,7 +56,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     scope.inside = True
     named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
-    return (), cut(type(module).__name__, named, scope)
+    return (), cut(module, named, scope)
 
 
 def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
@@ -62,24 +65,32 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
         scope.inside = False
 
 
-def cut(where: str, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
+def cut(text: nn.Module, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
     """This rank's share of what a text model was called with, whole.
 
     Raises:
-        UnsupportedArgument: for a tensor of one entry a token whose meaning is not known here.
+        UnsupportedArgument: for a tensor of one entry a token whose meaning is not known here; for a mask of another
+            kind than the batch may hold, which the model around made by itself; for a cache to be filled.
+        UnsupportedModel: nobody gave position_ids, and the text model would not number its tokens 0, 1, 2, ...
     """
+    where = type(text).__name__
     layout, embeds = scope.layout, named.get("inputs_embeds")
     tokens = embeds if embeds is not None else named["input_ids"]
     rows, length = tokens.shape[:2]
     if length != layout.length:
         raise errors.UnshardedInput(length, length, layout.local_length, layout.length)
     mask, positions = named.get("attention_mask"), named.get("position_ids")
+    if named.get("use_cache"):
+        why = "a cache would hold this rank's tokens only; leave use_cache=False, as sharded.inputs has it"
+        raise errors.UnsupportedArgument(where, "use_cache=True", why, _CALLED)
     if not isinstance(mask, dict | MaskSpec):  # else made of the whole row, by the model around
-        text = positions if positions is None or positions.dim() == 2 else positions[0] if len(positions) == 4 else None
-        facts = facts_of(layout, rows, text, mask)
+        _refuse_mask(where, mask, rows, length)
+        facts = facts_of(layout, rows, text_positions(positions), mask)
         scope.documents, scope.hidden, scope.positions = facts.documents, facts.hidden, facts.positions
         mask = torch.ones(rows, layout.local_length, dtype=torch.int64, device=tokens.device)
     if positions is None:
+        if reasons := list(exactness.position_reasons(text, scope.hidden is not None)):
+            raise errors.UnsupportedModel(where, reasons)
         positions = torch.arange(length, device=tokens.device)[None]
     scope.max_position = int(positions.max())
 
@@ -89,14 +100,30 @@ def cut(where: str, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
             continue
         if name in ("input_ids", "inputs_embeds", "visual_pos_masks") and x is not None:
             local[name] = _share(layout, x, 1)
-        elif name in CUT_BEFORE or not (isinstance(x, Tensor) and length in x.shape):
+        elif name in CUT_BEFORE:
             local[name] = x
         else:
-            raise errors.UnsupportedArgument(where, name, f"a ring does not know how to cut {tuple(x.shape)}")
+            for _, tensor in tensors_of(x):
+                if length in tensor.shape:
+                    why = f"a ring does not know how to cut {tuple(tensor.shape)}; {_ALONE}"
+                    raise errors.UnsupportedArgument(where, name, why, _CALLED)
+            local[name] = x
     if named.get("deepstack_visual_embeds") is not None:
         features = named["deepstack_visual_embeds"]
         local["deepstack_visual_embeds"] = _of_images(layout, named["visual_pos_masks"], features)
     return local
+
+
+def _refuse_mask(where: str, mask: Any, rows: int, length: int) -> None:
+    """What hides single pairs of tokens, or none of this row's, cannot be told by one entry a token."""
+    if mask is None or (isinstance(mask, Tensor) and tuple(mask.shape) == (rows, length)):
+        return
+    got = f"has shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+    why = (
+        f"it {got}, but a ring takes [{rows}, {length}], one entry a token, or what transformers.masking_utils makes "
+        f"of that, and this model made a mask of its own; {_ALONE}"
+    )
+    raise errors.UnsupportedArgument(where, "attention_mask", why, _CALLED)
 
 
 def _share(layout: Layout, x: Tensor, dim: int) -> Tensor:

@@ -18,7 +18,7 @@ from ..layout import Layout
 from ..ring import gather_sequence
 from . import active, drift, models, sample, selfcheck
 from .report import announce
-from .rows import IMAGES, PADDING, Facts, Whole, tokens_of, whole_rows
+from .rows import IMAGES, KERNEL_HINTS, PADDING, Facts, Whole, tokens_of, whole_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -128,8 +128,9 @@ def shard(
     if config is None:
         config = RingConfig() if model is None else models.options_of(model)
     refusal: errors.Refused | None = None
-    told = ("labels", "shift_labels", "position_ids", "attention_mask", "block_sequence_ids", *sorted(IMAGES))
-    facts = dict.fromkeys(("options (RingConfig)", "rows", "tokens", "input_ids", *told), 0)
+    others = _others(batch)
+    rest = f"other inputs ({', '.join(others)})" if others else "other inputs"
+    facts = dict.fromkeys(("options (RingConfig)", "rows", "tokens", "input_ids", *TOLD, rest), 0)
     facts["options (RingConfig)"] = zlib.crc32(repr(config).encode())
     device = torch.device("cpu")
     try:
@@ -139,8 +140,9 @@ def shard(
         facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
             facts["input_ids"] = fingerprint(tokens)
-            for name in told:
-                facts[name] = fingerprint(batch.get(name))
+            for name in TOLD:
+                facts[name] = _number(batch.get(name))
+            facts[rest] = _number({name: batch[name] for name in others})
         whole = whole_rows(batch, tokens, layout, config)
     except errors.Refused as error:
         refusal = error
@@ -157,6 +159,33 @@ def shard(
         models.bind(model, sharded.scope)
         selfcheck.check(model, sharded.scope, share)
     return sharded
+
+
+TOLD = (
+    "labels", "shift_labels", "position_ids", "attention_mask", "block_sequence_ids", "token_type_ids",
+    "mm_token_type_ids", "num_items_in_batch", *sorted(IMAGES), "image_grid_thw", "video_grid_thw",
+    "second_per_grid_ts", "image_sizes", "pixel_attention_mask",
+)  # fmt: skip
+"""Inputs that ranks compare one by one, so that the one that differs can be named."""
+
+
+def _others(batch: Mapping[str, Any]) -> list[str]:
+    """The other inputs that ranks must hold alike: all but hints, which are not passed on."""
+    known = {"input_ids", *TOLD, *KERNEL_HINTS}
+    if batch.get("input_ids") is None:
+        known.add("inputs_embeds")  # the tokens, then
+    return sorted(name for name, x in batch.items() if name not in known and x is not None)
+
+
+def _number(x: Any) -> int:
+    """A fingerprint of tensors and numbers, nested ones too; of anything else 0."""
+    if x is None or isinstance(x, Tensor):
+        return fingerprint(x)
+    if isinstance(x, int | float):
+        return fingerprint(torch.tensor(x))
+    parts = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (tuple, list)) else ()
+    numbers = [(zlib.crc32(str(name).encode()), _number(part)) for name, part in parts]
+    return fingerprint(torch.tensor(numbers, dtype=torch.int64)) if numbers else 0
 
 
 def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) -> Sharded:

@@ -36,6 +36,23 @@ def reasons(model: nn.Module) -> Iterator[str]:
             break
 
 
+def position_reasons(model: nn.Module, hidden: bool) -> Iterator[str]:
+    """Why ``model`` without position_ids would not number its tokens 0, 1, 2, ..., as a ring then does.
+
+    Args:
+        hidden: whether a padding mask hides tokens.
+    """
+    for name, module in model.named_modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is None or "position_ids" not in code.co_varnames:
+            continue
+        by_tokens = "create_position_ids_from_input_ids" in code.co_names  # RoBERTa and kin: from pad_token_id + 1
+        if by_tokens or ("cumsum" in code.co_names and hidden):  # OPT: by the padding mask
+            how = "input_ids" if by_tokens else "the padding mask"
+            where = f"{name or 'it'} ({type(module).__name__})"
+            yield f"{where} numbers positions by {how}; put its position_ids into the batch"
+
+
 def _text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules but those inside towers that take images or sound: no batch of a ring holds any."""
     towers: list[str] = []

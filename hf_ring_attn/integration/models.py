@@ -125,7 +125,9 @@ def refuse(config: Any, scope: Scope) -> None:
 
 
 def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
-    if scope.ring.size == 1:
+    other_positions = exactness.position_reasons(model, scope.hidden is not None) if scope.numbered else ()
+    if scope.ring.size == 1:  # whose rows `shard` has numbered too
+        yield from other_positions
         return
     configs = list(configs_of(model))
     if configs and not uses_ring(model):
@@ -146,22 +148,9 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
         if model.training and getattr(module, "neftune_noise_alpha", None):
             yield "NEFTune scales its noise by the local length; set neftune_noise_alpha=None"
     yield from exactness.reasons(model)
-    if scope.numbered:
-        yield from _position_reasons(model, scope)
+    yield from other_positions
     yield from temperature.reasons(model)
     yield from peft.reasons(model)
-
-
-def _position_reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
-    """Models that would number their tokens otherwise than 0, 1, 2, ..., as a batch without position_ids is sharded."""
-    for name, module in model.named_modules():
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        if code is None or "position_ids" not in code.co_varnames:
-            continue
-        by_tokens = "create_position_ids_from_input_ids" in code.co_names  # RoBERTa and kin: from pad_token_id + 1
-        if by_tokens or ("cumsum" in code.co_names and scope.hidden is not None):  # OPT: by the padding mask
-            how = "input_ids" if by_tokens else "the padding mask"
-            yield f"{name} ({type(module).__name__}) numbers positions by {how}; put its position_ids into the batch"
 
 
 def _uses_interface(model: nn.Module) -> bool:

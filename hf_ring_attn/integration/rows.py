@@ -80,6 +80,10 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
         )
     items = _labels(inputs, rows, length)
     if any(inputs.get(name) is not None for name in IMAGES):
+        if (hint := batch.get("cu_seq_lens_q")) is not None:  # it is not handed on, so nothing later would see it
+            text = text_positions(inputs.get("position_ids"))
+            counted = torch.arange(length)[None] if text is None else text
+            facts_of(layout, rows, counted, attention_mask, hint)
         return Whole(inputs, {"labels", "shift_labels"} & inputs.keys(), None, None, items)
     given = inputs.get("position_ids")
     if given is None:
@@ -113,6 +117,17 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
         items: Tensor = (inputs["shift_labels"] != IGNORED).sum()
         return items
     return None
+
+
+def text_positions(position_ids: Tensor | None) -> Tensor | None:
+    """The [B, S] position ids that tell documents, as transformers takes them from those of a model with images.
+
+    Args:
+        position_ids: [B, S]; [4, B, S], of which the first are the text's; or [3, B, S], which tell none.
+    """
+    if position_ids is None or position_ids.dim() == 2:
+        return position_ids
+    return position_ids[0] if len(position_ids) == 4 else None
 
 
 def facts_of(

@@ -24,7 +24,21 @@ __all__ = [
     "ScoreMod",
     "accumulate_dtype",
     "choose",
+    "named",
 ]
+
+
+def named(name: str) -> dict[str, Kernel]:
+    """The kernels that a name stands for: "auto" for all, the preferred one first, or for that of the environment.
+
+    Raises:
+        BadOption: there is no kernel of that name.
+    """
+    if name == "auto":
+        name = kernel_from_environment() or "auto"
+    if name != "auto" and name not in KERNELS:
+        raise BadOption("kernel", name, f"'auto' or one of {sorted(KERNELS)}")
+    return KERNELS if name == "auto" else {name: KERNELS[name]}
 
 
 def choose(name: str, request: Request) -> Kernel:
@@ -37,12 +51,8 @@ def choose(name: str, request: Request) -> Kernel:
         BadOption: there is no kernel of that name.
         UnsupportedAttention: with every reason of every kernel that was asked.
     """
-    if name == "auto":
-        name = kernel_from_environment() or "auto"
-    if name != "auto" and name not in KERNELS:
-        raise BadOption("kernel", name, f"'auto' or one of {sorted(KERNELS)}")
     reasons: dict[str, list[str]] = {}
-    for kernel in KERNELS.values() if name == "auto" else [KERNELS[name]]:
+    for kernel in named(name).values():
         why = kernel.unsupported(request)
         if not why:
             return kernel

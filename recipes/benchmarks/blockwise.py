@@ -20,12 +20,7 @@ length and chunk.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,16 +29,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from provenance import REPOSITORY, facts
+
 sys.path.insert(0, str(REPOSITORY / "tests"))  # the ring on one device and the fault are those of the tests
 
-from chunks import Reusing, blockwise  # noqa: E402  only now it can be found
-from hf_ring_attn.kernels import Params  # noqa: E402  after the tests' folder is known
-from hf_ring_attn.kernels.reference import Reference  # noqa: E402  after the tests' folder is known
-from hf_ring_attn.mask import CAUSAL, Mask  # noqa: E402  after the tests' folder is known
-from hf_ring_attn.testing import Case, Inputs, gradient_oracle, oracle, relative_error  # noqa: E402  likewise here
-from live_bytes import peak_bytes  # noqa: E402  only now it can be found
-from replay import Answer, replay  # noqa: E402  only now it can be found
+from chunks import Reusing, blockwise
+from hf_ring_attn.kernels import Params
+from hf_ring_attn.kernels.reference import Reference
+from hf_ring_attn.mask import CAUSAL, Mask
+from hf_ring_attn.testing import Case, Inputs, gradient_oracle, oracle, relative_error
+from live_bytes import peak_bytes
+from replay import Answer, replay
 
 LENGTH, HEADS, WIDTH = 3816, 5, 128
 SIZE, CHUNKS = 8, (477, 159, 53)
@@ -136,24 +132,6 @@ def measure_memory() -> Result:
             text = f"{length:>6} tokens in chunks of {chunk:>4}: {peak / 2**20:7.1f} MiB"
             print(f"{text}; all scores once in float32: {HEADS * 4 * length**2 / 2**20:.0f} MiB", flush=True)
     return {"heads": HEADS, "width": WIDTH, "dtype": "bfloat16", "rows": rows}
-
-
-def facts() -> Result:
-    """How the numbers came to be, without the machine's names and places."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "command": shlex.join(["python", "recipes/benchmarks/blockwise.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "commit": git("rev-parse", "HEAD").strip(),
-        "uncommitted_changes": bool(git("status", "--porcelain", ":(exclude)recipes/results").strip()),
-        "hardware": {"processor": models[0] if models else platform.machine(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }  # fmt: skip
 
 
 PARTS = {"errors": measure_errors, "memory": measure_memory}

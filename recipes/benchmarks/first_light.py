@@ -16,12 +16,7 @@ Without names the first three are run. ``--save`` writes the raw numbers, a JSON
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -33,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "transformers", "accelerate")
+from provenance import REPOSITORY, facts
+
 Result = dict[str, Any]
 
 
@@ -233,33 +228,6 @@ def measure_commands(args: argparse.Namespace) -> Result:
         results.append({"command": command, "seconds": round(time.perf_counter() - began, 1), "exit_code": code})
         print(f"{command}: {results[-1]['seconds']:.0f} s, exit code {code}")
     return {"commands": results}
-
-
-# ---- what every file says ------------------------------------------------------------------------------------------
-
-
-def facts() -> Result:
-    """How the numbers came to be, without the machine's names and places."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "command": shlex.join(["python", "recipes/benchmarks/first_light.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "commit": git("rev-parse", "HEAD").strip(),
-        "uncommitted_changes_in_package": bool(git("status", "--porcelain", "hf_ring_attn").strip()),
-        "hardware": {
-            "processor": models[0] if models else platform.machine(), "cores": os.cpu_count(),
-            "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        },
-        "load_average_at_start": os.getloadavg()[0],
-        "versions": {
-            "python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}
-        },
-    }  # fmt: skip
 
 
 PARTS = {"import": measure_import, "step": measure_step, "memory": measure_memory, "commands": measure_commands}

@@ -25,9 +25,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attn
-from first_light import facts
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration import selfcheck
+from provenance import facts
 
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {
@@ -130,13 +130,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
     args = parser.parse_args()
-    head = facts()
-    head["command"] = head["command"].replace("first_light.py", "self_check.py")
     torch.set_num_threads(1)
     local = int(os.environ["LOCAL_RANK"])  # torchrun's
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    head = facts()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     result = {**head, **measured(args, device)}
     if dist.get_rank() == 0:

@@ -11,12 +11,8 @@ for 8 key heads of width 128 in bfloat16 and gradients in float32; the mean and 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import platform
-import subprocess
 import sysconfig
-from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +23,7 @@ from torch import Tensor
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Band, Mask
 from hf_ring_attn.tables import Plan, Tables
+from provenance import facts
 
 WIDTH = 8 * 2 * 128
 """Numbers that a token's key and value have together."""
@@ -119,6 +116,7 @@ def main() -> None:
     parser.add_argument("--rings", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
+    head = facts()
     found = []
     print(f"{args.length} tokens            work: largest share over mean | bytes of a whole gather and ring")
     for name, kinds in masks(args.length).items():
@@ -140,14 +138,8 @@ def main() -> None:
                 f"backward {bytes_share[1]:6.1%}"
             )
     if args.save:
-        run = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        head = {
-            "command": f"python recipes/benchmarks/traffic.py --length {args.length} --save {args.save}",
-            "date": date.today().isoformat(), "commit": run.stdout.strip(), "python": platform.python_version(),
-            "torch": importlib.metadata.version("torch"), "rows": found,
-        }  # fmt: skip
         args.save.parent.mkdir(parents=True, exist_ok=True)
-        args.save.write_text(json.dumps(head, indent=1) + "\n")
+        args.save.write_text(json.dumps({**head, "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

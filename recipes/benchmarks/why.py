@@ -16,11 +16,7 @@ TransformerEngine PR 821. "error" is relative to float64 (norm of the difference
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +27,7 @@ from hf_ring_attn.kernels import KERNELS, Gradients, Params
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Mask, tiles
 from hf_ring_attn.testing import mismatch, relative_error
+from provenance import facts
 
 NAMES = ("dq", "dk", "dv")
 Add = Callable[[Tensor, Tensor], Tensor]
@@ -81,6 +78,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--save", type=Path, help="write the raw numbers here, as JSON")
     args = parser.parse_args()
+    head = {**facts(), "device": args.device}
 
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, args.length, heads, args.width) for heads in (*args.heads, args.heads[1], args.heads[0])]
@@ -104,14 +102,8 @@ def main() -> None:
             shares = " / ".join(f"{100 * x:.1f}" for x in share) + " %"
             print(f"{ring_size:>4} {way:<14} {shares:<24} {' / '.join(f'{x:.2e}' for x in error)}", flush=True)
     if args.save:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        facts = {
-            "command": " ".join(["python", *sys.argv]), "date": datetime.date.today().isoformat(), "commit": commit,
-            "hardware": f"{args.device}, {platform.machine()}", "python": platform.python_version(),
-            "torch": torch.__version__, "rows": rows,
-        }  # fmt: skip
         args.save.parent.mkdir(parents=True, exist_ok=True)
-        args.save.write_text(json.dumps(facts, indent=1) + "\n")
+        args.save.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

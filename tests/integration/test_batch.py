@@ -158,6 +158,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "cu_seq_lens_q and position_ids tell different documents (first difference at token 5).",
     ),
+    "documents beside images that cu_seq_lens alone tells": (
+        {"input_ids": IDS[:1], "pixel_values": torch.zeros(1), "cu_seq_lens_q": torch.tensor([0, 3, 8])},
+        "cu_seq_lens_q and position_ids tell different documents (first difference at token 3).",
+    ),
+    "documents beside images, told by their positions": (
+        {
+            "input_ids": IDS[:1], "pixel_values": torch.zeros(1), "cu_seq_lens_q": torch.tensor([0, 3, 8]),
+            "position_ids": PACKED.expand(3, 1, -1),
+        },
+        "cu_seq_lens_q and position_ids tell different documents (first difference at token 3).",
+    ),
 }  # fmt: skip
 
 
@@ -170,13 +181,16 @@ def test_refused_alone(why: str) -> None:
     assert text in str(refusal.value)
 
 
-def test_documents_told_twice_alike_are_no_conflict() -> None:
-    given = {
-        "input_ids": IDS[:1],
-        "position_ids": PACKED,
-        "cu_seq_lens_q": torch.tensor([0, 3, 8]),
-        "max_length_q": 5,
-    }
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"position_ids": PACKED},
+        {"position_ids": PACKED, "pixel_values": torch.zeros(1)},
+        {"position_ids": PACKED.expand(4, 1, -1), "pixel_values": torch.zeros(1)},
+    ],
+)
+def test_documents_told_twice_alike_are_no_conflict(more: dict[str, Any]) -> None:
+    given = {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 8]), "max_length_q": 5, **more}
     inputs = hf_ring_attn.shard(given).inputs
     assert "cu_seq_lens_q" not in inputs and "max_length_q" not in inputs
 
@@ -192,6 +206,11 @@ def altered(name: str) -> Batch:
     return batch
 
 
+def with_images(**more: Any) -> Any:
+    grid = torch.tensor([[1, 4, 2]])
+    return {"input_ids": IDS, "pixel_values": torch.zeros(8, 96), "image_grid_thw": grid, **more}
+
+
 SAME = "Every rank of a ring must be given the same whole batch: with your own DataLoader, seed its shuffling"
 DIFFERENT = {
     "tokens": (
@@ -203,6 +222,35 @@ DIFFERENT = {
     "masks": ([{**padded(8, left=n), "labels": IDS} for n in (1, 2)], "the same attention_mask, but got"),
     "lengths": ([tokens(8), tokens(9)], "the same tokens, but got rank 0: 8, rank 1: 9."),
     "rows": ([tokens(8), tokens(8, rows=3)], "the same rows, but got rank 0: 2, rank 1: 3."),
+    "grids of images": (
+        [with_images(), with_images(image_grid_thw=torch.tensor([[1, 2, 4]]))],
+        "the same image_grid_thw, but got",
+    ),
+    "grids of videos": (
+        [with_images(video_grid_thw=torch.tensor([[2, 4, n]])) for n in (2, 4)],
+        "the same video_grid_thw, but got",
+    ),
+    "pixels": (
+        [with_images(pixel_values=torch.zeros(8, 96).index_fill(1, torch.tensor([n]), 1)) for n in (1, 2)],
+        "the same pixel_values, but got",
+    ),
+    "images in a list": (
+        [with_images(pixel_values=[torch.zeros(2), torch.full((3,), n)]) for n in (1, 2)],
+        "the same pixel_values, but got",
+    ),
+    "kinds of tokens": ([{"input_ids": IDS, "token_type_ids": IDS + n} for n in (0, 1)], "the same token_type_ids"),
+    "items of a step": ([tokens(8) | {"num_items_in_batch": n} for n in (9, 10)], "the same num_items_in_batch"),
+    "an entry of one's own": (
+        [{**tokens(8), "note": "x", "weights": torch.ones(2), "shares": [torch.ones(1), (torch.zeros(2) + n,)]}
+         for n in (0, 1)],
+        "the same other inputs (note, shares, weights), but got rank 0: ",
+    ),
+    "a number of one's own": ([{**tokens(8), "alpha": n} for n in (0.5, 1)], "the same other inputs (alpha), but got"),
+    "an entry too many": ([{**tokens(8), "weights": torch.ones(2)}, tokens(8)], "the same other inputs"),
+    "embeddings beside tokens": (
+        [{"input_ids": IDS, "inputs_embeds": torch.zeros(2, 8, 4) + n} for n in (0, 1)],
+        "the same other inputs (inputs_embeds), but got",
+    ),
     "shifted labels": ([{"input_ids": IDS, "shift_labels": IDS + n} for n in (0, 1)], "the same shift_labels, but got"),
 }
 
@@ -213,6 +261,12 @@ def test_ranks_with_different_batches_all_raise(ranks: Ranks, why: str) -> None:
     for raised in ranks(2).run(on_ranks, batches, [RingConfig()]):
         assert raised is not None and raised[0] == "RanksDiffer"
         assert text in raised[1] and SAME in raised[1]
+
+
+def test_what_makes_no_difference_is_not_compared(ranks: Ranks) -> None:
+    """Hints are not passed on, None is as nothing, and what is neither number nor tensor stays unchecked."""
+    batches = [tokens(8) | more for more in ({"max_length_q": 8, "weights": None, "note": "a"}, {"note": "b"})]
+    assert ranks(2).run(on_ranks, batches, [RingConfig()]) == [None, None]
 
 
 def test_ranks_with_different_options_all_raise(ranks: Ranks) -> None:

@@ -170,6 +170,13 @@ def test_what_is_exact_is_not_refused(ranks: Ranks, forward: Forward) -> None:
     assert ranks(2).run(jobs.refused, forward) == [None, None]
 
 
+@pytest.mark.parametrize("forward", [forward for forward in FORWARDS if "numbers positions by" in forward.text])
+def test_other_positions_are_refused_in_a_ring_of_one_too(forward: Forward) -> None:
+    """`shard` numbers the rows of a batch without position_ids at any ring size."""
+    raised = jobs.refused(forward)
+    assert raised is not None and raised[0] == forward.error and forward.text in raised[1]
+
+
 def test_alone_nothing_needs_refusing() -> None:
     """In a ring of one attention has its whole row, so the loss of a masked language model is its own."""
     assert jobs.refused(Forward(why="", kind="BertForMaskedLM", config=BERT, error="", text="")) is None

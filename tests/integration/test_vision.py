@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +44,16 @@ def with_images(model: str, length: int = 23, left: int = 0, gap: int = 9) -> Ba
         patches = int(grid.prod(1).sum())
         batch |= {"image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).int()}
         return batch | {"pixel_values": torch.randn(patches, 96, generator=generator, dtype=torch.float64)}
-    batch["token_type_ids"] = (ids == IMAGE).long()
-    return batch | {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64)}
+    pixels = 8 if model == "llava" else 16
+    if model != "llava":
+        batch["token_type_ids"] = (ids == IMAGE).long()
+    return batch | {"pixel_values": torch.randn(2, 3, pixels, pixels, generator=generator, dtype=torch.float64)}
+
+
+def numbered_by_mask(batch: Batch) -> Batch:
+    """With the position ids that OPT makes of a padding mask."""
+    mask = batch["attention_mask"]
+    return batch | {"position_ids": mask.cumsum(1) * mask - 1}
 
 
 MODELS = ("gemma3 vision", "qwen2.5 vision", "qwen3 vision")
@@ -51,6 +62,8 @@ STEPS = [
     *[Step(why=f"{model}, padded", model=model, batch=with_images(model, left=5, gap=12)) for model in MODELS],
     *[Step(why=f"{model}, checkpointing", model=model, batch=with_images(model), checkpointing="recomputed")
       for model in MODELS],
+    Step(why="positions by the mask, none hidden", model="llava", batch=with_images("llava")),
+    Step(why="positions by the mask, given", model="llava", batch=numbered_by_mask(with_images("llava", left=5))),
     Step(why="backward by gather", model=MODELS[0], batch=with_images(MODELS[0]), ring=RingConfig(backward="gather")),
 ]  # fmt: skip
 
@@ -112,6 +125,79 @@ def test_a_text_model_that_is_given_images_is_refused(ranks: Ranks) -> None:
     for text in ranks(2).run(refused, with_images("qwen2.5 vision"), "llama"):
         assert "LlamaForCausalLM" in text
         assert "it is given images, but has no text model inside it that could take a part of the row" in text
+
+
+def test_a_text_model_that_numbers_by_the_padding_mask_is_refused(ranks: Ranks) -> None:
+    """LLaVA over OPT was given 0, 1, 2, ... instead, by the self-check's whole row too: 0.7 of the logits differed."""
+    want = "OPTModel cannot be trained in a ring exactly: decoder (OPTDecoder) numbers positions by the padding mask; "
+    for size in (1, 2):
+        for text in ranks(size).run(refused, with_images("llava", left=5), "llava"):
+            assert text.startswith(want + "put its position_ids into the batch")
+
+
+def whole_mask(embeds: Tensor) -> Tensor:
+    """[B, 1, S, S] of a model that makes its masks by itself: causal, but the third token sees no other."""
+    rows, length = embeds.shape[:2]
+    seen = torch.ones(length, length).tril()
+    seen[2, :2] = 0
+    return seen.expand(rows, 1, -1, -1)
+
+
+OF_ITS_OWN: dict[str, tuple[Callable[[Tensor], dict[str, object]], str]] = {
+    "a 4-D mask": (
+        lambda x: {"attention_mask": whole_mask(x)},
+        r"attention_mask: it has shape \(\d, 1, (\d+), \1\), but a ring takes \[\d, \1\], one entry a token, or what "
+        r"transformers.masking_utils makes of that, and this model made a mask of its own; train this model without a "
+        r"ring, or its text model alone.",
+    ),
+    "a mask of one row for all": (
+        lambda x: {"attention_mask": whole_mask(x)[0, 0, -1:].repeat(len(x) + 1, 1)},
+        r"attention_mask: it has shape \(\d, (\d+)\), but a ring takes \[\d, \1\], one entry a token",
+    ),
+    "no tensor": (
+        lambda x: {"attention_mask": whole_mask(x).tolist()},
+        r"attention_mask: it is a list, but a ring takes \[\d, \d+\], one entry a token",
+    ),
+    "a cache": (
+        lambda _: {"use_cache": True},
+        r"use_cache=True: a cache would hold this rank's tokens only; leave use_cache=False, as sharded.inputs has it.",
+    ),
+    "embeddings for each layer": (
+        lambda x: {"features": [torch.zeros(3), x]},
+        r"features: a ring does not know how to cut \(\d, \d+, 32\); train this model without a ring, or its text ",
+    ),
+}
+"""What a model around hands to its text model beside, or in place of, what the batch holds; and how it is refused."""
+
+
+def handed_over(batch: Batch, why: str, config: RingConfig) -> tuple[str, int]:
+    """What is refused, and how many layers of the text model were called before that."""
+    model: Any = tiny("gemma3 vision", "ring_fp32").double()
+    change, _ = OF_ITS_OWN[why]
+    text = model.get_decoder()
+    text.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, **change(kwargs["inputs_embeds"])}), with_kwargs=True
+    )
+    layers: list[object] = []
+    for layer in text.layers:
+        layer.register_forward_pre_hook(lambda *_: layers.append(0))
+    sharded = hf_ring_attn.shard(batch, config=config)
+    try:
+        with sharded:
+            model(**sharded.inputs)
+    except errors.UnsupportedArgument as error:
+        return str(error), len(layers)
+    return "", len(layers)
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize("why", OF_ITS_OWN)
+def test_what_a_text_model_is_given_is_never_left_out(ranks: Ranks, why: str, self_check: bool) -> None:
+    """A mask of any other kind was taken for none: no difference to see, no error."""
+    config = RingConfig(self_check=self_check)
+    for text, layers in ranks(2).run(handed_over, with_images("gemma3 vision"), why, config):
+        assert re.match("Gemma3TextModel was called with " + OF_ITS_OWN[why][1], text), text
+        assert layers == 0
 
 
 def test_vocabulary_holds_the_markers() -> None:

@@ -88,6 +88,20 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3VLForConditionalGeneration",
         {**QWEN, "vision_config": {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}},
     ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT, "model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2, "dropout": 0.0,
+                "attention_dropout": 0.0, "tie_word_embeddings": False,
+            },
+            "vision_config": {
+                **TOWER, "model_type": "clip_vision_model", "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 8,
+            },
+            "image_token_id": IMAGE, "image_seq_length": 4, "tie_word_embeddings": False,
+        },
+    ),
 }  # fmt: skip
 """Name: class and config of a model that takes images."""
 

@@ -1,0 +1,99 @@
+"""The head of every file of results: the command, commit, hardware and versions of the numbers below it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BENCHMARKS = REPOSITORY / "recipes/benchmarks"
+sys.path.append(str(BENCHMARKS))  # last: an example and a benchmark have one name
+
+import provenance  # noqa: E402  only now it can be found
+
+PROGRAM = BENCHMARKS / "why.py"
+LAUNCHED = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", provenance.COMMIT)
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by ``python recipes/benchmarks/why.py --save "a b"``, and by no launcher."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--save", "a b"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher"),
+    [
+        ({}, "python"),
+        ({"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}, "torchrun --nproc_per_node 2"),
+        ({"LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}, "torchrun --nnodes 2 --nproc_per_node 8"),
+    ],
+)
+def test_the_command_can_be_typed_again(
+    environment: dict[str, str], launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert provenance.command() == f"{launcher} recipes/benchmarks/why.py --save 'a b'"
+
+
+def test_the_command_names_no_place_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", ["why.py", "--save", str(REPOSITORY / "recipes/results/x.json")])
+    assert provenance.command() == "python recipes/benchmarks/why.py --save recipes/results/x.json"
+
+
+def test_a_head_holds_what_a_result_must() -> None:
+    head = provenance.facts()
+    assert set(head) == {
+        "command", "date", "commit", "uncommitted_changes", "hardware", "load_average_at_start", "versions",
+    }  # fmt: skip
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", head["date"])
+    assert {"processor", "cores", "memory_GiB"} <= set(head["hardware"])
+    assert head["versions"]["torch"] == torch.__version__
+    assert {"python", "transformers", "accelerate"} <= set(head["versions"])
+
+
+def test_a_copy_without_git_is_told_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a machine that is sent the files alone: asking git there failed."""
+    monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    head = provenance.facts()
+    assert head["commit"] is None and head["uncommitted_changes"] is None
+    monkeypatch.setenv(provenance.COMMIT, "0123abc")
+    assert provenance.facts()["commit"] == "0123abc"
+
+
+def test_gpus_are_told_with_driver_and_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a CPU torch's answers and nvidia-smi are put in place; the keys are those of a machine with GPUs."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 580.65.06\necho 580.65.06\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    head = provenance.facts()
+    assert head["hardware"]["gpus"] == ["GPU 0", "GPU 1"]
+    assert head["hardware"]["driver"] == "580.65.06"
+    assert head["versions"]["cuda"] == "13.0" and head["versions"]["nccl"] == "2.28.9"
+    assert set(provenance.GPU_PACKAGES) <= set(head["versions"])
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert provenance.facts()["hardware"]["driver"] is None
+
+
+def test_no_benchmark_makes_a_head_of_its_own() -> None:
+    programs = sorted(set(BENCHMARKS.glob("*.py")) - {BENCHMARKS / "provenance.py"})
+    assert programs
+    for program in programs:
+        text = program.read_text()
+        assert "from provenance import" in text and "facts()" in text, program.name
+        assert not re.search(r"rev-parse|cpuinfo|python_version|date\.today", text), program.name
