@@ -20,7 +20,7 @@ def gradients(
     """dq, dk, dv and dsinks; the gradients of what a score_mod captures are added to ``extra``, as in `Gradients`."""
     delta = kernel.delta(dout, out)
     dsinks = _sinks_gradient(delta, lse, params.sinks)
-    job = _Backward(traffic, kernel, tables, dout.contiguous(), q, k, v, lse, delta, params, extra)
+    job = _Backward(traffic, kernel, tables, dout.contiguous(), q, k, v, out, lse, delta, params, extra)
     by_gather = tables.exchange is not None or (backward == "gather" and traffic.ring.size > 1)
     parts = job.by_gather(heads_per_gather) if by_gather else job.by_ring()
     dq, dk, dv = (column[0] if len(column) == 1 else torch.cat(column, 2) for column in zip(*parts, strict=True))
@@ -51,6 +51,7 @@ class _Backward:
     q: Tensor
     k: Tensor
     v: Tensor
+    out: Tensor
     lse: Tensor
     delta: Tensor
     params: Params
@@ -93,8 +94,8 @@ class _Backward:
         per_key_head = self.q.shape[2] // self.k.shape[2]
         mine = slice(heads.start * per_key_head, heads.stop * per_key_head)
         return _Queries(
-            heads, self.kernel, self.tables.queries, self.q[:, :, mine], self.dout[:, :, mine], self.lse[:, mine],
-            self.delta[:, mine], self.params.of_heads(mine), self.extra,
+            heads, self.kernel, self.tables.queries, self.q[:, :, mine], self.dout[:, :, mine], self.out[:, :, mine],
+            self.lse[:, mine], self.delta[:, mine], self.params.of_heads(mine), self.extra,
         )  # fmt: skip
 
     def _home(self, gradient: Tensor) -> Tensor:
@@ -114,6 +115,7 @@ class _Queries:
     segments: Tensor
     q: Tensor
     dout: Tensor
+    out: Tensor
     lse: Tensor
     delta: Tensor
     params: Params
@@ -130,7 +132,7 @@ class _Queries:
         if self.dq is None:
             self.dq = self.kernel.new_gradient(self.q, places[0])
         into = Gradients(self.dq, *sums, places, self.extra)
-        self.kernel.backward(self.dout, self.q, k, v, self.lse, self.delta, tiles, self.params, into)
+        self.kernel.backward(self.dout, self.q, k, v, self.lse, self.delta, tiles, self.params, into, self.out)
 
     def finished(
         self, k: Tensor, v: Tensor, sums: Sums, segments: Tensor, rounded: bool

@@ -85,7 +85,7 @@ def replay(
             home = places(mine, kk, vv, rank.tables.queries, rank.tables.keys, params.scale)
             new = kernel.new_gradient
             into = Gradients(new(mine, home[0]), new(kk, home[1]), new(vv, home[2]), home)
-            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.forward, params, into)
+            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.forward, params, into, out[:, here])
             dq[:, here] = kernel.finish(into.dq, wide or q.dtype, home[0])
             for total, x, p in zip(sums, (into.dk, into.dv), home[1:], strict=True):
                 total[:, these] += kernel.finish(x, torch.float32, p)
@@ -105,7 +105,7 @@ def replay(
             home = places(mine, kk, vv, rank.tables.queries, rank.tables.segments[source], params.scale)
             sums = travelling[source] or (kernel.new_gradient(kk, home[1]), kernel.new_gradient(vv, home[2]))
             into = Gradients(of_q[r], *sums, home)
-            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.backward[source], params, into)
+            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.backward[source], params, into, out[:, at[r]])
             travelling[source] = sums
     shapes = {tuple(x.shape for x in pair) for pair in travelling if pair is not None}
     assert len(shapes) == 1, "accumulators that travel must have one size"

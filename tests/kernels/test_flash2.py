@@ -1,0 +1,375 @@
+"""flash2 on a CPU: tables become calls over a fake of FlashAttention 2 with its conventions, traps and roundings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_flash2 import Fake
+from hf_ring_attn import tables
+from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Request, choose
+from hf_ring_attn.kernels.flash2 import Flash2, libraries
+from hf_ring_attn.kernels.flash2.libraries import Lengths, Package, Torch
+from hf_ring_attn.kernels.flash4.calls import Bounds
+from hf_ring_attn.mask import UNBOUNDED as FAR
+from hf_ring_attn.mask import Band, Mask, Tile
+from hf_ring_attn.testing import CASES, Case, inputs, packed, relative_error
+from replay import Answer, Road, replay
+from test_flash4 import EXPRESSIBLE, mask_of, plain, whole
+
+SIZES = (1, 2, 4, 8)
+REQUEST = Request("cuda", torch.bfloat16, 8, 2, 128, 128, softcap=False, sinks=False, deterministic=False)
+
+
+def ours(fake: Fake) -> Flash2:
+    return Flash2([fake], tried=False)
+
+
+def answers(case: Case, size: int, road: Road = "ring") -> tuple[Answer, Answer, Fake]:
+    x = inputs(case, torch.float32)
+    mask = mask_of(case, x["documents"])
+    params = Params(case.head_dim**-0.5 if case.scale is None else case.scale, case.softcap, x["sinks"])
+    tensors = x["q"], x["k"], x["v"], x["dout"]
+    fake = Fake()
+    got = replay(ours(fake), *tensors, mask, size, params, torch.float32, road)
+    return got, replay(KERNELS["reference"], *tensors, mask, 1, params, torch.float32), fake
+
+
+def assert_same(got: Answer, want: Answer) -> None:
+    for name in Answer._fields:
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        if name == "lse":
+            assert torch.equal(mine.isinf(), theirs.isinf())
+            mine, theirs = mine.nan_to_num(neginf=0.0), theirs.nan_to_num(neginf=0.0)
+        # Where the exact gradient is zero, what is left is the rounding of float32.
+        assert relative_error(mine, theirs) < 1e-5 or float((mine - theirs).abs().max()) < 2e-5, name
+
+
+WAYS: list[tuple[int, Road]] = [
+    *[(size, "ring") for size in SIZES], (2, "gather"), (8, "gather"), (2, "sparse"), (4, "sparse"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "road"), WAYS)
+@pytest.mark.parametrize("case", EXPRESSIBLE, ids=lambda case: case.why)
+def test_calls_make_the_reference(case: Case, size: int, road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "KEY_BLOCK", 12)  # cases are shorter than the real one
+    case = whole(case, size)
+    if case.length == 0:
+        pytest.skip("nothing is left of it")
+    got, want, _ = answers(case, size, road)
+    assert_same(got, want)
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Mask:
+    """Any band over documents whose keys are hidden at either end: rectangles with many queries and few keys."""
+    lo = draw(st.sampled_from([-FAR, 0, -1, -3, -20]))
+    hi = draw(st.sampled_from([FAR, 0, 1, 2, 5, 20]))
+    length, batch = 32, draw(st.integers(1, 2))
+    documents, hidden = torch.zeros(2, batch, length, dtype=torch.int64).unbind()
+    for row in range(batch):
+        cuts = sorted(draw(st.lists(st.integers(0, length), max_size=8)))
+        for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, length], strict=True)):
+            before, after = draw(st.integers(0, 20)), draw(st.integers(0, 20))
+            documents[row, start:stop] = number if draw(st.integers(0, 5)) else -1
+            hidden[row, start : min(stop, start + before)] = 1
+            hidden[row, max(start, stop - after) : stop] = 1
+    return Mask.of(Band(lo, hi), batch, length, documents, hidden.bool())
+
+
+@given(masks(), st.sampled_from([1, 2, 4]), st.sampled_from(["ring", "gather", "sparse"]))
+@settings(max_examples=150, deadline=None)
+def test_any_band_over_hidden_keys(mask: Mask, size: int, road: Road) -> None:
+    assert not mask.holes
+    generator = torch.Generator().manual_seed(0)
+    batch = len(mask.terms[0][1])
+    q, k, v, dout = (torch.randn(batch, 32, heads, 4, generator=generator) for heads in (4, 2, 2, 4))
+    got = replay(ours(Fake()), q, k, v, dout, mask, size, Params(0.5), torch.float32, road)
+    assert_same(got, replay(KERNELS["reference"], q, k, v, dout, mask, 1, Params(0.5), torch.float32))
+
+
+@pytest.mark.parametrize("band", [(0, FAR), (-FAR, 2), (0, 2), (-1, 7), (-FAR, FAR)])
+def test_more_queries_than_keys_are_cut_out_of_the_traps(band: tuple[int, int]) -> None:
+    """Issue 895 of flash-attention: a right bound as wide as the keys is dropped, and none beside a left one is not."""
+    mask = Mask.of(Band(*band), 1, 40, None, torch.arange(40)[None] >= 3)
+    q, k, v, dout = torch.randn(4, 1, 40, 2, 4).unbind()
+    fake = Fake()
+    got = replay(ours(fake), q, k, v, dout, mask, 1, Params(0.5), torch.float32)
+    assert_same(got, replay(KERNELS["reference"], q, k, v, dout, mask, 1, Params(0.5), torch.float32))
+    assert len(fake.calls) <= 2 * 3
+
+
+def test_each_contribution_is_rounded_to_the_inputs_dtype() -> None:
+    case = plain(96, heads=4, kv_heads=4)
+    x = inputs(case, torch.bfloat16)
+    kernel, tensors = ours(Fake()), (x["q"], x["k"], x["v"], x["dout"])
+    one, many, narrow = (
+        replay(kernel, *tensors, mask_of(case, None), size, Params(0.3), wide)
+        for size, wide in ((1, torch.float32), (4, torch.float32), (4, None))
+    )
+    for name in ("dq", "dk", "dv"):
+        first, sums = getattr(one, name), getattr(many, name)
+        assert torch.equal(first, first.bfloat16().float()), "one call: what left it in 16 bits"
+        assert not torch.equal(sums, sums.bfloat16().float()), "several calls: float32 sums of such"
+        assert torch.equal(getattr(narrow, name), sums.bfloat16())
+    assert kernel.rounds_gradients(REQUEST)
+
+
+MANY = (packed(*[5] * 18, 6),)
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "forward", "backward"),
+    [
+        # one call forward and one backward
+        (plain(96), 1, 1, 1),
+        (plain(96, batch=2), 1, 1, 1),
+        # forward two a rank, for its two chunks, which are one on the last rank; backward one a pair of chunks
+        (plain(96), 2, 3, 4),
+        (plain(96, batch=2), 2, 3, 4),
+        (plain(96), 4, 7, 16),
+        # documents: one packed call, and one for the document that lies in two chunks
+        (plain(96, documents=MANY), 1, 1, 1),
+        (plain(96, batch=2, documents=MANY * 2), 1, 1, 1),
+        (plain(96, documents=MANY, band=(0, 3)), 1, 1, 1),
+        (plain(96, documents=MANY, band=(None, None)), 1, 1, 1),
+        (plain(96, documents=MANY), 2, 2, 2 + 2),
+        (plain(96, band=(0, 10)), 1, 1, 1),
+    ],
+)
+def test_as_few_calls_as_can_be(case: Case, size: int, forward: int, backward: int) -> None:
+    _, _, fake = answers(case, size)
+    kinds = [kind for kind, _, _ in fake.calls]
+    assert (kinds.count("forward"), kinds.count("backward")) == (forward, backward)
+
+
+def test_packed_rows_without_padding_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "index_select", None)
+    monkeypatch.setattr(torch.Tensor, "index_add_", None)
+    answers(plain(96, batch=2, documents=MANY * 2), 1)
+
+
+def test_a_query_with_two_tiles_is_no_softmax_of_its_own() -> None:
+    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 8, 2, 8)
+    table = torch.tensor([Tile(0, 0, 4, 4, at, 2, at, 0, FAR) for at in (0, 4)])
+    with pytest.raises(AssertionError, match="a query met two tiles"):
+        ours(Fake()).forward(q, k, k, table, Params(1.0))
+
+
+def test_a_table_without_tiles() -> None:
+    q, k, table = torch.randn(2, 5, 2, 8), torch.randn(2, 3, 2, 8), torch.empty(0, 9, dtype=torch.int64)
+    sinks, fake = torch.tensor([1.0, -torch.inf]), Fake()
+    for given_sinks, want in ((None, [-torch.inf] * 2), (sinks, sinks.tolist())):
+        out, lse = ours(fake).forward(q, k, k, table, Params(1.0, sinks=given_sinks))
+        assert out.shape == q.shape and not out.any() and lse[0, :, 0].tolist() == want
+    assert not fake.calls
+
+
+def test_views_with_any_strides() -> None:
+    case = plain(30, batch=2, heads=4, kv_heads=2)
+    x = inputs(case, torch.float32)
+    mask, tensors = mask_of(case, None), [x["q"], x["k"], x["v"], x["dout"]]
+    heads_first = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in tensors]
+    apart = [y.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0) for y in tensors]
+    first, *others = (
+        replay(ours(Fake()), q, k, v, dout, mask, 1, Params(0.3), torch.float32)
+        for q, k, v, dout in (tensors, heads_first, apart)
+    )
+    for other in others:
+        assert_same(other, first)
+
+
+# ---- what is refused, and who serves -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (replace(REQUEST, device="cpu"), "needs an NVIDIA GPU, got tensors on cpu"),
+        (replace(REQUEST, dtype=torch.float32), "computes in bfloat16 or float16, got torch.float32"),
+        (replace(REQUEST, head_dim=192), "keys and values must be of one width, got 192 and 128"),
+        (replace(REQUEST, head_dim=264, value_dim=264), "heads are a multiple of 8 wide, 256 at most, got 264"),
+        (replace(REQUEST, head_dim=100, value_dim=100), "heads are a multiple of 8 wide, 256 at most, got 100"),
+        (replace(REQUEST, holes=True), "a document's keys must be one run"),
+        (replace(REQUEST, score_mod=True), "it has no score_mod"),
+    ],
+)
+def test_what_is_refused_says_why(request_: Request, words: str) -> None:
+    kernel = Flash2([Fake()])
+    assert kernel.unsupported(REQUEST) == []
+    (reason,) = kernel.unsupported(request_)
+    assert words in reason
+
+
+def test_the_first_library_that_can_serves_and_every_reason_is_given() -> None:
+    unable, able, idle = Fake(["it is tired", "it is Saturday"]), Fake(), Fake()
+    assert Flash2([unable]).unsupported(REQUEST) == ["fake: it is tired", "fake: it is Saturday"]
+    kernel = Flash2([unable, able, idle])
+    assert kernel.unsupported(REQUEST) == []
+    q = torch.randn(1, 4, 2, 8)
+    kernel.forward(q, q, q, torch.tensor([Tile(0, 0, 4, 0, 0, 4, 0, 0, FAR)]), Params(1.0))
+    assert able.calls and not unable.calls and not idle.calls
+
+
+def test_a_library_that_computes_another_attention_does_not_serve() -> None:
+    wrong, right = Fake(shift=1), Fake()
+    reasons = Flash2([wrong]).unsupported(REQUEST)
+    assert [reason.rpartition(",")[0] for reason in reasons] == [
+        f"fake: a small attention {what} came out wrong here" for what in ("causal", "with a window", "of documents")
+    ]
+    assert Flash2([wrong, right]).unsupported(REQUEST) == []
+
+
+def test_a_library_that_fails_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    broken = Fake()
+    monkeypatch.setattr(broken, "backward", fail)
+    assert Flash2([broken]).unsupported(REQUEST) == ["fake: a small attention failed: no kernel image is available"]
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here is one")
+    assert Flash2().unsupported(REQUEST) == ["needs an NVIDIA GPU, and torch finds none"]
+
+
+def test_auto_takes_it_after_those_that_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounding = [kernel.rounds_gradients(REQUEST) for name, kernel in KERNELS.items() if name != "reference"]
+    assert rounding == sorted(rounding)
+    assert list(KERNELS)[-2:] == ["flash2", "reference"]
+    for name in ("flash4", "triton", "flash2"):
+        monkeypatch.setattr(type(KERNELS[name]), "unsupported", lambda *_: [])
+    assert choose("auto", REQUEST).name == "flash4"
+    for name in ("flash4", "triton"):
+        monkeypatch.setattr(type(KERNELS[name]), "unsupported", lambda *_: ["no"])
+    assert choose("auto", REQUEST).name == "flash2"
+
+
+def test_the_backward_needs_the_forwards_out() -> None:
+    kernel: Kernel = ours(Fake())
+    q, lse = torch.randn(1, 4, 2, 8), torch.zeros(1, 2, 4)
+    into = Gradients(*map(torch.zeros_like, (q, q, q)))  # type: ignore[arg-type]  # three tensors
+    with pytest.raises(AssertionError, match="of out"):
+        kernel.backward(q, q, q, q, lse, lse, torch.empty(0, 9, dtype=torch.int64), Params(1.0), into)
+
+
+# ---- the two libraries ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of torch with flash attention, as far as it says."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(libraries, "_torch_differences", libraries._torch_differences.__wrapped__)
+
+
+@pytest.mark.usefixtures("built")
+def test_torchs_own_serves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Torch()
+    assert library.reasons(False, False) == []
+    assert library.reasons(True, True) == [
+        "it has no softcap", "it is deterministic only if the whole process is (torch.use_deterministic_algorithms)",
+    ]  # fmt: skip
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
+    (reason,) = library.reasons(False, False)
+    assert reason == "torch was told to use FA4 in its place (restore_flash_attention_impl() undoes it)"
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("constant", ["FORWARD", "BACKWARD"])
+def test_an_op_of_torch_with_other_parameters_is_a_reason(constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, constant, getattr(libraries, constant).replace("is_causal", "mask"))
+    assert Torch().reasons(False, False) == [
+        f"the parameters of torch's _flash_attention_{constant.lower()} have changed"
+    ]
+
+
+def test_an_op_that_needs_more_has_changed() -> None:
+    first_nine = " ".join(libraries.FORWARD.split()[:9])
+    (reason,) = libraries._changed("it", torch.ops.aten._flash_attention_forward, first_nine)
+    assert reason == "the parameters of it have changed"
+
+
+def test_a_build_of_torch_without_flash_attention_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert libraries._torch_differences.__wrapped__() == ("this build of torch has none",)
+
+
+@pytest.mark.parametrize("bounds", [Bounds(None, None), Bounds(None, 0), Bounds(7, 3)])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_torchs_ops_take_what_they_are_given(bounds: Bounds, lengths: bool) -> None:
+    """Without data: torch's own shape functions see the calls."""
+    shape, stats = ((20,), (4, 20)) if lengths else ((2, 10), (2, 4, 10))
+    q, dout = (torch.empty(*shape, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    k = torch.empty(*shape, 2, 64, dtype=torch.bfloat16, device="meta")
+    starts = torch.empty(3, dtype=torch.int32, device="meta")
+    entries = Lengths(starts, starts, 12, 12) if lengths else None
+    out, lse = Torch().forward(q, k, k, Params(0.1), bounds, entries)
+    assert out.shape == q.shape and lse.shape == stats and lse.dtype == torch.float32
+    gradients = Torch().backward(dout, q, k, k, out, lse, Params(0.1), bounds, entries)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
+
+
+def test_the_package_is_asked_only_for_known_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "version", {"flash-attn": "3.0.1"}.__getitem__)
+    (reason,) = libraries._package.__wrapped__().reasons
+    assert reason == "version 3.0.1 is not known here (2.7., 2.8.x are)"
+    monkeypatch.setattr(libraries, "version", {"flash-attn": "2.8.3"}.__getitem__)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    (reason,) = libraries._package.__wrapped__().reasons
+    assert reason.startswith("it does not import: ")
+
+
+def test_the_package_gets_its_arguments_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against ops with the parameters of flash-attn 2.8's, which compute with the fake."""
+    from package_flash2 import OPS, fake
+
+    monkeypatch.setattr(libraries, "version", {"flash-attn": "2.8.3"}.__getitem__)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", SimpleNamespace(**OPS))
+    installed = libraries._package.__wrapped__()
+    assert installed.reasons == ()
+    monkeypatch.setattr(libraries, "_package", lambda: installed)
+    kernel = Flash2([Package()])
+    asked = replace(REQUEST, softcap=True, deterministic=True)
+    assert kernel.unsupported(REQUEST) == kernel.unsupported(asked) == [], "it passes the trial"
+    fake.calls.clear()
+    case = next(case for case in CASES if case.why.startswith("window, documents, padding"))
+    x = inputs(replace(case, head_dim=8, value_dim=8), torch.bfloat16)
+    params = Params(0.5, 2.5, None, deterministic=True)
+    tensors = x["q"], x["k"], x["v"], x["dout"]
+    got = replay(kernel, *tensors, mask_of(case, x["documents"]), 1, params)
+    want = replay(ours(Fake()), *tensors, mask_of(case, x["documents"]), 1, params)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert {kind for kind, _, _ in fake.calls} == {"forward", "backward"}
+
+
+def test_a_package_with_other_parameters_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from package_flash2 import OPS
+
+    monkeypatch.setattr(libraries, "version", {"flash-attn": "2.8.3"}.__getitem__)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    changed = OPS | {"_wrapped_flash_attn_backward": OPS["_wrapped_flash_attn_forward"]}
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", SimpleNamespace(**changed))
+    assert libraries._package.__wrapped__().reasons == ("the parameters of its _flash_attn_backward have changed",)
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    code = (
+        "import sys, torch; from hf_ring_attn.kernels import KERNELS, Request\n"
+        "request = Request('cpu', torch.bfloat16, 8, 2, 128, 128, softcap=True, sinks=False, deterministic=False)\n"
+        "assert KERNELS['flash2'].unsupported(request)\n"
+        "assert 'flash_attn' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
