@@ -12,7 +12,9 @@ from . import errors
 from .integration.patches import TESTED
 from .kernels import KERNELS, Request, choose
 
-PACKAGES = ("hf-ring-attn", "torch", "transformers", "accelerate", "peft", "trl", "triton", "flash-attn-4")
+PACKAGES = (
+    "hf-ring-attn", "torch", "transformers", "accelerate", "peft", "trl", "triton", "flash-attn-4", "flash-attn",
+)  # fmt: skip
 
 
 def report(request: Request) -> str:
