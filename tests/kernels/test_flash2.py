@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checks import Ranks, distance, narrow_answer, worst
 from fake_flash2 import Fake
 from hf_ring_attn import tables
+from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Request, choose
 from hf_ring_attn.kernels.flash2 import Flash2
 from hf_ring_attn.kernels.flash2.calls import plan
 from hf_ring_attn.kernels.flash4.calls import Packed
 from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import UNBOUNDED as FAR
 from hf_ring_attn.mask import CAUSAL, Band, Mask, Tile, tiles
+from hf_ring_attn.mask import UNBOUNDED as FAR
 from hf_ring_attn.testing import Case, inputs, packed, relative_error
+from rank_functions import Answer as Answers
+from rank_functions import attention
+from rank_functions import whole as gathered
 from replay import Answer, Road, replay
 from test_flash4 import EXPRESSIBLE, mask_of, plain, whole
 
@@ -209,6 +216,22 @@ def test_views_with_any_strides() -> None:
     )
     for other in others:
         assert_same(other, first)
+
+
+def through_the_ring(case: Case, config: RingConfig) -> Answers:
+    """This rank's share by the public function, in float32."""
+    fakes = {"flash2": ours(Fake())}
+    with mock.patch.dict(KERNELS, fakes), mock.patch.object(Flash2, "unsupported", return_value=[]):
+        return attention(case, config, given=inputs(case, torch.float32))
+
+
+@pytest.mark.parametrize("backward", ["ring", "gather"])
+def test_real_ranks_hand_it_the_out_of_its_heads(ranks: Ranks, backward: Literal["ring", "gather"]) -> None:
+    case = next(case for case in EXPRESSIBLE if case.why == "sinks, grouped heads")
+    config = RingConfig(kernel="flash2", backward=backward, heads_per_gather=1)
+    got = gathered(ranks(2).run(through_the_ring, case, config), case.length)
+    errors = distance(got, narrow_answer(case, torch.float32))
+    assert worst(errors) < 2e-6, errors
 
 
 # ---- what is refused, and who serves -------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class Block:
         x[self.rows, self.tokens] = part
 
     def add(self, x: Tensor, part: Tensor) -> None:
-        x[self.rows, self.tokens] += part
+        x[self.rows, self.tokens].add_(part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +208,7 @@ class Listed:
         if isinstance(self.index, Tensor):
             rows.index_add_(0, self.index, part.to(x.dtype))
         else:
-            rows[self.index] += part
+            rows[self.index].add_(part)
 
 
 @dataclass(frozen=True, eq=False)
