@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 from unittest import mock
 
@@ -15,7 +14,7 @@ from checks import Ranks, distance, narrow_answer, worst
 from fake_flash2 import Fake
 from hf_ring_attn import tables
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Request, choose
+from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Request
 from hf_ring_attn.kernels.flash2 import Flash2
 from hf_ring_attn.kernels.flash2.calls import plan
 from hf_ring_attn.kernels.flash4.calls import Packed
@@ -218,6 +217,32 @@ def test_views_with_any_strides() -> None:
         assert_same(other, first)
 
 
+@pytest.mark.parametrize("case", [plain(96, batch=2, documents=MANY * 2, heads=4, sinks=True), plain(30, heads=4)])
+def test_some_heads_of_a_larger_tensor(case: Case) -> None:
+    """out and the sums of gradients may be views of a few heads."""
+    x, kernel = inputs(case, torch.float32), ours(Fake())
+    q, k, v, dout, sinks = x["q"], x["k"], x["v"], x["dout"], x["sinks"]
+    runs = Layout(case.length, 1, 0).whole()
+    table, params = tiles(mask_of(case, x["documents"]), runs, runs), Params(0.3, sinks=sinks)
+    want, want_lse = kernel.forward(q, k, v, table, params)
+    out, lse = torch.full_like(want, torch.nan), torch.empty_like(want_lse)
+    sums = [[kernel.new_gradient(y) for y in (q, k, v)] for _ in range(2)]
+    of_all = Gradients(sums[0][0], sums[0][1], sums[0][2])
+    kernel.backward(dout, q, k, v, want_lse, want_lse, table, params, of_all, want)
+    per_key_head = 4 // case.kv_heads
+    for head in range(case.kv_heads):
+        mine, of_k = slice(head * per_key_head, (head + 1) * per_key_head), slice(head, head + 1)
+        few, some = params.of_heads(mine), (q[:, :, mine], k[:, :, of_k], v[:, :, of_k])
+        lse[:, mine] = kernel.forward(*some, table, few, out[:, :, mine])[1]
+        dq, dk, dv = (kernel.of_heads(y, part) for y, part in zip(sums[1], (mine, of_k, of_k), strict=True))
+        kernel.backward(
+            dout[:, :, mine], *some, want_lse[:, mine], want_lse[:, mine], table, few, Gradients(dq, dk, dv),
+            out[:, :, mine],
+        )  # fmt: skip
+    for got, whole_one in zip((out, lse, *sums[1]), (want, want_lse, *sums[0]), strict=True):
+        assert relative_error(got, whole_one) < 1e-6
+
+
 def through_the_ring(case: Case, config: RingConfig) -> Answers:
     """This rank's share by the public function, in float32."""
     fakes = {"flash2": ours(Fake())}
@@ -232,74 +257,6 @@ def test_real_ranks_hand_it_the_out_of_its_heads(ranks: Ranks, backward: Literal
     got = gathered(ranks(2).run(through_the_ring, case, config), case.length)
     errors = distance(got, narrow_answer(case, torch.float32))
     assert worst(errors) < 2e-6, errors
-
-
-# ---- what is refused, and who serves -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        (replace(REQUEST, device="cpu"), "needs an NVIDIA GPU, got tensors on cpu"),
-        (replace(REQUEST, dtype=torch.float32), "computes in bfloat16 or float16, got torch.float32"),
-        (replace(REQUEST, head_dim=192), "keys and values must be of one width, got 192 and 128"),
-        (replace(REQUEST, head_dim=264, value_dim=264), "heads are a multiple of 8 wide, 256 at most, got 264"),
-        (replace(REQUEST, head_dim=100, value_dim=100), "heads are a multiple of 8 wide, 256 at most, got 100"),
-        (replace(REQUEST, holes=True), "a document's keys must be one run"),
-        (replace(REQUEST, score_mod=True), "it has no score_mod"),
-    ],
-)
-def test_what_is_refused_says_why(request_: Request, words: str) -> None:
-    kernel = Flash2([Fake()])
-    assert kernel.unsupported(REQUEST) == []
-    (reason,) = kernel.unsupported(request_)
-    assert words in reason
-
-
-def test_the_first_library_that_can_serves_and_every_reason_is_given() -> None:
-    unable, able, idle = Fake(["it is tired", "it is Saturday"]), Fake(), Fake()
-    assert Flash2([unable]).unsupported(REQUEST) == ["fake: it is tired", "fake: it is Saturday"]
-    kernel = Flash2([unable, able, idle])
-    assert kernel.unsupported(REQUEST) == []
-    q = torch.randn(1, 4, 2, 8)
-    kernel.forward(q, q, q, torch.tensor([Tile(0, 0, 4, 0, 0, 4, 0, 0, FAR)]), Params(1.0))
-    assert able.calls and not unable.calls and not idle.calls
-
-
-def test_a_library_that_computes_another_attention_does_not_serve() -> None:
-    wrong, right = Fake(shift=1), Fake()
-    reasons = Flash2([wrong]).unsupported(REQUEST)
-    assert [reason.rpartition(",")[0] for reason in reasons] == [
-        f"fake: a small attention {what} came out wrong here" for what in ("causal", "with a window", "of documents")
-    ]
-    assert Flash2([wrong, right]).unsupported(REQUEST) == []
-
-
-def test_a_library_that_fails_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("no kernel image is available")
-
-    broken = Fake()
-    monkeypatch.setattr(broken, "backward", fail)
-    assert Flash2([broken]).unsupported(REQUEST) == ["fake: a small attention failed: no kernel image is available"]
-
-
-def test_without_a_gpu_it_says_so() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("here is one")
-    assert Flash2().unsupported(REQUEST) == ["needs an NVIDIA GPU, and torch finds none"]
-
-
-def test_auto_takes_it_after_those_that_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounding = [kernel.rounds_gradients(REQUEST) for name, kernel in KERNELS.items() if name != "reference"]
-    assert rounding == sorted(rounding)
-    assert list(KERNELS)[-2:] == ["flash2", "reference"]
-    for name in ("flash4", "triton", "flash2"):
-        monkeypatch.setattr(type(KERNELS[name]), "unsupported", lambda *_: [])
-    assert choose("auto", REQUEST).name == "flash4"
-    for name in ("flash4", "triton"):
-        monkeypatch.setattr(type(KERNELS[name]), "unsupported", lambda *_: ["no"])
-    assert choose("auto", REQUEST).name == "flash2"
 
 
 def test_the_backward_needs_the_forwards_out() -> None:

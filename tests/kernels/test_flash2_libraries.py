@@ -1,4 +1,4 @@
-"""The two libraries behind flash2: what is asked of them, in which order, and why they may not be used."""
+"""Who serves flash2, and why not: the two libraries, what is asked of them, and in which order."""
 
 from __future__ import annotations
 
@@ -11,15 +11,84 @@ import pytest
 import torch
 
 from fake_flash2 import Fake
-from hf_ring_attn.kernels import Params
+from hf_ring_attn.kernels import KERNELS, Params, Request, choose
 from hf_ring_attn.kernels.flash2 import Flash2, libraries
 from hf_ring_attn.kernels.flash2.libraries import Lengths, Package, Torch
 from hf_ring_attn.kernels.flash4.calls import Bounds
+from hf_ring_attn.mask import UNBOUNDED, Tile
 from hf_ring_attn.testing import CASES, inputs
 from package_flash2 import OPS, fake
 from replay import replay
 from test_flash2 import REQUEST
 from test_flash4 import mask_of
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (replace(REQUEST, device="cpu"), "needs an NVIDIA GPU, got tensors on cpu"),
+        (replace(REQUEST, dtype=torch.float32), "computes in bfloat16 or float16, got torch.float32"),
+        (replace(REQUEST, head_dim=192), "keys and values must be of one width, got 192 and 128"),
+        (replace(REQUEST, head_dim=264, value_dim=264), "heads are a multiple of 8 wide, 256 at most, got 264"),
+        (replace(REQUEST, head_dim=100, value_dim=100), "heads are a multiple of 8 wide, 256 at most, got 100"),
+        (replace(REQUEST, holes=True), "a document's keys must be one run"),
+        (replace(REQUEST, score_mod=True), "it has no score_mod"),
+    ],
+)
+def test_what_is_refused_says_why(request_: Request, words: str) -> None:
+    kernel = Flash2([Fake()])
+    assert kernel.unsupported(REQUEST) == []
+    (reason,) = kernel.unsupported(request_)
+    assert words in reason
+
+
+def test_the_first_library_that_can_serves_and_every_reason_is_given() -> None:
+    unable, able, idle = Fake(["it is tired", "it is Saturday"]), Fake(), Fake()
+    assert Flash2([unable]).unsupported(REQUEST) == ["fake: it is tired", "fake: it is Saturday"]
+    kernel = Flash2([unable, able, idle])
+    assert kernel.unsupported(REQUEST) == []
+    q = torch.randn(1, 4, 2, 8)
+    kernel.forward(q, q, q, torch.tensor([Tile(0, 0, 4, 0, 0, 4, 0, 0, UNBOUNDED)]), Params(1.0))
+    assert able.calls and not unable.calls and not idle.calls
+
+
+def test_a_library_that_computes_another_attention_does_not_serve() -> None:
+    wrong, right = Fake(shift=1), Fake()
+    reasons = Flash2([wrong]).unsupported(REQUEST)
+    assert [reason.rpartition(",")[0] for reason in reasons] == [
+        f"fake: a small attention {what} came out wrong here" for what in ("causal", "with a window", "of documents")
+    ]
+    assert Flash2([wrong, right]).unsupported(REQUEST) == []
+
+
+def test_a_library_that_fails_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    broken = Fake()
+    monkeypatch.setattr(broken, "backward", fail)
+    assert Flash2([broken]).unsupported(REQUEST) == ["fake: a small attention failed: no kernel image is available"]
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here is one")
+    assert Flash2().unsupported(REQUEST) == ["needs an NVIDIA GPU, and torch finds none"]
+
+
+def test_auto_takes_it_after_those_that_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounding = [kernel.rounds_gradients(REQUEST) for name, kernel in KERNELS.items() if name != "reference"]
+    assert rounding == sorted(rounding)
+    assert list(KERNELS)[-2:] == ["flash2", "reference"]
+    for name in ("flash4", "triton", "flash2"):
+        monkeypatch.setattr(type(KERNELS[name]), "unsupported", lambda *_: [])
+    assert choose("auto", REQUEST).name == "flash4"
+    for name in ("flash4", "triton"):
+        monkeypatch.setattr(type(KERNELS[name]), "unsupported", lambda *_: ["no"])
+    assert choose("auto", REQUEST).name == "flash2"
+
+
+# ---- the two libraries ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -43,12 +43,15 @@ class Flash2:
         self._trials: dict[tuple[Library, bool, bool], tuple[str, ...]] = {}
         self._places: weakref.WeakKeyDictionary[Packed, dict[torch.device, Where]] = weakref.WeakKeyDictionary()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As in the contract; ``out`` is where out is written, some heads of a tensor of more, or None."""
         library = self._library(params)
         batch, tokens, heads, _ = q.shape
         calls, once = plan(tiles, tokens, k.shape[1])
         assert once, "a query met two tiles: unsupported() should have refused holes"
-        out = q.new_zeros(batch, tokens, heads, v.shape[3])
+        out = q.new_zeros(batch, tokens, heads, v.shape[3]) if out is None else out.zero_()
         lse = q.new_full((batch, tokens, heads), -torch.inf, dtype=torch.float32)
         for call in calls:
             where = self._where(call, q.device)
@@ -62,7 +65,8 @@ class Flash2:
             # A sink is one more key, without a value. It makes every weight smaller by the same factor.
             total = torch.logaddexp(lse, params.sinks.float())
             share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
-            out, lse = (out * share[..., None]).to(out.dtype), total
+            out.copy_(out * share[..., None])
+            lse = total
         return out, lse.transpose(1, 2).contiguous()
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
@@ -71,6 +75,10 @@ class Flash2:
 
     def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
         return torch.zeros(chunk.shape, dtype=torch.float32, device=chunk.device)
+
+    def of_heads(self, accumulator: Tensor, heads: slice) -> Tensor:
+        """Some heads of an accumulator, as a view."""
+        return accumulator[:, :, heads]
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
