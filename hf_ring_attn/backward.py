@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .kernels import Gradients, Kernel, Params, Place, accumulate_dtype
 from .layout import Layout
-from .tables import Tables
+from .tables import Segments, Tables
 from .traffic import Sums, Traffic, lanes_of, seen_by_heads
 
 
@@ -97,23 +97,23 @@ class _Backward:
         per_key_head = self.q.shape[2] // self.k.shape[2]
         mine = slice(heads.start * per_key_head, heads.stop * per_key_head)
         return _Queries(
-            self.q[:, :, mine], self.dout[:, :, mine], self.lse[:, mine], self.delta[:, mine],
+            self.q[:, :, mine], self.dout[:, :, mine], self.out[:, :, mine], self.lse[:, mine], self.delta[:, mine],
             self.kernel.of_heads(self.dq, mine), self.params.of_heads(mine),
         )  # fmt: skip
 
-    def _new_sums(self, k: Tensor, v: Tensor, segments: Tensor) -> Sums:
+    def _new_sums(self, k: Tensor, v: Tensor, segments: Segments) -> Sums:
         new = self.kernel.new_gradient
         return new(k, self._place("k", k, segments)), new(v, self._place("v", v, segments))
 
-    def _add(self, of: _Queries, k: Tensor, v: Tensor, segments: Tensor, tiles: Tensor, sums: Sums) -> None:
+    def _add(self, of: _Queries, k: Tensor, v: Tensor, segments: Segments, tiles: Tensor, sums: Sums) -> None:
         """Adds the gradients of these tiles to ``sums`` and to that of the queries; segments: those of the keys."""
         of_q, of_k, of_v = (
             self._place("q", of.q, self.tables.queries), self._place("k", k, segments), self._place("v", v, segments),
         )  # fmt: skip
         into = Gradients(of.dq, *sums, (of_q, of_k, of_v), self.extra)
-        self.kernel.backward(of.dout, of.q, k, v, of.lse, of.delta, tiles, of.params, into)
+        self.kernel.backward(of.dout, of.q, k, v, of.lse, of.delta, tiles, of.params, into, of.out)
 
-    def _finished(self, k: Tensor, v: Tensor, segments: Tensor, sums: Sums, dtype: torch.dtype) -> Sums:
+    def _finished(self, k: Tensor, v: Tensor, segments: Segments, sums: Sums, dtype: torch.dtype) -> Sums:
         finish = self.kernel.finish
         of_k, of_v = self._place("k", k, segments), self._place("v", v, segments)
         return finish(sums[0], dtype, of_k), finish(sums[1], dtype, of_v)
@@ -125,11 +125,11 @@ class _Backward:
             return self.tables.exchange.give_back(ring, gradient, tokens)
         return ring.reduce_scatter(Layout(tokens * ring.size, ring.size, ring.rank).split(gradient))
 
-    def _place(self, of: Literal["q", "k", "v"], x: Tensor, segments: Tensor) -> Place:
-        """Where the gradient of ``x`` goes, given its segments as `Tables` has them."""
+    def _place(self, of: Literal["q", "k", "v"], x: Tensor, segments: Segments) -> Place:
+        """Where the gradient of ``x`` goes."""
         widths = self.q.shape[3], self.v.shape[3]
         scale = 1.0 if of == "v" else self.params.scale
-        return Place(of, tuple(x.shape), widths, segments[:, :3], bool(segments[:, 3].any()), scale)
+        return Place(of, tuple(x.shape), widths, *segments, scale)
 
 
 class _Queries(NamedTuple):
@@ -137,6 +137,7 @@ class _Queries(NamedTuple):
 
     q: Tensor
     dout: Tensor
+    out: Tensor
     lse: Tensor
     delta: Tensor
     dq: Tensor

@@ -11,7 +11,9 @@ import torch
 from .integration.patches import TESTED
 from .kernels import KERNELS, Request, named
 
-PACKAGES = ("hf-ring-attn", "torch", "transformers", "accelerate", "peft", "trl", "triton", "flash-attn-4")
+PACKAGES = (
+    "hf-ring-attn", "torch", "transformers", "accelerate", "peft", "trl", "triton", "flash-attn-4", "flash-attn",
+)  # fmt: skip
 
 
 def report(request: Request) -> tuple[str, bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,9 +64,21 @@ class Plan:
         return cls(ring.name, torch.cat(sections), stops, mask.holes)
 
 
+class Segments(NamedTuple):
+    """As in `Place`: [n, 3], and whether every batch row and every rank's tensor has the same."""
+
+    table: Tensor
+    shared: bool
+
+    @classmethod
+    def of(cls, section: Tensor) -> Segments:
+        """From [n, 9]: the three columns, whether they are shared, and zeros."""
+        return cls(section[:, :3].contiguous(), bool(section[:, 3].any()))
+
+
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """A plan's sections. Segments are [n, 9]: a `Place`'s three columns, whether they are shared, and zeros.
+    """A plan's sections.
 
     Args:
         forward: tiles of this rank's queries against the whole row, or against the keys that it sees.
@@ -75,10 +88,10 @@ class Tables:
     """
 
     forward: Tensor
-    queries: Tensor
-    keys: Tensor
+    queries: Segments
+    keys: Segments
     backward: Sequence[Tensor] = ()
-    segments: Sequence[Tensor] = ()
+    segments: Sequence[Segments] = ()
     exchange: Exchange | None = None
 
     @classmethod
@@ -87,13 +100,14 @@ class Tables:
         known: Tables | None = _KNOWN.get(table)
         if known is None:
             # Copies: a view would keep the table alive, and with it this entry.
-            forward, queries, keys, *rest = (section.clone() for section in table.tensor_split(stops[:-2]))
+            forward, of_queries, of_keys, *rest = (section.clone() for section in table.tensor_split(stops[:-2]))
+            queries, keys = Segments.of(of_queries), Segments.of(of_keys)
             if ring_size == 1:
                 known = cls(forward, queries, keys, [forward], [keys])
             elif stops[-1]:
                 known = cls(forward, queries, keys, exchange=Exchange.of(rest[0], rest[1], ring_size))
             else:
-                known = cls(forward, queries, keys, rest[:ring_size], rest[ring_size:])
+                known = cls(forward, queries, keys, rest[:ring_size], [Segments.of(x) for x in rest[ring_size:]])
             _KNOWN[table] = known
         return known
 

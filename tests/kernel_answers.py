@@ -48,7 +48,7 @@ def computed(kernel: Kernel, case: Case, x: Inputs, table: Tensor, out: Tensor |
     mine, lse = kernel.forward(q, k, v, table, params)
     delta = kernel.delta(dout, mine if out is None else out)
     into = Gradients(kernel.new_gradient(q), kernel.new_gradient(k), kernel.new_gradient(v))
-    kernel.backward(dout, q, k, v, lse, delta, table, params, into)
+    kernel.backward(dout, q, k, v, lse, delta, table, params, into, mine if out is None else out)
     return {"out": mine, "lse": lse, "dq": into.dq, "dk": into.dk, "dv": into.dv}
 
 

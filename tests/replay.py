@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_ring_attn.kernels import Gradients, Kernel, Params, Place
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import Mask
-from hf_ring_attn.tables import Plan, Tables, seen_keys
+from hf_ring_attn.tables import Plan, Segments, Tables, seen_keys
 
 
 class Answer(NamedTuple):
@@ -46,12 +46,13 @@ class Rank(NamedTuple):
 Road = Literal["ring", "gather", "sparse"]
 
 
-def places(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, scale: float) -> tuple[Place, Place, Place]:
+def places(
+    q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float
+) -> tuple[Place, Place, Place]:
     widths = q.shape[3], v.shape[3]
-    of_q, of_k = ((table[:, :3], bool(table[:, 3].any())) for table in (queries, keys))
     return (
-        Place("q", tuple(q.shape), widths, *of_q, scale), Place("k", tuple(k.shape), widths, *of_k, scale),
-        Place("v", tuple(v.shape), widths, *of_k, 1.0),
+        Place("q", tuple(q.shape), widths, *queries, scale), Place("k", tuple(k.shape), widths, *keys, scale),
+        Place("v", tuple(v.shape), widths, *keys, 1.0),
     )  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def replay(
             home = places(mine, kk, vv, rank.tables.queries, rank.tables.keys, params.scale)
             new = kernel.new_gradient
             into = Gradients(new(mine, home[0]), new(kk, home[1]), new(vv, home[2]), home)
-            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.forward, params, into)
+            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.forward, params, into, out[:, here])
             dq[:, here] = kernel.finish(into.dq, wide or q.dtype, home[0])
             for total, x, p in zip(sums, (into.dk, into.dv), home[1:], strict=True):
                 total[:, these] += kernel.finish(x, torch.float32, p)
@@ -105,7 +106,7 @@ def replay(
             home = places(mine, kk, vv, rank.tables.queries, rank.tables.segments[source], params.scale)
             sums = travelling[source] or (kernel.new_gradient(kk, home[1]), kernel.new_gradient(vv, home[2]))
             into = Gradients(of_q[r], *sums, home)
-            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.backward[source], params, into)
+            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.backward[source], params, into, out[:, at[r]])
             travelling[source] = sums
     shapes = {tuple(x.shape for x in pair) for pair in travelling if pair is not None}
     assert len(shapes) == 1, "accumulators that travel must have one size"

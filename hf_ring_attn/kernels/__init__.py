@@ -5,13 +5,16 @@ from __future__ import annotations
 from ..config import kernel_from_environment
 from ..errors import BadOption, UnsupportedAttention
 from .base import Gradients, Kernel, Params, Place, Request, accumulate_dtype
+from .flash2 import Flash2
 from .flash4 import Flash4
 from .reference import Reference
 from .score_mod import ScoreFunction, ScoreMod
 from .triton import Triton
 
-KERNELS: dict[str, Kernel] = {"flash4": Flash4(), "triton": Triton(), "reference": Reference()}
-"""Every kernel by name, the preferred one first."""
+KERNELS: dict[str, Kernel] = {
+    "flash4": Flash4(), "triton": Triton(), "flash2": Flash2(), "reference": Reference(),
+}  # fmt: skip
+"""Every kernel by name, the preferred one first: those that round gradients come after those that do not."""
 
 __all__ = [
     "KERNELS",

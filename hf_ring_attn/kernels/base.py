@@ -26,6 +26,15 @@ def row_products(dout: Tensor, out: Tensor) -> Tensor:
     return torch.einsum("bthd,bthd->bht", dout.to(dtype), out.to(dtype))
 
 
+def aligned(x: Tensor) -> Tensor:
+    """``x`` or a copy of it that flash attention can read: 16 bytes at a time, each once."""
+    unit = 16 // x.element_size()
+    strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    if x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(stride and stride % unit == 0 for stride in strides[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 @dataclass(frozen=True, eq=False)
 class Params:
     """What is the same for every tile.
@@ -140,9 +149,12 @@ class Kernel(Protocol):
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
-        params: Params, into: Gradients,
+        params: Params, into: Gradients, out: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Adds the gradients of these tiles into ``into``, given delta [B, H, T] = rowsum(dout * out)."""
+        """Adds the gradients of these tiles into ``into``, given delta [B, H, T] = rowsum(dout * out).
+
+        ``out`` is the forward's: for libraries that make delta themselves. Other kernels do not look at it.
+        """
         ...
 
     def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:

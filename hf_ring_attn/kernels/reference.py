@@ -134,7 +134,7 @@ class Reference:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
-        params: Params, into: Gradients,
+        params: Params, into: Gradients, out: Tensor | None = None,
     ) -> None:  # fmt: skip
         batch, tokens, heads, _ = q.shape
         groups = k.shape[2]

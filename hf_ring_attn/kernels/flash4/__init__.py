@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..base import Gradients, Params, Place, Request
+from ..base import Gradients, Params, Place, Request, aligned
 from .accumulators import finish, in_blocks
 from .blocks import TABLES, Blocks
 from .calls import Call, Dense, Packed, backward_calls, forward_calls
@@ -80,7 +80,7 @@ class Flash4:
         return out, rows_first.contiguous()
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
-        return self.library.delta(_aligned(dout), _aligned(out))
+        return self.library.delta(aligned(dout), aligned(out))
 
     def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
         assert place is not None, "flash4's accumulators are arranged by the place they are for"
@@ -93,7 +93,7 @@ class Flash4:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
-        params: Params, into: Gradients,
+        params: Params, into: Gradients, out: Tensor | None = None,
     ) -> None:  # fmt: skip
         assert into.places is not None, "flash4's accumulators are arranged by the places they are for"
         sides = self.library.sides[into.places[0].widths]
@@ -102,7 +102,7 @@ class Flash4:
         if not calls:
             return
         statistics = self._statistics(lse, delta, of_q)
-        q, k, v, dout = (_aligned(x) for x in (q, k, v, dout))
+        q, k, v, dout = (aligned(x) for x in (q, k, v, dout))
         for call in calls:
             (qs, ks, vs, dos), (lse_log2, deltas, dq, dk, dv) = _parts(
                 call, (q, k, v, dout), (*statistics, into.dq, into.dk, into.dv), of_q, of_k
@@ -179,15 +179,6 @@ def _parts(
         there = slice(start * blocks.side * each, (start + count) * blocks.side * each)
         used.append(x[rows, :, there] if blocks.shared else x[None, :, there])
     return read, used
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """``x`` or a copy of it that the copy engine can read: 16 bytes at a time, each once."""
-    unit = 16 // x.element_size()
-    strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
-    if x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(stride and stride % unit == 0 for stride in strides[:-1]):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _capability() -> tuple[int, int]:

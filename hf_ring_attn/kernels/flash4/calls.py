@@ -7,7 +7,7 @@ left = hi - d and right = d - lo, where d is how far the queries' last position 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -90,28 +90,33 @@ def backward_calls(tiles: Tensor, q: Blocks, k: Blocks) -> tuple[Call, ...]:
     return _backward_calls(tiles.contiguous().numpy().tobytes(), q, k)
 
 
-def _read(table: bytes) -> Iterator[Tile]:
+def read(table: bytes) -> Iterator[Tile]:
+    """The tiles of a table's bytes."""
     numbers, columns = memoryview(table).cast("q"), len(Tile._fields)
     for at in range(0, len(numbers), columns):
         yield Tile(*numbers[at : at + columns])
+
+
+def rectangle(tile: Tile) -> tuple[Rectangle, Bounds]:
+    """Where a tile lies in its tensors, and its band as seen from its lower right corner."""
+    behind = tile.q_position + tile.q_length - tile.k_position - tile.k_length
+    left = None if tile.hi >= UNBOUNDED else tile.hi - behind
+    right = None if tile.lo <= -UNBOUNDED else behind - tile.lo
+    assert (left is None or left >= 0) and (right is None or right >= 0), f"{tile} is not cut to what is visible"
+    at = Rectangle(tile.q_offset, tile.q_offset + tile.q_length, tile.k_offset, tile.k_offset + tile.k_length)
+    return at, Bounds(left, right)
 
 
 @lru_cache(maxsize=256)
 def _forward_calls(table: bytes, batch: int, queries: int, keys: int) -> Forward:
     rows_of: dict[tuple[Rectangle, Bounds], list[int]] = {}
     reach, covered = FREE, [0] * batch
-    for tile in sorted(_read(table)):
+    for tile in sorted(read(table)):
         assert tile.q_offset >= covered[tile.row], "a query met two tiles: unsupported() should have refused holes"
         covered[tile.row] = tile.q_offset + tile.q_length
-        behind = tile.q_position + tile.q_length - tile.k_position - tile.k_length
-        left = None if tile.hi >= UNBOUNDED else tile.hi - behind
-        right = None if tile.lo <= -UNBOUNDED else behind - tile.lo
-        assert (left is None or left >= 0) and (right is None or right >= 0), f"{tile} is not cut to what is visible"
-        reach = Bounds(None if left is None else tile.hi, None if right is None else -tile.lo)
-        rectangle = Rectangle(
-            tile.q_offset, tile.q_offset + tile.q_length, tile.k_offset, tile.k_offset + tile.k_length
-        )
-        rows_of.setdefault((rectangle, Bounds(left, right)), []).append(tile.row)
+        at, bounds = rectangle(tile)
+        reach = Bounds(None if bounds.left is None else tile.hi, None if bounds.right is None else -tile.lo)
+        rows_of.setdefault((at, bounds), []).append(tile.row)
 
     dense = [Dense(rows, *key) for key, row_list in rows_of.items() for rows in _runs(row_list)]
     written = sum((at.q_stop - at.q_start) * len(rows) for (at, _), rows in rows_of.items())
@@ -125,10 +130,11 @@ def _forward_calls(table: bytes, batch: int, queries: int, keys: int) -> Forward
             entries.setdefault(bounds, []).append(
                 Rectangle(at.q_start + q, at.q_stop + q, at.k_start + k, at.k_stop + k)
             )
-    return Forward(tuple(_packed(bounds, dict(enumerate(list_))) for bounds, list_ in entries.items()), whole, reach)
+    return Forward(tuple(packed(bounds, dict(enumerate(list_))) for bounds, list_ in entries.items()), whole, reach)
 
 
-def _packed(bounds: Bounds, entries: dict[int, Rectangle]) -> Packed:
+def packed(bounds: Bounds, entries: dict[int, Rectangle]) -> Packed:
+    """The call of numbered entries; numbers that are left out are entries of no tokens."""
     every = [entries.get(index, Rectangle(0, 0, 0, 0)) for index in range(max(entries) + 1)]
     return Packed(
         bounds,
@@ -168,7 +174,7 @@ class Piece(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _backward_calls(table: bytes, q: Blocks, k: Blocks) -> tuple[Call, ...]:
-    pieces = [piece for tile in _read(table) for piece in _pieces(tile, q, k)]
+    pieces = [piece for tile in read(table) for piece in _pieces(tile, q, k)]
     if q.shared and k.shared:
         return tuple(_of_shared(pieces, q, k))
     assert not (q.shared or k.shared), "either all segments are shared or none"
@@ -229,16 +235,21 @@ def _of_same(pieces: Sequence[Piece], q: Blocks, k: Blocks) -> Iterator[Packed]:
                 at.q_start + start, at.q_stop + start, at.k_start + end, at.k_stop + end
             )
     for bounds, entries in by_bounds.items():
-        yield _packed(bounds, entries)
+        yield packed(bounds, entries)
 
 
 def _of_shared(pieces: Iterable[Piece], q: Blocks, k: Blocks) -> Iterator[Dense]:
     by_row: dict[int, list[Dense]] = {}
     for piece in pieces:
         by_row.setdefault(piece.row, []).append(_alone(piece))
+    return of_rows(by_row, q.side, k.side)
+
+
+def of_rows(by_row: Mapping[int, list[Dense]], q_side: int, k_side: int) -> Iterator[Dense]:
+    """The same pairs in fewer calls: rectangles of a row that lie side by side, and rows with the same rectangles."""
     rows_of: dict[Dense, list[int]] = {}
     for row, dense in by_row.items():
-        for call in _joined(dense, q.side, k.side):
+        for call in _joined(dense, q_side, k_side):
             rows_of.setdefault(call._replace(rows=(0, 0)), []).append(row)
     for call, rows in rows_of.items():
         for some in _runs(rows):

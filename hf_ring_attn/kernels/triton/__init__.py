@@ -49,7 +49,7 @@ class Triton:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
-        params: Params, into: Gradients,
+        params: Params, into: Gradients, out: Tensor | None = None,
     ) -> None:  # fmt: skip
         _launch().backward(dout, q, k, v, lse, delta, tiles, params, into)
 
