@@ -24,8 +24,6 @@ from hf_ring_attn.mask import CAUSAL, Band, Mask, tiles
 from hf_ring_attn.ring import gather_sequence
 from hf_ring_attn.tables import KEY_BLOCK, Plan, Tables
 from hf_ring_attn.testing import CASES, WORLD_SIZES, Case, mismatch, packed, relative_error, sliding
-from hf_ring_attn.traffic import head_groups
-from hf_ring_attn.traffic.heads import BYTES_PER_GATHER
 from rank_functions import held
 
 RING, GATHER = RingConfig(backward="ring"), RingConfig(backward="gather")
@@ -247,18 +245,6 @@ def test_sequences_come_back_in_order_and_their_gradients_are_summed_in_float32(
         assert (gradient[:, real] == torch.tensor(255.0 + size).to(dtype)).all()
         assert not gradient[:, ~real].any()
         assert gradient.dtype == dtype
-
-
-def test_as_many_heads_are_gathered_as_fit() -> None:
-    k = torch.empty(1, 2**20, 8, 64, dtype=torch.bfloat16, device="meta")  # 128 MiB a head and a rank
-
-    def most(length: int, ring_size: int) -> int:
-        return max(group.stop - group.start for group in head_groups(k[:, :length], k[:, :length], ring_size, 0, 4))
-
-    assert most(2**10, 8) == 2
-    assert most(2**18, 4) == BYTES_PER_GATHER // (4 * 2**18 * 128 * 2) == 1
-    assert most(2**20, 64) == 1
-    assert most(0, 8) == 2
 
 
 def planned() -> list[list[list[int]]]:

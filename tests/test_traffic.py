@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -16,6 +17,7 @@ from hf_ring_attn.comm import LOCAL, Pending, Ring
 from hf_ring_attn.errors import NoPulls
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.traffic import Messages, Sums, head_groups, lanes_of, traffic_of, visiting_order
+from hf_ring_attn.traffic.packing import Packing
 
 CPU = torch.device("cpu")
 
@@ -113,14 +115,30 @@ def test_a_gather_gives_the_row_in_order(ranks: Ranks, size: int) -> None:
             assert torch.equal(k[0, :, :, 0], want) and torch.equal(v[0, :, :, 0], -want)
 
 
-def test_lanes_and_groups_share_out_the_heads() -> None:
+def test_lanes_share_out_the_heads() -> None:
     assert lanes_of(8, 4) == [slice(0, 4), slice(4, 8)]
     assert lanes_of(5, 2) == [slice(0, 3), slice(3, 5)]
     assert lanes_of(1, 8) == [slice(0, 1)] and lanes_of(8, 1) == [slice(0, 8)]
-    k = torch.empty(1, 2**10, 8, 128, dtype=torch.bfloat16)
-    assert head_groups(k, k, 4, 3, 4) == [slice(0, 3), slice(3, 6), slice(6, 8)]
-    assert head_groups(k, k, 4, 0, 4) == [slice(h, h + 2) for h in range(0, 8, 2)]
-    assert head_groups(k[:, :, :3], k[:, :, :3], 4, 0, 4) == [slice(h, h + 1) for h in range(3)]
+
+
+def test_groups_are_large_enough_to_launch_and_small_enough_to_hide() -> None:
+    ring = Ring(LOCAL)
+    ring.__dict__.update(size=4)
+    road = Messages(ring)
+    assert (road.groups, road.bytes_per_gather) == (2, 2**28)
+    k = torch.empty(1, 2**20, 8, 128, dtype=torch.bfloat16, device="meta")
+
+    def largest(length: int, heads: int = 8, asked: int = 0) -> int:
+        part = k[:, :length, :heads]
+        groups = head_groups(part, part, road, asked)
+        assert groups[0].start == 0 and groups[-1].stop == heads
+        assert all(one.stop == other.start for one, other in itertools.pairwise(groups))
+        return max(group.stop - group.start for group in groups)
+
+    assert largest(2**10) == 4 and largest(2**10, heads=3) == 2 and largest(2**10, heads=1) == 1
+    assert largest(2**16) == 2**28 // (4 * 2**16 * 256 * 2) == 2
+    assert largest(2**20) == 1 and largest(0) == 4
+    assert largest(2**10, asked=3) == 3 and largest(2**20, asked=8) == 8
 
 
 def test_a_rank_meets_the_one_before_it_first() -> None:
@@ -146,3 +164,29 @@ def test_without_gpus_there_are_messages_and_pulls_are_refused_by_name(ranks: Ra
             "RingConfig(traffic='pulls') cannot be: every rank needs an NVIDIA GPU. traffic='auto' takes messages "
             "where ranks cannot pull; the results are the same bit for bit."
         )
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "groups"),
+    [(1, 8, [slice(0, 4), slice(4, 8)]), (2, 5, [slice(0, 2), slice(2, 4), slice(4, 5)]), (3, 1, [slice(0, 1)])],
+)
+def test_what_ranks_lay_out_for_each_other_is_read_back_in_order(batch: int, heads: int, groups: list[slice]) -> None:
+    """What pulls copy, with the memory of all ranks in one process."""
+    size, length, generator = 4, 64, torch.Generator().manual_seed(0)
+    k, v = (torch.randn(batch, length, heads, width, generator=generator) for width in (6, 4))
+    of_ranks = [[Layout(length, size, rank).shard(x, 1) for x in (k, v)] for rank in range(size)]
+    for halves in (True, False):
+        packing = Packing.of(*of_ranks[0], groups, halves)
+        memory = [torch.zeros(packing.stops[-1], dtype=torch.uint8) for _ in range(size)]
+        for mine, kv in zip(memory, of_ranks, strict=True):
+            packing.write(mine, *kv)
+        shared = packing.views(memory)
+        for number, group in enumerate(groups):
+            if halves:
+                row = packing.within(packing.empty(k, 0, size), number, size)
+                packing.lay_down(row, shared[number], [2, 0, 3, 1])
+                found, want = [packing.apart(row, number)], [(k, v)]
+            else:
+                found, want = [packing.apart(x, number) for (x,) in shared[number]], [(x, y) for x, y in of_ranks]
+            for pair, whole in zip(found, want, strict=True):
+                assert all(torch.equal(x, y[:, :, group]) for x, y in zip(pair, whole, strict=True))

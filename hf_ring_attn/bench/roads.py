@@ -89,7 +89,7 @@ class Alone:
         row: k and v of the whole row, [1, padded, heads, width].
     """
 
-    groups = 1
+    groups, bytes_per_gather = 1, 2**40
 
     def __init__(self, layout: Layout, row: Sequence[Tensor]) -> None:
         self.ring = Ring(LOCAL)

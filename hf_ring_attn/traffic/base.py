@@ -32,12 +32,14 @@ class Hop(NamedTuple):
 class Traffic(Protocol):
     """A road between the ranks of a ring. No road changes a bit of any result.
 
-    ``groups``: into how many groups the heads of a gather are best divided: all but the first travel while others are
-    attended, but many small ones cost more to launch.
+    ``groups`` and ``bytes_per_gather``: the heads of a gather are divided into so many groups at least, and into more
+    where that keeps the gathered keys and values of one below so many bytes. All but the first travel while others are
+    attended, but small groups cost more to launch.
     """
 
     ring: Ring
     groups: int
+    bytes_per_gather: int
 
     def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Keys and values [B, S, heads, ...] of the whole row in order, a group of heads at a time, the next group on

@@ -11,16 +11,14 @@ from ..comm import Ring
 from ..exchange import Exchange
 from .base import Traffic
 
-BYTES_PER_GATHER = 256 * 2**20
-"""Where the caller names no number of heads: gathered keys and values of one head group stay below this."""
 
-
-def head_groups(k: Tensor, v: Tensor, ring_size: int, heads_per_gather: int, groups: int) -> list[slice]:
-    """The key/value heads in groups of ``heads_per_gather``; 0: in ``groups``, or more to keep `BYTES_PER_GATHER`."""
+def head_groups(k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int) -> list[slice]:
+    """The key/value heads in groups of ``heads_per_gather``; 0: as `Traffic` has it. The same on every rank."""
     batch, tokens, heads, _ = k.shape
     if not heads_per_gather:
-        bytes_per_head = ring_size * batch * tokens * (k.shape[3] + v.shape[3]) * k.element_size()
-        heads_per_gather = max(1, min(-(-heads // groups), BYTES_PER_GATHER // max(1, bytes_per_head)))
+        bytes_per_head = traffic.ring.size * batch * tokens * (k.shape[3] + v.shape[3]) * k.element_size()
+        most = traffic.bytes_per_gather // max(1, bytes_per_head)
+        heads_per_gather = max(1, min(-(-heads // traffic.groups), most))
     return [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
 
 
@@ -30,7 +28,7 @@ def seen_by_heads(
     """The keys and values [B, S, heads, ...] of a plan's forward, a few heads at a time: the whole row's, or those that
     this rank's queries see."""
     ring = traffic.ring
-    groups = head_groups(k, v, ring.size, heads_per_gather, traffic.groups)  # the same on every rank
+    groups = head_groups(k, v, traffic, heads_per_gather)
     return traffic.gathered(k, v, groups) if exchange is None else _exchanged(ring, exchange, k, v, groups)
 
 

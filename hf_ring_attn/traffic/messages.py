@@ -14,7 +14,7 @@ from .base import Hop, Sums, visiting_order
 class Messages:
     """See the module and `Traffic`."""
 
-    groups = 2
+    groups, bytes_per_gather = 2, 256 * 2**20
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring

@@ -16,7 +16,7 @@ What keeps ranks from reading too early or writing too soon:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ..comm import Ring
-from ..layout import Layout
 from .base import Hop, Sums, visiting_order
+from .packing import Packing
 
 LOST_AFTER_MS = 600_000
 """A rank that waits longer for another one ends with an error of CUDA."""
@@ -43,6 +43,7 @@ class Shared:
 
     def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
         self.size = size
+        self.views: dict[Packing, list[list[tuple[Tensor, ...]]]] = {}
         self.mine = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self.handle: Any = symmetric_memory.rendezvous(self.mine, ring.group)
         self.of = [self.handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ring.size)]
@@ -51,7 +52,7 @@ class Shared:
 class Pulls:
     """See the module and `Traffic`. One for each ring and device, since its buffers are used by turns."""
 
-    groups = 4
+    groups, bytes_per_gather = 2, 64 * 2**20
 
     def __init__(self, ring: Ring, device: torch.device) -> None:
         self.ring = ring
@@ -80,23 +81,19 @@ class Pulls:
     # ---- keys and values -------------------------------------------------------------------------------------------
 
     def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank)
-        parts = [_Packed(k[:, :, group], v[:, :, group], halves=True) for group in groups]
-        rows = [part.empty(layout.padded) for part in parts[:2]]  # the first groups are the largest
-        regions = self._publish(k, v, parts)
+        size = self.ring.size
+        packing = Packing.of(k, v, groups, halves=True)
+        rows = [packing.empty(k, number, size) for number in range(min(2, len(groups)))]  # the first are the largest
+        shared = self._publish(k, v, packing)
+        order = [(self.ring.rank + step) % size for step in range(size)]  # its own first, then each rank another one's
         read: list[Any] = []
 
         def pull(number: int) -> tuple[Tensor, Any]:
-            row = parts[number].within(rows[number % 2], layout.padded)
+            row = packing.within(rows[number % 2], number, size)
             if number >= 2:
                 self.keys_stream.wait_event(read[number - 2])
             with torch.cuda.stream(self.keys_stream):
-                for step in range(self.ring.size):  # its own first, then each rank another one's
-                    rank = (self.ring.rank + step) % self.ring.size
-                    halves = parts[number].of(regions[number][rank])
-                    for half, start in enumerate(run.position for run in layout.chunks(rank)):
-                        for into, chunk in zip(row, halves[half], strict=True):
-                            into[start : start + layout.chunk].copy_(chunk)
+                packing.lay_down(row, shared[number], order)
                 return row, self._event(self.keys_stream)
 
         def arriving(ahead: tuple[Tensor, Any]) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -105,36 +102,30 @@ class Pulls:
                 if number + 1 < len(groups):
                     ahead = pull(number + 1)
                 self._compute().wait_event(arrived)
-                yield group, *parts[number].apart(row)
+                yield group, *packing.apart(row, number)
                 read.append(self._event(self._compute()))
 
         return arriving(pull(0))
 
-    def _publish(self, k: Tensor, v: Tensor, parts: Sequence[_Packed]) -> list[list[Tensor]]:
-        """Writes parts where all ranks can read them; for each part, every rank's bytes. Readable on `keys_stream`."""
-        stops = list(itertools.accumulate((part.bytes for part in parts), initial=0))
-        self._make_room(stops[-1], 0)
+    def _publish(self, k: Tensor, v: Tensor, packing: Packing) -> list[list[tuple[Tensor, ...]]]:
+        """Writes keys and values where all ranks can read them. Returns every rank's, readable on `keys_stream`."""
+        self._make_room(packing.stops[-1], 0)
         shared = self.keys[next(self.ops) % 2]
-        regions = [[x[start:stop] for x in shared.of] for start, stop in itertools.pairwise(stops)]
-        mine = shared.mine[: stops[-1]]
-        if len({part.bytes for part in parts}) == 1:  # all in two copies
-            mine = mine.view(len(parts), -1)
-            parts[0].write(mine, k, v)
-        else:
-            for part, region in zip(parts, regions, strict=True):
-                part.write(region[self.ring.rank][None], part.k, part.v)
+        if packing not in shared.views:
+            shared.views[packing] = packing.views(shared.of)
+        packing.write(shared.mine, k, v)
         self.keys_stream.wait_stream(self._compute())
         with torch.cuda.stream(self.keys_stream):
             shared.handle.barrier(BARRIER, LOST_AFTER_MS)
-        return regions
+        return shared.views[packing]
 
     # ---- the ring --------------------------------------------------------------------------------------------------
 
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
         *others, own = visiting_order(self.ring)
-        parts = [_Packed(k[:, :, lane], v[:, :, lane], halves=False) for lane in lanes]
-        landings = [[part.empty(k.shape[1]) for _ in range(2)] for part in parts]
-        regions = self._publish(k, v, parts)
+        packing = Packing.of(k, v, lanes, halves=False)
+        landings = [[packing.empty(k, number, 1) for _ in range(2)] for number in range(len(lanes))]
+        shared = self._publish(k, v, packing)
         read: dict[tuple[int, int], Any] = {}
 
         def pull(step: int, lane: int) -> tuple[Tensor, Any]:
@@ -142,7 +133,7 @@ class Pulls:
                 self.keys_stream.wait_event(read.pop((step - 2, lane)))
             landing = landings[lane][step % 2]
             with torch.cuda.stream(self.keys_stream):
-                landing.copy_(parts[lane].of(regions[lane][others[step]]))
+                landing.copy_(shared[lane][others[step]][0])
                 return landing, self._event(self.keys_stream)
 
         keys = {(step, lane): pull(step, lane) for step in range(min(2, len(others))) for lane in range(len(lanes))}
@@ -154,7 +145,7 @@ class Pulls:
                     landing, arrived = keys.pop((step, number))
                     self._compute().wait_event(arrived)
                     sums = self._arrived(coming[number]) or new(source, lane)
-                    yield Hop(source, lane, *parts[number].apart(landing), sums)
+                    yield Hop(source, lane, *packing.apart(landing, number), sums)
                     read[step, number] = self._event(self._compute())
                     if step + 2 < len(others):
                         keys[step + 2, number] = pull(step + 2, number)
@@ -242,45 +233,6 @@ class _Coming(NamedTuple):
     sums: Sums
     arrived: Any
     left: Sums
-
-
-class _Packed:
-    """Keys and values of a few heads side by side, so that one copy moves both: [B, T, heads of k, then of v], the
-    heads flattened; with ``halves`` [2, B, T / 2, ...], so that each chunk of a zigzag lies together."""
-
-    def __init__(self, k: Tensor, v: Tensor, halves: bool) -> None:
-        self.k, self.v, self.halves = k, v, halves
-        batch, tokens, heads, width = k.shape
-        self.split = heads * width
-        self.width = self.split + v.shape[2] * v.shape[3]
-        self.shape = (2, batch, tokens // 2, self.width) if halves else (batch, tokens, self.width)
-        self.bytes = batch * tokens * self.width * k.element_size()
-
-    def empty(self, tokens: int) -> Tensor:
-        """Room for so many tokens of each batch row."""
-        return torch.empty(len(self.k), tokens, self.width, dtype=self.k.dtype, device=self.k.device)
-
-    def within(self, room: Tensor, tokens: int) -> Tensor:
-        """The beginning of a room for as many heads or more."""
-        return room.view(-1)[: len(self.k) * tokens * self.width].view(len(self.k), tokens, self.width)
-
-    def of(self, region: Tensor) -> Tensor:
-        """Bytes of a rank as what it wrote there."""
-        return region.view(self.k.dtype).view(self.shape)
-
-    def write(self, regions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Writes groups of heads like this one into regions [groups, bytes]."""
-        into = regions.view(self.k.dtype).view(-1, *self.shape)
-        for x, own, part in ((k, self.k, into[..., : self.split]), (v, self.v, into[..., self.split :])):
-            groups = x.unflatten(2, (len(regions), -1)).movedim(2, 0)  # [groups, B, T, heads, width]
-            if self.halves:
-                groups = groups.unflatten(2, (2, -1)).movedim(2, 1)
-            part.unflatten(-1, own.shape[2:]).copy_(groups)
-
-    def apart(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v [B, S, heads, ...] as views of [B, S, width]."""
-        k, v = row[..., : self.split], row[..., self.split :]
-        return k.unflatten(-1, self.k.shape[2:]), v.unflatten(-1, self.v.shape[2:])
 
 
 def _like(flat: Tensor, sums: Sums) -> Sums:

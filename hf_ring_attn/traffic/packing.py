@@ -1,0 +1,100 @@
+"""How keys and values lie in memory that other ranks copy from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How keys and values lie where others read them: a group of heads after the other, and in a group k and v of a
+    token side by side, so that one copy moves both: [B, T, heads of k, then of v], the heads flattened. With ``halves``
+    [2, B, T / 2, ...], so that each chunk of a zigzag lies together."""
+
+    batch: int
+    tokens: int
+    width: int
+    value_width: int
+    dtype: torch.dtype
+    groups: tuple[tuple[int, int], ...]
+    halves: bool
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, groups: list[slice], halves: bool) -> Packing:
+        batch, tokens, _, width = k.shape
+        bounds = tuple((group.start, group.stop) for group in groups)
+        return cls(batch, tokens, width, v.shape[3], k.dtype, bounds, halves)
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.groups)
+
+    @cached_property
+    def stops(self) -> tuple[int, ...]:
+        """Where groups begin, and the last ends, in bytes."""
+        each = self.batch * self.tokens * (self.width + self.value_width) * self.dtype.itemsize
+        return tuple(itertools.accumulate((heads * each for heads in self.heads), initial=0))
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        width = self.heads[number] * (self.width + self.value_width)
+        if self.halves:
+            return 2, self.batch, self.tokens // 2, width
+        return self.batch, self.tokens, width
+
+    def views(self, of_ranks: list[Tensor]) -> list[list[tuple[Tensor, ...]]]:
+        """For each group, of each rank's bytes: the whole, or chunk by chunk and batch row by batch row."""
+        found = []
+        for number, (start, stop) in enumerate(itertools.pairwise(self.stops)):
+            whole = [x[start:stop].view(self.dtype).view(self.shape(number)) for x in of_ranks]
+            found.append([x.flatten(0, 1).unbind(0) if self.halves else (x,) for x in whole])
+        return found
+
+    def write(self, mine: Tensor, k: Tensor, v: Tensor) -> None:
+        if len(set(self.heads)) == 1:  # all groups at once
+            runs = [(range(len(self.groups)), k, v)]
+        else:
+            runs = [
+                (range(number, number + 1), k[:, :, start:stop], v[:, :, start:stop])
+                for number, (start, stop) in enumerate(self.groups)
+            ]
+        for numbers, keys, values in runs:
+            region = mine[self.stops[numbers.start] : self.stops[numbers.stop]].view(self.dtype)
+            into = region.view(len(numbers), *self.shape(numbers.start))
+            split = self.heads[numbers.start] * self.width
+            for x, part in ((keys, into[..., :split]), (values, into[..., split:])):
+                by_group = x.unflatten(2, (len(numbers), -1)).movedim(2, 0)  # [groups, B, T, heads, width]
+                if self.halves:
+                    by_group = by_group.unflatten(2, (2, -1)).movedim(2, 1)
+                part.unflatten(-1, by_group.shape[-2:]).copy_(by_group)
+
+    def lay_down(self, row: Tensor, parts: list[tuple[Tensor, ...]], order: Iterable[int]) -> None:
+        """Copies the chunks of all ranks, as `views` has them, into the row: contiguous on both sides."""
+        chunks = 2 * len(parts)
+        places = row.unflatten(1, (chunks, -1)).flatten(0, 1).unbind(0)  # batch row by batch row, chunk by chunk
+        for rank in order:
+            for at, part in enumerate(parts[rank]):  # chunk by chunk, batch row by batch row
+                later, batch_row = divmod(at, self.batch)
+                places[batch_row * chunks + (chunks - 1 - rank if later else rank)].copy_(part)
+
+    def empty(self, like: Tensor, number: int, ranks: int) -> Tensor:
+        """Room for a group of so many ranks' tokens: [B, S, width]."""
+        *_, width = self.shape(number)
+        return torch.empty(self.batch, ranks * self.tokens, width, dtype=self.dtype, device=like.device)
+
+    def within(self, room: Tensor, number: int, ranks: int) -> Tensor:
+        """The same in the room of a larger group."""
+        shape = self.batch, ranks * self.tokens, self.shape(number)[-1]
+        return room.view(-1)[: math.prod(shape)].view(shape)
+
+    def apart(self, row: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """k and v [B, S, heads, ...] as views of [B, S, width]."""
+        heads = self.heads[number]
+        k, v = row.split([heads * self.width, heads * self.value_width], 2)
+        return k.unflatten(2, (heads, -1)), v.unflatten(2, (heads, -1))
