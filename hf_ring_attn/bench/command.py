@@ -63,8 +63,8 @@ def run(given: argparse.Namespace) -> int:
                 DTYPES[given.dtype], given.window, given.document, given.deterministic,
             )  # fmt: skip
             found = speed.measure(
-                work, ring, chosen, ring_size=given.ring, kernel=given.kernel, against=given.against, rounds=given.rounds,
-                largest=speed.largest_over(ring, device),
+                work, ring, chosen, ring_size=given.ring, kernel=given.kernel, against=given.against,
+                rounds=given.rounds, largest=speed.largest_over(ring, device),
             )  # fmt: skip
             rows += found
             if first:
