@@ -20,6 +20,13 @@ from .layout import Layout
 from .tables import Plan, Tables
 from .traffic import Traffic, seen_by_heads, traffic_of
 
+_attentions = 0
+
+
+def attentions() -> int:
+    """How many times the op's forward ran in this process. The op counts, since compiled code runs nothing else."""
+    return _attentions
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, params: Params, *, kernel: str, backward: str = "ring",
@@ -44,6 +51,8 @@ def _forward_op(
     softcap: float | None, deterministic: bool, ring: str, kernel: str, backward: str, heads_per_gather: int,
     traffic: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    global _attentions
+    _attentions += 1
     params = Params(scale, softcap, sinks, deterministic)
     with torch.autocast(q.device.type, enabled=False):  # it would round a kernel's float32 sums to 16 bits
         road = traffic_of(Ring(ring), q.device, traffic)

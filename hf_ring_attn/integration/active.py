@@ -6,17 +6,20 @@ travels on the `MaskSpec`, so leaving the context before backward is fine.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from .. import errors
 from ..comm import Ring
 from ..config import RingConfig
 from ..layout import Layout
+from ..ring import attentions
 from ..tables import Plan
 from .opaque import Opaque
 from .overlays import Seen
@@ -50,6 +53,10 @@ class MaskSpec(Opaque):
         return self
 
 
+class Ahead:
+    """The masks of a batch that were made before its model was called, as attributes: see `ahead`."""
+
+
 @dataclass(eq=False)
 class Scope:
     """One sharded batch.
@@ -62,6 +69,7 @@ class Scope:
         max_position: the largest position id of the whole batch, for RoPE that depends on it.
         late: the batch holds images, so that the text model's inputs are cut, not the batch: see `backbone`.
         has_labels: the batch holds labels, so the model computes a loss on its shard.
+        rows: B.
         numbered: the batch had no position_ids, and was given 0, 1, 2, ... in each row.
         sample: what the self-check is to know of the batch; None: there is no self-check.
     """
@@ -76,16 +84,21 @@ class Scope:
     max_position: int | None = None
     has_labels: bool = False
     late: bool = False
+    rows: int = 0
     numbered: bool = False
     text_config: Any = None
     """Of a late batch: the transformers config of the text model that shares the row."""
     inside: bool = False
     """Of a late batch: whether that text model is running."""
     sample: Sample | None = None
-    attended: bool = False
-    """Whether any attention layer ran in this ring."""
+    before: int = 0
+    """Attentions that ran before this batch, or belong to another one inside its context."""
     called: bool = False
     """Whether any model was called in this context."""
+    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    """The outermost models that were."""
+    configs: list[Any] = field(default_factory=list)
+    """The transformers configs in them."""
     reduced: bool = False
     """Whether `Sharded.reduce_gradients` averaged its gradients."""
     checked: set[int] = field(default_factory=set)
@@ -94,9 +107,13 @@ class Scope:
     """What came of the self-check of a model that was called here, in words."""
     kernel: str = ""
     """The kernel that computed it, and below what its layers had: for the line at start."""
-    seen: set[Seen] = field(default_factory=set)
     features: set[str] = field(default_factory=set)
+    ahead: Ahead = field(default_factory=lambda: Ahead())
     _specs: dict[tuple[Seen, int], MaskSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # A tensor without memory: a compiler keeps numbers, and makes a new graph for each, but lets sizes vary.
+        self.share = torch.empty(()).expand(self.rows, self.layout.local_length)
 
     def spec(self, seen: Seen, batch: int, make: Callable[[Seen, int], MaskSpec]) -> MaskSpec:
         """The spec of a kind of mask, made once per batch."""
@@ -104,6 +121,11 @@ class Scope:
         if key not in self._specs:
             self._specs[key] = make(seen, batch)
         return self._specs[key]
+
+    @property
+    def kinds(self) -> set[Seen]:
+        """The kinds of masks that were made for it."""
+        return {seen for seen, _ in self._specs}
 
     @property
     def before_text(self) -> bool:
@@ -131,9 +153,13 @@ def activate(scope: Scope) -> Iterator[Scope]:
         NoRingAttention: on leaving, if a model ran but none of its layers attended in the ring.
     """
     _STACK.append(scope)
+    scope.before = attentions()
     try:
         yield scope
     finally:
         _STACK.remove(scope)
-    if scope.called and not scope.attended:
+        ran = attentions() - scope.before
+        for outer in _STACK:
+            outer.before += ran
+    if scope.called and not ran:
         raise errors.NoRingAttention()

@@ -16,7 +16,7 @@ from ..kernels import Params, Request
 from ..ring import attend
 from . import active, temperature
 from .active import MaskSpec
-from .report import features, say
+from .report import say
 
 NAME = "ring_fp32"
 
@@ -64,8 +64,6 @@ def ring_attention_forward(
     for name, why in REFUSED_ARGUMENTS.items():
         if kwargs.get(name) is not None:
             raise errors.UnsupportedArgument(where, name, why)
-    if spec.scope is not None:
-        spec.scope.attended = True
     if key.shape[2] != query.shape[2]:
         raise errors.UnshardedInput(query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
 
@@ -85,16 +83,31 @@ def ring_attention_forward(
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _kernel(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The kernel's name, noted for the line at start. A compiler would trace its search for installed packages."""
-    kernel = kernel_for(spec.plan.ring, spec.config.kernel, _request(q, k, v, params, spec.plan.holes))
-    if spec.scope is None:
+    """The kernel's name."""
+    return _chosen(
+        spec.scope is not None, spec.plan.ring, spec.config.kernel, q.device.type, q.dtype, q.shape[2], k.shape[2],
+        q.shape[3], v.shape[3], params.softcap is not None, params.sinks is not None, params.deterministic,
+        spec.plan.holes,
+    )  # fmt: skip
+
+
+# A compiler runs it once for each set of arguments, all of which it guards, and keeps the name; it would break its
+# graph in the search for installed packages.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _chosen(
+    scoped: bool, ring: str, name: str, device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int,
+    value_dim: int, softcap: bool, sinks: bool, deterministic: bool, holes: bool,
+) -> str:  # fmt: skip
+    """The kernel's name for a layer, noted for the line at start."""
+    request = Request(device, dtype, heads, kv_heads, head_dim, value_dim, softcap, sinks, deterministic, holes)
+    kernel = kernel_for(ring, name, request)
+    scope = active.current()
+    if not scoped:
         say(f"no ring active; kernel {kernel}")
-    elif not spec.scope.kernel or spec.seen not in spec.scope.seen:
-        spec.scope.kernel = kernel
-        spec.scope.seen.add(spec.seen)
-        spec.scope.features |= features(spec, params)
+    elif scope is not None:  # not in a recompute
+        scope.kernel = kernel
+        scope.features.update(name for name, is_there in (("softcap", softcap), ("sinks", sinks)) if is_there)
     return kernel
 
 
@@ -106,13 +119,6 @@ def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     else:
         dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     return tuple(x.to(dtype) for x in tensors)
-
-
-def _request(q: Tensor, k: Tensor, v: Tensor, params: Params, holes: bool) -> Request:
-    return Request(
-        q.device.type, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], params.softcap is not None,
-        params.sinks is not None, params.deterministic, holes,
-    )  # fmt: skip
 
 
 def _local(

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .. import errors
 from ..comm import Ring, fingerprint
 from ..config import RingConfig
 from ..layout import Layout
 from ..ring import gather_sequence
-from . import active, drift, models, sample, selfcheck
+from . import active, drift, masks, models, sample, selfcheck
 from .report import announce
 from .rows import IMAGES, KERNEL_HINTS, PADDING, Facts, Whole, tokens_of, whole_rows
 
@@ -158,6 +159,7 @@ def shard(
     if model is not None:
         models.bind(model, sharded.scope)
         selfcheck.check(model, sharded.scope, share)
+        masks.make_ahead(model, sharded.scope)
     return sharded
 
 
@@ -205,7 +207,7 @@ def _cut(batch: Mapping[str, Any], whole: Whole, ring: Ring, layout: Layout, con
     seen = Facts() if whole.facts is None else whole.facts
     scope = active.Scope(
         ring, layout, config, seen.documents, seen.hidden, seen.positions, seen.blocks, whole.max_position,
-        has_labels=whole.items is not None, late=whole.facts is None,
+        has_labels=whole.items is not None, late=whole.facts is None, rows=tokens_of(batch).shape[0],
         numbered=whole.facts is not None and batch.get("position_ids") is None,
     )  # fmt: skip
     inputs = {
@@ -229,19 +231,42 @@ _SAME_BATCH = (
 def ring_context(scope: active.Scope) -> Iterator[None]:
     """The context of a sharded batch: makes its ring active, and binds every model at its first call inside."""
 
+    handles: list[RemovableHandle] = []
+
+    # Not compiled: a model that is compiled in place, and not named to `shard`, would trace it.
+    @torch.compiler.disable(reason="name the model that is compiled: hf_ring_attn.shard(batch, model=model)")  # type: ignore[untyped-decorator]
     def before(module: nn.Module, _inputs: Any) -> None:
         if id(module) not in scope.checked:
             models.bind(module, scope)
             selfcheck.check(module, scope, share)
             drift.watch(module, scope)
+            masks.make_ahead(module, scope)
+            if _holds_compiled(module):  # which would trace the hook, and compile anew for that of each batch
+                handles.pop().remove()
+                handles.append(module.register_forward_hook(after, always_call=True))
+
+    def after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        handles.pop().remove()
+        watch()
+
+    def watch() -> None:
+        handles.append(torch.nn.modules.module.register_module_forward_pre_hook(before))
 
     drift.tell()
-    # A model that was bound by name needs no hooks, which a compiled model would trace.
-    handle = None if scope.checked else torch.nn.modules.module.register_module_forward_pre_hook(before)
+    if not scope.checked:  # a model that was bound by name needs no hooks
+        watch()
     try:
         with active.activate(scope):
             yield
     finally:
-        if handle is not None:
+        for handle in handles:
             handle.remove()
     announce(scope)
+
+
+def _holds_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was called on ``model`` or on a part of it."""
+    return any(
+        module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+        for module in model.modules()
+    )

@@ -8,20 +8,22 @@ that a backward or a recompute needs lives in a global.
 from __future__ import annotations
 
 import functools
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.masking_utils import sdpa_mask
 
 from .. import errors
 from ..comm import LOCAL, Ring, world_size
 from ..layout import Layout
-from ..mask import Mask, Term, Terms, both
+from ..mask import Band, Mask, Term, Terms, both
 from ..tables import Plan
-from . import active, models
+from . import active, ahead, models
 from .active import MaskSpec
 from .overlays import Alike, Seen, looks_ahead, recognise, terms_of
 
@@ -29,8 +31,6 @@ CHUNKS_BY_POSITION = hasattr(masking_utils, "remap_positions_for_packed_sequence
 """Whether this transformers counts chunks from the start of each document; 5.17 counts from that of the row."""
 
 
-# Not compiled: it reads closures, and makes tables on the host.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def ring_mask(
     batch_size: int,
     q_length: int,
@@ -47,6 +47,58 @@ def ring_mask(
     Raises:
         Refused: for a mask or a model that a ring cannot do exactly, before any attention is computed.
     """
+    if torch.compiler.is_dynamo_compiling() and ahead.readable(attention_mask, config, kwargs):
+        scope = active.current()
+        if scope is not None and ahead.fits(scope, config, batch_size, q_length, kv_length, q_offset, kv_offset):
+            name = _ahead(*ahead.band_of(mask_function))
+            if name:
+                spec: MaskSpec = getattr(scope.ahead, name)
+                return spec
+    return _ring_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, config, kwargs
+    )  # fmt: skip
+
+
+# A compiler runs it once for a band, which it guards, and keeps the name. Other batches have their own masks there.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _ahead(lo: int, hi: int) -> str:
+    """The name of the current batch's mask of this band among those made ahead; "" if it is refused."""
+    scope, band = active.current(), Band(lo, hi)
+    assert scope is not None, "a compiler asks inside a batch"
+    if not _make_ahead(scope, band):
+        return ""
+    for model in scope.models:
+        _BANDS.setdefault(model, set()).add(band)
+    return _name(band)
+
+
+_BANDS: weakref.WeakKeyDictionary[nn.Module, set[Band]] = weakref.WeakKeyDictionary()
+"""The masks that compilers met in a model."""
+
+
+def make_ahead(model: nn.Module, scope: active.Scope) -> None:
+    """Makes the masks that the compiled ``model`` is going to look up; nothing for others."""
+    for band in sorted(_BANDS.get(model, ())):
+        _make_ahead(scope, band)
+
+
+def _make_ahead(scope: active.Scope, band: Band) -> bool:
+    try:
+        setattr(scope.ahead, _name(band), _of_shard(scope, band, scope.rows))
+    except errors.Refused:  # not looked up then: the model asks for it outside its graph, and is told
+        return False
+    return True
+
+
+def _name(band: Band) -> str:
+    return f"band_{band.lo}_{band.hi}"
+
+
+@torch.compiler.disable(reason="this mask is made on the host, from the batch")  # type: ignore[untyped-decorator]
+def _ring_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int, kv_offset: int, mask_function: Callable[..., Any],
+    attention_mask: Tensor | None, config: Any, kwargs: dict[str, Any],
+) -> MaskSpec | Tensor | None:  # fmt: skip
     scope = active.current()
     whole = q_length == kv_length and _is_zero(q_offset) and _is_zero(kv_offset)
     if scope is not None and scope.before_text:
@@ -69,15 +121,18 @@ def ring_mask(
     if not whole or q_length != scope.layout.local_length:
         raise errors.UnshardedInput(q_length, kv_length, scope.layout.local_length, scope.layout.length)
     models.refuse(config, scope)
-    seen = recognise(mask_function)
-    scope.admit()
-    if looks_ahead(seen):
-        scope.refuse_labels_of_bidirectional()
-    return scope.spec(seen, batch_size, functools.partial(_spec, scope))
+    return _of_shard(scope, recognise(mask_function), batch_size)
 
 
 def _is_zero(offset: int | Tensor) -> bool:
     return isinstance(offset, int) and offset == 0
+
+
+def _of_shard(scope: active.Scope, seen: Seen, batch: int) -> MaskSpec:
+    scope.admit()
+    if looks_ahead(seen):
+        scope.refuse_labels_of_bidirectional()
+    return scope.spec(seen, batch, functools.partial(_spec, scope))
 
 
 def _spec(scope: active.Scope, seen: Seen, batch: int) -> MaskSpec:
@@ -112,7 +167,10 @@ def _chunks(size: int, batch: int, length: int, hidden: Tensor | None, positions
 
 @functools.lru_cache(maxsize=128)
 def _plan(ring: str, layout: Layout, mask: Mask) -> Plan:
-    return Plan.of(Ring(ring), layout, mask)
+    plan = Plan.of(Ring(ring), layout, mask)
+    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes seconds
+        torch._dynamo.maybe_mark_dynamic(plan.tiles, 0)  # other documents, another number of tiles: the same graph
+    return plan
 
 
 def _spec_of_whole_rows(

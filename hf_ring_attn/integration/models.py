@@ -71,6 +71,8 @@ def bind(model: nn.Module, scope: Scope) -> None:
     """Called with every outermost model that runs in a ring: refuses what is not exact, and prepares the rest."""
     scope.checked.update(id(module) for module in model.modules())
     scope.called = True
+    scope.models.add(model)
+    scope.configs += configs_of(model)
     # A model's structure is walked once per mode, not once per batch; its configs are read for every mask.
     case = (scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None)
     if scope.late:

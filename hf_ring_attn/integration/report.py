@@ -6,9 +6,8 @@ import logging
 import sys
 
 from ..comm import world_rank
-from ..kernels import Params
 from ..mask import BIDIRECTIONAL, CAUSAL, Band
-from .active import MaskSpec, Scope
+from .active import Scope
 from .overlays import Alike, parts_of
 
 logger = logging.getLogger("hf_ring_attn")
@@ -40,30 +39,31 @@ def warn(text: str) -> None:
         _logger().warning(text)
 
 
-def features(spec: MaskSpec, params: Params) -> set[str]:
-    """What a layer's attention has beyond one causal sequence, in words."""
-    documents = spec.scope.documents if spec.scope is not None else None
-    facts = parts_of(spec.seen)
+def features(scope: Scope) -> set[str]:
+    """What a batch's attention had beyond one causal sequence, in words."""
+    documents = scope.documents
+    facts = [part for seen in scope.kinds for part in parts_of(seen)]
     present = {
         "window": any(isinstance(fact, Band) and fact not in (CAUSAL, BIDIRECTIONAL) for fact in facts),
         "chunks": any(isinstance(fact, Alike) and fact.kind == "chunks" for fact in facts),
         "blocks": any(isinstance(fact, Alike) and fact.kind == "blocks" for fact in facts),
-        "bidirectional": spec.seen == BIDIRECTIONAL,
+        "bidirectional": BIDIRECTIONAL in scope.kinds,
         "documents": documents is not None and int(documents.max()) > 0,
-        "sinks": params.sinks is not None,
-        "softcap": params.softcap is not None,
     }
-    return {name for name, is_there in present.items() if is_there}
+    return scope.features | {name for name, is_there in present.items() if is_there}
 
 
 def announce(scope: Scope) -> None:
     """Says what was active in a sharded batch, once per ring size, kernel and set of features."""
-    key = (scope.ring.size, scope.kernel, *sorted(scope.features))
-    if key in _said or not scope.kernel:
+    if not scope.kernel:
+        return
+    present = sorted(features(scope))
+    key = (scope.ring.size, scope.kernel, *present)
+    if key in _said:
         return
     _said.add(key)
     layout, config = scope.layout, scope.config
-    what = f"; {', '.join(sorted(scope.features))}" if scope.features else ""
+    what = f"; {', '.join(present)}" if present else ""
     checked = f"; self-check {scope.self_check}" if scope.self_check else ""
     if scope.ring.size == 1:
         say(f"no ring active; kernel {scope.kernel}{what}")
