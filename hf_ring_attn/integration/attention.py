@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,12 +61,12 @@ def ring_attention_forward(
     spec, where = attention_mask, type(module).__name__
     if dropout:
         todo = "it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout, attn_pdrop)"
-        raise errors.UnsupportedArgument(where, f"dropout={dropout}", todo)
+        _refuse(errors.UnsupportedArgument, where, f"dropout={dropout}", todo)
     for name, why in REFUSED_ARGUMENTS.items():
         if kwargs.get(name) is not None:
-            raise errors.UnsupportedArgument(where, name, why)
+            _refuse(errors.UnsupportedArgument, where, name, why)
     if key.shape[2] != query.shape[2]:
-        raise errors.UnshardedInput(query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
+        _refuse(errors.UnshardedInput, query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
 
     dtype = query.dtype
     query = temperature.scaled(module, query, spec)
@@ -85,16 +86,33 @@ def ring_attention_forward(
 
 def _kernel(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:
     """The kernel's name."""
-    return _chosen(
+    asked = (
         spec.scope is not None, spec.plan.ring, spec.config.kernel, q.device.type, q.dtype, q.shape[2], k.shape[2],
         q.shape[3], v.shape[3], params.softcap is not None, params.sinks is not None, params.deterministic,
         spec.plan.holes,
     )  # fmt: skip
+    if not torch.compiler.is_dynamo_compiling():
+        return _chosen(*asked)
+    name: str = _chosen_once(*asked)
+    return name if name else _refuse(_chosen, *asked)
 
 
 # A compiler runs it once for each set of arguments, all of which it guards, and keeps the name; it would break its
 # graph in the search for installed packages.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _chosen_once(*asked: Any) -> str:
+    try:
+        return _chosen(*asked)
+    except errors.Refused:  # a compiler would make an error of its own of it
+        return ""
+
+
+@torch.compiler.disable(reason="hf_ring_attn refuses this attention: uncompiled, it says why")  # type: ignore[untyped-decorator]
+def _refuse(refusal: Callable[..., Any], *facts: Any) -> Any:
+    """Raises a refusal outside compiled code, in which it would be a stranger's error."""
+    raise refusal(*facts)
+
+
 def _chosen(
     scoped: bool, ring: str, name: str, device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int,
     value_dim: int, softcap: bool, sinks: bool, deterministic: bool, holes: bool,

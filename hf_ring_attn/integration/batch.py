@@ -119,7 +119,7 @@ def shard(
             The same on every rank of the ring; it is not changed.
         group: the process group of the ring; None: accelerate's "cp" axis, else the world.
         config: options; None: those of ``model`` if given, else the defaults.
-        model: the model that will run; only needed where it is compiled, to prepare it without hooks.
+        model: the model that will run; only needed where it is compiled as a whole, to prepare it without hooks.
 
     Raises:
         BadBatch, UnevenLength: on every rank, if any rank's batch cannot be sharded exactly.
@@ -227,14 +227,17 @@ _SAME_BATCH = (
 )
 
 
+_NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=model)"
+
+
 @contextmanager
 def ring_context(scope: active.Scope) -> Iterator[None]:
     """The context of a sharded batch: makes its ring active, and binds every model at its first call inside."""
 
     handles: list[RemovableHandle] = []
 
-    # Not compiled: a model that is compiled in place, and not named to `shard`, would trace it.
-    @torch.compiler.disable(reason="name the model that is compiled: hf_ring_attn.shard(batch, model=model)")  # type: ignore[untyped-decorator]
+    # Not compiled: a model that is compiled in place, and not named to `shard`, would trace them.
+    @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
     def before(module: nn.Module, _inputs: Any) -> None:
         if id(module) not in scope.checked:
             models.bind(module, scope)
@@ -245,6 +248,7 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
                 handles.pop().remove()
                 handles.append(module.register_forward_hook(after, always_call=True))
 
+    @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
     def after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         handles.pop().remove()
         watch()

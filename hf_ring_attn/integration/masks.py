@@ -54,9 +54,10 @@ def ring_mask(
             if name:
                 spec: MaskSpec = getattr(scope.ahead, name)
                 return spec
-    return _ring_mask(
+    mask: MaskSpec | Tensor | None = _ring_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, config, kwargs
-    )  # fmt: skip
+    )
+    return mask
 
 
 # A compiler runs it once for a band, which it guards, and keeps the name. Other batches have their own masks there.
@@ -94,7 +95,10 @@ def _name(band: Band) -> str:
     return f"band_{band.lo}_{band.hi}"
 
 
-@torch.compiler.disable(reason="this mask is made on the host, from the batch")  # type: ignore[untyped-decorator]
+_BY_HOST = "hf_ring_attn makes this mask from the batch, or refuses it: uncompiled, it says why"
+
+
+@torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
 def _ring_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int, kv_offset: int, mask_function: Callable[..., Any],
     attention_mask: Tensor | None, config: Any, kwargs: dict[str, Any],
