@@ -108,7 +108,7 @@ class Scope:
     kernel: str = ""
     """The kernel that computed it, and below what its layers had: for the line at start."""
     features: set[str] = field(default_factory=set)
-    ahead: Ahead = field(default_factory=lambda: Ahead())
+    ahead: Ahead = field(default_factory=Ahead)
     _specs: dict[tuple[Seen, int], MaskSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -172,7 +172,7 @@ def _chunks(size: int, batch: int, length: int, hidden: Tensor | None, positions
 @functools.lru_cache(maxsize=128)
 def _plan(ring: str, layout: Layout, mask: Mask) -> Plan:
     plan = Plan.of(Ring(ring), layout, mask)
-    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes seconds
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
         torch._dynamo.maybe_mark_dynamic(plan.tiles, 0)  # other documents, another number of tiles: the same graph
     return plan
 
