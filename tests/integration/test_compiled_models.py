@@ -47,12 +47,19 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
-def test_compiled_it_is_one_graph_for_all_batches(ranks: Ranks, case: Compiled, size: int) -> None:
-    for found in ranks(size).run(compile_jobs.compiled, case):
+def test_compiled_it_is_one_graph_for_all_batches(ranks: Ranks, case: Compiled) -> None:
+    for found in ranks(2).run(compile_jobs.compiled, case):
         assert max(found.away) < SAME, found.away
         assert case.graphs is None or found.graphs == case.graphs
+
+
+@pytest.mark.parametrize("model", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("case", [LAYERS, WHOLE], ids=lambda case: case.why)
+def test_so_it_is_in_a_ring_of_one(case: Compiled, model: str) -> None:
+    found = compile_jobs.compiled(replace(case, model=model))
+    assert max(found.away) < SAME, found.away
+    assert found.graphs == case.graphs
 
 
 def test_a_window_is_not_that_of_another_model(ranks: Ranks) -> None:
