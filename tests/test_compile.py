@@ -95,7 +95,7 @@ def test_the_ops_keep_what_they_promise_to_a_compiler(kv_heads: int, sinks: bool
     q, k, v = torch.randn(2, LENGTH, 4, 8), torch.randn(2, LENGTH, kv_heads, 8), torch.randn(2, LENGTH, kv_heads, 6)
     q, k, v, dout = (x.to(dtype) for x in (q, k, v, torch.randn(2, LENGTH, 4, 6)))
     sink = torch.randn(4, dtype=dtype) if sinks else None
-    tables = (plan.tiles, plan.stops, 0.3, None, False, LOCAL, "reference", "ring", 0)
+    tables = (plan.tiles, plan.stops, 0.3, None, False, LOCAL, "reference", "ring", 0, "auto")
     leaves = [x if x is None else x.clone().requires_grad_() for x in (q, k, v, sink)]
     ops = torch.ops.hf_ring_attn
     forward = torch.library.opcheck(ops.ring_flash_attn_fwd, (*leaves, *tables))
