@@ -22,7 +22,7 @@ MOST_LINES = 320
 
 BASE = {"errors", "config"}
 CORE = BASE | {"layout", "mask", "comm", "kernels"}
-RING = CORE | {"exchange", "tables", "choice", "ring", "scored", "functional"}
+RING = CORE | {"exchange", "tables", "choice", "traffic", "backward", "ring", "scored", "functional"}
 HOST = RING | {"integration", "biases"}
 TOOLS = {"doctor", "plan", "bench", "verify"}
 
@@ -37,8 +37,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exchange": BASE | {"comm"},
     "tables": BASE | {"layout", "mask", "comm", "exchange"},
     "choice": BASE | {"comm", "kernels"},
-    "ring": CORE | {"tables"},
-    "scored": CORE | {"ring", "tables"},
+    "traffic": BASE | {"comm", "layout", "exchange"},  # roads: how bytes move, whatever they mean
+    "backward": CORE | {"tables", "traffic"},
+    "ring": CORE | {"backward", "tables", "traffic"},
+    "scored": CORE | {"backward", "ring", "tables", "traffic"},
     "functional": CORE | {"choice", "ring", "scored", "tables"},
     "biases": {"errors"},  # functions for users: they know no ring
     "integration": RING,
@@ -67,7 +69,7 @@ PACKAGES: dict[str, Users] = {
     "accelerate": Users({"integration"}),
     "peft": Users({"integration"}),
     "trl": Users({"integration"}),
-    "torch.distributed": Users({"comm", "testing"}, frozenset({"functional", "integration", "__init__"})),
+    "torch.distributed": Users({"comm", "traffic", "testing", "bench"}, frozenset({"functional", "integration", "__init__"})),
     "torch.multiprocessing": Users({"testing"}),
     "triton": Users({"kernels"}),
     "flash_attn": Users({"kernels"}),

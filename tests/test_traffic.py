@@ -102,7 +102,7 @@ def test_a_ring_can_be_a_part_of_the_world(ranks: Ranks) -> None:
 def gathered(heads: int, groups: list[slice]) -> list[tuple[slice, Tensor, Tensor]]:
     ring = Ring.of(None)
     k = (Layout(12, ring.size, ring.rank).positions()[None, :, None, None] + torch.arange(heads)[:, None] * 100).float()
-    return [(group, *(x.clone() for x in kv)) for group, *kv in Messages(ring).gathered(k, -k[..., :1], groups)]
+    return [(group, x.clone(), y.clone()) for group, x, y in Messages(ring).gathered(k, -k[..., :1], groups)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -133,7 +133,7 @@ def test_groups_are_large_enough_to_launch_and_small_enough_to_hide() -> None:
         groups = head_groups(part, part, road, asked)
         assert groups[0].start == 0 and groups[-1].stop == heads
         assert all(one.stop == other.start for one, other in itertools.pairwise(groups))
-        return max(group.stop - group.start for group in groups)
+        return max(int(group.stop - group.start) for group in groups)
 
     assert largest(2**10) == 4 and largest(2**10, heads=3) == 2 and largest(2**10, heads=1) == 1
     assert largest(2**16) == 2**28 // (4 * 2**16 * 256 * 2) == 2
@@ -174,9 +174,10 @@ def test_what_ranks_lay_out_for_each_other_is_read_back_in_order(batch: int, hea
     """What pulls copy, with the memory of all ranks in one process."""
     size, length, generator = 4, 64, torch.Generator().manual_seed(0)
     k, v = (torch.randn(batch, length, heads, width, generator=generator) for width in (6, 4))
-    of_ranks = [[Layout(length, size, rank).shard(x, 1) for x in (k, v)] for rank in range(size)]
+    layouts = [Layout(length, size, rank) for rank in range(size)]
+    of_ranks = [(layout.shard(k, 1), layout.shard(v, 1)) for layout in layouts]
     for halves in (True, False):
-        packing = Packing.of(*of_ranks[0], groups, halves)
+        packing = Packing.of(of_ranks[0][0], of_ranks[0][1], groups, halves)
         memory = [torch.zeros(packing.stops[-1], dtype=torch.uint8) for _ in range(size)]
         for mine, kv in zip(memory, of_ranks, strict=True):
             packing.write(mine, *kv)

@@ -83,4 +83,5 @@ def _seconds(
         run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3 / count
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3 / count

@@ -70,12 +70,12 @@ def run(given: argparse.Namespace) -> int:
             if first:
                 sys.stdout.write("\n".join(speed.table(found)) + "\n")
                 sys.stdout.flush()
+            if first and given.save:  # after each row, so that a job that is stopped leaves what it has measured
+                given.save.mkdir(parents=True, exist_ok=True)
+                result = {**facts(), "ranks": ring.size, "rounds": given.rounds, "rows": rows}
+                (given.save / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
             if given.profile and given.save:
                 profile.save(work, ring, given.kernel, chosen, given.save)
-        if first and given.save:
-            given.save.mkdir(parents=True, exist_ok=True)
-            result = {**facts(), "ranks": ring.size, "rounds": given.rounds, "rows": rows}
-            (given.save / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -133,18 +133,17 @@ def ulysses(work: Workload) -> Iterator[Made]:
         return lambda: differentiated(function, work.inputs(local, 0), local / work.tokens)
 
     def flash4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from flash_attn.cute import flash_attn_func
-
-        out = flash_attn_func(q, k, v, causal=True)
-        return out[0] if isinstance(out, tuple) else out
+        package: Any = importlib.import_module("flash_attn.cute")
+        found = package.flash_attn_func(q, k, v, causal=True)
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out
 
     def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
-            )
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
 
     yield "Ulysses, flash-attn-4", through(flash4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -78,7 +79,7 @@ def _contestants(
         rank = ring_size // 2
         yield f"rank {rank} of {ring_size}", lambda: roads.without_traffic(work, ring_size, rank, kernel)
     for one in chosen if ring.size > 1 else ():
-        yield one.name, lambda one=one: roads.in_ring(work, ring, kernel, one)
+        yield one.name, functools.partial(roads.in_ring, work, ring, kernel, one)
     for peer in against:
         yield from PEERS[peer](work)
 

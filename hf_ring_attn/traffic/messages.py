@@ -42,7 +42,7 @@ class Messages:
             for number, lane in enumerate(lanes):
                 arrived = sums[number]
                 total = new(source, lane) if arrived is None else _pair(arrived)
-                yield Hop(source, lane, *(x[:, :, lane] for x in here), total)
+                yield Hop(source, lane, here[0][:, :, lane], here[1][:, :, lane], total)
                 if not last:
                     sums[number] = self.ring.send_on(total, "passed gradients on")
 

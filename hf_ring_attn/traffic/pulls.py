@@ -58,8 +58,8 @@ class Pulls:
         self.ring = ring
         self.device = device
         # Before the attention's blocks in the queue: a signal waits for one of them at most.
-        self.keys_stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self.sums_stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self.keys_stream: Any = torch.cuda.Stream(device, priority=-1)
+        self.sums_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.ops = itertools.count()
         self.keys: list[Shared] = []
         self.outboxes: Shared | None = None

@@ -97,7 +97,7 @@ def main() -> None:
         case, first = Case(8192, heads=16, kv_heads=8), None
         generator = torch.Generator().manual_seed(ring.rank)
         noise = torch.randn(2048, 2048, device=device)
-        beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        beside = torch.cuda.Stream(device)
         for repeat in range(REPEATS):
             with torch.cuda.stream(beside):  # other work, of another length on each rank
                 for _ in range(int(torch.randint(0, 6, (), generator=generator))):
