@@ -7,6 +7,7 @@ import sys
 
 from ..comm import world_rank
 from ..mask import BIDIRECTIONAL, CAUSAL, Band
+from ..traffic import chosen
 from .active import Scope
 from .overlays import Alike, parts_of
 
@@ -70,5 +71,6 @@ def announce(scope: Scope) -> None:
     else:
         say(
             f"ring of {scope.ring.size}: {layout.local_length} of {layout.length} tokens a rank, kernel "
-            f"{scope.kernel}, backward {config.backward}, loss {config.loss}{what}{checked}"
+            f"{scope.kernel}, backward {config.backward} by {chosen(scope.ring, config.traffic)}, loss {config.loss}"
+            f"{what}{checked}"
         )

@@ -22,6 +22,7 @@ __all__ = [
     "Messages",
     "Sums",
     "Traffic",
+    "chosen",
     "head_groups",
     "lanes_of",
     "seen_by_heads",
@@ -50,6 +51,12 @@ def traffic_of(ring: Ring, device: torch.device, road: str = "auto") -> Traffic:
     if road == "pulls":
         raise NoPulls(found)
     return Messages(ring)
+
+
+def chosen(ring: Ring, road: str) -> str:
+    """The name of the road that a ring's attention took, without asking anyone."""
+    pulls = any(name == ring.name and not isinstance(found, str) for (name, _), (_, found) in _PULLS.items())
+    return "pulls" if pulls and road != "messages" else "messages"
 
 
 def _pulls(ring: Ring, device: torch.device) -> Pulls | str:
