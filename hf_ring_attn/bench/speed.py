@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import traffic
 from ..choice import kernel_for
 from ..comm import Ring
 from ..layout import Layout
@@ -54,6 +55,7 @@ def measure(
         calls[name + " forward"], calls[name + " both"] = road.forward, road.both
     found = in_turns(calls, rounds, work.device, largest)
     forward_flops, backward_flops = work.flops()
+    ours = {one.name: one for one in chosen}
     rows: list[dict[str, Any]] = []
     for name, road in made.items():
         row: dict[str, Any] = {"road": name, "tokens": work.tokens, "kernel": kernel}
@@ -65,8 +67,11 @@ def measure(
                 "seconds": measured.seconds, "tflops": statistics.median(rate), "peak_bytes": measured.peak_bytes,
                 "share": statistics.median(a / b for a, b in zip(rate, reference, strict=True)),
             }
-        if name.startswith("ring_fp32") and ring.size > 1:
-            row["bytes_received"] = received(work, Layout(work.tokens, ring.size, ring.rank), name.split()[1])
+        options = ours.get(name)
+        if options is not None:
+            pulled = traffic.chosen(ring, options.traffic) == "pulls"
+            row["buffer_bytes"] = traffic.buffer_bytes(ring) if pulled else 0
+            row["bytes_received"] = received(work, Layout(work.tokens, ring.size, ring.rank), options.backward)
         rows.append(row)
     return [*rows, *({"road": name, "tokens": work.tokens, "failed": reason} for name, reason in failed.items())]
 
@@ -96,10 +101,11 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"{row[kind]['share']:6.1%}"
             for kind in ("forward", "both")
         ]
-        memory = f"{row['both']['peak_bytes'] / 2**30:6.2f} GiB" if row["both"]["peak_bytes"] else ""
+        peak = row["both"]["peak_bytes"] + row.get("buffer_bytes", 0)
+        memory = f"{peak / 2**30:6.2f} GiB" if peak else ""
         moved = row.get("bytes_received")
-        traffic = f" {moved[0] / 2**20:6.0f} + {moved[1] / 2**20:.0f} MiB" if moved else ""
-        yield f"{head} {' | '.join(parts)} {memory}{traffic}".rstrip()
+        bytes_moved = f" {moved[0] / 2**20:6.0f} + {moved[1] / 2**20:.0f} MiB" if moved else ""
+        yield f"{head} {' | '.join(parts)} {memory}{bytes_moved}".rstrip()
 
 
 HEAD = (

@@ -22,6 +22,7 @@ __all__ = [
     "Messages",
     "Sums",
     "Traffic",
+    "buffer_bytes",
     "chosen",
     "head_groups",
     "lanes_of",
@@ -57,6 +58,11 @@ def chosen(ring: Ring, road: str) -> str:
     """The name of the road that a ring's attention took, without asking anyone."""
     pulls = any(name == ring.name and not isinstance(found, str) for (name, _), (_, found) in _PULLS.items())
     return "pulls" if pulls and road != "messages" else "messages"
+
+
+def buffer_bytes(ring: Ring) -> int:
+    """Memory that a ring's pulls keep from op to op, on this rank; torch does not count it as allocated."""
+    return sum(found.bytes for (name, _), (_, found) in _PULLS.items() if name == ring.name and not isinstance(found, str))
 
 
 def _pulls(ring: Ring, device: torch.device) -> Pulls | str:

@@ -64,6 +64,11 @@ class Pulls:
         self.keys: list[Shared] = []
         self.outboxes: Shared | None = None
 
+    @property
+    def bytes(self) -> int:
+        """What the buffers take: two of this rank's keys and values, and one of their sums, at the largest op yet."""
+        return sum(shared.size for shared in self.keys) + (self.outboxes.size if self.outboxes is not None else 0)
+
     def try_out(self) -> None:
         """A collective. Every rank reads a byte of every other.
 
