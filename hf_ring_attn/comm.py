@@ -160,12 +160,20 @@ class Ring:
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over the ring, summed in float32 (float64 for float64), in the tensor's own dtype."""
+        return self.means([tensor])[0]
+
+    def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of each tensor, as `mean`; small ones travel together, up to `TOGETHER` numbers."""
         if self.size == 1:
-            return tensor
-        wide = tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).clone()
-        with _following_peers("averaged over the ring", self):
-            dist.all_reduce(wide, group=self.group)
-        return (wide / self.size).to(tensor.dtype)
+            return list(tensors)
+        found: list[Tensor] = []
+        for run in _together(tensors):
+            wide = torch.cat([x.reshape(-1).to(_wide(x.dtype)) for x in run])
+            with _following_peers("averaged over the ring", self):
+                dist.all_reduce(wide, group=self.group)
+            parts = (wide / self.size).split([x.numel() for x in run])
+            found += [part.view(x.shape).to(x.dtype) for part, x in zip(parts, run, strict=True)]
+        return found
 
     def agree(self, facts: dict[str, int], device: torch.device, todo: str, refusal: str | None = None) -> None:
         """One small collective: all ranks hold the same facts, or all ranks raise.
@@ -206,6 +214,26 @@ class Ring:
 
 PIECE = 2**18
 """Values that a fingerprint takes at a time: what comes of them fits a CPU's cache, several times as fast as memory."""
+
+
+TOGETHER = 2**24
+"""Numbers that `Ring.means` sends in one message: 64 MiB in float32."""
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _together(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one device that are summed in one dtype, as many as fit in one message."""
+    run: list[Tensor] = []
+    for x in tensors:
+        like = not run or (_wide(x.dtype), x.device) == (_wide(run[0].dtype), run[0].device)
+        if not like or sum(one.numel() for one in run) + x.numel() > TOGETHER:
+            yield from [run] if run else []
+            run = []
+        run.append(x)
+    yield from [run] if run else []
 
 
 def fingerprint(tensor: Tensor | None) -> int:

@@ -24,7 +24,7 @@ class RingConfig:
         heads_per_gather: how many key/value heads are gathered at a time; memory of the gathered keys and values is
             proportional to it. None chooses by size.
         traffic: "messages" sends by NCCL or gloo; "pulls" copies out of the other GPUs' memory, which is faster and
-            needs NVIDIA GPUs of one machine, and memory for two copies of a rank's keys and values of one layer, and for
+            needs NVIDIA GPUs of one machine, and memory for two copies of a rank's keys and values of one layer and for
             their float32 gradients; "auto" pulls where that is possible. No bit of any result depends on it.
         loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" re-gathers the logits in
             their original order and computes the loss on the whole row (S x V memory on every rank), which makes

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from checks import Ranks
@@ -116,6 +117,30 @@ def test_means_are_summed_in_float32(ranks: Ranks, dtype: torch.dtype) -> None:
         else:
             assert (mean.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps
         assert torch.equal(given, numbers(rank, dtype)), "the input is not written to"
+
+
+def averaged_together() -> tuple[list[str], list[Tensor]]:
+    ring, log = Ring.of(None), list[str]()
+    shapes = [(3, 2), (4,), (), (0,), (2, 5)]
+    mine = [torch.full(shape, ring.rank + number / 8) for number, shape in enumerate(shapes)]
+    mine += [mine[0].bfloat16(), mine[1].double(), mine[4]]
+    all_reduce = dist.all_reduce
+
+    def noted(x: Tensor, **options: Any) -> Any:
+        log.append(f"{x.numel()} of {x.dtype}")
+        return all_reduce(x, **options)
+
+    with mock.patch.object(dist, "all_reduce", noted), mock.patch.object(comm, "TOGETHER", 20):
+        return log, ring.means(mine)
+
+
+def test_small_tensors_are_averaged_together(ranks: Ranks) -> None:
+    for log, means in ranks(2).run(averaged_together):
+        assert log == ["11 of torch.float32", "16 of torch.float32", "4 of torch.float64", "10 of torch.float32"]
+        assert [tuple(x.shape) for x in means] == [(3, 2), (4,), (), (0,), (2, 5), (3, 2), (4,), (2, 5)]
+        assert [x.dtype for x in means[5:]] == [torch.bfloat16, torch.float64, torch.float32]
+        for number, x in zip((0, 1, 2, 3, 4, 0, 1, 4), means, strict=True):
+            assert (x == 0.5 + number / 8).all()
 
 
 def test_a_ring_of_one_needs_no_traffic() -> None:

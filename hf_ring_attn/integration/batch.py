@@ -85,11 +85,13 @@ class Sharded:
     def reduce_gradients(self, model: nn.Module) -> None:
         """Averages gradients over the ring, in float32, for a model that neither DDP nor FSDP wraps."""
         self.scope.reduced = True
-        for parameter in model.parameters():
-            if parameter.requires_grad and self.ring.size > 1:
-                # A rank without a gradient (an unused expert, say) still has to take part in the sum.
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = self.ring.mean(gradient)
+        if self.ring.size == 1:
+            return
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # A rank without a gradient (an unused expert, say) still has to take part in the sum.
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
+        for parameter, mean in zip(trained, self.ring.means(gradients), strict=True):
+            parameter.grad = mean
 
 
 def shard(

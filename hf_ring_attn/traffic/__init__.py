@@ -62,7 +62,8 @@ def chosen(ring: Ring, road: str) -> str:
 
 def buffer_bytes(ring: Ring) -> int:
     """Memory that a ring's pulls keep from op to op, on this rank; torch does not count it as allocated."""
-    return sum(found.bytes for (name, _), (_, found) in _PULLS.items() if name == ring.name and not isinstance(found, str))
+    of_ring = (found for (name, _), (_, found) in _PULLS.items() if name == ring.name)
+    return sum(found.bytes for found in of_ring if not isinstance(found, str))
 
 
 def _pulls(ring: Ring, device: torch.device) -> Pulls | str:
