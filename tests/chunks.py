@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hf_ring_attn.bench.replay import Answer, places
 from hf_ring_attn.kernels import Gradients, Kernel, Params, Place
 from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.layout import Run
 from hf_ring_attn.mask import Mask, tiles
 from hf_ring_attn.tables import Segments
-from replay import Answer, places
 
 
 class Reusing(Reference):

@@ -80,6 +80,7 @@ PACKAGES: dict[str, Users] = {
 # room -> why it may touch os.environ
 ENVIRONMENT = {
     "config": "it is the one reader of our own variables",
+    "bench": "a result's head tells the launcher that started it, and the commit of a copy without .git",
     "testing": "it sets the variables of torch's launcher (rank, world size) for the ranks it starts",
 }
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from hf_ring_attn.bench import provenance
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 BENCHMARKS = REPOSITORY / "recipes/benchmarks"
-sys.path.append(str(BENCHMARKS))  # last: an example and a benchmark have one name
-
-import provenance  # noqa: E402  only now it can be found
 
 PROGRAM = BENCHMARKS / "why.py"
 LAUNCHED = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", provenance.COMMIT)
@@ -49,6 +49,15 @@ def test_the_command_names_no_place_of_the_machine(monkeypatch: pytest.MonkeyPat
     assert provenance.command() == "python recipes/benchmarks/why.py --save recipes/results/x.json"
 
 
+@pytest.mark.parametrize("program", [REPOSITORY / "hf_ring_attn/__main__.py", Path("bin/hf-ring-attn")])
+def test_the_command_bench_can_be_typed_again(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file of the package it would not find its own modules; torchrun looks for no script on PATH."""
+    monkeypatch.setattr(sys, "argv", [str(program), "bench", "--errors"])
+    assert provenance.command() == "python -m hf_ring_attn bench --errors"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert provenance.command() == "torchrun --nproc_per_node 8 -m hf_ring_attn bench --errors"
+
+
 def test_a_head_holds_what_a_result_must() -> None:
     head = provenance.facts()
     assert set(head) == {
@@ -68,6 +77,21 @@ def test_a_copy_without_git_is_told_its_commit(monkeypatch: pytest.MonkeyPatch, 
     assert head["commit"] is None and head["uncommitted_changes"] is None
     monkeypatch.setenv(provenance.COMMIT, "0123abc")
     assert provenance.facts()["commit"] == "0123abc"
+
+
+def test_a_repository_around_an_installed_package_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in an environment inside somebody's checkout: git would tell that one's commit."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    subprocess.run(["git", *who, "commit", "-q", "--allow-empty", "-m", "x"], cwd=tmp_path, check=True)
+    monkeypatch.setattr(provenance, "REPOSITORY", folder)
+    assert provenance.facts()["commit"] is None
+    monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
+    assert provenance.facts()["commit"]
 
 
 def test_gpus_are_told_with_driver_and_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -91,9 +115,9 @@ def test_gpus_are_told_with_driver_and_versions(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_no_benchmark_makes_a_head_of_its_own() -> None:
-    programs = sorted(set(BENCHMARKS.glob("*.py")) - {BENCHMARKS / "provenance.py"})
+    programs = sorted(BENCHMARKS.glob("*.py"))
     assert programs
     for program in programs:
         text = program.read_text()
-        assert "from provenance import" in text and "facts()" in text, program.name
+        assert "from hf_ring_attn.bench.provenance import" in text and "facts()" in text, program.name
         assert not re.search(r"rev-parse|cpuinfo|python_version|date\.today", text), program.name

@@ -1,10 +1,12 @@
-"""Where a result comes from: command, date, commit, hardware and versions, as the head of its file."""
+"""Where a number comes from: what every file of results says of its command, commit, hardware and versions."""
 
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -13,26 +15,92 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "transformers", "accelerate", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "ring-flash-attn")
+PACKAGE = Path(__file__).resolve().parents[1]
+REPOSITORY = PACKAGE.parent
+"""The checkout; where the package is installed without one, a folder that git does not know as its own."""
+PACKAGES = ("hf-ring-attn", "torch", "transformers", "accelerate")
+GPU_PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-attn", "ring-flash-attn")
+COMMIT = "BENCHMARK_COMMIT"
+"""The environment variable that tells the commit of a copy without .git, as it is sent to a machine with GPUs."""
 
 
 def facts() -> dict[str, Any]:
-    folder = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=folder)
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    """How the numbers of this process come to be, without the machine's names and places; a head for its JSON.
+
+    Call it before what is measured, since it tells the load at the start; and after `torch.cuda.set_device`, since
+    asking for GPUs starts CUDA.
+    """
+    changes = _git("status", "--porcelain", ":(exclude)recipes/results")
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip() or None,
-        "hardware": f"{len(gpus)} x {gpus[0]}" if gpus else f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "commit": _git("rev-parse", "HEAD") or os.environ.get(COMMIT),
+        "uncommitted_changes": None if changes is None else bool(changes),
+        "hardware": _hardware(),
+        "load_average_at_start": os.getloadavg()[0],
+        "versions": _versions(),
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
+def command() -> str:
+    """The command line of this process, from the repository's root; of all its ranks where torchrun started it."""
+    given = os.environ
+    words = ["python"]
+    if "LOCAL_WORLD_SIZE" in given:
+        nodes = int(given.get("GROUP_WORLD_SIZE", "1"))
+        words = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else [])]
+        words += ["--nproc_per_node", given["LOCAL_WORLD_SIZE"]]
+    program = Path(sys.argv[0]).resolve()
+    if program.parent == PACKAGE or program.name == "hf-ring-attn":  # neither file would run as torchrun's program
+        words += ["-m", PACKAGE.name]
+    elif program.is_relative_to(REPOSITORY):
+        words.append(str(program.relative_to(REPOSITORY)))
+    else:
+        words.append(program.name)
+    return shlex.join([*words, *(word.replace(f"{REPOSITORY}/", "") for word in sys.argv[1:])])
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says; None where there is no git, or no repository of ours: packages may be installed inside another."""
+    if (program := shutil.which("git")) is None or not (REPOSITORY / ".git").exists():
         return None
+    run = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    return run.stdout.strip() if run.returncode == 0 else None
+
+
+def _hardware() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    found: dict[str, Any] = {
+        "processor": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+    }
+    if torch.cuda.is_available():
+        found["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        found["driver"] = _driver()
+    return found
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver; None where nvidia-smi does not tell it."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return None
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    run = subprocess.run(query, capture_output=True, text=True, check=False)
+    return run.stdout.split()[0] if run.returncode == 0 and run.stdout.split() else None
+
+
+def _versions() -> dict[str, str]:
+    """Of what is installed; of what GPUs need, where there are any."""
+    gpu = torch.cuda.is_available()
+    found = {"python": platform.python_version()}
+    for name in (*PACKAGES, *(GPU_PACKAGES if gpu else ())):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    if gpu:
+        found["cuda"] = torch.version.cuda or f"none, hip {torch.version.hip}"
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found

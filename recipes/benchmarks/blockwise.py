@@ -29,17 +29,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from provenance import REPOSITORY, facts
+from hf_ring_attn.bench.provenance import REPOSITORY, facts
 
 sys.path.insert(0, str(REPOSITORY / "tests"))  # the ring on one device and the fault are those of the tests
 
 from chunks import Reusing, blockwise
+from hf_ring_attn.bench.replay import Answer, replay
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.mask import CAUSAL, Mask
 from hf_ring_attn.testing import Case, Inputs, gradient_oracle, oracle, relative_error
 from live_bytes import peak_bytes
-from replay import Answer, replay
 
 LENGTH, HEADS, WIDTH = 3816, 5, 128
 SIZE, CHUNKS = 8, (477, 159, 53)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from provenance import REPOSITORY, facts
+from hf_ring_attn.bench.provenance import REPOSITORY, facts
 
 Result = dict[str, Any]
 

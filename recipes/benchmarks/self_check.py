@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
+from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.integration import selfcheck
-from provenance import facts
 
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Band, Mask
 from hf_ring_attn.tables import Plan, Tables
-from provenance import facts
 
 WIDTH = 8 * 2 * 128
 """Numbers that a token's key and value have together."""

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.kernels import KERNELS, Gradients, Params
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Mask, tiles
 from hf_ring_attn.testing import mismatch, relative_error
-from provenance import facts
 
 NAMES = ("dq", "dk", "dv")
 Add = Callable[[Tensor, Tensor], Tensor]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from checks import Ranks, distance, narrow_answer, worst
 from fake_flash2 import Fake
 from hf_ring_attn import tables
+from hf_ring_attn.bench.replay import Answer, Road, replay
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Request
 from hf_ring_attn.kernels.flash2 import Flash2
@@ -25,7 +26,6 @@ from hf_ring_attn.testing import Case, inputs, packed, relative_error
 from rank_functions import Answer as Answers
 from rank_functions import attention
 from rank_functions import whole as gathered
-from replay import Answer, Road, replay
 from test_flash4 import EXPRESSIBLE, mask_of, plain, whole
 
 SIZES = (1, 2, 4, 8)

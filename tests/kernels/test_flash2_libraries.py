@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fake_flash2 import Fake
+from hf_ring_attn.bench.replay import replay
 from hf_ring_attn.kernels import KERNELS, Params, Request, choose
 from hf_ring_attn.kernels.flash2 import Flash2, libraries
 from hf_ring_attn.kernels.flash2.libraries import Lengths, Package, Torch
@@ -18,7 +19,6 @@ from hf_ring_attn.kernels.flash4.calls import Bounds
 from hf_ring_attn.mask import UNBOUNDED, Tile
 from hf_ring_attn.testing import CASES, inputs
 from package_flash2 import OPS, fake
-from replay import replay
 from test_flash2 import REQUEST
 from test_flash4 import mask_of
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from fake_flash4 import Fake
 from hf_ring_attn import tables
+from hf_ring_attn.bench.replay import Answer, Road, replay
 from hf_ring_attn.kernels import KERNELS, Params, Place, Request
 from hf_ring_attn.kernels.flash4 import Flash4, library
 from hf_ring_attn.kernels.flash4.blocks import Blocks, Sides
 from hf_ring_attn.mask import CAUSAL, Band, Mask
 from hf_ring_attn.mask import UNBOUNDED as FAR
 from hf_ring_attn.testing import CASES, Case, inputs, packed, relative_error
-from replay import Answer, Road, replay
 
 SIZES = (1, 2, 4, 8)
 REQUEST = Request("cuda", torch.bfloat16, 8, 2, 128, 128, softcap=False, sinks=False, deterministic=False)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from measure import KERNEL, LLAMA, W128, tensors, timed, visible
 
+from hf_ring_attn.bench.replay import Rank, places
 from hf_ring_attn.kernels import Gradients, Params
 from hf_ring_attn.kernels.base import row_products
 from hf_ring_attn.kernels.flash4.accumulators import in_blocks
 from hf_ring_attn.kernels.flash4.blocks import HOPPER, Blocks
 from hf_ring_attn.mask import CAUSAL, Mask
-from replay import Rank, places
 
 SIZE, RANK = 8, 3
 

@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_ring_attn.kernels import Gradients, Kernel, Params, Place
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import Mask
-from hf_ring_attn.tables import Plan, Segments, Tables, seen_keys
+from ..kernels import Gradients, Kernel, Params, Place, accumulate_dtype
+from ..layout import Layout
+from ..mask import Mask
+from ..tables import Plan, Segments, Tables, seen_keys
 
 
 class Answer(NamedTuple):
@@ -64,20 +64,40 @@ def replay(
 
     ``road``: backward by the ring, or as after a gather; or each rank has the keys that it sees, and no others.
     """
+    out, lse = replay_forward(kernel, q, k, v, mask, size, params, road)
+    return Answer(out, lse, *replay_backward(kernel, q, k, v, out, lse, dout, mask, size, params, wide, road))
+
+
+def replay_forward(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask, size: int, params: Params, road: Road = "ring"
+) -> tuple[Tensor, Tensor]:
+    """out [B, S, H, Dv] and lse [B, H, S], each rank's queries against all the keys that it sees, in one softmax."""
+    batch, length, heads, _ = q.shape
+    out = q.new_empty(batch, length, heads, v.shape[3])
+    lse = q.new_empty(batch, heads, length, dtype=accumulate_dtype(q.dtype))
+    for number in range(size):
+        rank = Rank.of(length, size, number, mask, road == "sparse")
+        here, these = rank.held.to(q.device), rank.seen.to(q.device)
+        mine = q[:, here] if size > 1 else q
+        kk, vv = (k[:, these], v[:, these]) if road == "sparse" else (k, v)
+        out[:, here], lse[:, :, here] = kernel.forward(mine, kk, vv, rank.tables.forward, params)
+    return out, lse
+
+
+def replay_backward(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask, size: int,
+    params: Params, wide: torch.dtype | None = None, road: Road = "ring",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv of whole rows, from what a forward gave for them."""
     length = q.shape[1]
     ranks = [Rank.of(length, size, rank, mask, road == "sparse") for rank in range(size)]
     seen = [rank.seen.to(q.device) for rank in ranks]
     at = [rank.held.to(q.device) for rank in ranks]
-    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[0], q.shape[2], length, dtype=torch.float32)
     dq, dk, dv = (torch.empty(x.shape, dtype=wide or x.dtype, device=x.device) for x in (q, k, v))
     parts = []
-    for rank, here, these in zip(ranks, at, seen, strict=True):
+    for here in at:
         mine = q[:, here] if size > 1 else q
-        kk, vv = (k[:, these], v[:, these]) if road == "sparse" else (k, v)
-        part = kernel.forward(mine, kk, vv, rank.tables.forward, params)
-        out[:, here], lse[:, :, here] = part[0], part[1].float()
-        delta = kernel.delta(dout[:, here], part[0])
-        parts.append((dout[:, here], mine, part[1], delta))
+        parts.append((dout[:, here], mine, lse[:, :, here], kernel.delta(dout[:, here], out[:, here])))
 
     if road != "ring":
         sums = torch.zeros(k.shape, device=k.device), torch.zeros(v.shape, device=v.device)
@@ -90,7 +110,7 @@ def replay(
             dq[:, here] = kernel.finish(into.dq, wide or q.dtype, home[0])
             for total, x, p in zip(sums, (into.dk, into.dv), home[1:], strict=True):
                 total[:, these] += kernel.finish(x, torch.float32, p)
-        return Answer(out, lse, dq, sums[0].to(dk.dtype), sums[1].to(dv.dtype))
+        return dq, sums[0].to(dk.dtype), sums[1].to(dv.dtype)
 
     keys = [(k[:, here].contiguous(), v[:, here].contiguous()) for here in at]
     of_q = [
@@ -116,4 +136,4 @@ def replay(
         assert pair is not None
         for whole, x, p in zip((dq, dk, dv), (of_q[r], *pair), home, strict=True):
             whole[:, at[r]] = kernel.finish(x, whole.dtype, p)
-    return Answer(out, lse, dq, dk, dv)
+    return dq, dk, dv
