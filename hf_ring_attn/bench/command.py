@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..comm import Ring
 from ..config import is_a_launched_rank
-from . import profile, roads, speed
+from . import errors, profile, roads, speed
 from .peers import PEERS
 from .provenance import facts
 from .workload import Workload
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--kv-heads", type=int, default=8)
     what.add_argument("--head-dim", type=int, default=128, help="width of queries and keys")
     what.add_argument("--value-dim", type=int, help="width of values, if another one")
-    what.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    what.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; of --errors: bfloat16 and float16")
     what.add_argument("--window", type=int, help="how many keys a query sees")
     what.add_argument("--document", type=int, help="tokens of each packed document")
     what.add_argument("--deterministic", action="store_true")
@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--heads-per-gather", type=int, nargs="+", default=[0], help="0: chosen by size")
     how.add_argument("--ring", type=int, default=8, help="in one process: the size of the ring that is played")
     how.add_argument("--against", nargs="+", choices=PEERS, default=[], help="under torchrun: others, if installed")
+    how.add_argument(
+        "--errors", nargs="*", choices=errors.PARTS, metavar="PART",
+        help="errors in place of speed, against one device and float64 (rings); PR 821's case (pr821); default: both",
+    )  # fmt: skip
+    how.add_argument("--rings", type=int, nargs="+", default=errors.SIZES, help="of --errors: sizes that are played")
     how.add_argument("--rounds", type=int, default=5)
     how.add_argument("--profile", action="store_true", help="also save where the time goes (needs --save)")
     how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
@@ -53,15 +58,19 @@ def run(given: argparse.Namespace) -> int:
         if given.against and ring.size == 1:
             sys.stderr.write("--against compares rings of several ranks: start this with torchrun\n")
             return 2
+        chosen = roads.options(given.backward, given.traffic, given.heads_per_gather)
+        if given.errors is not None:
+            works = [_work(given, n, device, dtype) for n in given.tokens for dtype in _dtypes(given)]
+            if given.window or given.document:
+                sys.stderr.write("--errors is for one causal document: leave out --window and --document\n")
+                return 2
+            parts = given.errors or errors.PARTS
+            return errors.run(works, ring, parts, given.rings, given.kernel, chosen, given.save)
         if first:
             sys.stdout.write(speed.HEAD + "\n")
-        chosen = roads.options(given.backward, given.traffic, given.heads_per_gather)
         rows: list[dict[str, Any]] = []
         for tokens in given.tokens:
-            work = Workload(
-                tokens, device, given.heads, given.kv_heads, given.head_dim, given.value_dim or given.head_dim,
-                DTYPES[given.dtype], given.window, given.document, given.deterministic,
-            )  # fmt: skip
+            work = _work(given, tokens, device, _dtypes(given)[0])
             found = speed.measure(
                 work, ring, chosen, ring_size=given.ring, kernel=given.kernel, against=given.against,
                 rounds=given.rounds, largest=speed.largest_over(ring, device),
@@ -77,6 +86,17 @@ def run(given: argparse.Namespace) -> int:
             if given.profile and given.save:
                 profile.save(work, ring, given.kernel, chosen, given.save)
     return 0
+
+
+def _dtypes(given: argparse.Namespace) -> list[torch.dtype]:
+    return [DTYPES[given.dtype]] if given.dtype else [torch.bfloat16, torch.float16]
+
+
+def _work(given: argparse.Namespace, tokens: int, device: torch.device, dtype: torch.dtype) -> Workload:
+    return Workload(
+        tokens, device, given.heads, given.kv_heads, given.head_dim, given.value_dim or given.head_dim, dtype,
+        given.window, given.document, given.deterministic,
+    )  # fmt: skip
 
 
 @contextmanager

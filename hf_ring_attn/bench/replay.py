@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -46,6 +47,12 @@ class Rank(NamedTuple):
 Road = Literal["ring", "gather", "sparse"]
 
 
+@lru_cache(maxsize=64)
+def ranks_of(length: int, size: int, mask: Mask, sparse: bool = False) -> tuple[Rank, ...]:
+    """All ranks of a ring; kept, since a stack of layers asks for the same again and again."""
+    return tuple(Rank.of(length, size, rank, mask, sparse) for rank in range(size))
+
+
 def places(
     q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float
 ) -> tuple[Place, Place, Place]:
@@ -75,8 +82,7 @@ def replay_forward(
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=accumulate_dtype(q.dtype))
-    for number in range(size):
-        rank = Rank.of(length, size, number, mask, road == "sparse")
+    for rank in ranks_of(length, size, mask, road == "sparse"):
         here, these = rank.held.to(q.device), rank.seen.to(q.device)
         mine = q[:, here] if size > 1 else q
         kk, vv = (k[:, these], v[:, these]) if road == "sparse" else (k, v)
@@ -90,7 +96,7 @@ def replay_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv of whole rows, from what a forward gave for them."""
     length = q.shape[1]
-    ranks = [Rank.of(length, size, rank, mask, road == "sparse") for rank in range(size)]
+    ranks = ranks_of(length, size, mask, road == "sparse")
     seen = [rank.seen.to(q.device) for rank in ranks]
     at = [rank.held.to(q.device) for rank in ranks]
     dq, dk, dv = (torch.empty(x.shape, dtype=wide or x.dtype, device=x.device) for x in (q, k, v))

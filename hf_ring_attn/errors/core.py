@@ -101,3 +101,21 @@ class RanksFailed(RingAttentionError, RuntimeError):
             where = f"; it was here:\n{stack.rstrip()}" if stack else "."
             lines.append(f"rank {rank} did not answer within {seconds:.1f} s and was stopped{where}")
         super().__init__("\n".join(lines) + "\nAll ranks of this world were stopped; the next run starts new ones.")
+
+
+# ---- results of benchmarks ------------------------------------------------------------------------------------------
+
+
+class NoMatplotlib(RingAttentionError):
+    def __init__(self) -> None:
+        super().__init__(
+            "a plot needs matplotlib, which is not installed. Install it with pip install 'hf-ring-attn[plot]'."
+        )
+
+
+class NotAResult(RingAttentionError):
+    def __init__(self, file: str, why: str) -> None:
+        super().__init__(
+            f"{file} holds nothing to plot ({why}). Give a speed.json or errors.json of hf-ring-attn bench --save, or a "
+            "depth.json of recipes/benchmarks/depth.py --save."
+        )

@@ -42,4 +42,6 @@ def mismatch(got: Tensor, want: Tensor, rtol: float = 1.3e-6, atol: float = 1e-5
 def _pair(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
     if got.shape != want.shape:
         raise BadShape("got", tuple(got.shape), f"what it is compared with has shape {tuple(want.shape)}")
-    return got.detach().cpu().double(), want.detach().cpu().double()
+    if got.device != want.device or got.device.type != "cuda":  # other accelerators may lack float64
+        got, want = got.cpu(), want.cpu()
+    return got.detach().double(), want.detach().double()

@@ -9,6 +9,8 @@ of adding the contributions of its hops:
 - "bf16 partials": each contribution is rounded to bf16 and added in float32 (ring-flash-attention, torch's ring);
 - "float32": contributions are added in float32 and rounded once, at home (this package).
 
+`hf-ring-attn bench --errors` measures more: other kernels, fp16, rings that merge partial forwards, a launched ring.
+
 "mismatch" is the share of elements outside rtol 1.3e-6 / atol 1e-5 of the same kernel on one device, the measure of
 TransformerEngine PR 821. "error" is relative to float64 (norm of the difference over norm).
 """
@@ -17,56 +19,31 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hf_ring_attn.bench.provenance import facts
-from hf_ring_attn.kernels import KERNELS, Gradients, Params
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import CAUSAL, Mask, tiles
+from hf_ring_attn.bench.replay import replay
+from hf_ring_attn.bench.rounding import Way, rounded
+from hf_ring_attn.kernels import KERNELS, Params
+from hf_ring_attn.mask import CAUSAL, Mask
 from hf_ring_attn.testing import mismatch, relative_error
 
 NAMES = ("dq", "dk", "dv")
-Add = Callable[[Tensor, Tensor], Tensor]
+WAYS: dict[str, Way | None] = {"bf16 sums": "16-bit sums", "bf16 partials": "rounded parts", "float32": None}
 
 
-def _rounded(x: Tensor) -> Tensor:
-    return x.bfloat16().float()
-
-
-WAYS: dict[str, Add] = {
-    "bf16 sums": lambda total, part: _rounded(total + _rounded(part)),
-    "bf16 partials": lambda total, part: total + _rounded(part),
-    "float32": lambda total, part: total + part,
-}
-
-
-def replay(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, ring_size: int, add: Add) -> dict[str, Tensor]:
-    """Gradients of the whole row as a ring of ``ring_size`` makes them, each hop's contribution added by ``add``."""
-    kernel = KERNELS["reference"]
-    batch, length, _, width = q.shape
-    mask, params = Mask.of(CAUSAL, batch, length), Params(width**-0.5)
-    whole = Layout(length, 1, 0).whole()
-    out, lse = kernel.forward(q, k, v, tiles(mask, whole, whole), params)
-    delta = torch.einsum("bthd,bthd->bht", dout.float(), out.float())
-
-    totals = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-    for rank in range(ring_size):
-        mine = Layout(length, ring_size, rank)
-        here = mine.positions().to(q.device)
-        for step in range(ring_size):
-            source = (rank - step) % ring_size
-            there = mine.positions(source).to(q.device)
-            parts = (q[:, here], k[:, there], v[:, there])
-            into = Gradients(*(kernel.new_gradient(x) for x in parts))  # type: ignore[arg-type]
-            table = tiles(mask, mine.runs(), mine.runs(source))
-            kernel.backward(dout[:, here], *parts, lse[:, :, here], delta[:, :, here], table, params, into)
-            for total, index, part in zip(totals, (here, there, there), (into.dq, into.dk, into.dv), strict=True):
-                total[:, index] = add(total[:, index], part)
-    return {name: total.bfloat16() for name, total in zip(NAMES, totals, strict=True)}
+def gradients(inputs: list[Tensor], ring_size: int, way: Way | None) -> dict[str, Tensor]:
+    """Of the whole row, as a ring of ``ring_size`` makes them."""
+    q, k, v, dout = inputs
+    kernel, params = KERNELS["reference"], Params(q.shape[3] ** -0.5)
+    if way is None:
+        answer = replay(kernel, q, k, v, dout, Mask.of(CAUSAL, 1, q.shape[1]), ring_size, params)
+    else:
+        answer = rounded(kernel, q, k, v, dout, ring_size, params, way, merged=False)
+    return {name: getattr(answer, name) for name in NAMES}
 
 
 def main() -> None:
@@ -82,22 +59,17 @@ def main() -> None:
 
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, args.length, heads, args.width) for heads in (*args.heads, args.heads[1], args.heads[0])]
-    q, k, v, dout = (torch.randn(s, generator=generator).bfloat16().to(args.device) for s in shapes)
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in wide), is_causal=True, enable_gqa=True
-    )
-    exact.transpose(1, 2).backward(dout.double())
-    want = {name: x.grad for name, x in zip(NAMES, wide, strict=True)}
-    single = replay(q, k, v, dout, 1, WAYS["float32"])
+    inputs = [torch.randn(s, generator=generator).bfloat16().to(args.device) for s in shapes]
+    want = gradients([x.double() for x in inputs], 1, None)
+    single = gradients(inputs, 1, None)
 
     rows = []
     print(f"{'ring':>4} {'way':<14} {'mismatch dq / dk / dv':<24} error dq / dk / dv")
     for ring_size in args.rings:
-        for way, add in WAYS.items():
-            got = replay(q, k, v, dout, ring_size, add)
+        for way, of_ours in WAYS.items():
+            got = gradients(inputs, ring_size, of_ours)
             share = [mismatch(got[name], single[name]) for name in NAMES]
-            error = [relative_error(got[name], want[name]) for name in NAMES]  # type: ignore[arg-type]
+            error = [relative_error(got[name], want[name]) for name in NAMES]
             rows.append({"ring_size": ring_size, "way": way, "mismatch": share, "error_against_float64": error})
             shares = " / ".join(f"{100 * x:.1f}" for x in share) + " %"
             print(f"{ring_size:>4} {way:<14} {shares:<24} {' / '.join(f'{x:.2e}' for x in error)}", flush=True)

@@ -1,0 +1,102 @@
+"""Plots of saved results: throughput by tokens, error by ring size, error by depth; each from its JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import NoMatplotlib, NotAResult
+
+Rows = list[dict[str, Any]]
+Line = tuple[str, list[float], list[float]]
+"""A name, its places along the first axis, and its heights."""
+
+
+def throughput(rows: Rows) -> tuple[str, str, str, list[Line]]:
+    """Forward and backward of each road, as a share of the same kernel on one device in the same run."""
+    done = [row for row in rows if "failed" not in row]
+    lines = []
+    for road in dict.fromkeys(row["road"] for row in done):
+        mine = sorted((row["tokens"], row["both"]["share"]) for row in done if row["road"] == road)
+        lines.append((road, [tokens for tokens, _ in mine], [share for _, share in mine]))
+    return "forward + backward", "tokens in the row", "speed of a device, share of one device alone", lines
+
+
+def by_ring_size(rows: Rows) -> tuple[str, str, str, list[Line]]:
+    """The largest error of dq, dk and dv against float64, of the first inputs and dtype in the file."""
+    first = rows[0]
+    mine = [row for row in rows if (row["inputs"], row["dtype"]) == (first["inputs"], first["dtype"])]
+    lines = []
+    for name in dict.fromkeys(_name(row) for row in mine):
+        places = sorted((row["ring_size"], _worst(row)) for row in mine if _name(row) == name)
+        lines.append((name, [size for size, _ in places], [error for _, error in places]))
+    title = f"{first['kernel']}, {first['dtype']}, {first['tokens']} tokens, {first['inputs']}"
+    return title, "ring size", "largest error of dq, dk, dv against float64", lines
+
+
+def by_depth(rows: Rows) -> tuple[str, str, str, list[Line]]:
+    """The error of the gradient at the bottom, by each way, of the first stream in the file."""
+    first = rows[0]
+    mine = [row for row in rows if row["stream"] == first["stream"]]
+    lines = []
+    for way, size in dict.fromkeys((row["way"], row["ring_size"]) for row in mine):
+        places = sorted((row["depth"], row["error"]) for row in mine if (row["way"], row["ring_size"]) == (way, size))
+        name = "one device" if size == 1 else f"{way}, ring {size}"
+        lines.append((name, [depth for depth, _ in places], [error for _, error in places]))
+    return f"{first['kernel']}, residuals in {first['stream']}", "layers", "error of the gradient at the bottom", lines
+
+
+KINDS: dict[str, Callable[[Rows], tuple[str, str, str, list[Line]]]] = {
+    "road": throughput, "inputs": by_ring_size, "depth": by_depth,
+}  # fmt: skip
+"""What only the rows of one kind of result have, and how they are shown."""
+
+
+def save(files: Sequence[Path]) -> list[Path]:
+    """One SVG beside each file of results.
+
+    Raises:
+        NoMatplotlib: if matplotlib is not installed.
+        NotAResult: if a file is not what `bench` or recipes/benchmarks/depth.py writes.
+    """
+    shown = [(path, _lines(path)) for path in files]
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise NoMatplotlib() from None
+    written = []
+    for path, (title, across, up, lines) in shown:
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.add_subplot()
+        for number, (name, x, y) in enumerate(lines):
+            style = "-" if number < 10 else "--"  # ten colours, then again
+            axes.plot(x, y, style, marker="o", markersize=4, label=name)
+        axes.set_xscale("log", base=2)
+        places = sorted({place for _, x, _ in lines for place in x})
+        axes.set_xticks(places, [f"{place:,}" for place in places])
+        axes.minorticks_off()
+        axes.set(title=title, xlabel=across, ylabel=up, ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+        written.append(path.with_suffix(".svg"))
+        figure.savefig(written[-1], metadata={"Date": None})
+    return written
+
+
+def _lines(path: Path) -> tuple[str, str, str, list[Line]]:
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        kind = next(kind for kind in KINDS if kind in rows[0])
+        return KINDS[kind](rows)
+    except (OSError, ValueError, LookupError, TypeError, StopIteration) as error:
+        raise NotAResult(str(path), f"{type(error).__name__}: {error}") from None
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['way']}, the ring itself" if row["live"] else str(row["way"])
+
+
+def _worst(row: dict[str, Any]) -> float:
+    return float(max(row["error"][name] for name in ("dq", "dk", "dv")))
