@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from ..comm import Ring
 from ..config import is_a_launched_rank
-from . import errors, profile, roads, speed
+from ..errors import RingAttentionError
+from . import errors, plot, profile, roads, speed
 from .peers import PEERS
 from .provenance import facts
 from .workload import Workload
@@ -49,10 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--rings", type=int, nargs="+", default=errors.SIZES, help="of --errors: sizes that are played")
     how.add_argument("--rounds", type=int, default=5)
     how.add_argument("--profile", action="store_true", help="also save where the time goes (needs --save)")
+    how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw these saved results")
     how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
 
 
 def run(given: argparse.Namespace) -> int:
+    if given.plot:
+        return _plot(given.plot)
     with _world(given.device) as (ring, device):
         first = ring.rank == 0
         if given.against and ring.size == 1:
@@ -85,6 +89,16 @@ def run(given: argparse.Namespace) -> int:
                 (given.save / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
             if given.profile and given.save:
                 profile.save(work, ring, given.kernel, chosen, given.save)
+    return 0
+
+
+def _plot(files: Sequence[Path]) -> int:
+    try:
+        written = plot.save(files)
+    except RingAttentionError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write("".join(f"{path}\n" for path in written))
     return 0
 
 

@@ -161,9 +161,10 @@ def run(
         rows.append(row)
         sys.stdout.write(line(row) + "\n")
         sys.stdout.flush()
-    if save and not ring.rank:
-        save.mkdir(parents=True, exist_ok=True)
-        (save / "errors.json").write_text(json.dumps({**head, "ranks": ring.size, "rows": rows}, indent=1) + "\n")
+        if save:  # after each row, so that a job that is stopped leaves what it has measured
+            save.mkdir(parents=True, exist_ok=True)
+            result = {**head, "ranks": ring.size, "rows": rows}
+            (save / "errors.json").write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
