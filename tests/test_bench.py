@@ -64,20 +64,26 @@ def test_float64_has_no_error(size: int) -> None:
     assert row["forward_identical"] or size > 1
 
 
+def test_a_biased_v_is_biased() -> None:
+    plain, biased = (errors.signed(SMALL, given) for given in (False, True))
+    assert torch.equal(plain[0], biased[0]) and torch.equal(plain[3], biased[3])
+    assert biased[2].double().mean() - plain[2].double().mean() == pytest.approx(errors.BIAS, abs=0.05)
+
+
 def test_two_rows_are_each_their_own() -> None:
     data = [torch.cat(pair) for pair in zip(*(errors.signed(SMALL, biased) for biased in (False, True)), strict=True)]
     q, k, v, _ = data
     out, lse = merged_forward(KERNELS["reference"], q, k, v, 4, SMALL.params(), "rounded parts")
     for row in range(2):
-        alone = (x[row : row + 1] for x in (q, k, v))
-        want = merged_forward(KERNELS["reference"], *alone, 4, SMALL.params(), "rounded parts")
+        one_q, one_k, one_v = (x[row : row + 1] for x in (q, k, v))
+        want = merged_forward(KERNELS["reference"], one_q, one_k, one_v, 4, SMALL.params(), "rounded parts")
         assert relative_error(out[row : row + 1], want[0]) < 1e-3
         assert relative_error(lse[row : row + 1], want[1]) < 1e-6
 
 
 def test_rows_tell_ours_from_rings_that_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = saved(tmp_path)
-    assert result["ranks"] == 1 and result["command"].endswith("errors rings --rings 1 4 --save " + str(tmp_path))
+    assert result["ranks"] == 1 and {"command", "date", "commit", "hardware", "versions"} <= set(result)
     rows = result["rows"]
     assert len(rows) == 2 * 2 * (1 + 3)  # inputs, dtypes; one device; a ring of 4 in three ways
     assert {(row["inputs"], row["dtype"]) for row in rows} == {
@@ -129,8 +135,7 @@ def test_what_cannot_be_measured_is_told(more: list[str], said: str, capsys: pyt
 
 def test_the_pull_requests_case_stands_beside_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter here: the rest is that of the pull request."""
-    real = errors.Workload
-    monkeypatch.setattr(errors, "Workload", lambda tokens, *rest: real(tokens // 32, *rest))
+    monkeypatch.setattr(errors, "Workload", lambda tokens, *rest: Workload(tokens // 32, *rest))
     rows = list(errors.measure([SMALL], Ring.of(None), ["pr821"], [1], "auto", []))
     assert [(row["way"], row["the_pr_reports"]) for row in rows] == [
         ("ring_fp32", None),
@@ -200,6 +205,8 @@ def test_depth_measures_every_way(
             assert row["from_one_device"] > 1e-3 and row["mismatch"] > 0.1
         elif layers == 1:
             assert row["over_one_device"] < 1.02 and row["mismatch"] < 0.02
+    for layers, size in ((layers, size) for layers in (1, 3) for size in (2, 4)):
+        assert rows[layers, size, depth.BOTH]["mismatch"] != rows[layers, size, depth.BACKWARD]["mismatch"]
     assert capsys.readouterr().out.count("\n") == 1 + len(rows)
 
 

@@ -164,6 +164,11 @@ def measure(args: argparse.Namespace, depth: int, stream: str, kernel: str) -> l
     return rows
 
 
+HEAD = (
+    f"{'depth':>5} {'stream':9s} {'ring':>4} {'way':29s} {'error':>9} {'of one':>7} {'':16s} {'from one':>9} mismatch"
+)
+
+
 def line(row: dict[str, Any]) -> str:
     ratios = [run["over_one_device"] for run in row["runs"]]
     return (
@@ -195,8 +200,7 @@ def main() -> None:
     )  # fmt: skip
     kernel = kernel_for("", args.kernel, request)
     rows = []
-    head_line = f"{'depth':>5} {'stream':9s} {'ring':>4} {'way':29s} {'error':>9} {'of one':>7} {'':16s} {'from one':>9}"
-    print(f"{head_line} mismatch")
+    print(HEAD)
     for depth in [*args.depths, *([DEEPEST] if args.all else [])]:
         for stream in args.stream:
             found = measure(args, depth, stream, kernel)
