@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     parser.add_argument("--all", action="store_true", help=f"also {DEEPEST} layers")
     parser.add_argument("--rings", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--length", type=int, help="tokens; default: 256, on a GPU 2048")
+    parser.add_argument("--length", type=int, help="tokens; default: 64, on a GPU 2048")
     parser.add_argument("--heads", type=int, nargs=2, default=(4, 2), metavar=("QUERY", "KEY"))
     parser.add_argument("--width", type=int, default=64, help="of a head")
     parser.add_argument("--stream", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"])
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here, as depth.json")
     args = parser.parse_args()
-    args.length = args.length or (2048 if args.device == "cuda" else 256)
+    args.length = args.length or (2048 if args.device == "cuda" else 64)
     head = facts()
     request = Request(
         args.device, torch.bfloat16, args.heads[0], args.heads[1], args.width, args.width, softcap=False, sinks=False,
