@@ -111,7 +111,7 @@ class Stack:
 def gradients(stack: Stack, x: Tensor, dout: Tensor, ways: list[Ring]) -> Iterator[tuple[Ring, Tensor]]:
     """The gradient of ``x`` by each way; ways of one forward share it."""
     before: Tensor | None = None
-    leaf = x.to(stack.stream).requires_grad_()
+    leaf = x.detach().to(stack.stream).requires_grad_()
     top = leaf
     for ring in ways:
         stack.how[:] = [ring]
