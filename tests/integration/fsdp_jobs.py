@@ -14,7 +14,6 @@ from plain_jobs import Batch
 from runs import Mesh
 from tiny_models import tiny
 
-
 Answer = tuple[MixedPrecisionPolicy, Tensor, Tensor]
 
 
