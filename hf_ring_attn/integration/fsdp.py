@@ -17,8 +17,8 @@ def keep_float32(accelerator: Any) -> None:
 
     For mixed_precision "bf16" accelerate makes FSDP2's policy of one dtype: parameters are computed with in it, each
     rank's gradients are rounded to it and summed in it, and what the model returns is rounded to it, the loss too
-    (5.5476 becomes 5.5469). Every rank of a ring has a share of the same row's gradient, so rounded sums would differ by
-    ring size. Here gradients are reduced in float32, and outputs keep their dtype, as under DDP. A policy of several
+    (5.5476 becomes 5.5469). Every rank of a ring has a share of the same row's gradient, so rounded sums would differ
+    by ring size. Here gradients are reduced in float32, and outputs keep their dtype, as under DDP. A policy of several
     dtypes is a choice that somebody made, and stays.
     """
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)

@@ -62,6 +62,10 @@ class Meter(TrainerCallback):
         self.recorder: Any = None
         self.started = 0.0
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # building and sharding the model took memory of their own
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.profile and torch.cuda.is_available() and state.global_step == args.max_steps - 1:
             self.recorder = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -112,16 +116,18 @@ class Meter(TrainerCallback):
         """Milliseconds of this rank's GPU by kind of work, and its longest kernels; several streams overlap."""
         if self.recorder is None:
             return None
-        events = [event for event in self.recorder.key_averages() if event.device_time_total > 0]
+        marks = ("FSDP::", "nccl:", "ProfilerStep", "##")  # spans around kernels, which would count twice
+        averages = self.recorder.key_averages()
+        events = [x for x in averages if x.self_device_time_total > 0 and not x.key.startswith(marks)]
         kinds: dict[str, float] = {}
         for event in events:
             kind = next((kind for kind, names in KINDS if re.search(names, event.key, re.IGNORECASE)), "other")
-            kinds[kind] = kinds.get(kind, 0.0) + event.device_time_total / 1000
-        longest = sorted(events, key=lambda event: -event.device_time_total)[:40]
+            kinds[kind] = kinds.get(kind, 0.0) + event.self_device_time_total / 1000
+        longest = sorted(events, key=lambda event: -event.self_device_time_total)[:40]
         return {
             "step_milliseconds": self.seconds[-1] * 1000,
             "milliseconds_by_kind": kinds,
-            "longest": [(event.key[:160], event.count, event.device_time_total / 1000) for event in longest],
+            "longest": [(event.key[:160], event.count, event.self_device_time_total / 1000) for event in longest],
         }
 
 

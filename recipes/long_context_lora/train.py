@@ -20,8 +20,16 @@ import torch
 from accelerate import PartialState
 from measure import Meter, flops_per_step
 from peft import LoraConfig, get_peft_model
-from texts import Rows, byte_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments, set_seed
+from texts import Rows, by_bytes
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    LlamaConfig,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
@@ -50,13 +58,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA matrices")
     parser.add_argument("--save-attention", action="store_true",
                         help="checkpointing keeps what attention computed (ring_fp32)")  # fmt: skip
+    parser.add_argument("--deterministic", action="store_true", help="the same bits from run to run (ring_fp32)")
     parser.add_argument("--profile", action="store_true", help="the last step tells where its time goes, on GPUs")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
     if options.trainer == "sft" and options.loss == "full":
         parser.error("SFTTrainer always computes its loss with the fused head: leave --loss out")
-    if options.save_attention and options.implementation != "ring_fp32":
-        parser.error("--save-attention is an option of ring_fp32")
+    if (options.save_attention or options.deterministic) and options.implementation != "ring_fp32":
+        parser.error("--save-attention and --deterministic are options of ring_fp32")
     return options
 
 
@@ -118,14 +127,18 @@ def with_chunked_loss(model: Any) -> None:
 
 def make_trainer(options: argparse.Namespace) -> Any:
     model = build(options)
-    on_gpu = torch.cuda.is_available() and next(model.parameters()).device.type != "cpu"
-    on_gpu = on_gpu or (options.model is not None and PartialState().device.type == "cuda")
-    tokenizer = byte_tokenizer() if options.model is None else AutoTokenizer.from_pretrained(options.model)
-    rows = Rows(tokenizer, options.steps, options.tokens)
-    if options.save_attention:
+    on_gpu = PartialState().device.type != "cpu"
+    if options.model is None:
+        tokenizer, encode = ByT5Tokenizer(extra_ids=0), by_bytes
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    rows = Rows(encode, options.steps, options.tokens)
+    if options.implementation == "ring_fp32":
         import hf_ring_attn
 
-        hf_ring_attn.configure(model, hf_ring_attn.RingConfig(save_attention=True))
+        ring = hf_ring_attn.RingConfig(save_attention=options.save_attention, deterministic=options.deterministic)
+        hf_ring_attn.configure(model, ring)
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too
     if options.trainer == "sft":
         from datasets import Dataset
