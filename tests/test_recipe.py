@@ -20,6 +20,7 @@ LOSS = 1e-5
 """Relative bound: the order of float32 sums differs."""
 
 
+@pytest.mark.slow
 def test_a_ring_of_two_trains_as_one_process(tmp_path: Path) -> None:
     runs = {
         "alone": [*TRAIN, "--implementation", "sdpa", "--loss", "full"],
