@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from test_examples import ACCELERATE, REPOSITORY, output, start
 
@@ -45,13 +46,7 @@ def test_a_ring_of_two_trains_as_one_process(tmp_path: Path) -> None:
 
 
 def test_the_work_of_a_step_is_counted_by_the_formula() -> None:
-    sys.path.insert(0, str(RECIPE))  # a program's files stand side by side, not in a package
-    try:
-        from measure import flops_per_step
-    finally:
-        sys.path.remove(str(RECIPE))
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    measure = runpy.run_path(str(RECIPE / "measure.py"))
     config = LlamaConfig(
         hidden_size=64, intermediate_size=192, num_hidden_layers=2, vocab_size=259, num_attention_heads=2,
         num_key_value_heads=1,
@@ -62,4 +57,4 @@ def test_the_work_of_a_step_is_counted_by_the_formula() -> None:
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
     trained = 64 * 64
     frozen = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192) + 64 * 259 - trained
-    assert flops_per_step(model, config, 100) == 4 * 100 * frozen + 6 * 100 * trained + 6 * 100**2 * 64 * 2
+    assert measure["flops_per_step"](model, config, 100) == 4 * 100 * frozen + 6 * 100 * trained + 6 * 100**2 * 64 * 2

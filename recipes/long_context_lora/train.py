@@ -102,7 +102,7 @@ def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
         "bf16": options.dtype == "bfloat16", "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not on_gpu,
-        "seed": 0, "dataloader_num_workers": 0,
+        "seed": 0, "train_sampling_strategy": "sequential",
     }  # fmt: skip
 
 
