@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .. import errors
-from . import parallelism
+from . import fsdp, parallelism
 from .buffers import prepared, shard_buffers_in_place, sharded_buffers
 from .gathering import gather_once_per_ring, gather_sums_per_ring
 from .models import uses_ring
@@ -124,6 +124,8 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         settle(self, *args, *kwargs.values())
+        if ring_enabled(self.parallelism_config):
+            fsdp.keep_float32(self)
         result = original(self, *args, **kwargs)
         if ring_enabled(self.parallelism_config):
             several = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2's way returns a list

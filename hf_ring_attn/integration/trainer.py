@@ -58,7 +58,9 @@ def _refuse_trainer(trainer: Any) -> None:
             raise errors.UnknownTrainer(type(trainer).__name__, f"{owner.__qualname__}.{method}")
     if trainer.args.use_liger_kernel:
         raise errors.UnsupportedOption(
-            "use_liger_kernel=True", "its fused loss is not tested in a ring; set it to False"
+            "use_liger_kernel=True",
+            "its fused loss reads a head that FSDP2 may have sharded; set it to False (for a loss without logits take "
+            "TRL's fused head, which SFTTrainer has by itself, and recipes/long_context_lora gives to Trainer)",
         )
 
 

@@ -1,9 +1,13 @@
-"""FSDP2 by torch's `fully_shard` on accelerate's mesh: parameters over dp_shard x cp, sequences over cp."""
+"""FSDP2 on accelerate's mesh, by torch's `fully_shard` and by accelerate: dp_shard x cp for parameters, cp for rows."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import fsdp_jobs
 import plain_jobs
 from comparison import Ranks
 from hf_ring_attn.testing import relative_error
@@ -32,3 +36,21 @@ def test_sharded_parameters_train_as_in_one_process(ranks: Ranks, shards: Shards
         assert parameters.keys() == want.keys()
         for name, parameter in want.items():
             assert relative_error(parameters[name], parameter) < BOUND, name
+
+
+def is_rounded(x: Tensor) -> bool:
+    return torch.equal(x.to(torch.bfloat16).to(x.dtype), x)
+
+
+def test_accelerates_fsdp2_rounds_neither_the_loss_nor_the_sum_of_gradients(ranks: Ranks) -> None:
+    for policy, loss, gradient in ranks(2).run(fsdp_jobs.step_in_half, tokens(23)):
+        assert policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        assert loss.dtype == gradient.dtype == torch.float32
+        assert not is_rounded(loss) and not is_rounded(gradient)
+
+
+def test_a_policy_that_somebody_chose_stays(ranks: Ranks) -> None:
+    chosen = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for policy, _, gradient in ranks(2).run(fsdp_jobs.step_in_half, tokens(23), chosen):
+        assert policy == chosen
+        assert is_rounded(gradient)

@@ -1,0 +1,144 @@
+"""What a training run costs: seconds and losses by step, tokens/s, MFU, peak memory, and where a step's time goes."""
+
+from __future__ import annotations
+
+import platform
+import re
+import statistics
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Dense bf16 FLOP/s that the maker gives, by a part of the GPU's name."""
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "flash-attn-4", "triton")
+WARM_UP = 2
+"""Steps that are not timed: kernels are compiled in the first, buffers are made in the second."""
+
+KINDS = (
+    ("traffic, NCCL", r"nccl"),
+    ("traffic, copies", r"memcpy (ptop|dtod)|memcpy.*peer"),
+    ("attention", r"flash|attention|fmha|attn"),
+    ("loss", r"logprob|cross_entropy|_forward_kernel|_backward_kernel"),
+    ("matrix products", r"gemm|nvjet|cutlass|xmma|cublas|splitk"),
+)
+"""Kinds of GPU work, by names of kernels; the first that fits counts."""
+
+
+def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
+    """Floating-point operations that one step over one causal sequence of ``tokens`` needs, recomputation left out.
+
+    4 x tokens x frozen parameters in matrix products (forward, and the gradient of the input) + 6 x tokens x trained
+    ones (the gradient of the weight as well) + 6 x tokens^2 x heads x head width x layers for causal attention
+    (forward 2, backward 4). Embeddings that are only looked up cost nothing. Call it before parameters are sharded.
+    """
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    looked_up = {id(p) for p in embeddings.parameters()}
+    weights = [p for p in model.parameters() if p.dim() == 2 and id(p) not in looked_up]
+    frozen = sum(p.numel() for p in weights if not p.requires_grad)
+    trained = sum(p.numel() for p in weights if p.requires_grad)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 6 * tokens**2 * config.num_attention_heads * width * config.num_hidden_layers
+    return float(4 * tokens * frozen + 6 * tokens * trained + attention)
+
+
+class Meter(TrainerCallback):
+    """Watches a trainer that logs every step.
+
+    Args:
+        tokens: of one step, over all ranks. flops: of one step, over all ranks (`flops_per_step`).
+        profile: record the last step's GPU work; that step is not timed.
+    """
+
+    def __init__(self, tokens: int, flops: float, profile: bool) -> None:
+        self.tokens, self.flops, self.profile = tokens, flops, profile
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.seconds: list[float] = []
+        self.recorder: Any = None
+        self.started = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # building and sharding the model took memory of their own
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.profile and torch.cuda.is_available() and state.global_step == args.max_steps - 1:
+            self.recorder = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.recorder.__enter__()
+        self.started = _now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds.append(_now() - self.started)
+        if self.recorder is not None:
+            self.recorder.__exit__(None, None, None)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+            self.norms.append(float(logs["grad_norm"]))
+            if state.is_world_process_zero:
+                print(f"step {state.global_step}: loss {logs['loss']:.6f}, {self.seconds[-1]:.3f} s", flush=True)
+
+    def results(self) -> dict[str, Any]:
+        """The numbers in JSON's types; every rank calls it."""
+        gpu = torch.cuda.is_available()
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        timed = self.seconds[: -1 if self.recorder is not None else None]
+        timed = timed[WARM_UP:] or timed[-1:]
+        seconds = statistics.median(timed)
+        name = torch.cuda.get_device_name() if gpu else platform.machine()
+        peak = next((x for gpu_name, x in PEAK_FLOPS.items() if gpu_name in name), None)
+        memory: list[Any] = [torch.cuda.max_memory_allocated() / 2**30 if gpu else None] * world
+        if dist.is_initialized():
+            dist.all_gather_object(memory, memory[0])
+        return {
+            "ranks": world,
+            "device": name,
+            "losses": self.losses,
+            "grad_norms": self.norms,
+            "seconds": self.seconds,
+            "seconds_per_step": seconds,
+            "tokens_per_second": self.tokens / seconds,
+            "flops_per_step": self.flops,
+            "mfu": self.flops / seconds / (world * peak) if peak else None,
+            "mfu_formula": "flops_per_step / seconds_per_step / (ranks x dense bf16 peak); see measure.flops_per_step",
+            "peak_memory_GiB": memory,
+            "profile": self._profile(),
+            "versions": {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()},
+        }
+
+    def _profile(self) -> dict[str, Any] | None:
+        """Milliseconds of this rank's GPU by kind of work, and its longest kernels; several streams overlap."""
+        if self.recorder is None:
+            return None
+        marks = ("FSDP::", "nccl:", "ProfilerStep", "##")  # spans around kernels, which would count twice
+        averages = self.recorder.key_averages()
+        events = [x for x in averages if x.self_device_time_total > 0 and not x.key.startswith(marks)]
+        kinds: dict[str, float] = {}
+        for event in events:
+            kind = next((kind for kind, names in KINDS if re.search(names, event.key, re.IGNORECASE)), "other")
+            kinds[kind] = kinds.get(kind, 0.0) + event.self_device_time_total / 1000
+        longest = sorted(events, key=lambda event: -event.self_device_time_total)[:40]
+        return {
+            "step_milliseconds": self.seconds[-1] * 1000,
+            "milliseconds_by_kind": kinds,
+            "longest": [(event.key[:160], event.count, event.self_device_time_total / 1000) for event in longest],
+        }
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

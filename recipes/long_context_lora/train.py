@@ -1,0 +1,184 @@
+r"""One long sequence a step: LoRA on a Llama-3-8B, its tokens spread over all GPUs by ring attention.
+
+    accelerate launch --config_file recipes/accelerate/gpu_8_fsdp2.yaml \
+        recipes/long_context_lora/train.py --shape 8B --tokens 131072 --steps 10
+
+The launch config alone says how many ranks share the sequence (cp_size). README.md beside this file has more commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from measure import Meter, flops_per_step
+from peft import LoraConfig, get_peft_model
+from texts import Rows, by_bytes
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    LlamaConfig,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+SHAPES = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
+           "num_attention_heads": 32, "num_key_value_heads": 8},
+    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
+           "num_attention_heads": 32, "num_key_value_heads": 8},
+    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 259,
+             "num_attention_heads": 2, "num_key_value_heads": 1},
+}  # fmt: skip
+"""Of Llama 3.1 8B, of Llama 3.2 1B (its embeddings untied), and of what two CPU cores train in seconds."""
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a model of the Hub or a folder; without it: --shape, with random weights")
+    parser.add_argument("--shape", choices=SHAPES, default="8B", help="of a Llama with random weights")
+    parser.add_argument("--tokens", type=int, default=131072, help="in the one sequence of a step")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--implementation", choices=("ring_fp32", "sdpa"), default="ring_fp32",
+                        help="sdpa: accelerate's own context parallelism, to compare with")  # fmt: skip
+    parser.add_argument("--trainer", choices=("trainer", "sft"), default="trainer")
+    parser.add_argument("--loss", choices=("chunked", "full"), default="chunked",
+                        help="chunked: TRL's fused head, never tokens x vocabulary; full: all logits")  # fmt: skip
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--rank", type=int, default=16, help="of the LoRA matrices")
+    parser.add_argument("--save-attention", action="store_true",
+                        help="checkpointing keeps what attention computed (ring_fp32)")  # fmt: skip
+    parser.add_argument("--deterministic", action="store_true", help="the same bits from run to run (ring_fp32)")
+    parser.add_argument("--profile", action="store_true", help="the last step tells where its time goes, on GPUs")
+    parser.add_argument("--output", type=Path, help="a JSON file for the results")
+    options = parser.parse_args()
+    if options.trainer == "sft" and options.loss == "full":
+        parser.error("SFTTrainer always computes its loss with the fused head: leave --loss out")
+    if (options.save_attention or options.deterministic) and options.implementation != "ring_fp32":
+        parser.error("--save-attention and --deterministic are options of ring_fp32")
+    return options
+
+
+def build(options: argparse.Namespace) -> Any:
+    """The model: loaded, or with random weights, which every rank draws alike and on its own device."""
+    dtype = getattr(torch, options.dtype)
+    if options.model is not None:
+        return AutoModelForCausalLM.from_pretrained(
+            options.model, dtype=dtype, attn_implementation=options.implementation
+        )
+    config = LlamaConfig(
+        **SHAPES[options.shape], max_position_embeddings=max(options.tokens, 131072), rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False, use_cache=False,
+        pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    set_seed(0)
+    with PartialState().device:  # 8 billion numbers take a second on a GPU, and minutes on a CPU
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=options.implementation)
+
+
+def adapter(options: argparse.Namespace) -> LoraConfig:
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return LoraConfig(
+        r=options.rank, lora_alpha=2 * options.rank, lora_dropout=0.0, target_modules=projections,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+
+
+def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
+    """What Trainer and SFTTrainer are told alike."""
+    return {
+        "output_dir": "outputs/long_context_lora", "max_steps": options.steps, "per_device_train_batch_size": 1,
+        "learning_rate": options.learning_rate, "lr_scheduler_type": "constant", "weight_decay": 0.0,
+        "bf16": options.dtype == "bfloat16", "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not on_gpu,
+        "seed": 0, "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+
+
+def with_chunked_loss(model: Any) -> None:
+    """Trainer's calls of ``model`` go through TRL's fused head, which SFTTrainer has by itself.
+
+    It scores ``shift_labels`` as they are and divides their sum by ``num_items_in_batch``, the count of the whole row:
+    what a rank returns is its share of the row's loss. Call it before PEFT wraps the model.
+    """
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model)
+    fused = model.forward
+
+    @functools.wraps(fused)  # Trainer reads its signature
+    def forward(*args: Any, labels: Any = None, **inputs: Any) -> Any:
+        # Not in evaluation, nor in the ring's self-check, which compares logits.
+        return fused(*args, labels=labels, fused_lm_head=labels is not None and model.training, **inputs)
+
+    model.forward = forward
+
+
+def make_trainer(options: argparse.Namespace) -> Any:
+    model = build(options)
+    on_gpu = PartialState().device.type != "cpu"
+    if options.model is None:
+        tokenizer, encode = ByT5Tokenizer(extra_ids=0), by_bytes
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    rows = Rows(encode, options.steps, options.tokens)
+    if options.implementation == "ring_fp32":
+        import hf_ring_attn
+
+        ring = hf_ring_attn.RingConfig(save_attention=options.save_attention, deterministic=options.deterministic)
+        hf_ring_attn.configure(model, ring)
+    set_seed(1)  # LoRA's first matrix is random: alike on every rank, too
+    if options.trainer == "sft":
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        return SFTTrainer(
+            get_peft_model(model, adapter(options)),
+            SFTConfig(**common(options, on_gpu), max_length=options.tokens, shuffle_dataset=False),
+            train_dataset=Dataset.from_dict({"input_ids": rows.tokens.tolist()}),
+            processing_class=tokenizer,
+        )  # fmt: skip
+    if options.loss == "chunked":
+        with_chunked_loss(model)
+    return Trainer(
+        get_peft_model(model, adapter(options)), TrainingArguments(**common(options, on_gpu)), train_dataset=rows
+    )
+
+
+def main() -> None:
+    options = parsed()
+    if options.implementation == "ring_fp32":
+        import hf_ring_attn  # noqa: F401  registers "ring_fp32"
+    trainer = make_trainer(options)
+    config, model = trainer.model.config, trainer.model
+    work = flops_per_step(model, config, options.tokens)
+    meter = Meter(options.tokens, work, options.profile)
+    trainer.add_callback(meter)
+    trainer.train()
+    results = meter.results()  # of all ranks
+    if trainer.is_world_process_zero():
+        results = {
+            "command": shlex.join(["train.py", *sys.argv[1:]]),
+            "options": {name: str(value) for name, value in vars(options).items()},
+            **results,
+        }
+        if options.output is not None:
+            options.output.write_text(json.dumps(results, indent=1) + "\n")
+        print(json.dumps({name: x for name, x in results.items() if name != "profile"}), flush=True)
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
