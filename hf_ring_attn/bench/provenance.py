@@ -21,7 +21,7 @@ REPOSITORY = PACKAGE.parent
 PACKAGES = ("hf-ring-attn", "torch", "transformers", "accelerate")
 GPU_PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-attn", "ring-flash-attn")
 COMMIT = "BENCHMARK_COMMIT"
-"""The environment variable that tells the commit of a copy without .git, as it is sent to a machine with GPUs."""
+"""The environment variable that tells the commit of a copy, as it is sent to a machine with GPUs: before its .git."""
 
 
 def facts() -> dict[str, Any]:
@@ -30,11 +30,12 @@ def facts() -> dict[str, Any]:
     Call it before what is measured, since it tells the load at the start; and after `torch.cuda.set_device`, since
     asking for GPUs starts CUDA.
     """
-    changes = _git("status", "--porcelain", ":(exclude)recipes/results")
+    told = os.environ.get(COMMIT)
+    changes = None if told else _git("status", "--porcelain", ":(exclude)recipes/results")
     return {
         "command": command(),
         "date": datetime.date.today().isoformat(),
-        "commit": _git("rev-parse", "HEAD") or os.environ.get(COMMIT),
+        "commit": told or _git("rev-parse", "HEAD"),
         "uncommitted_changes": None if changes is None else bool(changes),
         "hardware": _hardware(),
         "load_average_at_start": os.getloadavg()[0],
