@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,12 +64,12 @@ def save(files: Sequence[Path]) -> list[Path]:
     """
     shown = [(path, _lines(path)) for path in files]
     try:
-        from matplotlib.figure import Figure
+        figures: Any = importlib.import_module("matplotlib.figure")
     except ImportError:
         raise NoMatplotlib() from None
     written = []
     for path, (title, across, up, lines) in shown:
-        figure = Figure(figsize=(8, 5), layout="constrained")
+        figure = figures.Figure(figsize=(8, 5), layout="constrained")
         axes = figure.add_subplot()
         for number, (name, x, y) in enumerate(lines):
             style = "-" if number < 10 else "--"  # ten colours, then again

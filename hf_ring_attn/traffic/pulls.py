@@ -36,6 +36,10 @@ TAKEN = 3
 """Channels of signals; the last two with one for each of two lanes."""
 
 ROUND = 2**21
+"""Sizes of buffers are multiples of this."""
+
+PACKINGS = 32
+"""So many ways of lying in a buffer are remembered: rows of other lengths make others."""
 
 
 class Shared:
@@ -117,6 +121,8 @@ class Pulls:
         self._make_room(packing.stops[-1], 0)
         shared = self.keys[next(self.ops) % 2]
         if packing not in shared.views:
+            if len(shared.views) >= PACKINGS:
+                shared.views.clear()
             shared.views[packing] = packing.views(shared.of)
         packing.write(shared.mine, k, v)
         self.keys_stream.wait_stream(self._compute())
