@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +27,19 @@ LOCAL = ""
 
 @cache
 def _leave_gloo_in_order() -> None:
-    """A process that used gloo asynchronously aborts at exit unless its groups are destroyed first (torch 2.13)."""
-    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+    """A process that used gloo asynchronously may abort at its end (torch 2.13, seen in 3 of 40), unless this is done.
+
+    gloo's threads let go of the last tensors under the interpreter's lock, and one that asks for the lock while the
+    interpreter ends is killed inside C++, the process with it: "terminate called without an active exception". So
+    groups are destroyed first, and then the threads are given the lock for as long as that takes.
+    """
+
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        time.sleep(0.1)
+
+    atexit.register(leave)
 
 
 @contextmanager
