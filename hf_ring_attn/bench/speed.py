@@ -71,7 +71,7 @@ def measure(
         if options is not None:
             pulled = traffic.chosen(ring, options.traffic) == "pulls"
             row["buffer_bytes"] = traffic.buffer_bytes(ring) if pulled else 0
-            row["bytes_received"] = received(work, Layout(work.tokens, ring.size, ring.rank), options.backward)
+            row["bytes_received"] = received(work, Layout(work.tokens, ring.size, ring.rank))
         rows.append(row)
     return [*rows, *({"road": name, "tokens": work.tokens, "failed": reason} for name, reason in failed.items())]
 

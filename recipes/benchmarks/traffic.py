@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.bench.provenance import facts
+from hf_ring_attn.bench.traffic import tokens_received
+from hf_ring_attn.bench.workload import visible_pairs
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Band, Mask
 from hf_ring_attn.tables import Plan, Tables
@@ -51,18 +53,6 @@ def documents_of(sizes: list[int], length: int) -> Tensor:
     return ids
 
 
-def pairs(table: Tensor) -> int:
-    """Visible pairs of a table's tiles."""
-    total = 0
-    for _, _, queries, q_first, _, keys, k_first, lo, hi in table.tolist():
-        # query i sees keys from q_first + i - hi to q_first + i - lo, as far as there are such keys
-        places = torch.arange(q_first, q_first + queries)
-        first = (places - min(hi, 2**40)).clamp(min=k_first)
-        last = (places - max(lo, -(2**40))).clamp(max=k_first + keys - 1)
-        total += int((last - first + 1).clamp(min=0).sum())
-    return total
-
-
 def counted(mask: Mask, length: int, ring: int) -> dict[str, Any]:
     work, received, sparse = [], [], False
     for rank in range(ring):
@@ -70,19 +60,12 @@ def counted(mask: Mask, length: int, ring: int) -> dict[str, Any]:
         here: Any = SimpleNamespace(name="", size=ring, rank=rank)
         plan = Plan.of(here, layout, mask)
         tables = Tables.of(plan.tiles, plan.stops, ring)
-        work.append(pairs(tables.forward))
-        tokens = layout.local_length
-        if tables.exchange is None:
-            forward = (ring - 1) * tokens * 2
-            backward = (ring - 1) * tokens * 2 + ring * tokens * 4  # keys and values, and gradients one hop behind
-        else:
-            sparse = True
-            arriving = sum(tables.exchange.receives) - tables.exchange.receives[rank]
-            returning = sum(tables.exchange.sends) - tables.exchange.sends[rank]
-            forward, backward = arriving * 2, arriving * 2 + returning * 4
-        received.append((forward * WIDTH, backward * WIDTH))
-    tokens = length // ring
-    full = (ring - 1) * tokens * 2 * WIDTH, ((ring - 1) * tokens * 2 + ring * tokens * 4) * WIDTH
+        work.append(visible_pairs(tables.forward))
+        sparse = sparse or tables.exchange is not None
+        keys, sums = tokens_received(tables, layout)
+        received.append((keys * 2 * WIDTH, (keys * 2 + sums * 4) * WIDTH))
+    others = (ring - 1) * (length // ring)
+    full = others * 2 * WIDTH, others * (2 + 4) * WIDTH
     return {
         "ring": ring, "sparse": sparse, "work_by_rank": work, "largest_work_over_mean": max(work) * ring / sum(work),
         "bytes_received_forward": [forward for forward, _ in received],
