@@ -14,10 +14,11 @@ from torch import Tensor
 
 from checks import Ranks
 from hf_ring_attn.comm import LOCAL, Pending, Ring
-from hf_ring_attn.errors import NoPulls
+from hf_ring_attn.errors import LeftHalfway, NoPulls
 from hf_ring_attn.layout import Layout
-from hf_ring_attn.traffic import Messages, Sums, head_groups, lanes_of, traffic_of, visiting_order
+from hf_ring_attn.traffic import Messages, Sums, head_groups, lanes_of, pulls, traffic_of, visiting_order
 from hf_ring_attn.traffic.packing import Packing
+from hf_ring_attn.traffic.pulls import Pulls
 
 CPU = torch.device("cpu")
 
@@ -191,3 +192,46 @@ def test_what_ranks_lay_out_for_each_other_is_read_back_in_order(batch: int, hea
                 found, want = [packing.apart(x, number) for (x,) in shared[number]], [(x, y) for x, y in of_ranks]
             for pair, whole in zip(found, want, strict=True):
                 assert all(torch.equal(x, y[:, :, group]) for x, y in zip(pair, whole, strict=True))
+
+
+@contextmanager
+def without_a_gpu() -> Iterator[Pulls]:
+    """Pulls of a ring of one, with streams and signals left out and memory on the CPU."""
+
+    class Memory:
+        def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
+            self.size, self.handle = size, mock.MagicMock()
+            self.views: dict[Packing, object] = {}
+            self.mine = torch.zeros(size, dtype=torch.uint8)
+            self.of = [self.mine]
+
+    cuda = {name: mock.MagicMock() for name in ("Stream", "stream", "current_stream", "Event", "synchronize")}
+    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(pulls, "Shared", Memory):
+        road = Pulls(Ring(LOCAL), CPU)
+        road.outboxes = Memory(Ring(LOCAL), 1, CPU)  # type: ignore[assignment]
+        yield road
+
+
+@pytest.mark.parametrize("way", ["a gather", "a walk"])
+def test_after_a_pull_that_ended_halfway_the_next_is_refused(way: str) -> None:
+    """Signals of the one would be taken for those of the other, and memory be read too early."""
+    k = torch.arange(24.0).view(1, 4, 3, 2)
+    halves, new = [slice(0, 2), slice(2, 3)], mock.MagicMock()
+
+    def start(road: Pulls) -> Iterator[tuple[Tensor, Tensor]]:
+        if way == "a gather":
+            return ((keys, values) for _, keys, values in road.gathered(k, -k, halves))
+        return ((hop.k, hop.v) for hop in road.hops(k, -k, halves, new))
+
+    with without_a_gpu() as road:
+        for _ in range(3):
+            pairs = list(start(road))
+            assert torch.equal(torch.cat([keys for keys, _ in pairs], 2), k)
+            assert torch.equal(torch.cat([values for _, values in pairs], 2), -k)
+        next(start(road))
+        with pytest.raises(LeftHalfway, match="ended half-way on this rank, by an error that was caught"):
+            start(road)
+    with without_a_gpu() as road:
+        start(road)  # as if the first allocation after it failed
+        with pytest.raises(LeftHalfway):
+            start(road)

@@ -52,6 +52,15 @@ class NoPulls(Refused):
         )
 
 
+class LeftHalfway(RingAttentionError):
+    def __init__(self) -> None:
+        super().__init__(
+            "an earlier attention of this ring ended half-way on this rank, by an error that was caught (out of "
+            "memory, say). What the ranks tell each other no longer fits together, so the next answer could be wrong. "
+            "Start the job again, or the ring in a new process group."
+        )
+
+
 class CrossedDocuments(Refused):
     def __init__(self) -> None:
         super().__init__(

@@ -24,6 +24,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ..comm import Ring
+from ..errors import LeftHalfway
 from .base import Hop, Sums, visiting_order
 from .packing import Packing
 
@@ -65,6 +66,7 @@ class Pulls:
         self.keys_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.sums_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.ops = itertools.count()
+        self.halfway = False
         self.keys: list[Shared] = []
         self.outboxes: Shared | None = None
 
@@ -113,11 +115,15 @@ class Pulls:
                 self._compute().wait_event(arrived)
                 yield group, *packing.apart(row, number)
                 read.append(self._event(self._compute()))
+            self.halfway = False
 
         return arriving(pull(0))
 
     def _publish(self, k: Tensor, v: Tensor, packing: Packing) -> list[list[tuple[Tensor, ...]]]:
         """Writes keys and values where all ranks can read them. Returns every rank's, readable on `keys_stream`."""
+        if self.halfway:  # its signals are still on their way, and would be taken for those of this one
+            raise LeftHalfway()
+        self.halfway = True
         self._make_room(packing.stops[-1], 0)
         shared = self.keys[next(self.ops) % 2]
         if packing not in shared.views:
@@ -167,6 +173,7 @@ class Pulls:
             with torch.cuda.stream(self.sums_stream):
                 for number in range(len(lanes)):
                     self._wait_for_signal(self._next, TAKEN + number)
+            self.halfway = False
 
         return walk()
 
