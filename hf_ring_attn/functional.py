@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args, overload
 
 import torch
 from torch import Tensor
 
 from .choice import kernel_for
 from .comm import Ring, fingerprint
-from .config import RingConfig
+from .config import RingConfig, Traffic
 from .errors import BadOption, BadShape, RanksDiffer
 from .kernels import Params, Request, ScoreFunction, ScoreMod
 from .layout import Layout, positions
@@ -206,7 +206,7 @@ def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tenso
         "score_mod (a fingerprint of its code and of the shapes it uses)": 0 if mod is None else mod.fingerprint(),
         "backward ('ring': 0, 'gather': 1)": int(config.backward == "gather"),
         "heads_per_gather": config.heads_per_gather or 0,
-        "traffic ('auto': 0, 'messages': 1, 'pulls': 2)": ("auto", "messages", "pulls").index(config.traffic),
+        "traffic ('auto': 0, 'messages': 1, 'pulls': 2)": get_args(Traffic).index(config.traffic),
         "documents (their fingerprint)": fingerprint(documents),
     }
     ring.agree(facts, q.device, "Call ring_attention with the same options on every rank.")

@@ -66,15 +66,10 @@ class Layout:
         rank = self.rank if rank is None else rank
         if self.world_size == 1:
             return (Run(0, 0, self.length),)
-        first, second = self.chunks(rank)
-        if second.position == first.position + self.chunk:  # the two chunks of the last rank touch: one run
-            return (Run(0, first.position, 2 * self.chunk),)
-        return first, second
-
-    def chunks(self, rank: int) -> tuple[Run, Run]:
-        """The two chunks of ``rank``, in its local order."""
-        last = 2 * self.world_size - 1 - rank
-        return Run(0, rank * self.chunk, self.chunk), Run(self.chunk, last * self.chunk, self.chunk)
+        chunk, last = self.chunk, 2 * self.world_size - 1 - rank
+        if last == rank + 1:  # the two chunks of the last rank touch: one run
+            return (Run(0, rank * chunk, 2 * chunk),)
+        return (Run(0, rank * chunk, chunk), Run(chunk, last * chunk, chunk))
 
     def whole(self) -> tuple[Run, ...]:
         """The padded row as one run: what a merged gather holds."""

@@ -26,6 +26,23 @@ def row_products(dout: Tensor, out: Tensor) -> Tensor:
     return torch.einsum("bthd,bthd->bht", dout.to(dtype), out.to(dtype))
 
 
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def reasons_of_flash(request: Request) -> list[str]:
+    """Why no flash attention in 16 bits over whole ranges of keys can serve ``request``: what all of them have."""
+    reasons = []
+    if request.device != "cuda":
+        reasons.append(f"needs an NVIDIA GPU, got tensors on {request.device}")
+    if request.dtype not in HALVES:
+        reasons.append(f"computes in bfloat16 or float16, got {request.dtype}")
+    if request.score_mod:
+        reasons.append("it has no score_mod")
+    if request.holes:
+        reasons.append("a document's keys must be one run, and here others or hidden keys lie between them")
+    return reasons
+
+
 def aligned(x: Tensor) -> Tensor:
     """``x`` or a copy of it that flash attention can read: 16 bytes at a time, each once."""
     unit = 16 // x.element_size()
@@ -118,6 +135,19 @@ class Request:
     deterministic: bool
     holes: bool = False
     score_mod: bool = False
+
+
+class InOrder:
+    """Accumulators in the order of their tensors, for kernels that have no order of their own."""
+
+    def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
+        return torch.zeros(chunk.shape, dtype=accumulate_dtype(chunk.dtype), device=chunk.device)
+
+    def of_heads(self, accumulator: Tensor, heads: slice) -> Tensor:
+        return accumulator[:, :, heads]
+
+    def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
+        return accumulator.to(dtype)
 
 
 class Kernel(Protocol):

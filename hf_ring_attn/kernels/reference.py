@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..mask import Tile
-from .base import Gradients, Params, Place, Request, accumulate_dtype, row_products
+from .base import Gradients, InOrder, Params, Request, accumulate_dtype, row_products
 from .score_mod import Indices, Pull
 
 SCORES_PER_BLOCK = 2**21
@@ -83,7 +83,7 @@ def _visible(distance: int, t: int, s: int, lo: int, hi: int, device: torch.devi
     return (difference >= lo) & (difference <= hi)
 
 
-class Reference:
+class Reference(InOrder):
     """See the module. `name` is "reference"."""
 
     name = "reference"
@@ -126,12 +126,6 @@ class Reference:
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
         return row_products(dout, out)
 
-    def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
-        return torch.zeros(chunk.shape, dtype=accumulate_dtype(chunk.dtype), device=chunk.device)
-
-    def of_heads(self, accumulator: Tensor, heads: slice) -> Tensor:
-        return accumulator[:, :, heads]
-
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
         params: Params, into: Gradients, out: Tensor | None = None,
@@ -157,9 +151,6 @@ class Reference:
             d_queries = (_by_group(d_scores) @ keys).view(queries.shape)
             into.dq[block.rows, block.queries] += d_queries.permute(0, 3, 1, 2, 4).flatten(2, 3)
             _add_keys(into.dk, block, _by_group(d_scores).transpose(-1, -2) @ _by_group(queries))
-
-    def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
-        return accumulator.to(dtype)
 
     def unsupported(self, request: Request) -> list[str]:
         return []

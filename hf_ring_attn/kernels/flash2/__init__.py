@@ -15,18 +15,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..base import Gradients, Params, Place, Request, aligned
+from ..base import Gradients, InOrder, Params, Request, aligned, reasons_of_flash
 from ..flash4.calls import Call, Dense, Packed
 from .calls import plan
 from .libraries import Lengths, Library, Package, Torch
 from .trial import fails
 
-DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD, UNIT = 256, 8
 LOWEST_CAPABILITY = (8, 0)
 
 
-class Flash2:
+class Flash2(InOrder):
     """See the module.
 
     Args:
@@ -73,13 +72,6 @@ class Flash2:
         # The library makes its own; this one is for the sinks' gradient.
         return dout.to(torch.float32, copy=True).mul_(out).sum(3).transpose(1, 2).contiguous()
 
-    def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
-        return torch.zeros(chunk.shape, dtype=torch.float32, device=chunk.device)
-
-    def of_heads(self, accumulator: Tensor, heads: slice) -> Tensor:
-        """Some heads of an accumulator, as a view."""
-        return accumulator[:, :, heads]
-
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
         params: Params, into: Gradients, out: Tensor | None = None,
@@ -97,19 +89,8 @@ class Flash2:
             for place, total, part in zip((of_q, of_k, of_k), (into.dq, into.dk, into.dv), parts, strict=True):
                 place.add(total, part)
 
-    def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
-        return accumulator.to(dtype)
-
     def unsupported(self, request: Request) -> list[str]:
-        reasons = []
-        if request.device != "cuda":
-            reasons.append(f"needs an NVIDIA GPU, got tensors on {request.device}")
-        if request.dtype not in DTYPES:
-            reasons.append(f"computes in bfloat16 or float16, got {request.dtype}")
-        if request.score_mod:
-            reasons.append("it has no score_mod")
-        if request.holes:
-            reasons.append("a document's keys must be one run, and here others or hidden keys lie between them")
+        reasons = reasons_of_flash(request)
         if request.head_dim != request.value_dim:
             reasons.append(f"keys and values must be of one width, got {request.head_dim} and {request.value_dim}")
         elif request.head_dim > LARGEST_HEAD or request.head_dim % UNIT:

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..base import Gradients, Params, Place, Request, aligned
+from ..base import Gradients, Params, Place, Request, aligned, reasons_of_flash
 from .accumulators import finish, in_blocks
 from .blocks import TABLES, Blocks
 from .calls import Call, Dense, Packed, backward_calls, forward_calls
 from .library import Lengths, Library, load, not_installed
 
-DTYPES = (torch.bfloat16, torch.float16)
 SINKS = (torch.bfloat16, torch.float16, torch.float32)
 TESTED = 9
 """The major compute capability (Hopper) on which this ran."""
@@ -115,15 +114,7 @@ class Flash4:
         return finish(self.library, accumulator, dtype, place)
 
     def unsupported(self, request: Request) -> list[str]:
-        reasons = []
-        if request.device != "cuda":
-            reasons.append(f"needs an NVIDIA GPU, got tensors on {request.device}")
-        if request.dtype not in DTYPES:
-            reasons.append(f"computes in bfloat16 or float16, got {request.dtype}")
-        if request.score_mod:
-            reasons.append("it has no score_mod")
-        if request.holes:
-            reasons.append("a document's keys must be one run, and here others or hidden keys lie between them")
+        reasons = reasons_of_flash(request)
         major, minor = _capability() if self._given is None else (TESTED, 0)
         table = TABLES.get(major, TABLES[TESTED])
         if (request.head_dim, request.value_dim) not in table:

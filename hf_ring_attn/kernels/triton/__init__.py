@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ...config import triton_is_interpreted
-from ..base import Gradients, Params, Place, Request
+from ..base import Gradients, InOrder, Params, Request
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 LOWEST_CAPABILITY = (8, 0)
 
 
-class Triton:
+class Triton(InOrder):
     """One softmax over all keys of a query in the forward; probabilities from lse in the backward.
 
     Sums are float32 throughout and gradients are added into the caller's accumulators, whose order is that of the
@@ -41,20 +41,11 @@ class Triton:
         sums: Tensor = _launch().delta(dout, out)
         return sums
 
-    def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
-        return torch.zeros(chunk.shape, dtype=torch.float32, device=chunk.device)
-
-    def of_heads(self, accumulator: Tensor, heads: slice) -> Tensor:
-        return accumulator[:, :, heads]
-
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
         params: Params, into: Gradients, out: Tensor | None = None,
     ) -> None:  # fmt: skip
         _launch().backward(dout, q, k, v, lse, delta, tiles, params, into)
-
-    def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
-        return accumulator.to(dtype)
 
     def unsupported(self, request: Request) -> list[str]:
         reasons = []
