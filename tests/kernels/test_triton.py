@@ -105,12 +105,12 @@ def test_the_processor_is_refused_with_every_reason_and_without_an_import(monkey
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(triton, "find_spec", lambda _: None)
     before = "triton" in sys.modules
-    reasons = KERNELS["triton"].unsupported(replace(REQUEST, dtype=torch.float64, head_dim=320))
+    reasons = KERNELS["triton"].unsupported(replace(REQUEST, dtype=torch.float64, head_dim=640))
     assert reasons == [
         "needs a CUDA or ROCm GPU, got tensors on cpu",
         "triton is not installed",
         "computes in bfloat16, float16 or float32, got torch.float64",
-        "heads are at most 256 wide, got 320 and 64",
+        "heads are at most 512 wide on this device, got 640 and 64",
     ]
     assert ("triton" in sys.modules) == before
 

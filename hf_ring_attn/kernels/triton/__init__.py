@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...config import triton_is_interpreted
 from ..base import Gradients, InOrder, Params, Request
+from .blocks import WIDTHS, widest_head
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST_HEAD = 256
 LOWEST_CAPABILITY = (8, 0)
 
 
@@ -59,8 +59,11 @@ class Triton(InOrder):
             reasons.append("it has no score_mod")
         if request.device == "cpu" and request.dtype == torch.bfloat16:
             reasons.append("triton's interpreter cannot multiply bfloat16")
-        if max(request.head_dim, request.value_dim) > LARGEST_HEAD:
-            reasons.append(f"heads are at most {LARGEST_HEAD} wide, got {request.head_dim} and {request.value_dim}")
+        widest = widest_head(request.device, request.dtype.itemsize)
+        if max(request.head_dim, request.value_dim) > widest:
+            here = f" in {request.dtype}" if widest < WIDTHS[-1] else ""
+            got = f"{request.head_dim} and {request.value_dim}"
+            reasons.append(f"heads are at most {widest} wide{here} on this device, got {got}")
         if request.device == "cuda" and torch.version.hip is None and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability()
             if capability < LOWEST_CAPABILITY:

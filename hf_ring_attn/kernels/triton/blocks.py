@@ -33,7 +33,7 @@ class Row(NamedTuple):
     values: Blocks | None = None
 
 
-WIDTHS = (64, 128, 192, 256)
+WIDTHS = (64, 128, 192, 256, 512)
 """A head's width is rounded up to one of these to find its row; narrower heads take the first."""
 
 _TINY = Blocks(16, 16, 4, 1)
@@ -45,6 +45,7 @@ TABLE: dict[tuple[str, int, int], Row] = {
     ("hopper", 2, 128): Row(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     ("hopper", 2, 192): Row(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 4, 2)),
     ("hopper", 2, 256): Row(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 4, 2)),
+    ("hopper", 2, 512): Row(Blocks(64, 128, 8, 1), Blocks(32, 32, 4, 1), Blocks(16, 64, 4, 1), Blocks(128, 64, 8, 1)),
     ("hopper", 4, 64): Row(Blocks(64, 64, 4, 2), Blocks(128, 32, 8, 1), Blocks(64, 64, 4, 1)),
     ("hopper", 4, 128): Row(Blocks(32, 64, 4, 1), Blocks(64, 32, 8, 1), Blocks(32, 64, 4, 1)),
     ("hopper", 4, 256): Row(Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1)),
@@ -52,6 +53,7 @@ TABLE: dict[tuple[str, int, int], Row] = {
     ("other", 2, 64): Row(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     ("other", 2, 128): Row(Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 1), Blocks(64, 32, 4, 1)),
     ("other", 2, 256): Row(Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1)),
+    ("other", 2, 512): Row(_TINY, _TINY, _TINY),
     ("other", 4, 64): Row(_SMALL, _SMALL, _SMALL),
     ("other", 4, 128): Row(Blocks(32, 16, 4, 1), _TINY, _TINY),
     ("other", 4, 256): Row(_TINY, _TINY, _TINY),
@@ -76,6 +78,14 @@ def row_for(device: torch.device, element_bytes: int, head_dim: int, value_dim: 
     if family == "hopper" and not descriptors:
         row = row._replace(forward=row.forward._replace(queries=min(row.forward.queries, 64)))
     return row
+
+
+def widest_head(device: str, element_bytes: int) -> int:
+    """The widest head that there is a row for on the current device of that type."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return WIDTHS[-1]
+    family = family_of(torch.device("cuda", torch.cuda.current_device()))
+    return max(width for of, size, width in TABLE if (of, size) == (family, element_bytes))
 
 
 @cache

@@ -6,6 +6,7 @@ python -c "from hf_ring_attn.kernels.triton.tune import tune; tune()"
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Container
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from ...mask import UNBOUNDED, Tile
 from ..base import Gradients, Params
 from . import launch
-from .blocks import Blocks, Row, family_of
+from .blocks import WIDTHS, Blocks, Row, family_of
 
 WIDE_BLOCKS = tuple(
     Blocks(*sizes)
@@ -23,8 +24,9 @@ WIDE_BLOCKS = tuple(
         (128, 128, 8, 3), (128, 128, 8, 2), (128, 128, 8, 1), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 1),
         (128, 64, 4, 3), (128, 64, 4, 2), (64, 128, 8, 2), (64, 128, 8, 1), (64, 128, 4, 2), (64, 64, 8, 2),
         (64, 64, 8, 1), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 1), (32, 128, 8, 2), (32, 64, 8, 2),
-        (32, 64, 8, 1), (64, 32, 4, 2), (128, 32, 8, 2), (128, 32, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2),
-        (32, 32, 4, 1), (16, 64, 4, 1),
+        (32, 64, 8, 1), (64, 32, 4, 2), (64, 32, 8, 2), (64, 32, 8, 1), (64, 16, 8, 1), (128, 16, 8, 1),
+        (128, 32, 8, 2), (128, 32, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2),
+        (32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 2), (16, 64, 4, 1), (16, 64, 8, 1), (16, 32, 4, 1), (32, 16, 4, 1),
     )
 )  # fmt: skip
 """What is tried for 16-bit inputs."""
@@ -49,7 +51,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     (2, 64): Shape(16384, 64, 8, 64), (2, 128): Shape(16384, 32, 8, 128), (2, 192): Shape(16384, 16, 16, 128),
-    (2, 256): Shape(16384, 16, 8, 256),
+    (2, 256): Shape(16384, 16, 8, 256), (2, 512): Shape(8192, 16, 4, 512),
     (4, 64): Shape(2048, 16, 4, 64), (4, 128): Shape(2048, 8, 4, 128), (4, 256): Shape(2048, 4, 4, 256),
 }  # fmt: skip
 
@@ -63,29 +65,33 @@ class Job(NamedTuple):
     blocks: Blocks
 
 
-def tune(processes: int = 16) -> dict[tuple[str, int, int], Row]:
+def tune(processes: int = 16, widths: Container[int] = WIDTHS) -> dict[tuple[str, int, int], Row]:
     """Times every candidate on the current GPU, prints the table's rows and what each candidate took, best first.
 
     Args:
         processes: compile this many kernels at once.
+        widths: of heads; other rows are left out.
 
     Returns:
         the rows, as in `blocks.TABLE`.
     """
+    shapes = [shape for shape in SHAPES if shape[1] in widths]
     jobs = [
         Job(what, element_bytes, width, blocks)
-        for element_bytes, width in SHAPES
+        for element_bytes, width in shapes
         for what in _passes(element_bytes, width)
         for blocks in (WIDE_BLOCKS if element_bytes == 2 else NARROW_BLOCKS)
     ]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:  # fills the cache on disk
         possible = [job for job, runs in zip(jobs, pool.map(_runs, jobs), strict=True) if runs]
     family, rows = family_of(torch.device("cuda")), {}
-    for element_bytes, width in SHAPES:
+    for element_bytes, width in shapes:
         best: dict[str, tuple[float, Blocks]] = {}
         for what in _passes(element_bytes, width):
             mine = [job for job in possible if job[:3] == (what, element_bytes, width)]
             timed = sorted((_milliseconds(job), job.blocks) for job in mine)
+            if not timed:
+                raise RuntimeError(f"no candidate runs for {what} of heads {width} wide, {element_bytes} bytes")
             best[what] = timed[0]
             listing = ", ".join(f"{tuple(blocks)} {milliseconds:.2f}" for milliseconds, blocks in timed[:6])
             print(f"# {what}, {element_bytes} bytes, width {width}, ms: {listing}")  # noqa: T201  a command prints
