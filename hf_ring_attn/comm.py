@@ -84,6 +84,13 @@ class Ring:
         assert group is not None
         return cls(LOCAL if dist.get_world_size(group) == 1 else group.group_name)
 
+    @classmethod
+    def played(cls, size: int, rank: int) -> Ring:
+        """A rank of a ring that one process plays: it knows its place, and has nobody to send anything to."""
+        ring = cls(LOCAL)
+        ring.__dict__.update(size=size, rank=rank)
+        return ring
+
     @cached_property
     def group(self) -> dist.ProcessGroup:
         group = _resolve_process_group(self.name)  # type: ignore[arg-type]  # a NewType of torch 2.13

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from hf_ring_attn.kernels import Gradients, Kernel, Params
 from hf_ring_attn.layout import Run
 from hf_ring_attn.mask import UNBOUNDED, Band, Mask, tiles
 from hf_ring_attn.testing import Case, Inputs, gradient_oracle, inputs, oracle
+from hf_ring_attn.traffic import lanes_of
 
 Answer = dict[str, Tensor]
 
@@ -46,10 +48,20 @@ def computed(kernel: Kernel, case: Case, x: Inputs, table: Tensor, out: Tensor |
     """out, lse, and dq, dk, dv before their rounding. ``out``: what the backward is given in place of its own."""
     q, k, v, dout, params = x["q"], x["k"], x["v"], x["dout"], params_of(case, x)
     mine, lse = kernel.forward(q, k, v, table, params)
-    delta = kernel.delta(dout, mine if out is None else out)
-    into = Gradients(kernel.new_gradient(q), kernel.new_gradient(k), kernel.new_gradient(v))
-    kernel.backward(dout, q, k, v, lse, delta, table, params, into, mine if out is None else out)
-    return {"out": mine, "lse": lse, "dq": into.dq, "dk": into.dk, "dv": into.dv}
+    given = mine if out is None else out
+    delta, dq = kernel.delta(dout, given), kernel.new_gradient(q)
+    sums = []
+    for lane in lanes_of(k.shape[2], 2):  # as a ring does it: of dq a kernel gets some heads at a time, in place
+        of_lane = slice(lane.start * (q.shape[2] // k.shape[2]), lane.stop * (q.shape[2] // k.shape[2]))
+        keys, values = k[:, :, lane], v[:, :, lane]
+        into = Gradients(kernel.of_heads(dq, of_lane), kernel.new_gradient(keys), kernel.new_gradient(values))
+        kernel.backward(
+            dout[:, :, of_lane], q[:, :, of_lane], keys, values, lse[:, of_lane], delta[:, of_lane], table,
+            params.of_heads(of_lane), into, given[:, :, of_lane],
+        )  # fmt: skip
+        sums.append((into.dk, into.dv))
+    dk, dv = (torch.cat(parts, 2) for parts in zip(*sums, strict=True))
+    return {"out": mine, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
 def wanted(case: Case, x: Inputs, out: Tensor) -> Answer:

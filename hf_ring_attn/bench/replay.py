@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..comm import Ring
 from ..kernels import Gradients, Kernel, Params, Place, accumulate_dtype
 from ..layout import Layout
 from ..mask import Mask
 from ..tables import Plan, Segments, Tables, seen_keys
+from ..traffic import lanes_of
 
 
 class Answer(NamedTuple):
@@ -36,8 +37,7 @@ class Rank(NamedTuple):
     def of(cls, length: int, size: int, rank: int, mask: Mask, sparse: bool = False) -> Rank:
         layout = Layout(length, size, rank)
         assert layout.padded == length, "a replay pads nothing"
-        ring: Any = SimpleNamespace(size=size, name="", rank=rank)
-        plan = Plan.of(ring, layout, mask, sparse_share=float(sparse))
+        plan = Plan.of(Ring.played(size, rank), layout, mask, sparse_share=float(sparse))
         runs = seen_keys(mask, layout, rank) if sparse and size > 1 else layout.whole()
         seen = [torch.arange(run.position, run.position + run.length) for run in runs]
         seen.append(torch.empty(0, dtype=torch.int64))
@@ -118,28 +118,37 @@ def replay_backward(
                 total[:, these] += kernel.finish(x, torch.float32, p)
         return dq, sums[0].to(dk.dtype), sums[1].to(dv.dtype)
 
-    keys = [(k[:, here].contiguous(), v[:, here].contiguous()) for here in at]
     of_q = [
-        kernel.new_gradient(mine, places(mine, *kv, rank.tables.queries, rank.tables.segments[0], params.scale)[0])
-        for rank, (_, mine, _, _), kv in zip(ranks, parts, keys, strict=True)
+        kernel.new_gradient(mine, places(mine, k, v, rank.tables.queries, rank.tables.segments[0], params.scale)[0])
+        for rank, (_, mine, _, _) in zip(ranks, parts, strict=True)
     ]
-    travelling: list[tuple[Tensor, Tensor] | None] = [None] * size
-    for step in range(size):  # each rank's own keys last
+    for lane in lanes_of(k.shape[2], size):
+        of_lane = slice(lane.start * (q.shape[2] // k.shape[2]), lane.stop * (q.shape[2] // k.shape[2]))
+        keys = [(k[:, here][:, :, lane], v[:, here][:, :, lane]) for here in at]
+        travelling: list[tuple[Tensor, Tensor] | None] = [None] * size
+        for step in range(size):  # each rank's own keys last
+            for r, rank in enumerate(ranks):
+                source = (r - 1 - step) % size
+                d, mine, log_sum, delta = parts[r]
+                d, mine, mine_out = d[:, :, of_lane], mine[:, :, of_lane], out[:, at[r]][:, :, of_lane]
+                kk, vv = keys[source]
+                home = places(mine, kk, vv, rank.tables.queries, rank.tables.segments[source], params.scale)
+                sums = travelling[source] or (kernel.new_gradient(kk, home[1]), kernel.new_gradient(vv, home[2]))
+                into = Gradients(kernel.of_heads(of_q[r], of_lane), *sums, home)
+                kernel.backward(
+                    d, mine, kk, vv, log_sum[:, of_lane], delta[:, of_lane], rank.tables.backward[source],
+                    params.of_heads(of_lane), into, mine_out,
+                )  # fmt: skip
+                travelling[source] = sums
+        shapes = {tuple(x.shape for x in pair) for pair in travelling if pair is not None}
+        assert len(shapes) == 1, "accumulators that travel must have one size"
         for r, rank in enumerate(ranks):
-            source = (r - 1 - step) % size
-            d, mine, log_sum, delta = parts[r]
-            kk, vv = keys[source]
-            home = places(mine, kk, vv, rank.tables.queries, rank.tables.segments[source], params.scale)
-            sums = travelling[source] or (kernel.new_gradient(kk, home[1]), kernel.new_gradient(vv, home[2]))
-            into = Gradients(of_q[r], *sums, home)
-            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.backward[source], params, into, out[:, at[r]])
-            travelling[source] = sums
-    shapes = {tuple(x.shape for x in pair) for pair in travelling if pair is not None}
-    assert len(shapes) == 1, "accumulators that travel must have one size"
+            home = places(parts[r][1], *keys[r], rank.tables.queries, rank.tables.segments[r], params.scale)
+            pair = travelling[r]
+            assert pair is not None
+            for whole, x, p in zip((dk, dv), pair, home[1:], strict=True):
+                whole[:, at[r], lane] = kernel.finish(x, whole.dtype, p)
     for r, rank in enumerate(ranks):
-        home = places(parts[r][1], *keys[r], rank.tables.queries, rank.tables.segments[r], params.scale)
-        pair = travelling[r]
-        assert pair is not None
-        for whole, x, p in zip((dq, dk, dv), (of_q[r], *pair), home, strict=True):
-            whole[:, at[r]] = kernel.finish(x, whole.dtype, p)
+        home = places(parts[r][1], k, v, rank.tables.queries, rank.tables.segments[r], params.scale)
+        dq[:, at[r]] = kernel.finish(of_q[r], dq.dtype, home[0])
     return dq, dk, dv

@@ -92,8 +92,7 @@ class Alone:
     groups, bytes_per_gather = 1, 2**40
 
     def __init__(self, layout: Layout, row: Sequence[Tensor]) -> None:
-        self.ring = Ring(LOCAL)
-        self.ring.__dict__.update(size=layout.world_size, rank=layout.rank)
+        self.ring = Ring.played(layout.world_size, layout.rank)
         self._row = list(row)
         self._of_ranks = [layout.split(x) for x in row]
 

@@ -1,7 +1,8 @@
 """What every rank of tests/gpu/test_pulls_on_gpu.py does: torchrun --nproc_per_node 4 tests/gpu/pulls_ranks.py
 
-Attention in a ring by pulls and by messages, whose bits must be the same, under masks of every kind; and fifty backward
-passes in deterministic mode, while other work disturbs the timing, whose bits must be the same too.
+Attention in a ring by pulls and by messages, whose bits must be the same, under masks of every kind, and the answer that
+of the reference for the whole row in float64; and fifty backward passes in deterministic mode, while other work disturbs
+the timing, whose bits must be the same too.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from torch import Tensor
 
 from hf_ring_attn.choice import kernel_for
 from hf_ring_attn.comm import Ring
-from hf_ring_attn.kernels import Params, Request
+from hf_ring_attn.kernels import KERNELS, Gradients, Params, Request
 from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import CAUSAL, Band, Mask
+from hf_ring_attn.mask import CAUSAL, Band, Mask, tiles
 from hf_ring_attn.ring import attend
 from hf_ring_attn.tables import Plan
 from hf_ring_attn.traffic import traffic_of
 
-REPEATS = 50
+REPEATS, FAR = 50, 0.01
+"""Deterministic passes; and a relative error that rounding to bfloat16 does not make."""
+NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 class Case(NamedTuple):
@@ -49,34 +52,59 @@ CASES = [
 ]  # fmt: skip
 
 
-def answer(case: Case, ring: Ring, traffic: str, seed: int = 0) -> list[Tensor]:
-    device = torch.device("cuda", torch.cuda.current_device())
-    layout = Layout(case.length, ring.size, ring.rank)
+def mask_of(case: Case, layout: Layout) -> Mask:
     ids = None
     if case.documents or layout.padded > case.length:
         row = torch.arange(case.length) * (case.documents or 1) // case.length
         ids = layout.pad(row.expand(case.batch, -1), 1, -1)
-    plan = Plan.of(ring, layout, Mask.of(case.band, case.batch, layout.padded, ids), sparse_share=0)
+    return Mask.of(case.band, case.batch, layout.padded, ids)
+
+
+def inputs(case: Case, ring: Ring, seed: int = 0) -> list[Tensor]:
+    """This rank's q, k, v and dout."""
+    device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(seed + ring.rank)
+    tokens = Layout(case.length, ring.size, ring.rank).local_length
     shapes = [(case.heads, case.width), (case.kv_heads, case.width), (case.kv_heads, case.value_width)]
     shapes.append((case.heads, case.value_width))
-    tokens = layout.local_length
-    q, k, v, dout = (
+    return [
         torch.randn(case.batch, tokens, *shape, generator=generator, device=device, dtype=torch.bfloat16)
         for shape in shapes
-    )
+    ]
+
+
+def answer(case: Case, ring: Ring, traffic: str) -> list[Tensor]:
+    layout = Layout(case.length, ring.size, ring.rank)
+    plan = Plan.of(ring, layout, mask_of(case, layout), sparse_share=0)
+    *leaves, dout = inputs(case, ring)
+    q, k, v = (x.requires_grad_() for x in leaves)
     request = Request(
         "cuda", torch.bfloat16, case.heads, case.kv_heads, case.width, case.value_width, False, False, True
     )
     kernel = kernel_for(ring.name, case.kernel, request)
-    for x in (q, k, v):
-        x.requires_grad_()
     params = Params(case.width**-0.5, deterministic=True)
     out, lse = attend(
         q, k, v, plan, params, kernel=kernel, backward=case.backward, heads_per_gather=case.heads_per_gather,
         traffic=traffic,
     )  # fmt: skip
     return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def errors(case: Case, ring: Ring, found: list[Tensor]) -> dict[str, float]:
+    """Of this rank's answer, against the reference for the whole row in float64."""
+    layout, kernel = Layout(case.length, ring.size, ring.rank), KERNELS["reference"]
+    q, k, v, dout = (layout.merge(ring.gather(x).wait()[0]).double() for x in inputs(case, ring))
+    table = tiles(mask_of(case, layout), layout.whole(), layout.whole())
+    params = Params(case.width**-0.5)
+    out, lse = kernel.forward(q, k, v, table, params)
+    into = Gradients(kernel.new_gradient(q), kernel.new_gradient(k), kernel.new_gradient(v))
+    kernel.backward(dout, q, k, v, lse, kernel.delta(dout, out), table, params, into, out)
+    want = [layout.shard(out, 1), layout.shard(lse, 2), *(layout.shard(x, 1) for x in (into.dq, into.dk, into.dv))]
+    far = {}
+    for name, x, y in zip(NAMES, found, want, strict=True):
+        seen = y.isfinite()  # padding has no log-sum-exp
+        far[name] = float((x.double() - y)[seen].norm() / y[seen].norm())
+    return far
 
 
 def main() -> None:
@@ -88,10 +116,11 @@ def main() -> None:
     wrong = []
     for case in CASES:
         pulled, sent = answer(case, ring, "pulls"), answer(case, ring, "messages")
-        names = ("out", "lse", "dq", "dk", "dv")
-        different = [name for name, x, y in zip(names, pulled, sent, strict=True) if not torch.equal(x, y)]
+        different = [name for name, x, y in zip(NAMES, pulled, sent, strict=True) if not torch.equal(x, y)]
         assert all(bool(x.isfinite().all()) for x in (pulled[0], *pulled[2:]))
         wrong += [f"{case}: {', '.join(different)} differ between pulls and messages"] if different else []
+        far = {name: error for name, error in errors(case, ring, pulled).items() if not error < FAR}
+        wrong += [f"{case}: far from float64: {far}"] if far else []
 
     for traffic in ("pulls", "messages"):
         case, first = Case(8192, heads=16, kv_heads=8), None

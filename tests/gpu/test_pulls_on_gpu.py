@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_pulls_and_messages_have_the_same_bits_every_time(ranks: int) -> None:
+def test_pulls_and_messages_have_the_same_right_bits_every_time(ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     program = Path(__file__).with_name("pulls_ranks.py")

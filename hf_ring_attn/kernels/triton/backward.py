@@ -97,8 +97,9 @@ def _over_queries(
 @triton.jit(do_not_specialize=LENGTHS)
 def keys_kernel(
     DOUT, Q, K, V, LSE, DELTA, INTO_DK, INTO_DV, BOUNDS, PROGRAMS, RUNS,
+    dk_row, dk_token, dk_head, dv_row, dv_token, dv_head,
     dout_row, dout_token, dout_head, q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    lse_row, lse_head, tokens, keys, heads, group, together, programs, plane, layers, factor, bend, scale,
+    lse_row, lse_head, tokens, keys, group, together, programs, plane, layers, factor, bend, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, DK: tl.constexpr, DVALUES: tl.constexpr,
@@ -131,19 +132,21 @@ def keys_kernel(
                 dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
                 factor, bend, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, DK, DVALUES, False,
             )  # fmt: skip
-    kv_heads = heads // group
     if DK:
-        add_rows(INTO_DK, dk * scale, row, kv_head, start, keys, kv_heads, D, BLOCK_N, BLOCK_D)
+        add_rows(INTO_DK, dk * scale, row, kv_head, start, keys, dk_row, dk_token, dk_head, D, BLOCK_N, BLOCK_D)
     if DVALUES:
-        add_rows(INTO_DV, dv, row, kv_head, start, keys, kv_heads, DV, BLOCK_N, BLOCK_DV)
+        add_rows(INTO_DV, dv, row, kv_head, start, keys, dv_row, dv_token, dv_head, DV, BLOCK_N, BLOCK_DV)
 
 
 @triton.jit
-def add_rows(X, part, row, head, first, length, heads, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x[row, first : first + ROWS, head] += part, of a contiguous [B, T, H, D]."""
+def add_rows(
+    X, part, row, head, first, length, row_stride, token_stride, head_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """x[row, first : first + ROWS, head] += part, of [B, T, H, D], which may be some heads of more."""
     token, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    X += ((wide(row) * length + first) * heads + head) * WIDTH
-    where = X + (token[:, None] * (heads * WIDTH) + column[None, :])
+    X += wide(row) * row_stride + wide(head) * head_stride + wide(first) * token_stride
+    where = X + (token[:, None] * token_stride + column[None, :])
     inside = (first + token < length)[:, None] & (column < WIDTH)[None, :]
     tl.store(where, tl.load(where, mask=inside, other=0.0) + part, mask=inside)
 
@@ -178,8 +181,9 @@ def _over_keys(
 @triton.jit(do_not_specialize=LENGTHS)
 def queries_kernel(
     DOUT, Q, K, V, LSE, DELTA, DQ, BOUNDS, PROGRAMS, RUNS,
+    dq_row, dq_token, dq_head,
     dout_row, dout_token, dout_head, q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    lse_row, lse_head, tokens, keys, heads, group, together, programs, plane, layers, factor, bend, scale,
+    lse_row, lse_head, tokens, keys, group, together, programs, plane, layers, factor, bend, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -216,4 +220,4 @@ def queries_kernel(
             k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, False,
         )  # fmt: skip
-    add_rows(DQ, dq * scale, row, head, start, tokens, heads, D, BLOCK_M, BLOCK_D)
+    add_rows(DQ, dq * scale, row, head, start, tokens, dq_row, dq_token, dq_head, D, BLOCK_M, BLOCK_D)

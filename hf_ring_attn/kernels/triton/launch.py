@@ -168,7 +168,8 @@ def add_dk_dv(
     programs = len(schedule.programs)
     jit("backward", "keys_kernel")[(programs * k.shape[2],)](
         described(dout, blocks.queries, tma), described(q, blocks.queries, tma), k, v, lse, delta, into.dk, into.dv,
-        bounds, schedule.programs, schedule.runs, *_numbers(problem, dout, lse, bounds, programs, programs),
+        bounds, schedule.programs, schedule.runs, *into.dk.stride()[:3], *into.dv.stride()[:3],
+        *_numbers(problem, dout, lse, bounds, programs, programs),
         **problem.constants(blocks, bounds, tma), DK=dk, DVALUES=dv,
     )  # fmt: skip
 
@@ -182,7 +183,8 @@ def add_dq(problem: Problem, dout: Tensor, lse: Tensor, delta: Tensor, into: Gra
     numbers = _numbers(problem, dout, lse, bounds, programs, programs * problem.group)
     jit("backward", "queries_kernel")[(programs * q.shape[2],)](
         dout, q, described(k, blocks.keys, tma), described(v, blocks.keys, tma), lse, delta, into.dq,
-        bounds, schedule.programs, schedule.runs, *numbers, **problem.constants(blocks, bounds, tma),
+        bounds, schedule.programs, schedule.runs, *into.dq.stride()[:3], *numbers,
+        **problem.constants(blocks, bounds, tma),
     )  # fmt: skip
 
 
@@ -193,7 +195,7 @@ def _numbers(
     q, k, v = problem.q, problem.k, problem.v
     return (
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *lse.stride()[:2],
-        q.shape[1], k.shape[1], q.shape[2], problem.group, problem.together(per_key_head), programs,
+        q.shape[1], k.shape[1], problem.group, problem.together(per_key_head), programs,
         q.shape[0] * q.shape[1], len(bounds), *problem.factor_and_bend, problem.params.scale,
     )  # fmt: skip
 
