@@ -1,4 +1,4 @@
-"""The kernel that all ranks of a ring compute with."""
+"""The kernel that all ranks of a ring compute with: one that can, and that got a small attention right here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import zlib
 
 import torch
 
-from . import errors
+from . import errors, trial
 from .comm import Ring
 from .kernels import KERNELS, Request, choose
 
@@ -30,7 +30,7 @@ def kernel_for(ring: str, name: str, request: Request) -> str:
     """
     chosen, refusal = "", None
     try:
-        chosen = choose(name, request).name
+        chosen = choose(name, request, trial.fails).name
     except errors.Refused as error:
         refusal = error
     meeting = Ring(ring)

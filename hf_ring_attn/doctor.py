@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from . import trial
 from .integration.patches import TESTED
 from .kernels import KERNELS, Request, named
 
@@ -18,7 +19,9 @@ PACKAGES = (
 
 def report(request: Request) -> tuple[str, bool]:
     """For people: packages, devices, and the table of kernels for one request; and whether any of them can serve it."""
-    reasons = {name: kernel.unsupported(request) for name, kernel in KERNELS.items()}
+    reasons = {
+        name: kernel.unsupported(request) or list(trial.fails(name, request)) for name, kernel in KERNELS.items()
+    }
     taken = next((name for name in named("auto") if not reasons[name]), None)
     lines = [*_packages(), "", *_devices(), "", *_kernels(request, reasons)]
     lines.append("none of them can: see the reasons above" if taken is None else f'"auto" takes {taken}')

@@ -22,7 +22,7 @@ MOST_LINES = 320
 
 BASE = {"errors", "config"}
 CORE = BASE | {"layout", "mask", "comm", "kernels"}
-RING = CORE | {"exchange", "tables", "choice", "traffic", "backward", "ring", "scored", "functional"}
+RING = CORE | {"exchange", "tables", "choice", "trial", "traffic", "backward", "ring", "scored", "functional"}
 HOST = RING | {"integration", "biases"}
 TOOLS = {"doctor", "plan", "bench", "verify"}
 
@@ -36,10 +36,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": BASE | {"mask"},  # arithmetic: tiles as data, never a process group
     "exchange": BASE | {"comm"},
     "tables": BASE | {"layout", "mask", "comm", "exchange"},
-    "choice": BASE | {"comm", "kernels"},
+    "choice": BASE | {"comm", "kernels", "trial"},
     "traffic": BASE | {"comm", "layout", "exchange"},  # roads: how bytes move, whatever they mean
     "backward": CORE | {"tables", "traffic"},
     "ring": CORE | {"backward", "tables", "traffic"},
+    "trial": CORE | {"backward", "ring", "tables", "traffic"},  # the real ring's code, with ranks that are played
     "scored": CORE | {"backward", "ring", "tables", "traffic"},
     "functional": CORE | {"choice", "ring", "scored", "tables"},
     "biases": {"errors"},  # functions for users: they know no ring

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from ..config import kernel_from_environment
 from ..errors import BadOption, UnsupportedAttention
 from .base import Gradients, Kernel, Params, Place, Request, accumulate_dtype
@@ -44,11 +46,14 @@ def named(name: str) -> dict[str, Kernel]:
     return KERNELS if name == "auto" else {name: KERNELS[name]}
 
 
-def choose(name: str, request: Request) -> Kernel:
+def choose(
+    name: str, request: Request, fails: Callable[[str, Request], Sequence[str]] = lambda _name, _request: ()
+) -> Kernel:
     """The kernel for a request.
 
     Args:
         name: "auto" takes the first of `KERNELS` that can serve the request; any other name takes that kernel alone.
+        fails: what a kernel of that name, which says that it can, gets wrong here all the same.
 
     Raises:
         BadOption: there is no kernel of that name.
@@ -56,7 +61,7 @@ def choose(name: str, request: Request) -> Kernel:
     """
     reasons: dict[str, list[str]] = {}
     for kernel in named(name).values():
-        why = kernel.unsupported(request)
+        why = kernel.unsupported(request) or list(fails(kernel.name, request))
         if not why:
             return kernel
         reasons[kernel.name] = why
