@@ -46,7 +46,7 @@ def value(function: Callable[..., Any], *at: float) -> float:
     values = found.values(mod.values, CPU)
     leaves = [spread(x, leaf.copies, torch.float32) for leaf, x in zip(found.leaves, values, strict=True)]
     numbers = [torch.tensor(at[0]), *(torch.tensor(int(x), dtype=found.index) for x in at[1:])]
-    return float(found.score(*numbers, torch.tensor(5), torch.tensor(6), *leaves))
+    return float(found.score(*numbers, torch.tensor(5), torch.tensor(6), *leaves).detach())
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,10 @@ made = Places.of
     [
         (room, "gathered", lambda x, copies: gathered(x, copies) / 2),
         (Places, "of", one_key_too_many),
+        (ScoreMod, "of_heads", lambda mod, heads: mod),
         (room, "accumulate_dtype", lambda dtype: torch.float32),
     ],
-    ids=["captured gradients halved", "a key too many", "none"],
+    ids=["captured gradients halved", "a key too many", "other heads", "none"],
 )
 def test_a_planted_defect_fails_the_trial(where: Any, name: str, defect: Any, request: pytest.FixtureRequest) -> None:
     with mock.patch.object(where, name, defect):

@@ -48,7 +48,7 @@ def _failures(
     still = mod.with_values(mod.captured, [x.requires_grad for x in mod.captured])
     for function in (_moved(mod, generator), still):  # as the values are, some gradients may be zero
         tried = replace(params, score_mod=function)
-        want = _answer(Reference(), wide, part, tried)
+        want = _answer(Reference(), wide, part, tried, at_once=True)
         if all(x.isfinite().all() for name, x in want.items() if name != "lse"):
             break
     try:
@@ -69,7 +69,10 @@ def _moved(mod: ScoreMod, generator: torch.Generator) -> ScoreMod:
     return mod.with_values(values, [x.requires_grad for x in mod.captured])
 
 
-def _answer(kernel: Kernel, tensors: list[Tensor], part: Part, params: Params) -> dict[str, Tensor]:
+def _answer(
+    kernel: Kernel, tensors: list[Tensor], part: Part, params: Params, at_once: bool = False
+) -> dict[str, Tensor]:
+    """``at_once``: all heads and keys; else, as in a ring, the backward gets some heads and some keys at a time."""
     q, k, v, dout = tensors
     mod = params.score_mod
     assert mod is not None
@@ -77,10 +80,18 @@ def _answer(kernel: Kernel, tensors: list[Tensor], part: Part, params: Params) -
     delta = kernel.delta(dout, out)
     dq, dk, dv = (kernel.new_gradient(x) for x in (q, k, v))
     extra = mod.new_gradients()
-    for start, stop, table in part.backward:
-        at = slice(start, stop)
-        into = Gradients(dq, dk[:, at], dv[:, at], extra=extra)
-        kernel.backward(dout, q, k[:, at], v[:, at], lse, delta, table, params, into, out)
+    groups = k.shape[2]
+    step = groups if at_once or groups % 2 else groups // 2
+    pieces = ((0, part.keys, part.forward),) if at_once else part.backward
+    for first in range(0, groups, step):
+        lane = slice(first, first + step)
+        mine = slice(first * q.shape[2] // groups, (first + step) * q.shape[2] // groups)
+        for start, stop, table in pieces:
+            keys, values, of_k, of_v = (x[:, start:stop, lane] for x in (k, v, dk, dv))
+            kernel.backward(
+                dout[:, :, mine], q[:, :, mine], keys, values, lse[:, mine], delta[:, mine], table,
+                params.of_heads(mine), Gradients(kernel.of_heads(dq, mine), of_k, of_v, extra=extra), out[:, :, mine],
+            )  # fmt: skip
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **extra}
 
 
