@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args, overload
 
 import torch
@@ -12,9 +13,9 @@ from .choice import kernel_for
 from .comm import Ring, fingerprint
 from .config import RingConfig, Traffic
 from .errors import BadOption, BadShape, RanksDiffer
-from .kernels import Params, Request, ScoreFunction, ScoreMod
-from .layout import Layout, positions
-from .mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
+from .kernels import Params, Part, Request, ScoreFunction, ScoreMod, asking
+from .layout import Layout, Run, positions
+from .mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask, tiles
 from .ring import attend
 from .scored import attend_scored
 from .tables import Plan
@@ -90,11 +91,14 @@ def ring_attention(
             rank's share, as that of any weight: add over ranks.
         score_mod: a function of a score, as in FlexAttention: ``score_mod(score, b, h, q_idx, kv_idx) -> score``, five
             scalars in, one out, made of torch functions; b is the batch row, h the query head, and on every rank q_idx
-            and kv_idx count tokens from the beginning of the whole row. It runs in float64, for visible pairs only. The
+            and kv_idx count tokens from the beginning of the whole row. It is asked about visible pairs only. The
             tensors that it uses, wherever it has them from (closures, modules, globals), are those of the whole row and
-            the same on every rank; those that require a gradient get this rank's share of it, as sinks do, summed in
-            float64 and rounded once. `hf_ring_attn.biases` has some. The reference kernel serves it, with the same bits
-            from run to run (on a GPU with ``deterministic=True``); torch.compile breaks its graph here.
+            the same on every rank; those that require a gradient get this rank's share of it, as sinks do, rounded
+            once. `hf_ring_attn.biases` has some. On a GPU the kernel "flex" serves it where it can: in float32, with
+            gradients of those tensors added up in no fixed order, so that their last bits differ from run to run. It
+            compiles each function once, so a Python number in it that changes makes it another one: use a tensor. The
+            reference runs it in float64 and serves whatever flex cannot, or ``deterministic=True`` (then with the same
+            bits on a GPU too). torch.compile breaks its graph here.
         scale: factor of the scores; None: D ** -0.5.
         length: S, the tokens of the whole row. None: the ranks tell each other in one small collective, and find out
             there if they were called with different shapes or options.
@@ -129,8 +133,11 @@ def ring_attention(
         q.device.type, q.dtype, heads, k.shape[2], head_dim, v.shape[3], softcap is not None, sinks is not None,
         config.deterministic, mask.holes, mod is not None,
     )  # fmt: skip
+    scale = head_dim**-0.5 if scale is None else scale
+    if mod is not None:
+        request = asking(request, mod, scale, softcap, partial(_part, mask, batch, length))
     kernel = kernel_for(ring.name, config.kernel, request)
-    params = Params(head_dim**-0.5 if scale is None else scale, softcap, sinks, config.deterministic, mod)
+    params = Params(scale, softcap, sinks, config.deterministic, mod)
     real = torch.nonzero(layout.positions() < length).flatten().to(q.device)
     short = len(held) < layout.local_length
     if short:
@@ -185,6 +192,23 @@ def _documents(documents: Tensor | None, batch: int, layout: Layout) -> Tensor |
     if documents.shape not in ((layout.length,), (batch, layout.length)):
         raise BadShape("documents", tuple(documents.shape), f"it must be [{batch}, {layout.length}], the whole row")
     return layout.pad(documents.to("cpu", torch.int64).expand(batch, -1), 1, -1)
+
+
+PART_ROWS, PART_QUERIES, PART_KEYS = 2, 200, 320
+
+
+def _part(mask: Mask, batch: int, length: int) -> Part:
+    """The first tokens of a few rows, from the first that sees anything; keys in two pieces for the backward."""
+    rows = mask.terms[0][1][: min(batch, PART_ROWS)]
+    start = min((queries[0].start for queries, _ in rows if queries), default=0)
+    queries, keys = min(PART_QUERIES, length - start), min(PART_KEYS, length - start)
+
+    def seen(first: int, stop: int) -> Tensor:
+        table = tiles(mask, [Run(0, start, queries)], [Run(0, start + first, stop - first)])
+        return table[table[:, 0] < len(rows)]
+
+    pieces = [(0, keys // 2), (keys // 2, keys)]
+    return Part(len(rows), queries, keys, seen(0, keys), tuple((a, b, seen(a, b)) for a, b in pieces if a < b))
 
 
 def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *options: Any) -> int:

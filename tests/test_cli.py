@@ -24,6 +24,7 @@ def test_the_doctor_tells_every_kernel_with_its_reasons(capsys: pytest.CaptureFi
     assert "computes in bfloat16 or float16, got torch.float64\n" in text
     assert "  triton     no: " in text
     assert "  flash2     no: needs an NVIDIA GPU, got tensors on cpu\n" in text
+    assert "  flex       no: needs a GPU, got tensors on cpu\n" in text
     assert "keys and values must be of one width, got 64 and 48\n" in text
     assert '  reference  yes: float32 sums\n"auto" takes reference\n' in text
 

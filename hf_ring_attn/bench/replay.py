@@ -65,14 +65,16 @@ def places(
 
 def replay(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, size: int, params: Params,
-    wide: torch.dtype | None = None, road: Road = "ring",
+    wide: torch.dtype | None = None, road: Road = "ring", extra: dict[str, Tensor] | None = None,
 ) -> Answer:  # fmt: skip
     """Whole rows [B, S, ...] through a ring of ``size``; gradients in ``wide`` (None: their inputs' dtype).
 
     ``road``: backward by the ring, or as after a gather; or each rank has the keys that it sees, and no others.
+    ``extra``: where gradients of what a score_mod captures are added, those of all ranks.
     """
     out, lse = replay_forward(kernel, q, k, v, mask, size, params, road)
-    return Answer(out, lse, *replay_backward(kernel, q, k, v, out, lse, dout, mask, size, params, wide, road))
+    parts = replay_backward(kernel, q, k, v, out, lse, dout, mask, size, params, wide, road, extra)
+    return Answer(out, lse, *parts)
 
 
 def replay_forward(
@@ -92,9 +94,10 @@ def replay_forward(
 
 def replay_backward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask, size: int,
-    params: Params, wide: torch.dtype | None = None, road: Road = "ring",
+    params: Params, wide: torch.dtype | None = None, road: Road = "ring", extra: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv of whole rows, from what a forward gave for them."""
+    extra = {} if extra is None else extra
     length = q.shape[1]
     ranks = ranks_of(length, size, mask, road == "sparse")
     seen = [rank.seen.to(q.device) for rank in ranks]
@@ -111,7 +114,7 @@ def replay_backward(
             kk, vv = k[:, these], v[:, these]
             home = places(mine, kk, vv, rank.tables.queries, rank.tables.keys, params.scale)
             new = kernel.new_gradient
-            into = Gradients(new(mine, home[0]), new(kk, home[1]), new(vv, home[2]), home)
+            into = Gradients(new(mine, home[0]), new(kk, home[1]), new(vv, home[2]), home, extra)
             kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.forward, params, into, out[:, here])
             dq[:, here] = kernel.finish(into.dq, wide or q.dtype, home[0])
             for total, x, p in zip(sums, (into.dk, into.dv), home[1:], strict=True):
@@ -134,7 +137,7 @@ def replay_backward(
                 kk, vv = keys[source]
                 home = places(mine, kk, vv, rank.tables.queries, rank.tables.segments[source], params.scale)
                 sums = travelling[source] or (kernel.new_gradient(kk, home[1]), kernel.new_gradient(vv, home[2]))
-                into = Gradients(kernel.of_heads(of_q[r], of_lane), *sums, home)
+                into = Gradients(kernel.of_heads(of_q[r], of_lane), *sums, home, extra)
                 kernel.backward(
                     d, mine, kk, vv, log_sum[:, of_lane], delta[:, of_lane], rank.tables.backward[source],
                     params.of_heads(of_lane), into, mine_out,

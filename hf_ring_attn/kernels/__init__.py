@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
 
 from ..config import kernel_from_environment
 from ..errors import BadOption, UnsupportedAttention
-from .base import Gradients, Kernel, Params, Place, Request, accumulate_dtype
+from .base import Asked, Gradients, Kernel, Params, Part, Place, Request, accumulate_dtype
 from .flash2 import Flash2
 from .flash4 import Flash4
+from .flex import Flex
 from .reference import Reference
 from .score_mod import ScoreFunction, ScoreMod
 from .triton import Triton
 
 KERNELS: dict[str, Kernel] = {
-    "flash4": Flash4(), "triton": Triton(), "flash2": Flash2(), "reference": Reference(),
+    "flash4": Flash4(), "triton": Triton(), "flash2": Flash2(), "flex": Flex(), "reference": Reference(),
 }  # fmt: skip
-"""Every kernel by name, the preferred one first: those that round gradients come after those that do not."""
+"""Every kernel by name, the preferred one first: those that round gradients come after those that do not, and the slow
+one last."""
 
 __all__ = [
     "KERNELS",
     "Gradients",
     "Kernel",
     "Params",
+    "Part",
     "Place",
     "Request",
     "ScoreFunction",
     "ScoreMod",
     "accumulate_dtype",
+    "asking",
     "choose",
     "named",
 ]
@@ -44,6 +52,23 @@ def named(name: str) -> dict[str, Kernel]:
     if name != "auto" and name not in KERNELS:
         raise BadOption("kernel", name, f"'auto' or one of {sorted(KERNELS)}")
     return KERNELS if name == "auto" else {name: KERNELS[name]}
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def asking(
+    request: Request, mod: ScoreMod, scale: float, softcap: float | None, part: Callable[[], Part]
+) -> Request:
+    """The request with its score_mod in it, where a kernel that looks at functions could serve it but for that.
+
+    Args:
+        part: as in `Asked`.
+    """
+    flex = KERNELS["flex"]
+    assert isinstance(flex, Flex)
+    if flex.unsupported(request):
+        return request
+    graph = flex.text(mod, request.dtype, scale, softcap)
+    return replace(request, asked=Asked(graph, scale, softcap, weakref.ref(mod), part))
 
 
 def choose(

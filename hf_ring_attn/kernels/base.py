@@ -6,6 +6,8 @@ lse [B, H, T], natural logarithm, -inf where a query sees no key. tiles: see `hf
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -117,11 +119,47 @@ class Gradients:
     extra: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A small part of an attention, to try a kernel on: no pair in it is seen that is not seen in the whole.
+
+    Args:
+        rows, queries, keys: how many batch rows, queries and keys.
+        forward: tiles of all the queries and keys.
+        backward: the same keys in several pieces: where a piece begins and ends, and its tiles.
+    """
+
+    rows: int
+    queries: int
+    keys: int
+    forward: Tensor
+    backward: tuple[tuple[int, int, Tensor], ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A score_mod in a request for a kernel: equal to another whose graph is the same, whatever its tensors hold.
+
+    Args:
+        graph: the text of its graph, or why it has none.
+        scale, softcap: of the scores that it is given.
+        mod: the function; gone once its call of attention is over.
+        part: makes what it may be tried on: of other positions its tensors may have nothing.
+    """
+
+    graph: str
+    scale: float
+    softcap: float | None
+    mod: weakref.ref[ScoreMod] = field(compare=False)
+    part: Callable[[], Part] = field(compare=False)
+
+
 @dataclass(frozen=True)
 class Request:
     """What a kernel is asked for, so that it can say whether it can.
 
     ``holes``: some document's keys lie in several runs, so that a query may meet several tiles of one row of keys.
+    ``asked``: the very score_mod, where a kernel must look at it; without it one of that kind is meant.
     """
 
     device: str
@@ -135,6 +173,7 @@ class Request:
     deterministic: bool
     holes: bool = False
     score_mod: bool = False
+    asked: Asked | None = None
 
 
 class InOrder:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,8 @@ class ScoreMod:
         values: what to use in their place, all float64; those that require a gradient are leaves.
         first_head: the number of the first query head that it is asked about.
         deterministic: run it, and its backward, with torch's deterministic algorithms.
+        device: where its scores are; None: on the CPU.
+        kept: what kernels keep with it, for as long as this call of attention lasts.
     """
 
     function: ScoreFunction
@@ -72,6 +74,8 @@ class ScoreMod:
     values: tuple[Tensor, ...] = ()
     first_head: int = 0
     deterministic: bool = False
+    device: torch.device | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, function: ScoreFunction, device: torch.device, deterministic: bool = False) -> ScoreMod:
@@ -91,7 +95,7 @@ class ScoreMod:
                 raise
             except Exception as error:
                 raise BadScoreMod(_name(function), f"cannot be run for many scores at once ({error})") from error
-        mod = cls(function, tuple(watch.outside.values()), deterministic=deterministic)
+        mod = cls(function, tuple(watch.outside.values()), deterministic=deterministic, device=device)
         mod.with_values(mod.captured, [x.requires_grad for x in mod.captured]).differentiable(
             score, Indices(zero, zero, zero, zero), {}
         )
@@ -120,6 +124,15 @@ class ScoreMod:
     def gradient(self, sums: dict[str, Tensor], of: int) -> Tensor | None:
         """Of captured tensor number ``of``, rounded to its dtype; None if it requires none."""
         return sums[_key(of)].to(self.captured[of].dtype) if _key(of) in sums else None
+
+    def add_gradients(self, sums: dict[str, Tensor], of: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Adds those that reach the values through ``of``, which were made of them, to ``sums``."""
+        wanted = {_key(i): x for i, x in enumerate(self.values) if _key(i) in sums}
+        if of and wanted:
+            found = torch.autograd.grad(of, list(wanted.values()), gradients, allow_unused=True)
+            for name, gradient in zip(wanted, found, strict=True):
+                if gradient is not None:
+                    sums[name] += gradient
 
     def __call__(self, scores: Tensor, at: Indices) -> Tensor:
         """The scores [b, H, t, s] after the function, in the dtype that they come in."""
@@ -212,21 +225,28 @@ def _index(x: Tensor, index: Any) -> Tensor:
     return indexed
 
 
+def run_one(mod: ScoreMod, scalars: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """A function of one score, with ``values`` in place of the captured tensors."""
+    instead = {id(was): now for was, now in zip(mod.captured, values, strict=True)}
+    return _one(mod.function, _Watch(instead), *scalars)
+
+
+def _one(function: ScoreFunction, watch: _Watch, *scalars: Tensor) -> Tensor:
+    watch.know(scalars)
+    with watch:
+        result: Any = function(*scalars)
+    if not isinstance(result, Tensor) or result.dim() or not result.is_floating_point():
+        got = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise BadScoreMod(_name(function), f"returned {got} for one score")
+    one_score: Tensor = result
+    return one_score
+
+
 def _run(function: ScoreFunction, watch: _Watch, scores: Tensor, at: Indices) -> Tensor:
     """The function of all scores [b, H, t, s] of a block."""
 
-    def one(*scalars: Tensor) -> Tensor:
-        watch.know(scalars)
-        with watch:
-            result: Any = function(*scalars)
-        if not isinstance(result, Tensor) or result.dim() or not result.is_floating_point():
-            got = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-            raise BadScoreMod(_name(function), f"returned {got} for one score")
-        one_score: Tensor = result
-        return one_score
-
     paired = at.queries.dim() == 2
-    for_all: Callable[..., Tensor] = one
+    for_all: Callable[..., Tensor] = partial(_one, function, watch)
     for dims in (
         (0, None, None, 0 if paired else None, 0), (0, None, None, 0, 0 if paired else None), (0, None, 0, None, None),
         (0, 0, None, None, None),

@@ -1,0 +1,178 @@
+"""A score_mod as a graph that FlexAttention can compile, with everything that it captures as an input.
+
+The function is run once, on one score, and what torch does is written down. Whatever needs no score, index or position
+(a sigmoid of a whole parameter, say) is computed before, in float64 by ordinary autograd. What is left is of single
+numbers, and of `Leaf`s: tensors that are read at one place for each score, and whose gradients FlexAttention adds up
+with atomics. Each reading gets a leaf of its own, since FlexAttention allows a tensor one reading.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...errors import BadScoreMod
+from ..score_mod import ScoreMod, run_one
+from .build import SCALARS, Build, name_of
+from .leaves import Leaf, Unfit
+
+SAFE = {
+    "add", "sub", "rsub", "neg", "abs", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "where", "remainder",
+    "fmod", "floor_divide", "div", "index", "_to_copy", "alias", "detach", "bitwise_and", "clone", "lift_fresh_copy",
+    "lift_fresh",
+}  # fmt: skip
+"""Of whole numbers that are positions, heads or rows these give none that 32 bits cannot hold."""
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """See the module.
+
+    Args:
+        score: ``score(product, b, h, q_idx, kv_idx, query, key, *leaves)`` of a product of a query and a key that is
+            not scaled yet; ``query`` and ``key`` choose the copy. Scale and softcap are numbers in its code: whatever
+            a compiled function finds outside becomes a variable.
+        leaves: what `values` makes, in that order.
+        index: dtype in which rows, heads and positions must be given.
+        text: the same for functions that compile to the same.
+        before: the nodes that make the leaves, in order, and the tensors that they begin with.
+    """
+
+    score: fx.GraphModule
+    leaves: tuple[Leaf, ...]
+    index: torch.dtype
+    text: str
+    before: tuple[fx.Node, ...]
+    constants: dict[fx.Node, Tensor]
+
+    @classmethod
+    def of(cls, mod: ScoreMod, dtype: torch.dtype, scale: float, softcap: float | None) -> Graph:
+        """The graph of a function; kept with it, for as long as its call lasts.
+
+        Args:
+            dtype: of its scores.
+
+        Raises:
+            Unfit: with the reason.
+        """
+        key = f"flex {dtype} {scale} {softcap}"
+        if key not in mod.kept:
+            try:
+                mod.kept[key] = _graph(mod, dtype, scale, softcap)
+            except Unfit as error:
+                mod.kept[key] = error
+        known = mod.kept[key]
+        if isinstance(known, Unfit):
+            raise known
+        graph: Graph = known
+        return graph
+
+    def values(self, captured: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """What the leaves hold, from the captured tensors in float64; differentiable."""
+        known: dict[fx.Node, Any] = dict(self.constants)
+        inputs = iter(captured)
+
+        def given(node: Any) -> Any:
+            return fx.map_arg(node, lambda one: known[one])
+
+        for node in self.before:
+            if node.op == "placeholder":
+                known[node] = next(inputs)
+            elif node.op == "call_function":
+                known[node] = node.target(*given(node.args), **given(node.kwargs))  # type: ignore[operator]
+        found = []
+        for leaf in self.leaves:
+            value: Tensor = known[leaf.value]
+            for dim, place in leaf.picked:
+                value = value.select(dim, int(known[place]))
+            found.append(value.to(device))
+        return found
+
+
+# ---- from a function to its graph ---------------------------------------------------------------------------------
+
+
+def _graph(mod: ScoreMod, dtype: torch.dtype, scale: float, softcap: float | None) -> Graph:
+    for index in (torch.int32, torch.int64):
+        traced = _traced(mod, dtype, index)
+        of_scores = _of_scores(traced.graph.nodes)
+        if index == torch.int64 or not any(_may_overflow(node) for node in of_scores):
+            break
+    return _split(mod, traced, of_scores, index, Build(dtype, scale, softcap))
+
+
+def _traced(mod: ScoreMod, dtype: torch.dtype, index: torch.dtype) -> fx.GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most processes need none of it
+
+    values = [x.detach().to(dtype, copy=True) for x in mod.captured]
+    device = mod.device
+
+    def one(*given: Tensor) -> Tensor:
+        return run_one(mod, given[:SCALARS], given[SCALARS:])
+
+    numbers = [torch.zeros((), dtype=index, device=device) for _ in range(SCALARS - 1)]
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            return make_fx(one)(torch.zeros((), dtype=dtype, device=device), *numbers, *values)
+    except BadScoreMod:
+        raise
+    except Exception as error:  # any failure here is a reason to take another kernel
+        raise Unfit(f"the score_mod cannot be written down as a graph ({type(error).__name__}: {error})") from error
+
+
+def _of_scores(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes that differ from score to score."""
+    found: dict[fx.Node, None] = {}
+    for place, node in enumerate(nodes):
+        if place < SCALARS or any(x in found for x in node.all_input_nodes):
+            found[node] = None
+    return list(found)
+
+
+def _may_overflow(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor) or value.dtype != torch.int32:
+        return False
+    return name_of(node) not in SAFE
+
+
+def _split(
+    mod: ScoreMod, traced: fx.GraphModule, of_scores: list[fx.Node], index: torch.dtype, build: Build
+) -> Graph:
+    nodes = list(traced.graph.nodes)
+    before = tuple(node for node in nodes[SCALARS:] if node not in set(of_scores) and node.op != "output")
+    constants = {node: _constant(traced, node) for node in before if node.op == "get_attr"}
+    for node, value in constants.items():
+        node.meta["val"] = value
+    learned: dict[fx.Node, bool] = {}
+    inputs = iter(mod.captured)
+    for node in before:
+        if node.op == "placeholder":
+            learned[node] = next(inputs).requires_grad
+        else:
+            made = node.meta.get("val")
+            floating = isinstance(made, Tensor) and made.is_floating_point() and name_of(node) != "detach"
+            learned[node] = floating and any(learned[x] for x in node.all_input_nodes)
+    build.learned = learned
+    for place, node in enumerate(of_scores):
+        build.add(node, place)
+    answer = nodes[-1].args[0]
+    assert isinstance(answer, fx.Node), "one score comes out"
+    if answer not in set(of_scores):
+        raise Unfit("the score_mod gives all scores one value")
+    module = build.finished(answer)
+    # Of what learns the shape is compiled in; of the rest, such as a table over the row, only how many dims it has.
+    shapes = [(leaf.copies, leaf.shape if leaf.copies else len(leaf.shape), leaf.dtype) for leaf in build.leaves]
+    text = f"{module.code}\n{shapes}\n{index}"
+    return Graph(module, tuple(build.leaves), index, text, before, constants)
+
+
+def _constant(traced: fx.GraphModule, node: fx.Node) -> Tensor:
+    value = operator.attrgetter(str(node.target))(traced)
+    assert isinstance(value, Tensor)
+    return value

@@ -1,0 +1,69 @@
+"""What a score reads of tensors: leaves of its graph, in copies that take no memory.
+
+A leaf with a gradient has two dims more, over which its values repeat: scores of other queries and keys add to other
+places of its gradient. Few places would make millions of atomics wait for each other, and would lose digits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+MOST_PLACES = 2**23
+"""Floats in the gradient of a leaf, where repeating it is what makes it large: 32 MiB."""
+MOST_KEYS, MOST_COPIES = 64, 2**13
+
+
+class Unfit(Exception):
+    """Why FlexAttention cannot compute a function, in words."""
+
+
+class Copies(NamedTuple):
+    """How often a leaf repeats, by query and by key: powers of two."""
+
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, numbers: int) -> Copies:
+        most = max(1, min(MOST_COPIES, MOST_PLACES // max(1, numbers)))
+        copies = 1 << (most.bit_length() - 1)
+        keys = min(MOST_KEYS, copies)
+        return cls(copies // keys, keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """What a score reads at one place.
+
+    Args:
+        value: the node that makes it.
+        picked: (dim, node) of those of its dims that are read at a fixed place; the last dim first.
+        copies: None where it has no gradient.
+        shape, dtype: of what is left of it.
+    """
+
+    value: fx.Node
+    picked: tuple[tuple[int, fx.Node], ...]
+    copies: Copies | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def spread(value: Tensor, copies: Copies | None, dtype: torch.dtype) -> Tensor:
+    """A leaf's tensor: [copies by query, ..., copies by key] of its value, all in one place."""
+    value = value.detach()
+    value = value.to(dtype) if value.is_floating_point() else value
+    value = value.contiguous()
+    if copies is None:
+        return value
+    shape = (copies.queries, *value.shape, copies.keys)
+    return value.unsqueeze(0).unsqueeze(-1).expand(shape).detach().requires_grad_()  # no view: it is a leaf
+
+
+def gathered(gradient: Tensor, copies: Copies) -> Tensor:
+    """The gradient of a leaf's value from that of its copies, in float64."""
+    return gradient.sum((0, gradient.dim() - 1), dtype=torch.float64)

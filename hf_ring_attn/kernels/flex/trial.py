@@ -1,0 +1,104 @@
+"""A small attention with the user's own score_mod, which FlexAttention must get right before it serves.
+
+What a graph cannot tell (a gradient that a function makes itself, a switch of autograd inside it, a compiler's own
+limits) shows here: values and gradients are compared with those of the reference, on the GPU at hand. The functions
+that this compiles serve the real attention too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..base import Asked, Gradients, Kernel, Params, Part, Request, accumulate_dtype
+from ..reference import Reference
+from ..score_mod import ScoreMod
+
+FAR = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-9}
+"""A relative error that only another attention has."""
+
+def fails(kernel: Kernel, request: Request, asked: Asked, mod: ScoreMod) -> tuple[str, ...]:
+    """What FlexAttention gets wrong with this function, in words."""
+    device = mod.device or torch.device("cpu")
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        return tuple(_failures(kernel, request, asked, mod, device))
+
+
+def _failures(
+    kernel: Kernel, request: Request, asked: Asked, mod: ScoreMod, device: torch.device
+) -> list[str]:
+    dtype, part = request.dtype, asked.part()
+    if not len(part.forward):
+        return ["nothing is seen in the first rows, so there is nothing to try this score_mod on"]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(tokens: int, heads: int, width: int) -> Tensor:
+        x = torch.randn(part.rows, tokens, heads, width, generator=generator, dtype=torch.float32, device="cpu")
+        return x.to(device, dtype)
+
+    shapes = (part.queries, request.heads), (part.keys, request.kv_heads)
+    q, dout = random(*shapes[0], request.head_dim), random(*shapes[0], request.value_dim)
+    k, v = random(*shapes[1], request.head_dim), random(*shapes[1], request.value_dim)
+    # Sinks make a difference between queries' own biases, which a softmax alone does not see.
+    sinks = torch.randn(request.heads, generator=generator, dtype=torch.float32, device="cpu").to(device)
+    params = Params(asked.scale, asked.softcap, sinks)
+    wide = [x.to(accumulate_dtype(dtype)) for x in (q, k, v, dout)]
+    still = mod.with_values(mod.captured, [x.requires_grad for x in mod.captured])
+    for function in (_moved(mod, generator), still):  # as the values are, some gradients may be zero
+        tried = replace(params, score_mod=function)
+        want = _answer(Reference(), wide, part, tried, at_once=True)
+        if all(x.isfinite().all() for name, x in want.items() if name != "lse"):
+            break
+    try:
+        got = _answer(kernel, [q, k, v, dout], part, tried)
+    except Exception as error:  # noqa: BLE001  # a compiler may fail in any way; each is a reason
+        return [f"a small attention with this score_mod failed: {type(error).__name__}: {error}"]
+    errors = {name: _error(got[name], want[name]) for name in want}
+    wrong = [f"{name} by {error:.1%}" for name, error in errors.items() if not error < FAR[dtype]]
+    return [f"a small attention with this score_mod came out wrong here: {', '.join(wrong)}"] if wrong else []
+
+
+def _moved(mod: ScoreMod, generator: torch.Generator) -> ScoreMod:
+    """With values a little beside its own."""
+    values = []
+    for x in mod.captured:
+        noise = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(x.device)
+        values.append(x.detach().double() + 0.1 * noise)
+    return mod.with_values(values, [x.requires_grad for x in mod.captured])
+
+
+def _answer(
+    kernel: Kernel, tensors: list[Tensor], part: Part, params: Params, at_once: bool = False
+) -> dict[str, Tensor]:
+    """``at_once``: all heads and keys; else, as in a ring, the backward gets some heads and some keys at a time."""
+    q, k, v, dout = tensors
+    mod = params.score_mod
+    assert mod is not None
+    out, lse = kernel.forward(q, k, v, part.forward, params)
+    delta = kernel.delta(dout, out)
+    dq, dk, dv = (kernel.new_gradient(x) for x in (q, k, v))
+    extra = mod.new_gradients()
+    groups = k.shape[2]
+    step = groups if at_once or groups % 2 else groups // 2
+    pieces = ((0, part.keys, part.forward),) if at_once else part.backward
+    for first in range(0, groups, step):
+        lane = slice(first, first + step)
+        mine = slice(first * q.shape[2] // groups, (first + step) * q.shape[2] // groups)
+        for start, stop, table in pieces:
+            keys, values, of_k, of_v = (x[:, start:stop, lane] for x in (k, v, dk, dv))
+            kernel.backward(
+                dout[:, :, mine], q[:, :, mine], keys, values, lse[:, mine], delta[:, mine], table,
+                params.of_heads(mine), Gradients(kernel.of_heads(dq, mine), of_k, of_v, extra=extra), out[:, :, mine],
+            )  # fmt: skip
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **extra}
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """Relative; inf where one is infinite and the other is not. What is zero must be small."""
+    got, want = got.double(), want.double()
+    if not torch.equal(got.isinf(), want.isinf()):
+        return torch.inf
+    got, want = got.masked_fill(got.isinf(), 0.0), want.masked_fill(want.isinf(), 0.0)
+    return float((got - want).norm() / want.norm().clamp(min=1e-3 * want.numel() ** 0.5))

@@ -1,0 +1,260 @@
+"""flex on a CPU: what becomes of a function as a graph, and the trial that finds what a graph does not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from flex_cases import on_cpu
+from hf_ring_attn.biases import Alibi
+from hf_ring_attn.config import RingConfig
+from hf_ring_attn.errors import UnsupportedAttention
+from hf_ring_attn.functional import _part, ring_attention
+from hf_ring_attn.kernels import Params, ScoreMod, asking, choose
+from hf_ring_attn.kernels import flex as room
+from hf_ring_attn.kernels.flex import calls
+from hf_ring_attn.kernels.flex.graph import Graph
+from hf_ring_attn.kernels.flex.leaves import Copies, Unfit, gathered, spread
+from hf_ring_attn.kernels.flex.places import Places
+from hf_ring_attn.mask import CAUSAL, Band, Mask
+from rank_functions import qkv
+from test_flex import REQUEST
+
+CPU = torch.device("cpu")
+HEADS = torch.linspace(-1, 1, 4, requires_grad=True)
+PAIRS = torch.linspace(-1, 1, 32).view(4, 8).detach().requires_grad_()
+IDS = torch.arange(8)
+MASK = Mask.of(CAUSAL, 1, 300)
+
+
+def graph_of(function: Callable[..., Any], softcap: float | None = None) -> Graph:
+    return Graph.of(ScoreMod.of(function, CPU), torch.float32, 0.5, softcap)
+
+
+def value(function: Callable[..., Any], *at: float) -> float:
+    """By its graph, for a product, row, head, query and key."""
+    mod = ScoreMod.of(function, CPU).with_values([HEADS], [True])
+    found = Graph.of(mod, torch.float32, 0.5, None)
+    mod = mod.with_values(mod.captured, [x.requires_grad for x in mod.captured])
+    values = found.values(mod.values, CPU)
+    leaves = [spread(x, leaf.copies, torch.float32) for leaf, x in zip(found.leaves, values, strict=True)]
+    numbers = [torch.tensor(at[0]), *(torch.tensor(int(x), dtype=found.index) for x in at[1:])]
+    return float(found.score(*numbers, torch.tensor(5), torch.tensor(6), *leaves).detach())
+
+
+@pytest.mark.parametrize(
+    ("function", "want"),
+    [
+        (lambda s, b, h, i, j: s + HEADS[h] * (i - j), 1.0 - 1 / 3 * 3),
+        (lambda s, b, h, i, j: s * torch.sigmoid(HEADS)[h], 1.0 / (1 + 2.718281828 ** (1 / 3))),
+        (lambda s, b, h, i, j: s + PAIRS[h][i], 1.0 + (-1 + 2 / 31 * 13)),
+        (lambda s, b, h, i, j: s + PAIRS[:, 2][h], 1.0 + (-1 + 2 / 31 * 10)),
+        (lambda s, b, h, i, j: s + PAIRS[h, 2], 1.0 + (-1 + 2 / 31 * 10)),
+        (lambda s, b, h, i, j: s + PAIRS[h, IDS[i]] + PAIRS[h, IDS[j]], 1.0 + 2 * (-1 + 2 / 31 * 8) + 7 * 2 / 31),
+        (lambda s, b, h, i, j: s + PAIRS.sum() + HEADS[0], 0.0),
+        (lambda s, b, h, i, j: torch.where(i > j, s, torch.tensor(2.0) * s), 1.0),
+    ],
+    ids=["read", "computed before", "row of a table", "column", "fixed place", "twice", "whole tensors", "constant"],
+)
+def test_a_graph_gives_what_its_function_gives(function: Callable[..., Any], want: float) -> None:
+    assert value(function, 2.0, 0, 1, 5, 2) == pytest.approx(want, abs=1e-5)
+
+
+def test_each_reading_of_a_learned_tensor_has_a_leaf_of_its_own() -> None:
+    found = graph_of(lambda s, b, h, i, j: s + PAIRS[h, i] + PAIRS[h, j] + IDS[i] * HEADS.detach()[h])
+    assert sorted(leaf.copies is not None for leaf in found.leaves) == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda s, b, h, i, j: s + PAIRS[h].sum(), "reads|vector|whole"),
+        (lambda s, b, h, i, j: s + torch.dot(PAIRS[h], PAIRS[b]), "whole tensor|vector"),
+        (lambda s, b, h, i, j: s + (HEADS * s).sum(), "whole tensor|vector"),
+        (lambda s, b, h, i, j: HEADS.sum() * 2, "all scores one value"),
+    ],
+)
+def test_what_makes_vectors_for_a_score_is_refused(function: Callable[..., Any], reason: str) -> None:
+    with pytest.raises(Unfit, match=f"the score_mod .*({reason})"):
+        graph_of(function)
+
+
+def test_positions_are_of_32_bits_unless_they_could_overflow() -> None:
+    assert graph_of(lambda s, b, h, i, j: s - (i - j).abs() // 4).index == torch.int32
+    assert graph_of(lambda s, b, h, i, j: s - i * 100003 % 7).index == torch.int64
+
+
+def test_the_text_tells_functions_apart_and_values_not() -> None:
+    def scaled(by: float, slopes: Tensor) -> str:
+        return graph_of(lambda s, b, h, i, j: s * by + slopes[h]).text
+
+    first = scaled(2.0, HEADS)
+    assert first == scaled(2.0, (HEADS.detach() + 1).requires_grad_())
+    other = torch.zeros(5, requires_grad=True)
+    assert len({first, scaled(3.0, HEADS), scaled(2.0, HEADS.detach()), scaled(2.0, other)}) == 4
+    assert graph_of(Alibi(4)).text != graph_of(Alibi(4), softcap=3.0).text
+
+
+def test_a_table_over_the_row_may_grow() -> None:
+    def by_length(length: int) -> str:
+        ids = torch.arange(length)
+        return graph_of(lambda s, b, h, i, j: s + HEADS[ids[i] % 4]).text
+
+    assert by_length(10) == by_length(11)
+
+
+def test_copies_take_no_memory_and_their_gradients_are_summed() -> None:
+    x = torch.randn(3, 5)
+    copies = Copies.of(x.numel())
+    assert copies == Copies(128, 64) and Copies.of(2**30) == Copies(1, 1) and Copies.of(2**22) == Copies(1, 2)
+    leaf = spread(x, copies, torch.float32)
+    assert leaf.shape == (128, 3, 5, 64) and leaf.untyped_storage().nbytes() == 60 and leaf.requires_grad
+    gradient = torch.randn(leaf.shape)
+    torch.testing.assert_close(gathered(gradient, copies), gradient.double().sum((0, 3)))
+
+
+# ---- the trial ------------------------------------------------------------------------------------------------------
+
+
+class Lying(torch.autograd.Function):
+    """A gradient of its own, which a graph does not know."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(score: Tensor, factor: Tensor) -> Tensor:
+        return score * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        score, factor = ctx.saved_tensors
+        return gradients[0] * factor, gradients[0] * score * 2
+
+
+def lying(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    scaled: Tensor = Lying.apply(score, HEADS[h])  # type: ignore[no-untyped-call]
+    return scaled
+
+
+def reasons(function: Callable[..., Any], tried: bool = True) -> list[str]:
+    mod = ScoreMod.of(function, CPU)
+    request = replace(REQUEST, device="cpu", dtype=torch.float32, heads=4, kv_heads=2, head_dim=6, value_dim=5)
+    with on_cpu(tried) as flex:
+        asked = asking(request, mod, 0.4, None, partial(_part, MASK, 1, 300))
+        assert asked.asked is not None
+        return flex.unsupported(asked)
+
+
+def test_a_function_that_flex_gets_right_passes_its_trial() -> None:
+    assert reasons(lambda s, b, h, i, j: s + PAIRS[h, i % 8] - HEADS[h] * (i - j)) == []
+
+
+def test_a_gradient_that_a_function_makes_itself_is_found() -> None:
+    (reason,) = reasons(lying)
+    assert reason.startswith("a small attention with this score_mod came out wrong here: captured 0 by ")
+    assert reasons(lying, tried=False) == []
+
+
+def one_key_too_many(*at: Any) -> Places | None:
+    found = made(*at)
+    return None if found is None else replace(found, last=found.last + 1)
+
+
+made = Places.of
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "defect"),
+    [
+        (room, "gathered", lambda x, copies: gathered(x, copies) / 2),
+        (Places, "of", one_key_too_many),
+        (ScoreMod, "of_heads", lambda mod, heads: mod),
+        (room, "accumulate_dtype", lambda dtype: torch.float32),
+    ],
+    ids=["captured gradients halved", "a key too many", "other heads", "none"],
+)
+def test_a_planted_defect_fails_the_trial(where: Any, name: str, defect: Any, request: pytest.FixtureRequest) -> None:
+    with mock.patch.object(where, name, defect):
+        found = reasons(Alibi(4, learnable=True))
+    assert bool(found) == ("none" not in request.node.name), found
+
+
+def test_blocks_become_smaller_until_they_fit() -> None:
+    taken: list[int] = []
+
+    def tried(kernel: room.Flex, *_: Any) -> tuple[str, ...]:
+        taken.append(max(kernel._calls._level.values(), default=0))
+        return ("failed: OutOfMemoryError: out of resource: Required: 409600",) if len(taken) < 3 else ()
+
+    with mock.patch.object(room, "fails", tried):
+        assert reasons(Alibi(4)) == []
+    assert taken == [0, 1, 2]
+    with mock.patch.object(room, "fails", return_value=("No valid triton configs",)):
+        assert reasons(Alibi(4)) == ["No valid triton configs"]
+
+
+def test_a_trial_asks_about_pairs_that_are_seen_and_no_others() -> None:
+    """A function's tensors may end where its mask does: on a GPU reading beyond them ends the process."""
+    documents = torch.tensor([[-1] * 7 + [0] * 40 + [1] * 3 + [2] * 350, [-1] * 9 + [0] * 391])
+    mask = Mask.of(Band(0, 11), 3, 400, torch.cat((documents, documents[:1])))
+    part = _part(mask, 3, 390)
+    assert (part.rows, part.queries, part.keys) == (2, 200, 320)
+    table = torch.cat((part.forward, *(table for _, _, table in part.backward)))
+    first, last = table[:, 3], table[:, 3] + table[:, 2]
+    assert first.min() == 7 and last.max() == 207 and table[:, 8].eq(11).all() and table[:, 0].max() == 1
+
+    only = torch.zeros(12)
+    counts = torch.zeros(50)
+    mod = ScoreMod.of(lambda s, b, h, i, j: s + only[i - j] + counts[(j - 7).clamp(max=49)], CPU)
+    request = replace(REQUEST, device="cpu", dtype=torch.float32, heads=4, kv_heads=2, head_dim=6, value_dim=5)
+    with on_cpu(tried=True) as flex:
+        assert flex.unsupported(asking(request, mod, 0.4, None, partial(_part, mask, 3, 390))) == []
+
+
+def test_short_rows_and_rows_of_padding_have_a_part_too() -> None:
+    for length in (1, 2, 100):
+        part = _part(Mask.of(CAUSAL, 1, length), 1, length)
+        assert part.queries == part.keys == length and len(part.forward) == 1
+    empty = _part(Mask.of(CAUSAL, 1, 8, torch.full((1, 8), -1)), 1, 8)
+    assert not len(empty.forward)
+
+
+def test_a_function_is_tried_once_and_asked_about_by_its_graph() -> None:
+    count = mock.Mock(return_value=())
+    bias = Alibi(4, learnable=True)
+    with on_cpu(tried=True) as flex, mock.patch.object(room, "fails", count):
+        for length in (8, 12):
+            with torch.no_grad():
+                bias.slopes.mul_(0.9)
+            request = replace(REQUEST, device="cpu", dtype=torch.float32)
+            mod = ScoreMod.of(bias, CPU)
+            assert choose("auto", asking(request, mod, 0.4, None, partial(_part, MASK, 1, length))) is flex
+    assert count.call_count == 1
+
+
+def test_a_refused_function_is_served_by_the_reference_and_named_where_flex_is_asked_for() -> None:
+    def vectors(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + torch.dot(PAIRS[h], PAIRS[b])
+
+    with on_cpu():
+        assert isinstance(ring_attention(**qkv(), score_mod=vectors), Tensor)
+        with pytest.raises(UnsupportedAttention) as error:
+            ring_attention(**qkv(), score_mod=vectors, config=RingConfig(kernel="flex"))
+    assert "flex: the score_mod computes with a whole tensor for one score" in str(error.value)
+
+
+def test_few_queries_need_no_kernel_of_their_own() -> None:
+    options = calls.kernel_options()
+    assert options["FLOAT32_PRECISION"] == "'ieee'" and len(options) == 2
+    assert Params(1.0).score_mod is None
