@@ -111,6 +111,15 @@ class LayerWithoutSpec(Refused):
         )
 
 
+class RecurrentLayerWithoutMask(Refused):
+    def __init__(self, module: str) -> None:
+        super().__init__(
+            f"{module} looks along the sequence by other means than attention, inside an active ring, but was not "
+            "given the mask that transformers.masking_utils.create_recurrent_attention_mask makes for it, which tells "
+            "it its place in the row: a model that makes its own mask cannot run in a ring."
+        )
+
+
 class MaskIsNoTensor(Refused, AttributeError):
     def __init__(self, use: str) -> None:
         super().__init__(

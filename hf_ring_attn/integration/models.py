@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 
 from .. import errors
 from ..config import RingConfig
-from . import backbone, checkpointing, exactness, peft, rope, temperature
+from . import backbone, checkpointing, exactness, hybrids, peft, rope, temperature
 from .active import Scope
 from .report import warn
 
@@ -79,6 +79,7 @@ def bind(model: nn.Module, scope: Scope) -> None:
         backbone.install(model, scope)
     if scope.config.save_attention:
         checkpointing.keep_attention(model)
+    hybrids.prepare(model)
     if case in _ADMITTED.get(model, ()):
         return
     reasons = list(dict.fromkeys(_reasons(model, scope)))
@@ -136,6 +137,10 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
         yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not 'ring_fp32'"
     if configs and not _uses_interface(model):
         yield "its code does not use transformers' attention interface, so its attention would stay on each rank"
+    mixers = hybrids.mixers(model)
+    recurrent = _recurrent(model, mixers)
+    if mixers and not recurrent:
+        hybrids.admit(configs)
     for config in configs:
         yield from _config_reasons(config, scope)
     if LOSS_MAPPING.get(str(getattr(_head(model), "loss_type", None))) is ForSequenceClassificationLoss:
@@ -144,15 +149,26 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
         kind = type(module).__name__
         if kind in UNTESTED_WRAPPERS:
             yield UNTESTED_WRAPPERS[kind]
-        if RECURRENT.search(kind):
+        if name == recurrent:
             yield f"{name or 'it'} ({kind}) carries state along the sequence"
             break
         if model.training and getattr(module, "neftune_noise_alpha", None):
             yield "NEFTune scales its noise by the local length; set neftune_noise_alpha=None"
-    yield from exactness.reasons(model)
+    yield from exactness.reasons(model, mixers)
     yield from other_positions
     yield from temperature.reasons(model)
     yield from peft.reasons(model)
+
+
+def _recurrent(model: nn.Module, mixers: Mapping[str, nn.Module]) -> str | None:
+    """The first module that carries state along the sequence in a way that is not known to `hybrids`; None if none."""
+    for name, module in model.named_modules():
+        if not RECURRENT.search(type(module).__name__):
+            continue
+        known = any(other is inner for other in mixers.values() for inner in module.modules())
+        if not known and not (mixers and "ALL_ATTENTION_FUNCTIONS" in hybrids.names_of(module)):
+            return name
+    return None
 
 
 def _uses_interface(model: nn.Module) -> bool:
@@ -165,7 +181,8 @@ def _config_reasons(config: Any, scope: Scope) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models are not supported"
     layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    foreign = sorted({str(layer) for layer in layers} - ATTENTION_LAYERS)
+    known = ATTENTION_LAYERS | (hybrids.LAYERS if hybrids.admitted(config) else set())
+    foreign = sorted({str(layer) for layer in layers} - known)
     if foreign:
         yield f"its layers of type {foreign} do not go through ring attention exactly"
     if getattr(config, "output_router_logits", False):

@@ -1,0 +1,269 @@
+"""Hybrid models: layers that carry state along the sequence, or mix neighbouring tokens, exact in a ring.
+
+transformers computes them by a few functions of each model's file, under the same names everywhere (and those take
+flash-linear-attention, mamba-ssm or causal-conv1d where installed). `OPERATIONS` says of each which arguments have an
+entry per token and which per head; what it is given then goes through `sequence`. All else in such a layer is of one
+token. What a layer needs to know hangs on its padding mask, which reaches it in a checkpoint's recompute too.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import errors, sequence
+from ..sequence import Rows
+from . import active
+from .patches import Patch, install, render
+
+LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe"}
+"""Types of layers that hybrids have beside attention."""
+CONVOLUTION = "causal_conv1d_fn"
+MASK = "create_recurrent_attention_mask"
+FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+"""A whole layer at once, where a package is installed; None where it is not, and the layer goes the long way."""
+_MARK = "_hf_ring_attn_hybrid"
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A recurrence along the sequence, each head for itself.
+
+    Args:
+        heads: arguments [B, T, H, ...]; the first is always given. shared: [B, T, G, ...], each for H / G heads.
+        weights: [H, ...], without tokens.
+        states: arguments that a cache would need.
+        by_channels: each channel is a head: [B, C, T], and what is shared is [B, N, T], for all of them.
+        pair: it returns its output and a state, not the output alone.
+    """
+
+    heads: tuple[str, ...]
+    shared: tuple[str, ...]
+    weights: tuple[str, ...]
+    states: tuple[str, ...]
+    by_channels: bool = False
+    pair: bool = False
+
+
+_DELTA = Scan(("value", "g", "beta"), ("query", "key"), (), ("initial_state", "output_final_state"), pair=True)
+OPERATIONS = {
+    "torch_chunk_gated_delta_rule": _DELTA,
+    "chunk_kimi_delta_attention": _DELTA,
+    "mamba2_chunk_scan": Scan(
+        ("hidden_states", "dt", "z"), ("B", "C"), ("A", "D", "dt_bias"), ("initial_states", "return_final_states")
+    ),
+    "mamba_selective_scan": Scan(
+        ("hidden_states", "dt", "z"), ("B", "C"), ("A", "D", "delta_bias"), ("return_last_state",), by_channels=True
+    ),
+}  # fmt: skip
+
+# ---- which layers ----------------------------------------------------------------------------------------------------
+
+
+def _forward(module: nn.Module) -> Any:
+    return inspect.unwrap(type(module).forward)
+
+
+@functools.cache
+def _names(code: Any) -> frozenset[str]:
+    """The names that a function looks up in its file."""
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+
+
+def names_of(module: nn.Module) -> frozenset[str]:
+    """The names that a module's forward looks up in its file."""
+    code = getattr(_forward(module), "__code__", None)
+    return frozenset() if code is None else _names(code)
+
+
+def _known(file: dict[str, Any], name: str) -> bool:
+    """Whether a file has this function, with the parameters that are needed here."""
+    function = file.get(name)
+    if not callable(function):
+        return False
+    given = set(inspect.signature(function).parameters)
+    scan = OPERATIONS.get(name)
+    if scan is None:
+        return {"weight", "bias", "activation"} <= given
+    return {*scan.heads, *scan.shared, *scan.weights, *scan.states} - {"z"} <= given
+
+
+def mixers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of ``model`` that look along the sequence by functions known here alone, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        used = names_of(module) & {CONVOLUTION, *OPERATIONS}
+        if used and (file := _forward(module).__globals__) and MASK in file and all(_known(file, x) for x in used):
+            found[name] = module
+    return found
+
+
+_EXACT: dict[int, weakref.ref[Any]] = {}
+"""Configs of models whose layers beside attention are all known, by their identity, as in `models`."""
+
+
+def admit(configs: Collection[Any]) -> None:
+    """Notes that a model with these configs was looked at, and that its layers beside attention are known."""
+    for config in configs:
+        _EXACT[id(config)] = weakref.ref(config)
+
+
+def admitted(config: Any) -> bool:
+    reference = _EXACT.get(id(config))
+    return reference is not None and reference() is config
+
+
+# ---- the changes to a model and its file -----------------------------------------------------------------------------
+
+_PATCHES: weakref.WeakKeyDictionary[nn.Module, list[Patch]] = weakref.WeakKeyDictionary()
+
+
+def prepare(model: nn.Module) -> None:
+    """Hooks the layers of ``model`` that are known here, and changes the functions that they use. Idempotent; both do
+    nothing outside a sharded batch."""
+    if model not in _PATCHES:
+        files = {}
+        for module in mixers(model).values():
+            file = _forward(module).__globals__
+            files[file["__name__"]] = file
+            if _MARK not in module.__dict__:
+                module.__dict__[_MARK] = (
+                    module.register_forward_pre_hook(_enter, with_kwargs=True),
+                    module.register_forward_hook(_leave, always_call=True),
+                )
+        _PATCHES[model] = [patch for name, file in files.items() for patch in _patches(name, file)]
+    install(_PATCHES[model])
+
+
+def _patches(name: str, file: dict[str, Any]) -> Iterator[Patch]:
+    makers: dict[str, Callable[[Any], Any]] = {MASK: _mask, CONVOLUTION: _convolution}
+    makers |= dict.fromkeys(FUSED, _fused)
+    makers |= {operation: functools.partial(_scan, operation) for operation in OPERATIONS}
+    for function, make in makers.items():
+        if function in file:
+            yield Patch(f"{name}:{function}", render(file[function]), make)
+
+
+_RUNNING: list[Rows | None] = []
+"""The rows of the layers that run now, the innermost last."""
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = [*args, *kwargs.values()]
+    rows: Rows | None = next((getattr(x, _MARK) for x in given if isinstance(x, Tensor) and hasattr(x, _MARK)), None)
+    if rows is None and _shared_scope() is not None:
+        raise errors.RecurrentLayerWithoutMask(type(module).__name__)
+    if rows is not None and any(hasattr(x, "get_seq_length") for x in given):
+        why = "its state would be one rank's; leave use_cache=False, as sharded.inputs has it"
+        raise errors.UnsupportedArgument(type(module).__name__, "a cache", why, "was called with")
+    _RUNNING.append(rows)
+
+
+def _leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+    if _RUNNING:  # not after a refusal in _enter
+        _RUNNING.pop()
+
+
+def _shared_scope() -> active.Scope | None:
+    """The sharded batch in which such layers need help: in a ring, or where a row holds several documents."""
+    scope = active.current()
+    if scope is None or scope.before_text or (scope.ring.size == 1 and scope.documents is None):
+        return None
+    return scope
+
+
+# ---- the functions ---------------------------------------------------------------------------------------------------
+
+
+def _mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_recurrent_attention_mask(
+        config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Tensor | None:
+        """This rank's share of the padding mask, with what the layers that get it need to know hung on it."""
+        scope = _shared_scope()
+        if scope is None:
+            mask: Tensor | None = original(config, inputs_embeds, attention_mask, *args, **kwargs)
+            return mask
+        rows, length = inputs_embeds.shape[:2]
+        if length != scope.layout.local_length:
+            raise errors.UnshardedInput(length, length, scope.layout.local_length, scope.layout.length)
+        real = torch.ones(rows, scope.layout.padded) if scope.hidden is None else scope.hidden.logical_not()
+        share = scope.layout.shard(real, 1).to(inputs_embeds.device, torch.int64)
+        setattr(share, _MARK, Rows(scope.ring, scope.layout, scope.documents))
+        return share
+
+    return create_recurrent_attention_mask
+
+
+def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
+    def no_shortcut(*args: Any, **kwargs: Any) -> Any:
+        return None if _RUNNING and _RUNNING[-1] is not None else original(*args, **kwargs)
+
+    return no_shortcut
+
+
+def _convolution(original: Callable[..., Any]) -> Callable[..., Any]:
+    def causal_conv1d_fn(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
+    ) -> Tensor:
+        if not _RUNNING or (rows := _RUNNING[-1]) is None:
+            out: Tensor = original(hidden_states, weight, bias, activation=activation, **kwargs)
+            return out
+
+        def compute(x: Tensor) -> Tensor:
+            found: Tensor = original(x.transpose(1, 2), weight, bias, activation=activation)
+            return found.transpose(1, 2)
+
+        return sequence.along(hidden_states.transpose(1, 2), rows, weight.shape[-1] - 1, compute).transpose(1, 2)
+
+    return causal_conv1d_fn
+
+
+def _scan(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    scan, parameters = OPERATIONS[name], list(inspect.signature(original).parameters)
+
+    def scanned(*args: Any, **kwargs: Any) -> Any:
+        if not _RUNNING or (rows := _RUNNING[-1]) is None:
+            return original(*args, **kwargs)
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        for state in scan.states:
+            if given.get(state) is not None and given[state] is not False:
+                raise errors.UnsupportedArgument(name, state, "a state would be one rank's", "was called with")
+        heads, shared, weights = (
+            {at: given[at] for at in names if given.get(at) is not None}
+            for names in (scan.heads, scan.shared, scan.weights)
+        )
+        # Tensors of other names are inputs of the model that come this far. Packages take none of them but documents
+        # (cu_seqlens, seq_idx), which are computed one by one here.
+        others = {at: x for at, x in kwargs.items() if not isinstance(x, Tensor)}
+
+        def compute(a: list[Tensor], b: list[Tensor], c: list[Tensor]) -> Tensor:
+            if scan.by_channels:
+                a, b = [x.transpose(1, 2) for x in a], [x.squeeze(2).transpose(1, 2) for x in b]
+            mine = dict(zip([*heads, *shared, *weights], [*a, *b, *c], strict=True))
+            out = original(
+                *(mine.get(at, x) for at, x in zip(parameters, args, strict=False)),
+                **{**others, **{at: x for at, x in mine.items() if at in kwargs}},
+            )
+            out = out[0] if scan.pair else out
+            return out.transpose(1, 2) if scan.by_channels else out
+
+        out = sequence.by_heads(
+            rows,
+            [x.transpose(1, 2) if scan.by_channels else x for x in heads.values()],
+            [x.transpose(1, 2).unsqueeze(2) if scan.by_channels else x for x in shared.values()],
+            list(weights.values()),
+            compute,
+        )
+        out = out.transpose(1, 2) if scan.by_channels else out
+        return (out, None) if scan.pair else out
+
+    return scanned
