@@ -281,7 +281,7 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Rows, ranges: list[Span], x: Tensor) -> Tensor:
         ctx.rows, ctx.ranges = rows, ranges
-        return _scatter_tokens(rows, [x], [ranges], [ranges[-1][1]])[0]
+        return _scatter_tokens(rows, [x], [ranges], [ranges[-1][1]])[0].contiguous()  # as on one device: some view it
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
