@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_ring_attn import functional, sequence, tables
+from hf_ring_attn import by_heads, functional, sequence, tables
+from hf_ring_attn.by_heads import Compute
 from hf_ring_attn.comm import Pending, Ring
 from hf_ring_attn.integration import batch, rows
 from hf_ring_attn.kernels import Place, ScoreMod, reference
@@ -18,7 +19,7 @@ from hf_ring_attn.kernels.reference import Block, Reference
 from hf_ring_attn.kernels.score_mod import Indices, Pull
 from hf_ring_attn.layout import Layout, Run
 from hf_ring_attn.mask import Band, Mask, tiles
-from hf_ring_attn.sequence import Compute, Piece, Rows, Span
+from hf_ring_attn.sequence import Piece, Rows, Span
 from hf_ring_attn.traffic import Hop, Messages
 
 Patch = AbstractContextManager[Any]
@@ -195,7 +196,7 @@ def states_stay() -> Patch:
     ) -> Tensor:
         return compute(list(heads), list(shared), list(weights))
 
-    return mock.patch.object(sequence, "by_heads", local)
+    return mock.patch.object(by_heads, "by_heads", local)
 
 
 def states_leak() -> Patch:
@@ -212,7 +213,7 @@ def shares_overwritten() -> Patch:
             total[lo:hi] = piece
         return total
 
-    return mock.patch.object(sequence, "_sum", last)
+    return mock.patch.object(by_heads, "_sum", last)
 
 
 DEFECTS: dict[str, Callable[[], Patch]] = {

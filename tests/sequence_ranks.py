@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d
 
 from defects import planted
-from hf_ring_attn import sequence
+from hf_ring_attn import by_heads, sequence
 from hf_ring_attn.comm import Ring
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.sequence import Rows
@@ -126,7 +126,7 @@ def _share(row: Row) -> Answer:
     mixed = sequence.along(
         leaves["x"], rows, WIDTH - 1, lambda x: convolved(x, leaves["kernel"], leaves["bias"])
     )
-    result = sequence.by_heads(
+    result = by_heads.by_heads(
         rows, [leaves["value"], leaves["rate"]], [leaves["query"], leaves["key"]], [leaves["skip"]], scanned
     )
     douts = [layout.shard(layout.pad(given[name], 1), 1) for name in ("d_mixed", "d_scanned")]

@@ -2,7 +2,8 @@
 
 transformers computes them by a few functions of each model's file, under the same names everywhere (and those take
 flash-linear-attention, mamba-ssm or causal-conv1d where installed). `OPERATIONS` says of each which arguments have an
-entry per token and which per head; what it is given then goes through `sequence`. All else in such a layer is of one
+entry per token and which per head; what it is given then goes through
+`sequence` or `by_heads`. All else in such a layer is of one
 token. What a layer needs to know hangs on its padding mask, which reaches it in a checkpoint's recompute too.
 """
 
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import errors, sequence
-from ..sequence import Rows
+from .. import errors
+from ..by_heads import by_heads
+from ..sequence import Rows, along
 from . import active
 from .patches import Patch, install, render
 
@@ -31,6 +33,7 @@ MASK = "create_recurrent_attention_mask"
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """A whole layer at once, where a package is installed; None where it is not, and the layer goes the long way."""
 _MARK = "_hf_ring_attn_hybrid"
+_BY_HOST = "hf_ring_attn exchanges tokens and heads here, which is not compiled"
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,7 @@ _RUNNING: list[Rows | None] = []
 """The rows of the layers that run now, the innermost last."""
 
 
+@torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = [*args, *kwargs.values()]
     rows: Rows | None = next((getattr(x, _MARK) for x in given if isinstance(x, Tensor) and hasattr(x, _MARK)), None)
@@ -167,6 +171,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _RUNNING.append(rows)
 
 
+@torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
 def _leave(_module: nn.Module, _args: Any, _output: Any) -> None:
     if _RUNNING:  # not after a refusal in _enter
         _RUNNING.pop()
@@ -183,7 +188,8 @@ def _shared_scope() -> active.Scope | None:
 # ---- the functions ---------------------------------------------------------------------------------------------------
 
 
-def _mask(original: Callable[..., Any]) -> Callable[..., Any]:
+def _mask(original: Callable[..., Any]) -> Any:
+    @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def create_recurrent_attention_mask(
         config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor | None:
@@ -203,14 +209,16 @@ def _mask(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_recurrent_attention_mask
 
 
-def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
+def _fused(original: Callable[..., Any]) -> Any:
+    @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def no_shortcut(*args: Any, **kwargs: Any) -> Any:
         return None if _RUNNING and _RUNNING[-1] is not None else original(*args, **kwargs)
 
     return no_shortcut
 
 
-def _convolution(original: Callable[..., Any]) -> Callable[..., Any]:
+def _convolution(original: Callable[..., Any]) -> Any:
+    @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def causal_conv1d_fn(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
     ) -> Tensor:
@@ -222,14 +230,15 @@ def _convolution(original: Callable[..., Any]) -> Callable[..., Any]:
             found: Tensor = original(x.transpose(1, 2), weight, bias, activation=activation)
             return found.transpose(1, 2)
 
-        return sequence.along(hidden_states.transpose(1, 2), rows, weight.shape[-1] - 1, compute).transpose(1, 2)
+        return along(hidden_states.transpose(1, 2), rows, weight.shape[-1] - 1, compute).transpose(1, 2)
 
     return causal_conv1d_fn
 
 
-def _scan(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _scan(name: str, original: Callable[..., Any]) -> Any:
     scan, parameters = OPERATIONS[name], list(inspect.signature(original).parameters)
 
+    @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def scanned(*args: Any, **kwargs: Any) -> Any:
         if not _RUNNING or (rows := _RUNNING[-1]) is None:
             return original(*args, **kwargs)
@@ -253,10 +262,10 @@ def _scan(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
                 *(mine.get(at, x) for at, x in zip(parameters, args, strict=False)),
                 **{**others, **{at: x for at, x in mine.items() if at in kwargs}},
             )
-            out = out[0] if scan.pair else out
-            return out.transpose(1, 2) if scan.by_channels else out
+            found: Tensor = out[0] if scan.pair else out
+            return found.transpose(1, 2) if scan.by_channels else found
 
-        out = sequence.by_heads(
+        out = by_heads(
             rows,
             [x.transpose(1, 2) if scan.by_channels else x for x in heads.values()],
             [x.transpose(1, 2).unsqueeze(2) if scan.by_channels else x for x in shared.values()],

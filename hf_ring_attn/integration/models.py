@@ -21,7 +21,7 @@ from .report import warn
 _OPTIONS: dict[int, tuple[weakref.ref[Any], RingConfig]] = {}
 """Options by the identity of a model's config: configs are saved as JSON, so nothing may be hung on them."""
 
-_ADMITTED: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, bool, bool, bool, bool]]] = weakref.WeakKeyDictionary()
+_ADMITTED: weakref.WeakKeyDictionary[nn.Module, set[tuple[int | bool, ...]]] = weakref.WeakKeyDictionary()
 """Models that were looked at and found exact, by ring size, mode, and what the batch holds."""
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -74,7 +74,10 @@ def bind(model: nn.Module, scope: Scope) -> None:
     scope.models.add(model)
     scope.configs += configs_of(model)
     # A model's structure is walked once per mode, not once per batch; its configs are read for every mask.
-    case = (scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None)
+    case = (
+        scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None,
+        scope.ring.size == 1 and scope.documents is not None,
+    )  # fmt: skip
     if scope.late:
         backbone.install(model, scope)
     if scope.config.save_attention:
@@ -129,17 +132,19 @@ def refuse(config: Any, scope: Scope) -> None:
 
 def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
     other_positions = exactness.position_reasons(model, scope.hidden is not None) if scope.numbered else ()
+    mixers = hybrids.mixers(model)
+    recurrent = _recurrent(model, mixers)
     if scope.ring.size == 1:  # whose rows `shard` has numbered too
         yield from other_positions
+        if recurrent is not None and scope.documents is not None:
+            yield f"{_where(model, recurrent)} carries state from one document of a packed row to the next"
         return
     configs = list(configs_of(model))
     if configs and not uses_ring(model):
         yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not 'ring_fp32'"
     if configs and not _uses_interface(model):
         yield "its code does not use transformers' attention interface, so its attention would stay on each rank"
-    mixers = hybrids.mixers(model)
-    recurrent = _recurrent(model, mixers)
-    if mixers and not recurrent:
+    if mixers and recurrent is None:
         hybrids.admit(configs)
     for config in configs:
         yield from _config_reasons(config, scope)
@@ -150,7 +155,7 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
         if kind in UNTESTED_WRAPPERS:
             yield UNTESTED_WRAPPERS[kind]
         if name == recurrent:
-            yield f"{name or 'it'} ({kind}) carries state along the sequence"
+            yield f"{_where(model, name)} carries state along the sequence"
             break
         if model.training and getattr(module, "neftune_noise_alpha", None):
             yield "NEFTune scales its noise by the local length; set neftune_noise_alpha=None"
@@ -160,8 +165,13 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
     yield from peft.reasons(model)
 
 
+def _where(model: nn.Module, name: str) -> str:
+    return f"{name or 'it'} ({type(model.get_submodule(name)).__name__})"
+
+
 def _recurrent(model: nn.Module, mixers: Mapping[str, nn.Module]) -> str | None:
     """The first module that carries state along the sequence in a way that is not known to `hybrids`; None if none."""
+    name: str
     for name, module in model.named_modules():
         if not RECURRENT.search(type(module).__name__):
             continue
