@@ -24,7 +24,7 @@ from .. import errors
 from ..by_heads import by_heads
 from ..sequence import Rows, along
 from . import active
-from .patches import Patch, install, render
+from .patches import Patch, install, on_uninstall, render
 
 LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe"}
 """Types of layers that hybrids have beside attention."""
@@ -33,6 +33,7 @@ MASK = "create_recurrent_attention_mask"
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """A whole layer at once, where a package is installed; None where it is not, and the layer goes the long way."""
 _MARK = "_hf_ring_attn_hybrid"
+_RAN = "_hf_ring_attn_hybrid_ran"
 _BY_HOST = "hf_ring_attn exchanges tokens and heads here, which is not compiled"
 
 
@@ -126,24 +127,30 @@ def admitted(config: Any) -> bool:
 
 # ---- the changes to a model and its file -----------------------------------------------------------------------------
 
-_PATCHES: weakref.WeakKeyDictionary[nn.Module, list[Patch]] = weakref.WeakKeyDictionary()
+_MIXERS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+"""Of each model, the layers that are known here."""
 
 
 def prepare(model: nn.Module) -> None:
     """Hooks the layers of ``model`` that are known here, and changes the functions that they use. Idempotent; both do
-    nothing outside a sharded batch."""
-    if model not in _PATCHES:
-        files = {}
-        for module in mixers(model).values():
-            file = _forward(module).__globals__
-            files[file["__name__"]] = file
-            if _MARK not in module.__dict__:
-                module.__dict__[_MARK] = (
-                    module.register_forward_pre_hook(_enter, with_kwargs=True),
-                    module.register_forward_hook(_leave, always_call=True),
-                )
-        _PATCHES[model] = [patch for name, file in files.items() for patch in _patches(name, file)]
-    install(_PATCHES[model])
+    nothing outside a sharded batch, and are undone by `patches.uninstall`."""
+    if model not in _MIXERS:
+        _MIXERS[model] = weakref.WeakSet(mixers(model).values())
+    new = [module for module in _MIXERS[model] if _MARK not in module.__dict__]
+    for module in new:
+        before = module.register_forward_pre_hook(_enter, with_kwargs=True)
+        module.__dict__[_MARK] = (before, module.register_forward_hook(_leave, always_call=True))
+        on_uninstall(functools.partial(_unhook, weakref.ref(module)))
+    if new:
+        files = {file["__name__"]: file for file in (_forward(module).__globals__ for module in new)}
+        install(patch for name, file in files.items() for patch in _patches(name, file))
+
+
+def _unhook(reference: weakref.ref[nn.Module]) -> None:
+    if (module := reference()) is not None:
+        module.__dict__.pop(_RAN, None)
+        for handle in module.__dict__.pop(_MARK, ()):
+            handle.remove()
 
 
 def _patches(name: str, file: dict[str, Any]) -> Iterator[Patch]:
@@ -155,25 +162,32 @@ def _patches(name: str, file: dict[str, Any]) -> Iterator[Patch]:
             yield Patch(f"{name}:{function}", render(file[function]), make)
 
 
-_RUNNING: list[Rows | None] = []
-"""The rows of the layers that run now, the innermost last."""
+_RUNNING: list[tuple[nn.Module, Rows | None]] = []
+"""The layers that run now, the innermost last, with their rows; None outside a sharded batch."""
+
+
+def _rows() -> Rows | None:
+    return _RUNNING[-1][1] if _RUNNING else None
 
 
 @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = [*args, *kwargs.values()]
     rows: Rows | None = next((getattr(x, _MARK) for x in given if isinstance(x, Tensor) and hasattr(x, _MARK)), None)
-    if rows is None and _shared_scope() is not None:
+    if rows is not None:
+        module.__dict__[_RAN] = True
+        if any(hasattr(x, "get_seq_length") for x in given):
+            why = "its state would be one rank's; leave use_cache=False, as sharded.inputs has it"
+            raise errors.UnsupportedArgument(type(module).__name__, "a cache", why, "was called with")
+    # A recompute whose checkpoint copied the mask has lost what hung on it.
+    elif _shared_scope() is not None or (_RAN in module.__dict__ and torch._C._current_graph_task_id() != -1):
         raise errors.RecurrentLayerWithoutMask(type(module).__name__)
-    if rows is not None and any(hasattr(x, "get_seq_length") for x in given):
-        why = "its state would be one rank's; leave use_cache=False, as sharded.inputs has it"
-        raise errors.UnsupportedArgument(type(module).__name__, "a cache", why, "was called with")
-    _RUNNING.append(rows)
+    _RUNNING.append((module, rows))
 
 
 @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
-def _leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-    if _RUNNING:  # not after a refusal in _enter
+def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
+    if _RUNNING and _RUNNING[-1][0] is module:  # not after a refusal in _enter
         _RUNNING.pop()
 
 
@@ -212,7 +226,7 @@ def _mask(original: Callable[..., Any]) -> Any:
 def _fused(original: Callable[..., Any]) -> Any:
     @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def no_shortcut(*args: Any, **kwargs: Any) -> Any:
-        return None if _RUNNING and _RUNNING[-1] is not None else original(*args, **kwargs)
+        return None if _rows() is not None else original(*args, **kwargs)
 
     return no_shortcut
 
@@ -222,7 +236,7 @@ def _convolution(original: Callable[..., Any]) -> Any:
     def causal_conv1d_fn(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
     ) -> Tensor:
-        if not _RUNNING or (rows := _RUNNING[-1]) is None:
+        if (rows := _rows()) is None:
             out: Tensor = original(hidden_states, weight, bias, activation=activation, **kwargs)
             return out
 
@@ -240,7 +254,7 @@ def _scan(name: str, original: Callable[..., Any]) -> Any:
 
     @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def scanned(*args: Any, **kwargs: Any) -> Any:
-        if not _RUNNING or (rows := _RUNNING[-1]) is None:
+        if (rows := _rows()) is None:
             return original(*args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         for state in scan.states:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -35,7 +36,9 @@ def packed_rows(lengths: tuple[int, ...]) -> dict[str, Tensor]:
     """Logits [B, S, V] of packed rows, by model."""
     found = {}
     for name in HYBRIDS:
-        sharded = hf_ring_attn.shard({n: x for n, x in packed(*lengths).items() if n != "labels"})
+        ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+        batch = {n: x for n, x in packed(*lengths).items() if n != "labels"}
+        sharded = hf_ring_attn.shard({**batch, "seq_idx": ids})
         with sharded, torch.no_grad():
             found[name] = sharded.gather(made(name)(**sharded.inputs).logits)
     return found
@@ -102,6 +105,25 @@ def with_masks_of_its_own(model: Any, inputs: dict[str, Any]) -> Any:
     return model(**{**inputs, "attention_mask": masks})
 
 
+class Positional(nn.Module):
+    """A reentrant checkpoint around a layer, which is given the mask as a tensor and detaches it for its recompute."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor, **_: Any) -> Any:
+        def run(x: Tensor, mask: Tensor) -> Any:
+            return self.layer(x, attention_mask=mask)
+
+        return checkpoint(run, hidden_states, attention_mask, use_reentrant=True)
+
+
+def checkpointed_by_position(model: Any, inputs: dict[str, Any]) -> None:
+    model.model.layers[0].linear_attn = Positional(model.model.layers[0].linear_attn)
+    model(**inputs).loss.backward()
+
+
 def run(change: Any, batch: Batch) -> None:
     model = made("qwen3_5")
     sharded = hf_ring_attn.shard(batch, config=hf_ring_attn.RingConfig(self_check=False))
@@ -114,6 +136,7 @@ def refusals() -> list[tuple[str, str]]:
     return [
         attempt(run, with_a_cache, tokens(24)) or ("nothing", ""),
         attempt(run, with_masks_of_its_own, tokens(24)) or ("nothing", ""),
+        attempt(run, checkpointed_by_position, tokens(24)) or ("nothing", ""),
         attempt(run, None, {**tokens(24), "seq_idx": ids}) or ("nothing", ""),
     ]
 

@@ -104,11 +104,12 @@ def test_a_compiled_hybrid_gives_the_same(ranks: Ranks) -> None:
 def test_what_cannot_be_exact_is_refused_by_name(ranks: Ranks) -> None:
     for raised in ranks(2).run(jobs.refusals):
         assert [error for error, _ in raised] == [
-            "UnsupportedArgument", "RecurrentLayerWithoutMask", "RefusedElsewhere",
+            "UnsupportedArgument", "RecurrentLayerWithoutMask", "RecurrentLayerWithoutMask", "RefusedElsewhere",
         ]  # fmt: skip
         assert "Qwen3_5GatedDeltaNet was called with a cache: its state would be one rank's" in raised[0][1]
         assert "Qwen3_5GatedDeltaNet looks along the sequence by other means than attention" in raised[1][1]
-        assert "seq_idx and position_ids tell different documents (first difference at token 8 of" in raised[2][1]
+        assert "a reentrant checkpoint that is given the mask as a tensor and copies it" in raised[2][1]
+        assert "seq_idx and position_ids tell different documents (first difference at token 8 of" in raised[3][1]
 
 
 def test_an_unknown_recurrence_is_refused_for_packed_rows_in_a_ring_of_one_too() -> None:
