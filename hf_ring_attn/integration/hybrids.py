@@ -93,11 +93,17 @@ def _known(file: dict[str, Any], name: str) -> bool:
     function = file.get(name)
     if not callable(function):
         return False
-    given = set(inspect.signature(function).parameters)
+    given = set(_parameters(function))
     scan = OPERATIONS.get(name)
     if scan is None:
         return {"weight", "bias", "activation"} <= given
     return {*scan.heads, *scan.shared, *scan.weights, *scan.states} - {"z"} <= given
+
+
+def _parameters(function: Any) -> list[str]:
+    """The names of a function's parameters; where the package kernels is installed, it is a module."""
+    function = inspect.unwrap(function)
+    return list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters)
 
 
 def mixers(model: nn.Module) -> dict[str, nn.Module]:
@@ -250,7 +256,7 @@ def _convolution(original: Callable[..., Any]) -> Any:
 
 
 def _scan(name: str, original: Callable[..., Any]) -> Any:
-    scan, parameters = OPERATIONS[name], list(inspect.signature(original).parameters)
+    scan, parameters = OPERATIONS[name], _parameters(original)
 
     @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def scanned(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from hf_ring_attn.testing import relative_error
 from plain_jobs import Batch, Step, attempt, gradients_of, packed, ready, tokens
 from tiny_models import SIZES, build
 
+FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 HYBRIDS = ("qwen3_5", "lfm2", "granite")
 
 
@@ -159,7 +162,7 @@ def left_behind() -> tuple[bool, bool]:
     """Whether a use in a ring changes the functions of the model's file, and `uninstall` brings back the same ones."""
     hf_ring_attn.uninstall()
     hf_ring_attn.install()
-    names = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "create_recurrent_attention_mask")
+    names = (*FUNCTIONS, "create_recurrent_attention_mask")
     before = [getattr(modeling_qwen3_5, name) for name in names]
     run(lambda model, inputs: model(**inputs), tokens(24))
     during = [getattr(modeling_qwen3_5, name) for name in names]
@@ -169,3 +172,33 @@ def left_behind() -> tuple[bool, bool]:
     dist.barrier()
     changed = all(a is not b for a, b in zip(before, during, strict=True))
     return changed, all(a is b for a, b in zip(before, after, strict=True))
+
+
+def as_module(function: Any) -> nn.Module:
+    """What the package kernels makes of a function that it may replace."""
+
+    class Func(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [own, *inspect.signature(function).parameters.values()]
+    Func.forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return Func()
+
+
+def functions_as_modules(batch: Batch) -> list[Tensor]:
+    """Logits of two models, one after the other, whose file's functions are modules."""
+    hf_ring_attn.uninstall()
+    hf_ring_attn.install()
+    modules: dict[str, Any] = {name: as_module(getattr(modeling_qwen3_5, name)) for name in FUNCTIONS}
+    found = []
+    with mock.patch.multiple(modeling_qwen3_5, **modules):
+        for _ in range(2):
+            model = made("qwen3_5")
+            sharded = hf_ring_attn.shard(batch)
+            with sharded, torch.no_grad():
+                found.append(sharded.gather(model(**sharded.inputs).logits))
+        hf_ring_attn.uninstall()
+    hf_ring_attn.install()
+    return found

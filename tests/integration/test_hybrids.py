@@ -121,3 +121,10 @@ def test_an_unknown_recurrence_is_refused_for_packed_rows_in_a_ring_of_one_too()
 
 def test_uninstall_leaves_the_functions_of_a_model_s_file_as_they_were(ranks: Ranks) -> None:
     assert ranks(2).run(jobs.left_behind) == [(True, True)] * 2
+
+
+def test_functions_that_the_package_kernels_made_modules_of(ranks: Ranks) -> None:
+    batch = {"input_ids": tokens(23)["input_ids"]}
+    for found in ranks(2).run(jobs.functions_as_modules, batch):
+        for got in found:
+            assert relative_error(got, alone(Step(why="", model="qwen3_5")).logits) < EXACT
