@@ -171,13 +171,12 @@ def _where(model: nn.Module, name: str) -> str:
 
 def _recurrent(model: nn.Module, mixers: Mapping[str, nn.Module]) -> str | None:
     """The first module that carries state along the sequence in a way that is not known to `hybrids`; None if none."""
-    name: str
     for name, module in model.named_modules():
-        if not RECURRENT.search(type(module).__name__):
+        if not RECURRENT.search(type(module).__name__) or any(name.startswith(f"{mixer}.") for mixer in mixers):
             continue
-        known = any(other is inner for other in mixers.values() for inner in module.modules())
-        if not known and not (mixers and "ALL_ATTENTION_FUNCTIONS" in hybrids.names_of(module)):
-            return name
+        holds = any(inner is mixer for mixer in mixers.values() for inner in module.modules())
+        if not holds and not (mixers and "ALL_ATTENTION_FUNCTIONS" in hybrids.names_of(module)):
+            return str(name)
     return None
 
 

@@ -16,6 +16,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import compile_jobs
 import hf_ring_attn
+from hf_ring_attn.integration import models
 from hf_ring_attn.testing import relative_error
 from plain_jobs import Batch, Step, attempt, gradients_of, packed, ready, tokens
 from tiny_models import SIZES, build
@@ -202,3 +203,17 @@ def functions_as_modules(batch: Batch) -> list[Tensor]:
         hf_ring_attn.uninstall()
     hf_ring_attn.install()
     return found
+
+
+def bound() -> list[str]:
+    """What was taken for an outermost model."""
+    seen: list[str] = []
+    bind = models.bind
+
+    def noted(model: nn.Module, scope: Any) -> None:
+        seen.append(type(model).__name__)
+        bind(model, scope)
+
+    with mock.patch.object(models, "bind", noted):
+        run(lambda model, inputs: model(**inputs), tokens(24))
+    return seen

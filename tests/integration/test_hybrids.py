@@ -11,10 +11,12 @@ import pytest
 
 import hybrid_jobs as jobs
 import plain_jobs
-from comparison import Ranks
+from comparison import Ranks, assert_equal_runs, without_ring
 from hf_ring_attn.testing import relative_error
 from hybrid_jobs import HYBRIDS
+from jobs import train
 from plain_jobs import Shards, Step, packed, padded, tokens
+from runs import Mesh, Rows, Run
 from test_plain_loop import assert_equal_answers
 
 EXACT = 1e-5
@@ -66,6 +68,18 @@ def test_two_batches_alive(ranks: Ranks) -> None:
             want = alone(Step(why="", model="qwen3_5", batch=batch)).gradients
             errors = {name: relative_error(got[name], gradient) for name, gradient in want.items()}
             assert max(errors.values()) < EXACT, errors
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "granite"])
+def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, model: str) -> None:
+    """Text is generated in the middle: caches and decode steps are transformers' own, outside the ring."""
+    # Few and small steps: weights that differ by 2e-7 soon give a tiny gated delta net gradients that differ by 3e-5.
+    rows, mild = Rows(labelled="answers", length=23), {"learning_rate": 0.002}
+    run, mesh = Run(why=model, model=model, rows=rows, generates=True, steps=5, arguments=mild), Mesh(cp=2)
+    want = without_ring(ranks, run, mesh)
+    for got in ranks(2).run(train, run, mesh):
+        assert_equal_runs(got, want)
+        assert got.generated == want.generated and got.generated
 
 
 @pytest.mark.parametrize("model", ["qwen3_5", "granite"])
@@ -128,3 +142,8 @@ def test_functions_that_the_package_kernels_made_modules_of(ranks: Ranks) -> Non
     for found in ranks(2).run(jobs.functions_as_modules, batch):
         for got in found:
             assert relative_error(got, alone(Step(why="", model="qwen3_5")).logits) < EXACT
+
+
+def test_an_activation_that_a_layer_makes_anew_is_no_model(ranks: Ranks) -> None:
+    """Each would be bound, and the model that trains forgotten when its replicas are looked at."""
+    assert ranks(2).run(jobs.bound) == [["Qwen3_5ForCausalLM"]] * 2

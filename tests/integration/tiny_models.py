@@ -104,6 +104,19 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3VLForConditionalGeneration",
         {**QWEN, "vision_config": {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}},
     ),
+    "qwen3.5 vision": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            **QWEN, "vision_config": {**QWEN_TOWER, "num_position_embeddings": 16},
+            "text_config": {
+                **TEXT, **LINEAR, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "head_dim": 16, "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "mrope_interleaved": True,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+        },
+    ),
     "llava": (
         "LlavaForConditionalGeneration",
         {
