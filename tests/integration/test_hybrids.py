@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
 import hybrid_jobs as jobs
 import plain_jobs
@@ -110,6 +111,17 @@ def test_autocast_rounds_as_in_one_process(ranks: Ranks) -> None:
 def test_a_compiled_hybrid_gives_the_same(ranks: Ranks) -> None:
     for away in ranks(2).run(jobs.compiled, [tokens(23), packed(10, 14)]):
         assert away < EXACT
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=str)
+def test_a_head_s_recurrence_is_computed_as_in_one_process(
+    ranks: Ranks, world_size: int, dtype: torch.dtype, rounding: float
+) -> None:
+    """Bit for bit, where a matrix product does not depend on how many there are: so it is on CPUs that were tried."""
+    for found in ranks(world_size).run(jobs.other_bits, dtype):
+        assert found["delta"] < 1e-3 and found["convolution"] < 0.05
+        assert found["shared"] < rounding
 
 
 # ---- what is refused, and what is left behind ------------------------------------------------------------------------
