@@ -52,7 +52,7 @@ def _of_documents(
     rows: Rows, heads: list[Tensor], shared: list[Tensor], weights: list[Tensor], compute: Compute
 ) -> Tensor:
     results = []
-    for documents in rows.pieces():
+    for documents in rows.pieces:
         each = [
             compute([x[at, start:stop] for x in heads], [x[at, start:stop] for x in shared], weights)
             for at, start, stop in documents

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ class Rows:
     layout: Layout
     documents: Tensor | None = None
 
+    @cached_property
     def pieces(self) -> list[list[Piece]]:
         """The documents, without padding of the ring: a list a batch row, or one for all where all are one document."""
         length = self.layout.length
@@ -69,7 +70,7 @@ def along(x: Tensor, rows: Rows, reach: int, compute: Callable[[Tensor], Tensor]
     places = _needed(rows.layout, reach, rows.layout.rank)
     results = []
     padding = Piece(ALL, rows.layout.length, rows.layout.padded)
-    for documents in rows.pieces():
+    for documents in rows.pieces:
         mine = []
         for offset, position, length in rows.layout.runs():
             for piece in (*documents, padding):

@@ -201,7 +201,7 @@ def states_stay() -> Patch:
 
 def states_leak() -> Patch:
     """What carries state knows no documents."""
-    return mock.patch.object(Rows, "pieces", lambda self: [[Piece(slice(None), 0, self.layout.length)]])
+    return mock.patch.object(Rows, "pieces", property(lambda self: [[Piece(slice(None), 0, self.layout.length)]]))
 
 
 def shares_overwritten() -> Patch:
