@@ -254,7 +254,7 @@ def other_bits(dtype: torch.dtype) -> dict[str, float]:
 
     decay, beta = -0.2 * torch.rand(2, length, 8, generator=generator), numbers(2, length, 8).sigmoid()
     found = {}
-    heads, shared = [numbers(2, length, 8, 32), decay, beta], [numbers(2, length, 4, 32), numbers(2, length, 4, 32)]
+    heads, shared = [numbers(2, length, 8, 32), decay, beta], [numbers(2, length, 8, 32), numbers(2, length, 8, 32)]
     found["delta"] = max(_differing(rows, delta, heads, shared, []))
     mixed = [numbers(2, length, 64)]
     alone = convolution(mixed[0])
