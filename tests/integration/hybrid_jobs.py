@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 from unittest import mock
@@ -12,16 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
-from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import compile_jobs
 import hf_ring_attn
-from hf_ring_attn.by_heads import by_heads
-from hf_ring_attn.comm import Ring
 from hf_ring_attn.integration import models
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.sequence import Rows, along
 from hf_ring_attn.testing import relative_error
 from plain_jobs import Batch, Step, attempt, gradients_of, packed, ready, tokens
 from tiny_models import SIZES, build
@@ -133,6 +129,14 @@ def checkpointed_by_position(model: Any, inputs: dict[str, Any]) -> None:
     model(**inputs).loss.backward()
 
 
+def replaced_later(model: Any, inputs: dict[str, Any]) -> None:
+    """Somebody's faster function takes the place of the one that was changed for the ring."""
+    model(**inputs)
+    original = modeling_qwen3_5.causal_conv1d_fn.__wrapped__
+    with mock.patch.object(modeling_qwen3_5, "causal_conv1d_fn", original):
+        model(**inputs)
+
+
 def run(change: Any, batch: Batch) -> None:
     model = made("qwen3_5")
     sharded = hf_ring_attn.shard(batch, config=hf_ring_attn.RingConfig(self_check=False))
@@ -146,6 +150,7 @@ def refusals() -> list[tuple[str, str]]:
         attempt(run, with_a_cache, tokens(24)) or ("nothing", ""),
         attempt(run, with_masks_of_its_own, tokens(24)) or ("nothing", ""),
         attempt(run, checkpointed_by_position, tokens(24)) or ("nothing", ""),
+        attempt(run, replaced_later, tokens(24)) or ("nothing", ""),
         attempt(run, None, {**tokens(24), "seq_idx": ids}) or ("nothing", ""),
     ]
 
@@ -210,6 +215,21 @@ def functions_as_modules(batch: Batch) -> list[Tensor]:
     return found
 
 
+def a_copy() -> float:
+    """How far logits of a copied model are from those of the model, after everything was uninstalled and installed."""
+    model, batch = made("qwen3_5"), {"input_ids": tokens(24)["input_ids"]}
+    answers = []
+    for called in (model, copy.deepcopy(model), None):
+        if called is None:
+            called = copy.deepcopy(model)
+            hf_ring_attn.uninstall()
+            hf_ring_attn.install()
+        sharded = hf_ring_attn.shard(batch, config=hf_ring_attn.RingConfig(self_check=False))
+        with sharded, torch.no_grad():
+            answers.append(sharded.gather(called(**sharded.inputs).logits))
+    return max(relative_error(x, answers[0]) for x in answers)
+
+
 def bound() -> list[str]:
     """What was taken for an outermost model."""
     seen: list[str] = []
@@ -222,69 +242,3 @@ def bound() -> list[str]:
     with mock.patch.object(models, "bind", noted):
         run(lambda model, inputs: model(**inputs), tokens(24))
     return seen
-
-
-# ---- bits ------------------------------------------------------------------------------------------------------------
-
-
-def other_bits(dtype: torch.dtype) -> dict[str, float]:
-    """The share of elements, of this rank's tokens, that differ from one process's: of a gated delta rule's output and
-    gradients, of a convolution's, and the relative error of the gradient of what heads of Mamba 2 share."""
-    length, generator = 509, torch.Generator().manual_seed(0)
-    rows = Rows(Ring.of(None), Layout(length, dist.get_world_size(), dist.get_rank()))
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    def delta(heads: list[Tensor], shared: list[Tensor], _: list[Tensor]) -> Tensor:
-        out: Tensor = modeling_qwen3_5.torch_chunk_gated_delta_rule(
-            *shared, heads[0], g=heads[1], beta=heads[2], use_qk_l2norm_in_kernel=True
-        )[0]
-        return out
-
-    def scan(heads: list[Tensor], shared: list[Tensor], weights: list[Tensor]) -> Tensor:
-        out: Tensor = modeling_bamba.mamba2_chunk_scan(*heads, weights[0], *shared, chunk_size=64, dt_softplus=True)
-        return out
-
-    kernel = numbers(64, 4)
-
-    def convolution(x: Tensor) -> Tensor:
-        out: Tensor = modeling_qwen3_5.causal_conv1d_fn(x.transpose(1, 2), kernel, None, activation="silu")
-        return out.transpose(1, 2)
-
-    decay, beta = -0.2 * torch.rand(2, length, 8, generator=generator), numbers(2, length, 8).sigmoid()
-    found = {}
-    heads, shared = [numbers(2, length, 8, 32), decay, beta], [numbers(2, length, 8, 32), numbers(2, length, 8, 32)]
-    found["delta"] = max(_differing(rows, delta, heads, shared, []))
-    mixed = [numbers(2, length, 64)]
-    alone = convolution(mixed[0])
-    mine = along(_local(rows, mixed[0]), rows, 3, convolution)
-    found["convolution"] = _share_of_others(rows, alone, mine)
-    heads, shared = [numbers(2, length, 8, 16), numbers(2, length, 8)], [numbers(2, length, 1, 8)] * 2
-    *_, found["shared"] = _differing(rows, scan, heads, shared, [-torch.rand(8, generator=generator)], relative_error)
-    return found
-
-
-def _local(rows: Rows, x: Tensor) -> Tensor:
-    return rows.layout.shard(rows.layout.pad(x, 1), 1)
-
-
-def _share_of_others(rows: Rows, want: Tensor, got: Tensor, measure: Any = None) -> float:
-    places = rows.layout.positions()
-    real = places < want.shape[1]
-    mine, expected = got[:, real], want[:, places[real]]
-    return float((mine != expected).double().mean()) if measure is None else float(measure(mine, expected))
-
-
-def _differing(
-    rows: Rows, compute: Any, heads: list[Tensor], shared: list[Tensor], weights: list[Tensor], measure: Any = None
-) -> list[float]:
-    """Of the output and the gradients of heads and shared, in this order."""
-    whole = [x.clone().requires_grad_() for x in (*heads, *shared)]
-    local = [_local(rows, x).requires_grad_() for x in (*heads, *shared)]
-    n = len(heads)
-    want, got = compute(whole[:n], whole[n:], weights), by_heads(rows, local[:n], local[n:], weights, compute)
-    dout = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(want.dtype)
-    wants = [want, *torch.autograd.grad(want, whole, dout)]
-    gots = [got, *torch.autograd.grad(got, local, _local(rows, dout))]
-    return [_share_of_others(rows, a.detach(), b.detach(), measure) for a, b in zip(wants, gots, strict=True)]

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 
+import hybrid_bits
 import hybrid_jobs as jobs
 import plain_jobs
 from comparison import Ranks, assert_equal_runs, without_ring
@@ -119,7 +120,7 @@ def test_a_head_s_recurrence_is_computed_as_in_one_process(
     ranks: Ranks, world_size: int, dtype: torch.dtype, rounding: float
 ) -> None:
     """Bit for bit, where a matrix product does not depend on how many there are: so it is on CPUs that were tried."""
-    for found in ranks(world_size).run(jobs.other_bits, dtype):
+    for found in ranks(world_size).run(hybrid_bits.other_bits, dtype):
         assert found["delta"] < 1e-3 and found["convolution"] < 0.05
         assert found["shared"] < rounding
 
@@ -130,12 +131,14 @@ def test_a_head_s_recurrence_is_computed_as_in_one_process(
 def test_what_cannot_be_exact_is_refused_by_name(ranks: Ranks) -> None:
     for raised in ranks(2).run(jobs.refusals):
         assert [error for error, _ in raised] == [
-            "UnsupportedArgument", "RecurrentLayerWithoutMask", "RecurrentLayerWithoutMask", "RefusedElsewhere",
+            "UnsupportedArgument", "RecurrentLayerWithoutMask", "RecurrentLayerWithoutMask", "UnsupportedModel",
+            "RefusedElsewhere",
         ]  # fmt: skip
         assert "Qwen3_5GatedDeltaNet was called with a cache: its state would be one rank's" in raised[0][1]
         assert "Qwen3_5GatedDeltaNet looks along the sequence by other means than attention" in raised[1][1]
         assert "a reentrant checkpoint that is given the mask as a tensor and copies it" in raised[2][1]
-        assert "seq_idx and position_ids tell different documents (first difference at token 8 of" in raised[3][1]
+        assert "causal_conv1d_fn of its file was replaced after hf_ring_attn had changed it" in raised[3][1]
+        assert "seq_idx and position_ids tell different documents (first difference at token 8 of" in raised[4][1]
 
 
 def test_an_unknown_recurrence_is_refused_for_packed_rows_in_a_ring_of_one_too() -> None:
@@ -154,6 +157,10 @@ def test_functions_that_the_package_kernels_made_modules_of(ranks: Ranks) -> Non
     for found in ranks(2).run(jobs.functions_as_modules, batch):
         for got in found:
             assert relative_error(got, alone(Step(why="", model="qwen3_5")).logits) < EXACT
+
+
+def test_a_copy_of_a_model_is_prepared_as_the_model_is(ranks: Ranks) -> None:
+    assert max(ranks(2).run(jobs.a_copy)) < EXACT
 
 
 def test_an_activation_that_a_layer_makes_anew_is_no_model(ranks: Ranks) -> None:
