@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_ring_attn import functional, tables
+from hf_ring_attn import by_heads, functional, sequence, tables
+from hf_ring_attn.by_heads import Compute
 from hf_ring_attn.comm import Pending, Ring
 from hf_ring_attn.integration import batch, rows
 from hf_ring_attn.kernels import Place, ScoreMod, reference
@@ -18,6 +19,7 @@ from hf_ring_attn.kernels.reference import Block, Reference
 from hf_ring_attn.kernels.score_mod import Indices, Pull
 from hf_ring_attn.layout import Layout, Run
 from hf_ring_attn.mask import Band, Mask, tiles
+from hf_ring_attn.sequence import Piece, Rows, Span
 from hf_ring_attn.traffic import Hop, Messages
 
 Patch = AbstractContextManager[Any]
@@ -175,12 +177,51 @@ def captured_overwritten() -> Patch:
     return mock.patch.object(ScoreMod, "differentiable", overwriting)
 
 
+def runs_by_themselves() -> Patch:
+    """A convolution starts anew with each run of a rank's tokens."""
+    along = sequence._with_tokens_before
+
+    def without(x: Tensor, rows: Rows, reach: int) -> tuple[Tensor, Tensor]:
+        x, before = along(x, rows, reach)
+        return x, before * 0
+
+    return mock.patch.object(sequence, "_with_tokens_before", without)
+
+
+def states_stay() -> Patch:
+    """A recurrence starts anew on each rank, with the rank's own tokens of all heads."""
+
+    def local(
+        rows: Rows, heads: Sequence[Tensor], shared: Sequence[Tensor], weights: Sequence[Tensor], compute: Compute
+    ) -> Tensor:
+        return compute(list(heads), list(shared), list(weights))
+
+    return mock.patch.object(by_heads, "by_heads", local)
+
+
+def states_leak() -> Patch:
+    """What carries state knows no documents."""
+    return mock.patch.object(Rows, "pieces", property(lambda self: [[Piece(slice(None), 0, self.layout.length)]]))
+
+
+def shares_overwritten() -> Patch:
+    """Of the ranks that used a shared input, only the last adds to its gradient."""
+
+    def last(x: Tensor, part: list[Span], count: int) -> Tensor:
+        total = x.new_zeros(count, *x.shape[1:])
+        for (lo, hi), piece in zip(part, x.split([stop - start for start, stop in part]), strict=True):
+            total[lo:hi] = piece
+        return total
+
+    return mock.patch.object(by_heads, "_sum", last)
+
+
 DEFECTS: dict[str, Callable[[], Patch]] = {
     defect.__name__: defect
     for defect in (
         bf16_hop, unflipped_half, contiguous_chunks, ring_turned, keys_stay, window_off_by_one, local_positions,
         reused_buffer, dropped_hop, documents_forgotten, labels_shifted_late, local_indices, local_heads,
-        captured_overwritten,
+        captured_overwritten, runs_by_themselves, states_stay, states_leak, shares_overwritten,
     )
 }  # fmt: skip
 

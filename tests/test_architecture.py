@@ -22,7 +22,8 @@ MOST_LINES = 320
 
 BASE = {"errors", "config"}
 CORE = BASE | {"layout", "mask", "comm", "kernels"}
-RING = CORE | {"exchange", "tables", "choice", "trial", "traffic", "backward", "ring", "scored", "functional"}
+ALONG = {"sequence", "by_heads"}
+RING = CORE | ALONG | {"exchange", "tables", "choice", "trial", "traffic", "backward", "ring", "scored", "functional"}
 HOST = RING | {"integration", "biases"}
 TOOLS = {"doctor", "plan", "bench", "verify"}
 
@@ -35,6 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm": BASE,  # traffic: buffers and groups, never who sees whom
     "kernels": BASE | {"mask"},  # arithmetic: tiles as data, never a process group
     "exchange": BASE | {"comm"},
+    "sequence": BASE | {"comm", "layout", "exchange"},  # layers beside attention: which tokens go where
+    "by_heads": BASE | {"sequence"},  # and which heads
     "tables": BASE | {"layout", "mask", "comm", "exchange"},
     "choice": BASE | {"comm", "kernels", "trial"},
     "traffic": BASE | {"comm", "layout", "exchange"},  # roads: how bytes move, whatever they mean

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+import sequence_ranks
 from checks import EXACT, UNROUNDED, Ranks, distance, float64_errors, narrow, worst
 from defects import DEFECTS, planted
 from hf_ring_attn.config import RingConfig
@@ -104,6 +105,18 @@ def loss_of_the_row(ranks: Ranks, world_size: int, defect: str | None) -> float:
     return max(worst(distance(share, {"loss": loss.detach(), "gradient": gradient})) for share in shares) / EXACT
 
 
+@dataclass(frozen=True)
+class AlongTheRow:
+    """The worst relative error of a convolution and a recurrence in float64, in multiples of its bound."""
+
+    why: str
+
+    def __call__(self, ranks: Ranks, world_size: int, defect: str | None) -> float:
+        (row,) = (row for row in sequence_ranks.ROWS if row.why == self.why)
+        shares = [share for (share,) in ranks(world_size).run(sequence_ranks.in_a_ring, [row], defect)]
+        return worst(distance(sequence_ranks.joined(shares, row), sequence_ranks.alone(row))) / EXACT
+
+
 PLANTED: list[tuple[str, Check, int, float]] = [
     # defect, check, ring size, by how many times it must at least break the bound
     ("bf16_hop", unrounded_sums, 2, 100),
@@ -134,6 +147,12 @@ PLANTED: list[tuple[str, Check, int, float]] = [
     ("captured_overwritten", Scored("alibi"), 4, 1e9),
     ("labels_shifted_late", loss_of_the_row, 2, 1e9),
     ("labels_shifted_late", loss_of_the_row, 4, 1e9),
+    ("runs_by_themselves", AlongTheRow("a length that fits"), 2, 1e9),
+    ("runs_by_themselves", AlongTheRow("documents in tiny chunks"), 4, 1e9),
+    ("states_stay", AlongTheRow("a length that fits"), 2, 1e9),
+    ("states_leak", AlongTheRow("documents, others in each row"), 1, 1e9),
+    ("states_leak", AlongTheRow("documents, others in each row"), 4, 1e9),
+    ("shares_overwritten", AlongTheRow("heads that share all"), 2, 1e9),
 ]
 
 

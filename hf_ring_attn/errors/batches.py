@@ -111,6 +111,16 @@ class LayerWithoutSpec(Refused):
         )
 
 
+class RecurrentLayerWithoutMask(Refused):
+    def __init__(self, module: str) -> None:
+        super().__init__(
+            f"{module} looks along the sequence by other means than attention, in a ring, but was not given the mask "
+            "that transformers.masking_utils.create_recurrent_attention_mask made, which tells it its place in the "
+            "row: a model with a mask of its own, or a reentrant checkpoint that is given the mask as a tensor and "
+            "copies it, cannot run in a ring. Use gradient_checkpointing_kwargs={'use_reentrant': False}."
+        )
+
+
 class MaskIsNoTensor(Refused, AttributeError):
     def __init__(self, use: str) -> None:
         super().__init__(

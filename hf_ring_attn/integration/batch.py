@@ -241,7 +241,8 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
     # Not compiled: a model that is compiled in place, and not named to `shard`, would trace them.
     @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
     def before(module: nn.Module, _inputs: Any) -> None:
-        if id(module) not in scope.checked:
+        # A module without weights is no model: the activation that a layer makes anew for each call, a loss.
+        if id(module) not in scope.checked and next(module.parameters(), None) is not None:
             models.bind(module, scope)
             selfcheck.check(module, scope, share)
             drift.watch(module, scope)

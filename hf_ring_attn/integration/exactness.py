@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -21,13 +21,19 @@ NAME = "ring_fp32"
 TEXT = ("input_ids", "inputs_embeds")
 
 
-def reasons(model: nn.Module) -> Iterator[str]:
-    """Every reason why ``model``, of which each rank sees a part of the sequence, would not be exact."""
+def reasons(model: nn.Module, mixers: Collection[str] = ()) -> Iterator[str]:
+    """Every reason why ``model``, of which each rank sees a part of the sequence, would not be exact.
+
+    Args:
+        mixers: names of modules that are exact, whatever they are made of.
+    """
     parts = [part for part in _text_modules(model) if isinstance(part[1], PreTrainedModel)]
     if parts and not any("position_ids" in inspect.signature(type(part).forward).parameters for _, part in parts):
         yield "no part of it takes position_ids, so each rank would number its own tokens from 0"
     for name, module in _text_modules(model):
         where = f"{name or 'it'} ({type(module).__name__})"
+        if any(name.startswith(f"{mixer}.") for mixer in mixers):
+            continue
         if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
             yield f"{where} mixes neighbouring tokens, which lie on other ranks"
             break

@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,14 +14,14 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 
 from .. import errors
 from ..config import RingConfig
-from . import backbone, checkpointing, exactness, peft, rope, temperature
+from . import backbone, checkpointing, exactness, hybrids, peft, rope, temperature
 from .active import Scope
 from .report import warn
 
 _OPTIONS: dict[int, tuple[weakref.ref[Any], RingConfig]] = {}
 """Options by the identity of a model's config: configs are saved as JSON, so nothing may be hung on them."""
 
-_ADMITTED: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, bool, bool, bool, bool]]] = weakref.WeakKeyDictionary()
+_ADMITTED: weakref.WeakKeyDictionary[nn.Module, set[tuple[int | bool, ...]]] = weakref.WeakKeyDictionary()
 """Models that were looked at and found exact, by ring size, mode, and what the batch holds."""
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -74,11 +74,15 @@ def bind(model: nn.Module, scope: Scope) -> None:
     scope.models.add(model)
     scope.configs += configs_of(model)
     # A model's structure is walked once per mode, not once per batch; its configs are read for every mask.
-    case = (scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None)
+    case = (
+        scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None,
+        scope.ring.size == 1 and scope.documents is not None,
+    )  # fmt: skip
     if scope.late:
         backbone.install(model, scope)
     if scope.config.save_attention:
         checkpointing.keep_attention(model)
+    hybrids.prepare(model)
     if case in _ADMITTED.get(model, ()):
         return
     reasons = list(dict.fromkeys(_reasons(model, scope)))
@@ -128,14 +132,20 @@ def refuse(config: Any, scope: Scope) -> None:
 
 def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
     other_positions = exactness.position_reasons(model, scope.hidden is not None) if scope.numbered else ()
+    mixers = hybrids.mixers(model)
+    recurrent = _recurrent(model, mixers)
     if scope.ring.size == 1:  # whose rows `shard` has numbered too
         yield from other_positions
+        if recurrent is not None and scope.documents is not None:
+            yield f"{_where(model, recurrent)} carries state from one document of a packed row to the next"
         return
     configs = list(configs_of(model))
     if configs and not uses_ring(model):
         yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not 'ring_fp32'"
     if configs and not _uses_interface(model):
         yield "its code does not use transformers' attention interface, so its attention would stay on each rank"
+    if mixers and recurrent is None:
+        hybrids.admit(configs)
     for config in configs:
         yield from _config_reasons(config, scope)
     if LOSS_MAPPING.get(str(getattr(_head(model), "loss_type", None))) is ForSequenceClassificationLoss:
@@ -144,15 +154,30 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
         kind = type(module).__name__
         if kind in UNTESTED_WRAPPERS:
             yield UNTESTED_WRAPPERS[kind]
-        if RECURRENT.search(kind):
-            yield f"{name or 'it'} ({kind}) carries state along the sequence"
+        if name == recurrent:
+            yield f"{_where(model, name)} carries state along the sequence"
             break
         if model.training and getattr(module, "neftune_noise_alpha", None):
             yield "NEFTune scales its noise by the local length; set neftune_noise_alpha=None"
-    yield from exactness.reasons(model)
+    yield from exactness.reasons(model, mixers)
     yield from other_positions
     yield from temperature.reasons(model)
     yield from peft.reasons(model)
+
+
+def _where(model: nn.Module, name: str) -> str:
+    return f"{name or 'it'} ({type(model.get_submodule(name)).__name__})"
+
+
+def _recurrent(model: nn.Module, mixers: Mapping[str, nn.Module]) -> str | None:
+    """The first module that carries state along the sequence in a way that is not known to `hybrids`; None if none."""
+    for name, module in model.named_modules():
+        if not RECURRENT.search(type(module).__name__) or any(name.startswith(f"{mixer}.") for mixer in mixers):
+            continue
+        holds = any(inner is mixer for mixer in mixers.values() for inner in module.modules())
+        if not holds and not (mixers and "ALL_ATTENTION_FUNCTIONS" in hybrids.names_of(module)):
+            return str(name)
+    return None
 
 
 def _uses_interface(model: nn.Module) -> bool:
@@ -165,7 +190,8 @@ def _config_reasons(config: Any, scope: Scope) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models are not supported"
     layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    foreign = sorted({str(layer) for layer in layers} - ATTENTION_LAYERS)
+    known = ATTENTION_LAYERS | (hybrids.LAYERS if hybrids.admitted(config) else set())
+    foreign = sorted({str(layer) for layer in layers} - known)
     if foreign:
         yield f"its layers of type {foreign} do not go through ring attention exactly"
     if getattr(config, "output_router_logits", False):

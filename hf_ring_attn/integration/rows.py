@@ -16,8 +16,8 @@ from ..layout import Layout
 IGNORED = -100
 PADDING = {"labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1}
 """What a token of padding holds, by input; 0 for all others."""
-KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-"""Inputs that repeat the documents for flash attention; true for the whole row only, so they are not passed on."""
+KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+"""Inputs that repeat the documents for kernels; true for the whole row only, so they are not passed on."""
 IMAGES = {"pixel_values", "pixel_values_videos"}
 """Inputs with which a batch is cut where the text model begins: see `backbone`."""
 FOREIGN = {"input_features", "input_values", "decoder_input_ids", "encoder_outputs", "past_key_values"}
@@ -84,6 +84,9 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
             text = text_positions(inputs.get("position_ids"))
             counted = torch.arange(length)[None] if text is None else text
             facts_of(layout, rows, counted, attention_mask, hint)
+        if (ids := batch.get("seq_idx")) is not None:
+            text = text_positions(inputs.get("position_ids"))
+            _check_ids(ids, facts_of(layout, rows, text, attention_mask).documents, rows, length)
         return Whole(inputs, {"labels", "shift_labels"} & inputs.keys(), None, None, items)
     given = inputs.get("position_ids")
     if given is None:
@@ -93,6 +96,8 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
     position_ids = inputs["position_ids"] = given.expand(rows, -1).contiguous()
 
     facts = facts_of(layout, rows, position_ids, attention_mask, batch.get("cu_seq_lens_q"))
+    if (ids := batch.get("seq_idx")) is not None:
+        _check_ids(ids, facts.documents, rows, length)
     blocks = _blocks(batch, rows, length)
     facts.blocks = None if blocks is None else layout.pad(blocks, 1, -1)
     # 1 for every real token: with a 2-D mask present, masking_utils looks for no documents in a shard's positions.
@@ -194,4 +199,18 @@ def _check_hint(cu_seq_lens: Tensor, ids: Tensor | None, positions: Tensor) -> N
         raise errors.BadBatch(
             f"cu_seq_lens_q and position_ids tell different documents (first difference at token {odd[0]}). Let "
             "position_ids restart at 0 with every document, as DataCollatorWithFlattening does."
+        )
+
+
+def _check_ids(seq_idx: Tensor, documents: Tensor | None, rows: int, length: int) -> None:
+    """seq_idx must tell the same documents as position_ids, too."""
+    if tuple(seq_idx.shape) not in ((rows, length), (1, length)):
+        raise errors.BadShape("seq_idx", tuple(seq_idx.shape), f"it must be [{rows}, {length}]")
+    told = seq_idx.cpu().expand(rows, -1).diff(dim=1) != 0
+    known = torch.zeros_like(told) if documents is None else documents[:, :length].diff(dim=1) != 0
+    if not torch.equal(told, known):
+        row, token = (told != known).nonzero()[0].tolist()
+        raise errors.BadBatch(
+            f"seq_idx and position_ids tell different documents (first difference at token {token + 1} of row {row}). "
+            "Let position_ids restart at 0 with every document, as DataCollatorWithFlattening does."
         )

@@ -132,9 +132,9 @@ def in_a_ring(step: Step) -> Answer:
 # ---- several things at once ----------------------------------------------------------------------------------------
 
 
-def two_batches_alive(first: Batch, second: Batch) -> list[dict[str, Tensor]]:
+def two_batches_alive(first: Batch, second: Batch, name: str = "llama") -> list[dict[str, Tensor]]:
     """Two batches of different lengths are sharded and run before the first backward, checkpointed; backward mixes."""
-    model = ready(Step(why="", checkpointing="recomputed"), "ring_fp32")
+    model = ready(Step(why="", model=name, checkpointing="recomputed"), "ring_fp32")
     alive = []
     for batch in (first, second):
         sharded = hf_ring_attn.shard(batch)
@@ -210,9 +210,11 @@ class Shards:
         return " x ".join(f"{name.removesuffix('_size')}{n}" for name, n in self.sizes.items())
 
 
-def fsdp2(shards: Shards, batches: list[Batch], checkpointing: str, steps: int = 3) -> tuple[list[Tensor], Any]:
+def fsdp2(
+    shards: Shards, batches: list[Batch], checkpointing: str, steps: int = 3, name: str = "llama"
+) -> tuple[list[Tensor], Any]:
     """Loss of each step, and the parameters after them, whole. Replica i of a ring trains on ``batches[i]``."""
-    step = Step(why="", checkpointing=checkpointing)
+    step = Step(why="", model=name, checkpointing=checkpointing)
     with launched(Mesh(cp=2)):  # the launch config of a ring; the sizes here go before it
         accelerator = Accelerator(parallelism_config=ParallelismConfig(**shards.sizes))
         model = ready(step, "ring_fp32")
@@ -235,9 +237,11 @@ def fsdp2(shards: Shards, batches: list[Batch], checkpointing: str, steps: int =
         return losses, whole
 
 
-def without_fsdp(batches: list[Batch], steps: int = 3) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+def without_fsdp(
+    batches: list[Batch], steps: int = 3, name: str = "llama"
+) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
     """The same in one process: the mean of the batches' losses. Returns each batch's losses, and the parameters."""
-    model = ready(Step(why=""), None)
+    model = ready(Step(why="", model=name), None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[list[Tensor]] = [[] for _ in batches]
     for _ in range(steps):

@@ -158,6 +158,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "cu_seq_lens_q and position_ids tell different documents (first difference at token 5).",
     ),
+    "documents that seq_idx alone tells": (
+        {"input_ids": IDS, "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])},
+        "seq_idx and position_ids tell different documents (first difference at token 3 of row 0).",
+    ),
+    "documents that seq_idx alone tells, in one row": (
+        {"input_ids": IDS, "seq_idx": torch.tensor([[0] * 8, [0] * 6 + [1] * 2]), "attention_mask": IDS + 1},
+        "seq_idx and position_ids tell different documents (first difference at token 6 of row 1).",
+    ),
+    "documents beside images that seq_idx alone tells": (
+        {"input_ids": IDS, "pixel_values": torch.zeros(1), "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])},
+        "seq_idx and position_ids tell different documents (first difference at token 3 of row 0).",
+    ),
+    "a seq_idx of another length": (
+        {"input_ids": IDS, "seq_idx": torch.zeros(2, 7)}, "seq_idx has shape (2, 7), but it must be [2, 8].",
+    ),
     "documents beside images that cu_seq_lens alone tells": (
         {"input_ids": IDS[:1], "pixel_values": torch.zeros(1), "cu_seq_lens_q": torch.tensor([0, 3, 8])},
         "cu_seq_lens_q and position_ids tell different documents (first difference at token 3).",
@@ -191,8 +206,8 @@ def test_refused_alone(why: str) -> None:
 )
 def test_documents_told_twice_alike_are_no_conflict(more: dict[str, Any]) -> None:
     given = {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 8]), "max_length_q": 5, **more}
-    inputs = hf_ring_attn.shard(given).inputs
-    assert "cu_seq_lens_q" not in inputs and "max_length_q" not in inputs
+    inputs = hf_ring_attn.shard({**given, "seq_idx": torch.tensor([[4, 4, 4, 5, 5, 5, 5, 5]])}).inputs
+    assert not {"cu_seq_lens_q", "max_length_q", "seq_idx"} & set(inputs)
 
 
 def on_ranks(batches: list[Any], configs: list[RingConfig]) -> tuple[str, str] | None:

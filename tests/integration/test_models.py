@@ -20,11 +20,6 @@ MAMBA2 = {
     "hidden_size": 32, "num_heads": 4, "head_dim": 16, "expand": 2, "state_size": 8, "n_groups": 1,
     "num_hidden_layers": 2, "vocab_size": 97,
 }  # fmt: skip
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0}
 BERT = {"attention_probs_dropout_prob": 0.0}
 NO_INTERFACE = "its code does not use transformers' attention interface, so its attention would stay on each rank"
@@ -40,17 +35,19 @@ FORWARDS = [
         text="dropout=0.1: it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout,",
     ),
     Forward(
-        why="linear attention", kind="Qwen3NextForCausalLM", config=LINEAR,
+        why="lightning attention", kind="MiniMaxForCausalLM",
+        config={"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2},
+        text="model.layers.0.self_attn (MiniMaxLightningAttention) carries state along the sequence",
+    ),
+    Forward(
+        why="layers that are named as hybrids' are", kind="MiniMaxForCausalLM",
+        config={"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2},
         text="its layers of type ['linear_attention'] do not go through ring attention exactly",
     ),
     Forward(
-        why="convolutions", kind="Lfm2ForCausalLM", config={"layer_types": ["conv", "full_attention"]},
-        text="its layers of type ['conv'] do not go through ring attention exactly",
-    ),
-    Forward(
-        why="a state space model beside attention", kind="JambaForCausalLM",
-        config={"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
-        text="(JambaMambaDecoderLayer) carries state along the sequence",
+        why="a convolution of its own", kind="RecurrentGemmaForCausalLM",
+        config={"block_types": ["recurrent", "attention"], "lru_width": 32},
+        text="model.layers.0.temporal_block.conv_1d (Conv1d) mixes neighbouring tokens, which lie on other ranks",
     ),
     Forward(
         why="a state space model", kind="Mamba2ForCausalLM", sizes=False, config=MAMBA2, text=NO_INTERFACE,

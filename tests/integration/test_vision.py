@@ -56,7 +56,7 @@ def numbered_by_mask(batch: Batch) -> Batch:
     return batch | {"position_ids": mask.cumsum(1) * mask - 1}
 
 
-MODELS = ("gemma3 vision", "qwen2.5 vision", "qwen3 vision")
+MODELS = ("gemma3 vision", "qwen2.5 vision", "qwen3 vision", "qwen3.5 vision")
 STEPS = [
     *[Step(why=model, model=model, batch=with_images(model)) for model in MODELS],
     *[Step(why=f"{model}, padded", model=model, batch=with_images(model, left=5, gap=12)) for model in MODELS],

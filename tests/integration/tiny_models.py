@@ -21,6 +21,11 @@ LONG_ROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.0],
 }  # fmt: skip
 
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("LlamaForCausalLM", {}, "sdpa"),
     "mistral": ("MistralForCausalLM", {"sliding_window": 7}, "sdpa"),
@@ -52,6 +57,17 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         "sdpa",
     ),
     "longrope": ("Phi3ForCausalLM", {"sliding_window": None, "rope_parameters": LONG_ROPE}, "sdpa"),
+    "qwen3_5": ("Qwen3_5ForCausalLM", {**LINEAR, "head_dim": 16}, "sdpa"),
+    "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "sdpa"),
+    "granite": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 2, "mamba_d_head": 16,
+            "mamba_expand": 1, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8,
+            "num_local_experts": 0, "shared_intermediate_size": 48,
+        },
+        "sdpa",
+    ),
 }  # fmt: skip
 """Name: class, what its config has beyond `SIZES`, and transformers' own attention that can compute it."""
 
@@ -87,6 +103,19 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 vision": (
         "Qwen3VLForConditionalGeneration",
         {**QWEN, "vision_config": {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}},
+    ),
+    "qwen3.5 vision": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            **QWEN, "vision_config": {**QWEN_TOWER, "num_position_embeddings": 16},
+            "text_config": {
+                **TEXT, **LINEAR, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "head_dim": 16, "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "mrope_interleaved": True,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+        },
     ),
     "llava": (
         "LlavaForConditionalGeneration",

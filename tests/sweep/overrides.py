@@ -68,6 +68,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_groups": 2},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": GEMMA3N,
     "gemma4_text": {**GEMMA4, **MILD},
@@ -77,10 +80,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # sizes that must fit together
     "mamba2": {"head_dim": 16},
     "zamba": {
-        "attention_hidden_size": 64, "attention_head_dim": 16,
+        "attention_hidden_size": 64, "attention_head_dim": 16, "_weights": {"x_proj": 0.4},
         "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
     },
-    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "kv_channels": 16},
+    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "kv_channels": 16, "use_mem_rope": True},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
@@ -121,6 +124,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**LONG_ROPE, "short_mscale": 1.2, "long_mscale": 1.3},
         "_inert": {"original_max_position_embeddings": "its RoPE reads the entry of rope_parameters"},
     },
+    "nemotron_h": {"_inert": {"sliding_window": "nothing reads it"}},
     "moshi": {"_inert": {"sliding_window": "only its flash attention reads it"}, "_mask": UNMASKED},
 }  # fmt: skip
 

@@ -1,0 +1,168 @@
+"""Hybrids: layers that carry state along the sequence, or mix neighbouring tokens, give one process's answer.
+
+The sweep has every class of them, with rows of all kinds; here is what it does not see.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+import hybrid_bits
+import hybrid_jobs as jobs
+import plain_jobs
+from comparison import Ranks, assert_equal_runs, without_ring
+from hf_ring_attn.testing import relative_error
+from hybrid_jobs import HYBRIDS
+from jobs import train
+from plain_jobs import Shards, Step, packed, padded, tokens
+from runs import Mesh, Rows, Run
+from test_plain_loop import assert_equal_answers
+
+EXACT = 1e-5
+"""transformers computes recurrences and the norms around them in float32, whatever the model's dtype."""
+
+STEPS = [
+    Step(why="gated delta", model="qwen3_5", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="gated delta, fewer tokens than chunks", model="qwen3_5", batch=tokens(3), exact=EXACT),
+    Step(why="gated delta, recomputed", model="qwen3_5", checkpointing="recomputed", exact=EXACT),
+    Step(why="gated delta, reentrant", model="qwen3_5", checkpointing="reentrant", exact=EXACT),
+    Step(why="convolutions", model="lfm2", batch=padded(23, left=4, right=6)),
+    Step(why="convolutions, tiny chunks, recomputed", model="lfm2", batch=tokens(7), checkpointing="recomputed"),
+    Step(why="mamba 2, fewer heads than ranks", model="granite", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="mamba 2, reentrant", model="granite", checkpointing="reentrant", exact=EXACT),
+]
+
+alone = cache(plain_jobs.by_itself)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
+def test_a_ring_gives_what_one_process_gives(ranks: Ranks, step: Step, world_size: int) -> None:
+    for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
+        assert_equal_answers(got, alone(step), step)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_documents_of_a_packed_row_know_nothing_of_each_other(ranks: Ranks, world_size: int) -> None:
+    """Also in a ring of one, where transformers itself would carry state on."""
+    lengths = (9, 3, 11)
+    for answers in ranks(world_size).run(jobs.packed_rows, lengths):
+        for model, got in answers.items():
+            assert relative_error(got, jobs.documents_alone(model, lengths)) < EXACT, model
+
+
+def test_state_matters() -> None:
+    """What these tests compare depends on the tokens of other ranks through these layers."""
+    for model in HYBRIDS:
+        whole = jobs.first_layer(model, tokens(24)["input_ids"])
+        late = jobs.first_layer(model, tokens(24)["input_ids"][:, 12:])
+        assert relative_error(late, whole[:, 12:]) > 1e-3
+
+
+def test_two_batches_alive(ranks: Ranks) -> None:
+    """Their backwards mix after both contexts were left: what a recompute needs is not in a global."""
+    batches = tokens(23), padded(30, left=7)
+    for found in ranks(2).run(plain_jobs.two_batches_alive, *batches, name="qwen3_5"):
+        for got, batch in zip(found, batches, strict=True):
+            want = alone(Step(why="", model="qwen3_5", batch=batch)).gradients
+            errors = {name: relative_error(got[name], gradient) for name, gradient in want.items()}
+            assert max(errors.values()) < EXACT, errors
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "granite"])
+def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, model: str) -> None:
+    """Text is generated in the middle: caches and decode steps are transformers' own, outside the ring."""
+    # Few and small steps: weights that differ by 2e-7 soon give a tiny gated delta net gradients that differ by 3e-5.
+    rows, mild = Rows(labelled="answers", length=23), {"learning_rate": 0.002}
+    run, mesh = Run(why=model, model=model, rows=rows, generates=True, steps=5, arguments=mild), Mesh(cp=2)
+    want = without_ring(ranks, run, mesh)
+    for got in ranks(2).run(train, run, mesh):
+        assert_equal_runs(got, want)
+        assert got.generated == want.generated and got.generated
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "granite"])
+def test_fsdp2_trains_as_one_process_does(ranks: Ranks, model: str) -> None:
+    shards, batches = Shards({"dp_shard_size": 2, "cp_size": 2}, ("dp_shard_cp",), world=4), [tokens(23), tokens(23, 2)]
+    want_losses, want = plain_jobs.without_fsdp(batches, name=model)
+    for rank, (losses, parameters) in enumerate(
+        ranks(4).run(plain_jobs.fsdp2, shards, batches, "recomputed", name=model)
+    ):
+        for got, loss in zip(losses, want_losses[rank // 2], strict=True):
+            assert relative_error(got, loss) < EXACT
+        errors = {name: relative_error(parameters[name], x) for name, x in want.items()}
+        assert max(errors.values()) < EXACT, errors
+
+
+def test_ddp_finds_every_gradient_also_where_a_rank_has_no_head(ranks: Ranks) -> None:
+    step = Step(why="", model="granite")
+    for gradients in ranks(4).run(jobs.ddp, "granite", step.batch):
+        for name, want in alone(step).gradients.items():
+            assert relative_error(gradients[name], want) < EXACT, name
+
+
+def test_autocast_rounds_as_in_one_process(ranks: Ranks) -> None:
+    for model, away in ranks(2).run(jobs.under_autocast, tokens(24))[0].items():
+        assert away < 0.05, model
+
+
+def test_a_compiled_hybrid_gives_the_same(ranks: Ranks) -> None:
+    for away in ranks(2).run(jobs.compiled, [tokens(23), packed(10, 14)]):
+        assert away < EXACT
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=str)
+def test_a_head_s_recurrence_is_computed_as_in_one_process(
+    ranks: Ranks, world_size: int, dtype: torch.dtype, rounding: float
+) -> None:
+    """Bit for bit, where a matrix product does not depend on how many there are: so it is on CPUs that were tried."""
+    for found in ranks(world_size).run(hybrid_bits.other_bits, dtype):
+        assert found["delta"] < 1e-3 and found["convolution"] < 0.05
+        assert found["shared"] < rounding
+
+
+# ---- what is refused, and what is left behind ------------------------------------------------------------------------
+
+
+def test_what_cannot_be_exact_is_refused_by_name(ranks: Ranks) -> None:
+    for raised in ranks(2).run(jobs.refusals):
+        assert [error for error, _ in raised] == [
+            "UnsupportedArgument", "RecurrentLayerWithoutMask", "RecurrentLayerWithoutMask", "UnsupportedModel",
+            "RefusedElsewhere",
+        ]  # fmt: skip
+        assert "Qwen3_5GatedDeltaNet was called with a cache: its state would be one rank's" in raised[0][1]
+        assert "Qwen3_5GatedDeltaNet looks along the sequence by other means than attention" in raised[1][1]
+        assert "a reentrant checkpoint that is given the mask as a tensor and copies it" in raised[2][1]
+        assert "causal_conv1d_fn of its file was replaced after hf_ring_attn had changed it" in raised[3][1]
+        assert "seq_idx and position_ids tell different documents (first difference at token 8 of" in raised[4][1]
+
+
+def test_an_unknown_recurrence_is_refused_for_packed_rows_in_a_ring_of_one_too() -> None:
+    error, text = jobs.minimax(packed(9, 14)) or ("", "")
+    assert error == "UnsupportedModel"
+    assert "(MiniMaxLightningAttention) carries state from one document of a packed row to the next" in text
+    assert jobs.minimax(tokens(23)) is None
+
+
+def test_uninstall_leaves_the_functions_of_a_model_s_file_as_they_were(ranks: Ranks) -> None:
+    assert ranks(2).run(jobs.left_behind) == [(True, True)] * 2
+
+
+def test_functions_that_the_package_kernels_made_modules_of(ranks: Ranks) -> None:
+    batch = {"input_ids": tokens(23)["input_ids"]}
+    for found in ranks(2).run(jobs.functions_as_modules, batch):
+        for got in found:
+            assert relative_error(got, alone(Step(why="", model="qwen3_5")).logits) < EXACT
+
+
+def test_a_copy_of_a_model_is_prepared_as_the_model_is(ranks: Ranks) -> None:
+    assert max(ranks(2).run(jobs.a_copy)) < EXACT
+
+
+def test_an_activation_that_a_layer_makes_anew_is_no_model(ranks: Ranks) -> None:
+    """Each would be bound, and the model that trains forgotten when its replicas are looked at."""
+    assert ranks(2).run(jobs.bound) == [["Qwen3_5ForCausalLM"]] * 2
