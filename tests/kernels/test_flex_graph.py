@@ -239,7 +239,7 @@ def test_a_function_is_tried_once_and_asked_about_by_its_graph() -> None:
                 bias.slopes.mul_(0.9)
             request = replace(REQUEST, device="cpu", dtype=torch.float32)
             mod = ScoreMod.of(bias, CPU)
-            assert choose("auto", asking(request, mod, 0.4, None, partial(_part, MASK, 1, length))) is flex
+            assert choose("flex", asking(request, mod, 0.4, None, partial(_part, MASK, 1, length))) is flex
     assert count.call_count == 1
 
 
