@@ -181,6 +181,14 @@ class Ring:
         """The mean over the ring, summed in float32 (float64 for float64), in the tensor's own dtype."""
         return self.means([tensor])[0]
 
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the ring, in float32 (float64 for float64), in the tensor's own dtype."""
+        wide = tensor.to(_wide(tensor.dtype), copy=True)
+        if self.size > 1:
+            with _following_peers("added up over the ring", self):
+                dist.all_reduce(wide, group=self.group)
+        return wide.to(tensor.dtype)
+
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The mean of each tensor, as `mean`; small ones travel together, up to `TOGETHER` numbers."""
         if self.size == 1:

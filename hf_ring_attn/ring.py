@@ -147,3 +147,23 @@ class _GatherSequence(torch.autograd.Function):
 def gather_sequence(x: Tensor, ring: Ring, layout: Layout) -> Tensor:
     """Whole sequences [B, S, ...] in order from every rank's tokens [B, T, ...], padding dropped. Differentiable."""
     return x if ring.size == 1 else _GatherSequence.apply(x, ring, layout)  # type: ignore[no-untyped-call]
+
+
+class _SumOverRing(torch.autograd.Function):
+    """Each rank's loss may use the sum, so the gradient of what a rank gave is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
+        ctx.ring = ring
+        return ring.total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return ctx.ring.total(gradient), None
+
+
+def sum_over_ring(x: Tensor, ring: Ring) -> Tensor:
+    """The sum of all ranks' ``x``, on each of them. Differentiable: a loss that every rank computes of it gives the
+    right gradient once averaged over ranks."""
+    return x if ring.size == 1 else _SumOverRing.apply(x, ring)  # type: ignore[no-untyped-call]

@@ -103,6 +103,9 @@ class Scope:
     """Whether `Sharded.reduce_gradients` averaged its gradients."""
     checked: set[int] = field(default_factory=set)
     """Identities of the modules and configs that were looked at."""
+    share_of_whole: float = 1.0
+    """What a rank returns of what each of them has whole. The mean over ranks gives all of it back, unless a trainer
+    multiplies each rank's loss by their number."""
     self_check: str = ""
     """What came of the self-check of a model that was called here, in words."""
     kernel: str = ""

@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 
 from .. import errors
 from ..config import RingConfig
-from . import backbone, checkpointing, exactness, hybrids, peft, rope, temperature
+from . import backbone, checkpointing, exactness, experts, hybrids, peft, rope, temperature
 from .active import Scope
 from .report import warn
 
@@ -72,17 +72,20 @@ def bind(model: nn.Module, scope: Scope) -> None:
     scope.checked.update(id(module) for module in model.modules())
     scope.called = True
     scope.models.add(model)
-    scope.configs += configs_of(model)
+    configs = list(configs_of(model))
+    scope.configs += configs
     # A model's structure is walked once per mode, not once per batch; its configs are read for every mask.
     case = (
         scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None,
-        scope.ring.size == 1 and scope.documents is not None,
+        scope.ring.size == 1 and scope.documents is not None, experts.asks(configs) and scope.config.loss == "gathered",
+        experts.asks(configs),
     )  # fmt: skip
     if scope.late:
         backbone.install(model, scope)
     if scope.config.save_attention:
         checkpointing.keep_attention(model)
     hybrids.prepare(model)
+    experts.prepare(model)
     if case in _ADMITTED.get(model, ()):
         return
     reasons = list(dict.fromkeys(_reasons(model, scope)))
@@ -162,6 +165,7 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
     yield from exactness.reasons(model, mixers)
     yield from other_positions
     yield from temperature.reasons(model)
+    yield from experts.reasons(model, scope, configs)
     yield from peft.reasons(model)
 
 
@@ -194,6 +198,3 @@ def _config_reasons(config: Any, scope: Scope) -> Iterator[str]:
     foreign = sorted({str(layer) for layer in layers} - known)
     if foreign:
         yield f"its layers of type {foreign} do not go through ring attention exactly"
-    if getattr(config, "output_router_logits", False):
-        todo = "set output_router_logits=False (SFTConfig: router_aux_loss_coef=0.0)"
-        yield f"the MoE auxiliary loss is not exact on one rank's tokens; {todo}"

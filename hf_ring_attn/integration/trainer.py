@@ -148,7 +148,11 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         num_items_in_batch: Any = None,
     ) -> Any:
         scope = active.current()
-        if scope is None or scope.config.loss == "sharded" or num_items_in_batch is None:
+        if scope is None or num_items_in_batch is None:
+            return original(self, model, inputs, return_outputs, num_items_in_batch)
+        if scope.config.loss == "sharded":
+            if self.args.average_tokens_across_devices:  # the loss is multiplied by all ranks
+                scope.share_of_whole = 1 / scope.ring.size
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         # The trainer's arithmetic is that of shards: it divides the count by the ring size unless ranks are averaged
         # over, and multiplies the loss by all ranks if they are. A loss of whole rows is the same on every rank.

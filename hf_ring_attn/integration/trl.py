@@ -31,9 +31,12 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         # Entropy and accuracy are sums over tokens, and a ring's tokens are one row's.
         accelerator.gather_for_metrics = functools.partial(accelerate.gather_sums_per_ring, accelerator)
         try:
-            return original(self, model, inputs, return_outputs, num_items_in_batch)
+            result = original(self, model, inputs, return_outputs, num_items_in_batch)
         finally:
             del accelerator.gather_for_metrics
+        if self.aux_loss_enabled:  # which is no sum: each rank has that of the whole row
+            self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] /= scope.ring.size
+        return result
 
     return compute_loss
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer
+from transformers import MixtralForCausalLM, Trainer
 
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError
@@ -89,6 +89,19 @@ def neftune(model: Any) -> Any:
 
 def tuned_otherwise(model: Any) -> Any:
     model.model.layers[0].self_attn.attn_temperature_tuning = True
+    return model
+
+
+class Remote(MixtralForCausalLM):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
+    """A model of another file, whose function of that name is another one."""
+
+
+def load_balancing_loss_func(gate_logits: Any, *_: Any) -> Any:
+    return sum(logits.logsumexp(-1).square().mean() for logits in gate_logits)
+
+
+def balanced_otherwise(model: Any) -> Any:
+    model.__class__ = Remote
     return model
 
 

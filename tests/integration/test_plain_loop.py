@@ -27,6 +27,11 @@ STEPS = [
     Step(why="softcap", model="gemma2", batch=padded(23, right=6), exact=SOFTMAX),
     Step(why="two kinds of RoPE", model="gemma3", batch=packed(13, 10), exact=SOFTMAX),
     Step(why="sinks", model="gpt_oss", dtype=torch.float32, exact=2e-5),
+    Step(why="experts with their auxiliary loss", model="mixtral", dtype=torch.float32, exact=2e-5),
+    Step(
+        why="experts with their auxiliary loss, padded, recomputed", model="mixtral", dtype=torch.float32, exact=2e-5,
+        batch=padded(23, left=4, right=6), checkpointing="recomputed",
+    ),
     Step(why="learned positions", model="gpt2"),
     Step(why="values narrower than keys", model="deepseek_v3"),
     Step(why="chunks and temperatures", model="llama4", exact=SOFTMAX),

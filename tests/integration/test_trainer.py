@@ -51,6 +51,14 @@ RUNS = [
     Run(why="sliding window", model="mistral", rows=PROMPTS),
     Run(why="softcap", model="gemma2", rows=PROMPTS),
     Run(why="sinks and experts", model="gpt_oss", rows=PROMPTS),
+    Run(
+        why="experts with their auxiliary loss", model="mixtral", rows=Rows(shortest=9, pad_to="right"),
+        arguments={"gradient_accumulation_steps": 2},
+    ),
+    Run(
+        why="experts with their auxiliary loss, tokens not averaged over devices", model="mixtral", rows=PROMPTS,
+        arguments={"average_tokens_across_devices": False},
+    ),
     Run(why="backward by gather, head by head", rows=PROMPTS, ring=RingConfig(backward="gather", heads_per_gather=1)),
     Run(why="gathered loss", rows=Rows(labelled="answers", length=23), ring=GATHERED),
     Run(

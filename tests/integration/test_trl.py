@@ -97,7 +97,6 @@ REFUSED: list[tuple[Case, dict[str, Any], str]] = [
     (Case("NEFTune", {"neftune_noise_alpha": 5.0}), {}, "UnsupportedModel: Llama.*set neftune_noise_alpha=None"),
     (Case("Liger", {"use_liger_kernel": True}), {}, "UnsupportedOption: use_liger_kernel=True .*set it to False"),
     (Case("a subclass's loss"), {"kind": OwnLoss}, "UnknownTrainer: OwnLoss .*OwnLoss.compute_loss.*ring_fp32_exact"),
-    (Case("experts", experts=True), {}, "UnsupportedModel: Mixtral.*auxiliary loss.*router_aux_loss_coef=0.0"),
 ]
 
 

@@ -34,6 +34,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt_oss": (
         "GptOssForCausalLM", {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}, "eager",
     ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+            "router_aux_loss_coef": 0.5, "sliding_window": None,
+        },
+        "sdpa",
+    ),
     "gpt2": ("GPT2LMHeadModel", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, "sdpa"),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",

@@ -1,0 +1,61 @@
+"""The auxiliary loss of experts: what it is made of, and which functions are known. Training: test_plain_loop.py."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_ring_attn.integration.experts import FUNCTION, SHARED, balance, known
+
+HALVES = [torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(n), dtype=torch.float32) for n in range(2)]
+WEIGHTS = torch.tensor([1.0, 1, 1, 0, 1, 1])
+MIXTRALS = getattr(importlib.import_module(SHARED), FUNCTION)
+
+
+def of(model: str) -> Any:
+    return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), FUNCTION)
+
+
+def test_sums_of_shares_make_the_loss_of_all_tokens() -> None:
+    """Which is not the mean of the shares' losses: each has choices and probabilities of its own."""
+    logits = tuple(half.reshape(12, 5) for half in HALVES)
+    mask = torch.stack([torch.ones(6), WEIGHTS])
+    want = MIXTRALS(logits, 5, 2, mask)
+    shares = [tuple(half[row] for half in HALVES) for row in range(2)]
+    sums: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        sums.append(x)
+        return x
+
+    alone = [balance(share, 5, 2, weights, note) for share, weights in zip(shares, mask, strict=True)]
+    got = balance(shares[0], 5, 2, mask[0], lambda x: x + sums[1])
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    assert abs(float(sum(alone) / 2 - want)) > 1e-3
+
+
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "jamba"])
+def test_transformers_has_one_function_for_most_models(model: str) -> None:
+    assert known(of(model))
+
+
+def spoiled(gate_logits: Any, num_experts: int, top_k: int, attention_mask: Any, how: str) -> Any:
+    loss = MIXTRALS(gate_logits, num_experts, top_k, None if how == "no mask" else attention_mask)
+    if how == "another gradient":
+        return loss.detach() + 0 * gate_logits[0].sum()
+    return loss * 1.01 if how == "another factor" else loss
+
+
+@pytest.mark.parametrize("how", ["no mask", "another gradient", "another factor"])
+def test_a_function_that_computes_anything_else_is_not_known(how: str) -> None:
+    assert not known(partial(spoiled, how=how))
+
+
+@pytest.mark.parametrize("model", ["doge", "switch_transformers"])
+def test_others_are_not_known(model: str) -> None:
+    assert not known(of(model))
