@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -95,8 +96,8 @@ def asks(configs: Sequence[Any]) -> bool:
 def prepare(model: nn.Module) -> None:
     """Changes the function in the files of ``model``; the change does nothing outside a sharded batch."""
     files = _files(model)
-    if files and SHARED in sys.modules:
-        files[SHARED] = getattr(sys.modules[SHARED], FUNCTION)
+    if files and "trl" in sys.modules:
+        files[SHARED] = getattr(import_module(SHARED), FUNCTION)
     install(Patch(f"{name}:{FUNCTION}", render(function), _in_a_ring) for name, function in files.items())
 
 

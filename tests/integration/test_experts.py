@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import hf_ring_attn
+from hf_ring_attn.integration import experts
 from hf_ring_attn.integration.experts import FUNCTION, SHARED, balance, known
+from tiny_models import SIZES, build
 
 HALVES = [torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(n), dtype=torch.float32) for n in range(2)]
 WEIGHTS = torch.tensor([1.0, 1, 1, 0, 1, 1])
@@ -59,3 +64,15 @@ def test_a_function_that_computes_anything_else_is_not_known(how: str) -> None:
 @pytest.mark.parametrize("model", ["doge", "switch_transformers"])
 def test_others_are_not_known(model: str) -> None:
     assert not known(of(model))
+
+
+def test_trls_fused_head_takes_mixtrals_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", ModuleType("trl"))
+    config: dict[str, Any] = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    changed = [SHARED, "transformers.models.qwen3_moe.modeling_qwen3_moe"]
+    try:
+        experts.prepare(build("Qwen3MoeForCausalLM", **config))
+        assert all(hasattr(getattr(sys.modules[name], FUNCTION), "__wrapped__") for name in changed)
+    finally:
+        hf_ring_attn.uninstall()
+        hf_ring_attn.install()
