@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -71,8 +72,23 @@ def _refuse_loss(trainer: Any, options: Any) -> None:
             raise errors.LossNotSharded("label smoothing (label_smoothing_factor)")
         if trainer.compute_loss_func is not None:
             raise errors.LossNotSharded("compute_loss_func")
-    if not trainer.model_accepts_loss_kwargs:
+    if not trainer.model_accepts_loss_kwargs and not _takes_any(trainer):
         raise errors.LossNotSharded(f"the loss of {type(trainer.model).__name__}, which takes no num_items_in_batch,")
+    if trainer.label_smoother is not None and not _counts(trainer):
+        name = type(trainer.model).__name__
+        todo = f"{name} has accepts_loss_kwargs=False, with which it is neither a mean nor a sum; set it to 0.0"
+        raise errors.UnsupportedOption("label_smoothing_factor", todo)
+
+
+def _counts(trainer: Any) -> bool:
+    """Whether the trainer divides losses by a count of tokens over all batches of a step; else each loss is a mean."""
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+
+
+def _takes_any(trainer: Any) -> bool:
+    """Whether the model's forward takes arguments of any name, which those of transformers hand on to their loss."""
+    forward = inspect.signature(trainer.accelerator.unwrap_model(trainer.model).forward)
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in forward.parameters.values())
 
 
 # ---- a batch ---------------------------------------------------------------------------------------------------------
@@ -88,7 +104,8 @@ def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         whole = self._prepare_inputs(inputs)
         sharded = shard(whole, group, config=options, model=model)
         local = dict(sharded.inputs)
-        local.pop("num_items_in_batch", None)  # the trainer counts over gradient accumulation and all ranks, itself
+        if _counts(self) or options.loss == "gathered":  # the trainer counts, or the model sees all labels
+            local.pop("num_items_in_batch", None)
         if options.loss == "gathered":
             for name in ("labels", "shift_labels"):
                 local.pop(name, None)
@@ -148,7 +165,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         num_items_in_batch: Any = None,
     ) -> Any:
         scope = active.current()
-        if scope is None or num_items_in_batch is None:
+        if scope is None or num_items_in_batch is None or not _counts(self):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         if scope.config.loss == "sharded":
             if self.args.average_tokens_across_devices:  # the loss is multiplied by all ranks

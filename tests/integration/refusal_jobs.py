@@ -105,6 +105,11 @@ def balanced_otherwise(model: Any) -> Any:
     return model
 
 
+def with_means_of_batches(model: Any) -> Any:
+    model.accepts_loss_kwargs = False
+    return model
+
+
 def with_a_4d_mask(model: Any) -> Any:
     def call(**inputs: Any) -> Any:
         rows, local = inputs["input_ids"].shape

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn import RingConfig
-from tiny_models import VOCABULARY
+from tiny_models import BEFORE_IMAGE, IMAGE, VOCABULARY
 
 Row = dict[str, Tensor]
 
@@ -95,6 +95,37 @@ class Rows:
         return {
             name: torch.stack([pad(row[name], -100 if name == "labels" else 0) for row in rows]) for name in rows[0]
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures(Rows):
+    """Samples with an image each, at another place in each row; of Qwen's kind (`qwen`) or Gemma 3's."""
+
+    length: int = 23
+    qwen: bool = False
+
+    def make(self) -> list[Row]:
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = []
+        for index in range(self.count):
+            ids = torch.randint(1, BEFORE_IMAGE, (self.length,), generator=generator)
+            at = 3 + index % 12
+            ids[at], ids[at + 1 : at + 5] = BEFORE_IMAGE, IMAGE
+            row = {"input_ids": ids, "labels": ids.masked_fill(ids >= BEFORE_IMAGE, -100)}
+            kinds = (ids == IMAGE).long()
+            if self.qwen:
+                row |= {"mm_token_type_ids": kinds.int(), "image_grid_thw": torch.tensor([1, 4, 4])}
+                row["pixel_values"] = torch.randn(16, 96, generator=generator)
+            else:
+                row |= {"token_type_ids": kinds, "pixel_values": torch.randn(3, 16, 16, generator=generator)}
+            rows.append(row)
+        return rows
+
+    def collate(self, rows: list[Row]) -> Row:
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        if self.qwen:
+            batch["pixel_values"] = batch["pixel_values"].flatten(0, 1)
+        return batch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

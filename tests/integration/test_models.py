@@ -193,6 +193,11 @@ TRAININGS = [
         text=f"label smoothing (label_smoothing_factor) {GATHERED_INSTEAD}model, RingConfig(loss=",
     ),
     Training(
+        why="label smoothing of means of batches", change=jobs.with_means_of_batches, error="UnsupportedOption",
+        run=Run(why="", arguments={"label_smoothing_factor": 0.1}, ring=RingConfig(loss="gathered")),
+        text="label_smoothing_factor is not possible with ring_fp32: LlamaForCausalLM has accepts_loss_kwargs=False",
+    ),
+    Training(
         why="compute_loss_func", run=Run(why="", loss_function=True), error="LossNotSharded",
         text=f"compute_loss_func {GATHERED_INSTEAD}",
     ),

@@ -13,10 +13,12 @@ from torch import Tensor
 
 import hf_ring_attn
 import plain_jobs
-from comparison import Ranks
+from comparison import MESHES, Ranks, assert_equal_runs, without_ring
 from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.testing import relative_error
+from jobs import train
 from plain_jobs import Answer, Batch, Step
+from runs import Mesh, Pictures, Run
 from tiny_models import BEFORE_IMAGE, IMAGE, VOCABULARY, tiny
 
 EXACT = 3e-6
@@ -67,6 +69,19 @@ STEPS = [
     Step(why="backward by gather", model=MODELS[0], batch=with_images(MODELS[0]), ring=RingConfig(backward="gather")),
 ]  # fmt: skip
 
+TRAININGS = [
+    Run(why="Gemma 3", model="gemma3 vision", rows=Pictures(), evaluated=Pictures(count=5, seed=2)),
+    Run(
+        why="Qwen3-VL, checkpointing, accumulation", model="qwen3 vision", rows=Pictures(qwen=True),
+        evaluated=Pictures(count=5, seed=2, qwen=True),
+        arguments={"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+    ),
+    Run(
+        why="Qwen2.5-VL, gathered loss", model="qwen2.5 vision", rows=Pictures(qwen=True),
+        evaluated=Pictures(count=5, seed=2, qwen=True), ring=RingConfig(loss="gathered"),
+    ),
+]
+
 alone = cache(plain_jobs.by_itself)
 
 
@@ -85,6 +100,18 @@ def test_images_change_nothing_about_the_answer(ranks: Ranks, step: Step, world_
                 # The bias of keys has no gradient but rounding, since a softmax does not see it.
                 nothing = max(float(found[name].abs().max()), float(gradient.abs().max())) < 1e-14
                 assert relative_error(found[name], gradient) < 2 * EXACT or nothing, (kind, name)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("run", TRAININGS, ids=lambda run: run.why)
+def test_a_trainer_trains_on_images(ranks: Ranks, run: Run, mesh: Mesh) -> None:
+    outcomes = ranks(mesh.size).run(train, run, mesh)
+    assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    want = without_ring(ranks, run, mesh)
+    for outcome in (outcomes[0], want):  # a softmax does not see the bias of keys, whose gradient is rounding
+        outcome.updates = {name: x for name, x in outcome.updates.items() if not name.endswith("k_proj.bias")}
+        outcome.parameters = {name: outcome.parameters[name] for name in outcome.updates}
+    assert_equal_runs(outcomes[0], want)
 
 
 @pytest.mark.parametrize("model", MODELS)

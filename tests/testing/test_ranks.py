@@ -90,8 +90,9 @@ def exchange() -> float:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_ranks_answer_in_order_and_stay_alive(ranks: Ranks, world_size: int) -> None:
-    first, second = (ranks(world_size).run(summed, 3, times=2) for _ in range(2))
+def test_ranks_answer_in_order_and_stay_alive(world_size: int) -> None:
+    with LiveRanks(world_size) as world:  # shared ones are started anew every so many runs
+        first, second = (world.run(summed, 3, times=2) for _ in range(2))
     assert [answer[:3] for answer in first] == [answer[:3] for answer in second]
     assert len({pid for pid, *_ in first} | {os.getpid()}) == world_size + 1
     assert [answer[1:3] for answer in first] == [(rank, world_size) for rank in range(world_size)]
