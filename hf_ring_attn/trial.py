@@ -40,6 +40,8 @@ def fails(kernel: str, request: Request) -> tuple[str, ...]:
         return ()
     try:
         errors = tried(kernel, request, torch.device("cuda", torch.cuda.current_device()))
+    except torch.OutOfMemoryError:  # says nothing of the kernel
+        raise
     except Exception as error:  # noqa: BLE001  whatever a compiler or a driver says, this kernel cannot serve here
         line = next(iter(f"{error}".splitlines()), "")
         return (f"a small attention failed here: {type(error).__name__}: {line[:200]}",)

@@ -114,15 +114,16 @@ def reasons(model: nn.Module, scope: Scope, configs: Sequence[Any]) -> Iterator[
 
 def _in_a_ring(original: Callable[..., Any]) -> Any:
     @torch.compiler.disable(reason="hf_ring_attn adds up over ranks here, which is not compiled")  # type: ignore[untyped-decorator]
-    def load_balancing_loss_func(
-        gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
-    ) -> Any:
+    def load_balancing_loss_func(*args: Any, **kwargs: Any) -> Any:
         scope = active.current()
-        if scope is None or scope.ring.size == 1 or not isinstance(gate_logits, tuple):
-            return original(gate_logits, num_experts, top_k, attention_mask)
+        if scope is None or scope.ring.size == 1:
+            return original(*args, **kwargs)
         if not known(inspect.unwrap(original)):
             why = f"its MoE auxiliary loss is none that is known here, and not exact on one rank's tokens; {_TODO}"
             raise errors.UnsupportedArgument("the model", "output_router_logits=True", why, "was called with")
+        gate_logits, num_experts, top_k, attention_mask = _arguments(*args, **kwargs)
+        if not isinstance(gate_logits, tuple):
+            return original(*args, **kwargs)
         weights = _weights(scope, attention_mask is not None).to(gate_logits[0].device)
         if any(logits.shape[0] != len(weights) for logits in gate_logits):
             found = [tuple(logits.shape) for logits in gate_logits]
@@ -132,6 +133,13 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
         return total * scope.share_of_whole
 
     return load_balancing_loss_func
+
+
+def _arguments(
+    gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
+) -> tuple[Any, int | None, int, Tensor | None]:
+    """Of the functions that are known."""
+    return gate_logits, num_experts, top_k, attention_mask
 
 
 def _weights(scope: Scope, masked: bool) -> Tensor:

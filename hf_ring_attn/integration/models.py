@@ -77,8 +77,7 @@ def bind(model: nn.Module, scope: Scope) -> None:
     # A model's structure is walked once per mode, not once per batch; its configs are read for every mask.
     case = (
         scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None,
-        scope.ring.size == 1 and scope.documents is not None, experts.asks(configs) and scope.config.loss == "gathered",
-        experts.asks(configs),
+        scope.ring.size == 1 and scope.documents is not None, experts.asks(configs), scope.config.loss == "gathered",
     )  # fmt: skip
     if scope.late:
         backbone.install(model, scope)

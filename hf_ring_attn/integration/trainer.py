@@ -214,11 +214,12 @@ def predict(
     ignore_keys: list[str] | None,
     count: Callable[[Any, dict[str, Any]], Any],
     names: Sequence[str],
+    only: str = "",
 ) -> tuple[Any, Any, Any]:
     """`Trainer.prediction_step` on a sharded batch: loss, and logits and labels of whole sequences in their order.
 
     ``count`` gives the num_items_in_batch with which the trainer's compute_loss is to divide; ``names`` are the inputs
-    that are labels.
+    that are labels. ``only`` is the one output that is wanted; "" for all.
     """
     inputs = trainer._prepare_inputs(inputs)
     has_labels = len(names) > 0 and all(inputs.get(name) is not None for name in names)
@@ -243,9 +244,8 @@ def predict(
         return loss, None, None
     if not isinstance(outputs, dict):
         raise errors.UnsupportedOption("return_dict=False", "predictions in a ring need a model that returns a dict")
-    logits = tuple(
-        whole_sequences(sharded, name, x) for name, x in outputs.items() if name not in (*ignore_keys, "loss")
-    )
+    wanted = [name for name in outputs if name not in (*ignore_keys, "loss") and only in ("", name)]
+    logits = tuple(whole_sequences(sharded, name, outputs[name]) for name in wanted)
     return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
 
 
@@ -254,6 +254,10 @@ def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
     if isinstance(x, (tuple, list)):
         return type(x)(whole_sequences(sharded, name, part) for part in x)
     layout = sharded.layout
+    if name == "aux_loss" and isinstance(x, Tensor) and x.dim() == 0:  # of whole rows, on every rank
+        return x.detach() / sharded.scope.share_of_whole
+    if name == "router_logits" and isinstance(x, Tensor) and x.dim() == 2 and len(x) % layout.local_length == 0:
+        return sharded.gather(x.detach().unflatten(0, (-1, layout.local_length))).flatten(0, 1)
     if isinstance(x, Tensor) and x.dim() >= 2:
         if x.shape[1] == layout.local_length:
             return sharded.gather(x.detach())

@@ -13,6 +13,9 @@ from . import accelerate, active, trainer
 from .patches import Patch
 from .rows import IGNORED
 
+_STEPS = "current_gradient_accumulation_steps"
+"""By which SFTTrainer divides the auxiliary loss of experts, wherever it is given a count of tokens."""
+
 
 def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_loss(
@@ -27,13 +30,20 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         if scope.config.loss == "gathered":
             raise errors.NoLogits()
-        accelerator = self.accelerator
+        one_mean = not self.model.training  # of a batch; in training a step's batches have one mean of their tokens
+        if num_items_in_batch is None and (count := inputs.get("num_items_in_batch")) is not None:
+            # For a model with accepts_loss_kwargs=False: SFTTrainer would divide by this rank's count of labels.
+            num_items_in_batch, one_mean = count * _multiplied(self), True
+        accelerator, steps = self.accelerator, getattr(self, _STEPS, 1)  # none before the first training step
         # Entropy and accuracy are sums over tokens, and a ring's tokens are one row's.
         accelerator.gather_for_metrics = functools.partial(accelerate.gather_sums_per_ring, accelerator)
+        if one_mean:  # then the trainer divides the whole loss, or nothing, by the batches of a step
+            setattr(self, _STEPS, 1)
         try:
             result = original(self, model, inputs, return_outputs, num_items_in_batch)
         finally:
             del accelerator.gather_for_metrics
+            setattr(self, _STEPS, steps)
         if self.aux_loss_enabled:  # which is no sum: each rank has that of the whole row
             self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] /= scope.ring.size
         return result
@@ -52,7 +62,9 @@ def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
         if trainer.group_of(self) is None:
             return original(self, model, inputs, prediction_loss_only, ignore_keys)
         # SFTTrainer does not ask label_names: it always has labels, and a loss.
-        return trainer.predict(self, model, inputs, prediction_loss_only, ignore_keys, _count_of_ring, ["labels"])
+        return trainer.predict(
+            self, model, inputs, prediction_loss_only, ignore_keys, _count_of_ring, ["labels"], "logits"
+        )
 
     return prediction_step
 
@@ -64,8 +76,12 @@ def _count_of_ring(sft: Any, inputs: dict[str, Any]) -> Any:
     the ring divides by the ring's size: the count makes up for both.
     """
     labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
-    factor = sft.accelerator.num_processes if sft.args.average_tokens_across_devices else 1
-    return labels.ne(IGNORED).sum() * factor / sft.get_cp_size()
+    return labels.ne(IGNORED).sum() * _multiplied(sft) / sft.get_cp_size()
+
+
+def _multiplied(sft: Any) -> int:
+    """By what SFTTrainer multiplies a loss that it divided by a count of tokens."""
+    return int(sft.accelerator.num_processes) if sft.args.average_tokens_across_devices else 1
 
 
 SFT = "trl.trainer.sft_trainer:SFTTrainer"

@@ -17,6 +17,10 @@ BYTES_COPIED = 1 << 22
 
 _OWN = frozenset(nn.Module().__dict__)
 """What torch itself keeps in every module. Parameters are among it: FSDP2 exchanges them in a forward."""
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
 _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 
 
@@ -25,8 +29,9 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside, ``model`` is in eval mode, compiles nothing and makes no graph; afterwards it is as it was.
 
     Put back: training flags, random generators, buffers, tensors and plain values that modules keep as attributes (the
-    frequencies of dynamic RoPE, caches, counters). Not undone: what hooks of the user's write elsewhere. By flags, not
-    by `eval()`, which some modules override to merge weights.
+    frequencies of dynamic RoPE, caches, counters), and hooks: transformers notes in such a value that it has set those
+    by which it collects hidden states, and would set them twice. Not undone: what hooks of the user's write elsewhere.
+    By flags, not by `eval()`, which some modules override to merge weights.
     """
     with ExitStack() as stack:
         devices = [device.index or 0] if device.type == "cuda" else []
@@ -54,6 +59,7 @@ def _kept(model: nn.Module) -> Iterator[None]:
         for name, x in own.items()
         if name not in _OWN and type(x) in (list, dict, set)
     ]
+    hooks = [(module.__dict__[name], set(module.__dict__[name])) for module in modules for name in _HOOKS]
     lent: dict[int, Tensor] = {}
     watched: list[tuple[str, Tensor, int]] = []
 
@@ -79,6 +85,9 @@ def _kept(model: nn.Module) -> Iterator[None]:
             _restore(module, own)
             module._buffers.clear()
             module._buffers.update(held)
+        for set_hooks, known in hooks:
+            for number in [number for number in set_hooks if number not in known]:
+                del set_hooks[number]
         for container, content in contents:
             container.clear()
             container.extend(content) if isinstance(container, list) else container.update(content)

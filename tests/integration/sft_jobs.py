@@ -47,6 +47,7 @@ class Case:
     Args:
         args: for SFTConfig, over the defaults of `config`.
         rows: the form of the data: "text", "completion" (prompt and completion) or "chat".
+        means: of a model that leaves each batch's loss a mean.
         stream: give the trainer an IterableDataset.
         metrics: have compute_metrics, which gets the logits and labels of whole rows.
     """
@@ -56,6 +57,7 @@ class Case:
     rows: str = "text"
     lora: bool = False
     experts: bool = False
+    means: bool = False
     stream: bool = False
     metrics: bool = False
 
@@ -93,8 +95,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def model(attention: str, kind: str = "LlamaForCausalLM") -> PreTrainedModel:
-    return build(kind, attention, **{**SIZES, "vocab_size": 259, "max_position_embeddings": 256, "eos_token_id": 0})
+def model(attention: str, kind: str = "LlamaForCausalLM", means: bool = False) -> PreTrainedModel:
+    made = build(kind, attention, **{**SIZES, "vocab_size": 259, "max_position_embeddings": 256, "eos_token_id": 0})
+    if means:
+        made.accepts_loss_kwargs = False  # type: ignore[assignment]  # as models that take images have it
+    return made
 
 
 @cache
@@ -145,7 +150,7 @@ def lora() -> LoraConfig:
 def trainer(case: Case, folder: str, attention: str, kind: type[SFTTrainer] = SFTTrainer, **options: Any) -> SFTTrainer:
     train, evaluate = rows(case.rows, TRAIN_ROWS), rows(case.rows, EVAL_ROWS, start=4000)
     defaults = {
-        "model": model(attention, "MixtralForCausalLM" if case.experts else "LlamaForCausalLM"),
+        "model": model(attention, "MixtralForCausalLM" if case.experts else "LlamaForCausalLM", case.means),
         "train_dataset": train.to_iterable_dataset() if case.stream else train,
         "eval_dataset": evaluate,
         "peft_config": lora() if case.lora else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -11,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import MixtralForCausalLM
 
 import hf_ring_attn
 from hf_ring_attn.integration import experts
 from hf_ring_attn.integration.experts import FUNCTION, SHARED, balance, known
-from tiny_models import SIZES, build
+from hf_ring_attn.integration.trainer import whole_sequences
+from hf_ring_attn.testing import LiveRanks
+from plain_jobs import Batch, padded
+from tiny_models import SIZES, build, tiny
 
 HALVES = [torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(n), dtype=torch.float32) for n in range(2)]
 WEIGHTS = torch.tensor([1.0, 1, 1, 0, 1, 1])
@@ -64,6 +69,45 @@ def test_a_function_that_computes_anything_else_is_not_known(how: str) -> None:
 @pytest.mark.parametrize("model", ["doge", "switch_transformers"])
 def test_others_are_not_known(model: str) -> None:
     assert not known(of(model))
+
+
+def of_whole_rows(batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    model = tiny("mixtral", "ring_fp32")
+    sharded = hf_ring_attn.shard(batch)
+    with sharded, torch.no_grad():
+        out: Any = model(**sharded.inputs)
+    return whole_sequences(sharded, "aux_loss", out.aux_loss), whole_sequences(
+        sharded, "router_logits", list(out.router_logits)
+    )
+
+
+def test_outputs_are_those_of_whole_rows(ranks: Callable[[int], LiveRanks]) -> None:
+    batch = padded(24, left=4, right=6)
+    with torch.no_grad():
+        want: Any = tiny("mixtral")(**batch)
+    real = batch["attention_mask"].bool().flatten()
+    for loss, logits in ranks(2).run(of_whole_rows, batch):
+        torch.testing.assert_close(loss, want.aux_loss, rtol=1e-5, atol=0)
+        # One for each layer: the self-check leaves no hooks behind that would collect them twice.
+        for mine, theirs in zip(logits, want.router_logits, strict=True):
+            torch.testing.assert_close(mine[real], theirs[real], rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_that_is_not_known_is_left_as_it_is_outside_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parameters of its own, which the one in its place hands on."""
+    home = ModuleType("home_of_five")
+    home.load_balancing_loss_func = lambda a, b, c, d, e: (a, b, c, d, e)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    kind = type("OfFive", (MixtralForCausalLM,), {"__module__": home.__name__})
+    model = tiny("mixtral")
+    model.__class__ = kind
+    try:
+        experts.prepare(model)
+        assert home.load_balancing_loss_func(1, 2, 3, d=4, e=5) == (1, 2, 3, 4, 5)
+        assert hasattr(home.load_balancing_loss_func, "__wrapped__")
+    finally:
+        hf_ring_attn.uninstall()
+        hf_ring_attn.install()
 
 
 def test_trls_fused_head_takes_mixtrals_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,18 @@ def assert_close(what: str, got: dict[str, float], want: dict[str, float], names
         assert got[name] == pytest.approx(want[name], rel=LOSS), f"{what}: {name}"
 
 
+EXPERTS = Case("experts", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}, experts=True)
+MEANS = Case("each batch's mean", {"gradient_accumulation_steps": 2}, rows="completion", means=True)
+BOTH = Case("both", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}, experts=True, means=True)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=4)], ids=str)
+@pytest.mark.parametrize("case", [EXPERTS, MEANS, BOTH], ids=lambda case: case.why)
+def test_losses_that_are_no_sums_over_tokens(ranks: Ranks, case: Case, mesh: Mesh) -> None:
+    """Without replicas: what they would average is not what one process has of all rows together."""
+    compare(ranks, case, mesh)
+
+
 REFUSED: list[tuple[Case, dict[str, Any], str]] = [
     (Case("compute_loss_func"), {"compute_loss_func": half}, "LossNotSharded: compute_loss_func cannot be computed"),
     (Case("label smoothing", {"label_smoothing_factor": 0.1}), {}, r"LossNotSharded: label smoothing \(label_smooth"),
