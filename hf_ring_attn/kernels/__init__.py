@@ -15,7 +15,7 @@ from .flash2 import Flash2
 from .flash4 import Flash4
 from .flex import Flex
 from .reference import Reference
-from .score_mod import ScoreFunction, ScoreMod
+from .score_mod import PART, ScoreFunction, ScoreMod, code_of
 from .triton import Triton
 
 KERNELS: dict[str, Kernel] = {
@@ -61,14 +61,15 @@ def asking(
     """The request with its score_mod in it, where a kernel that looks at functions could serve it but for that.
 
     Args:
-        part: as in `Asked`.
+        part: makes what the function may be tried on.
     """
     flex = KERNELS["flex"]
     assert isinstance(flex, Flex)
     if flex.unsupported(request):
         return request
     graph = flex.text(mod, request.dtype, scale, softcap)
-    return replace(request, asked=Asked(graph, scale, softcap, weakref.ref(mod), part))
+    mod.kept[PART] = part
+    return replace(request, asked=Asked(graph, code_of(mod.function), scale, softcap, weakref.ref(mod)))
 
 
 def choose(

@@ -7,7 +7,6 @@ lse [B, H, T], natural logarithm, -inf where a query sees no key. tiles: see `hf
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -138,20 +137,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Asked:
-    """A score_mod in a request for a kernel: equal to another whose graph is the same, whatever its tensors hold.
+    """A score_mod in a request for a kernel: equal to another of the same code and graph, whatever its tensors hold.
 
     Args:
         graph: the text of its graph, or why it has none.
+        code: `score_mod.code_of` the function: a graph does not show where gradients are switched off, or made by hand.
         scale, softcap: of the scores that it is given.
-        mod: the function; gone once its call of attention is over.
-        part: makes what it may be tried on: of other positions its tensors may have nothing.
+        mod: the function; gone once its call of attention is over. It keeps the `Part` that it may be tried on: of
+            other positions its tensors may have nothing.
     """
 
     graph: str
+    code: tuple[object, ...]
     scale: float
     softcap: float | None
     mod: weakref.ref[ScoreMod] = field(compare=False)
-    part: Callable[[], Part] = field(compare=False)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hf_ring_attn.biases import Alibi
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.errors import UnsupportedAttention
 from hf_ring_attn.functional import _part, ring_attention
-from hf_ring_attn.kernels import Params, ScoreMod, asking, choose
+from hf_ring_attn.kernels import Params, Request, ScoreMod, asking, choose
 from hf_ring_attn.kernels import flex as room
 from hf_ring_attn.kernels.flex import calls
 from hf_ring_attn.kernels.flex.graph import Graph
@@ -241,6 +241,37 @@ def test_a_function_is_tried_once_and_asked_about_by_its_graph() -> None:
             mod = ScoreMod.of(bias, CPU)
             assert choose("flex", asking(request, mod, 0.4, None, partial(_part, MASK, 1, length))) is flex
     assert count.call_count == 1
+
+
+SLOPES = torch.linspace(0.5, 2, 16, requires_grad=True)
+
+
+def honest(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score * SLOPES[h] + SLOPES[h]
+
+
+def half_hidden(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """The same graph, and another gradient."""
+    with torch.no_grad():
+        scaled = score * SLOPES[h]
+    return scaled + SLOPES[h]
+
+
+def test_a_function_of_the_same_graph_and_other_code_is_tried_too() -> None:
+    def asked(function: Callable[..., Any]) -> Request:
+        mods.append(ScoreMod.of(function, CPU))
+        request = replace(REQUEST, device="cpu", dtype=torch.float32)
+        found: Request = asking(request, mods[-1], 0.4, None, partial(_part, MASK, 1, 8))
+        return found
+
+    mods: list[ScoreMod] = []
+    with on_cpu(tried=True) as flex:
+        one, other = asked(honest), asked(half_hidden)
+        assert one.asked is not None and other.asked is not None and one.asked.graph == other.asked.graph
+        assert choose("flex", one) is flex
+        with pytest.raises(UnsupportedAttention, match="came out wrong here"):
+            choose("flex", other)
+        assert asked(honest) == one
 
 
 def test_a_refused_function_is_served_by_the_reference_and_named_where_flex_is_asked_for() -> None:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base import HALVES, Asked, Gradients, InOrder, Params, Request, accumulate_dtype
 from ..score_mod import ScoreMod
-from .calls import NO_ROOM, Calls
+from .calls import KEPT, NO_ROOM, Calls
 from .graph import Graph
 from .leaves import Unfit, gathered, spread
 from .places import Places
@@ -127,6 +127,8 @@ class Flex(InOrder):
         if not reasons and request.asked is not None:
             if request not in self._trials:
                 self._trials[request] = self._why_not(request, request.asked)
+                while len(self._trials) > KEPT:
+                    del self._trials[next(iter(self._trials))]
             reasons += self._trials[request]
         return reasons
 

@@ -49,8 +49,9 @@ class Calls:
     def smaller(self, graph: Graph, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
         """Takes smaller blocks for this function from now on; False if there are none."""
         key = graph.text, dtype, head_dim, value_dim
-        self._level[key] = self._level.get(key, 0) + 1
-        return self._level[key] < len(LEVELS)
+        level = self._level.get(key, 0) + 1
+        self._level[key] = min(level, len(LEVELS) - 1)
+        return level < len(LEVELS)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, graph: Graph, leaves: Sequence[Tensor], places: Places, first_head: int

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..base import Asked, Gradients, Kernel, Params, Part, Request, accumulate_dtype
 from ..reference import Reference
-from ..score_mod import ScoreMod
+from ..score_mod import PART, ScoreMod
 
 FAR = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-9}
 """A relative error that only another attention has."""
@@ -29,7 +29,7 @@ def fails(kernel: Kernel, request: Request, asked: Asked, mod: ScoreMod) -> tupl
 def _failures(
     kernel: Kernel, request: Request, asked: Asked, mod: ScoreMod, device: torch.device
 ) -> list[str]:
-    dtype, part = request.dtype, asked.part()
+    dtype, part = request.dtype, mod.kept[PART]()
     if not len(part.forward):
         return ["nothing is seen in the first rows, so there is nothing to try this score_mod on"]
     generator = torch.Generator().manual_seed(0)
