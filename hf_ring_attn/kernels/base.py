@@ -141,7 +141,7 @@ class Asked:
 
     Args:
         graph: the text of its graph, or why it has none.
-        code: `score_mod.code_of` the function: a graph does not show where gradients are switched off, or made by hand.
+        code: `code.code_of` the function: a graph does not show where gradients are switched off, or made by hand.
         scale, softcap: of the scores that it is given.
         mod: the function; gone once its call of attention is over. It keeps the `Part` that it may be tried on: of
             other positions its tensors may have nothing.
