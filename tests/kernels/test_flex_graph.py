@@ -25,6 +25,7 @@ from hf_ring_attn.kernels.flex.leaves import Copies, Unfit, gathered, spread
 from hf_ring_attn.kernels.flex.places import Places
 from hf_ring_attn.mask import CAUSAL, Band, Mask
 from rank_functions import qkv
+from score_mods import Scaled
 from test_flex import REQUEST
 
 CPU = torch.device("cpu")
@@ -123,23 +124,13 @@ def test_copies_take_no_memory_and_their_gradients_are_summed() -> None:
 # ---- the trial ------------------------------------------------------------------------------------------------------
 
 
-class Lying(torch.autograd.Function):
+class Lying(Scaled):
     """A gradient of its own, which a graph does not know."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(score: Tensor, factor: Tensor) -> Tensor:
-        return score * factor
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        score, factor = ctx.saved_tensors
-        return gradients[0] * factor, gradients[0] * score * 2
+        of_score, of_factor = Scaled.backward(ctx, *gradients)
+        return of_score, of_factor * 2
 
 
 def lying(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
