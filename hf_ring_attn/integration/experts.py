@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
@@ -93,12 +94,19 @@ def asks(configs: Sequence[Any]) -> bool:
     return any(getattr(config, "output_router_logits", False) for config in configs)
 
 
+_CHANGES: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[Patch]]] = weakref.WeakKeyDictionary()
+"""Of each model, the changes to its files, without TRL and with it: files are looked at once, not once per batch."""
+
+
 def prepare(model: nn.Module) -> None:
     """Changes the function in the files of ``model``; the change does nothing outside a sharded batch."""
-    files = _files(model)
-    if files and "trl" in sys.modules:
-        files[SHARED] = getattr(import_module(SHARED), FUNCTION)
-    install(Patch(f"{name}:{FUNCTION}", render(function), _in_a_ring) for name, function in files.items())
+    changes, with_trl = _CHANGES.setdefault(model, {}), "trl" in sys.modules
+    if with_trl not in changes:
+        files = _files(model)
+        if files and with_trl:
+            files[SHARED] = getattr(import_module(SHARED), FUNCTION)
+        changes[with_trl] = [Patch(f"{name}:{FUNCTION}", render(x), _in_a_ring) for name, x in files.items()]
+    install(changes[with_trl])
 
 
 def reasons(model: nn.Module, scope: Scope, configs: Sequence[Any]) -> Iterator[str]:

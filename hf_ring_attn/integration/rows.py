@@ -79,14 +79,12 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
             "token: pass the 2-D mask of the tokenizer, or position_ids that restart at each document."
         )
     items = _labels(inputs, rows, length)
+    hint, ids = batch.get("cu_seq_lens_q"), batch.get("seq_idx")
     if any(inputs.get(name) is not None for name in IMAGES):
-        if (hint := batch.get("cu_seq_lens_q")) is not None:  # it is not handed on, so nothing later would see it
+        if hint is not None or ids is not None:  # they are not handed on, so nothing later would see them
             text = text_positions(inputs.get("position_ids"))
             counted = torch.arange(length)[None] if text is None else text
-            facts_of(layout, rows, counted, attention_mask, hint)
-        if (ids := batch.get("seq_idx")) is not None:
-            text = text_positions(inputs.get("position_ids"))
-            _check_ids(ids, facts_of(layout, rows, text, attention_mask).documents, rows, length)
+            _check_ids(ids, facts_of(layout, rows, counted, attention_mask, hint).documents, rows, length)
         return Whole(inputs, {"labels", "shift_labels"} & inputs.keys(), None, None, items)
     given = inputs.get("position_ids")
     if given is None:
@@ -95,9 +93,8 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
         raise errors.BadShape("position_ids", tuple(given.shape), f"it must be [{rows}, {length}]")
     position_ids = inputs["position_ids"] = given.expand(rows, -1).contiguous()
 
-    facts = facts_of(layout, rows, position_ids, attention_mask, batch.get("cu_seq_lens_q"))
-    if (ids := batch.get("seq_idx")) is not None:
-        _check_ids(ids, facts.documents, rows, length)
+    facts = facts_of(layout, rows, position_ids, attention_mask, hint)
+    _check_ids(ids, facts.documents, rows, length)
     blocks = _blocks(batch, rows, length)
     facts.blocks = None if blocks is None else layout.pad(blocks, 1, -1)
     # 1 for every real token: with a 2-D mask present, masking_utils looks for no documents in a shard's positions.
@@ -202,8 +199,10 @@ def _check_hint(cu_seq_lens: Tensor, ids: Tensor | None, positions: Tensor) -> N
         )
 
 
-def _check_ids(seq_idx: Tensor, documents: Tensor | None, rows: int, length: int) -> None:
-    """seq_idx must tell the same documents as position_ids, too."""
+def _check_ids(seq_idx: Tensor | None, documents: Tensor | None, rows: int, length: int) -> None:
+    """seq_idx must tell the same documents as position_ids, too, if there is one."""
+    if seq_idx is None:
+        return
     if tuple(seq_idx.shape) not in ((rows, length), (1, length)):
         raise errors.BadShape("seq_idx", tuple(seq_idx.shape), f"it must be [{rows}, {length}]")
     told = seq_idx.cpu().expand(rows, -1).diff(dim=1) != 0
