@@ -27,6 +27,21 @@ def row_products(dout: Tensor, out: Tensor) -> Tensor:
     return torch.einsum("bthd,bthd->bht", dout.to(dtype), out.to(dtype))
 
 
+def products_in_place(dout: Tensor, out: Tensor) -> Tensor:
+    """`row_products` for kernels that use it for the sinks' gradient alone: one copy in the wide dtype, not two."""
+    return dout.to(accumulate_dtype(out.dtype), copy=True).mul_(out).sum(3).transpose(1, 2).contiguous()
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """lse [B, T, H] with one more key for each head, without a value; out [B, T, H, Dv] shrinks by it, in place."""
+    if sinks is None:
+        return lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
+    out.copy_(out * share[..., None])
+    return total
+
+
 HALVES = (torch.bfloat16, torch.float16)
 
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..base import Gradients, InOrder, Params, Request, aligned, reasons_of_flash
+from ..base import Gradients, InOrder, Params, Request, aligned, products_in_place, reasons_of_flash, with_sinks
 from ..flash4.calls import Call, Dense, Packed
 from .calls import plan
 from .libraries import Lengths, Library, Package, Torch
@@ -60,17 +60,10 @@ class Flash2(InOrder):
             assert sums.dtype == torch.float32, "FlashAttention 2 keeps its statistics in float32"
             where.q.write(out, part)
             where.q.write(lse, sums.transpose(-1, -2))
-        if params.sinks is not None:
-            # A sink is one more key, without a value. It makes every weight smaller by the same factor.
-            total = torch.logaddexp(lse, params.sinks.float())
-            share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
-            out.copy_(out * share[..., None])
-            lse = total
-        return out, lse.transpose(1, 2).contiguous()
+        return out, with_sinks(out, lse, params.sinks).transpose(1, 2).contiguous()
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
-        # The library makes its own; this one is for the sinks' gradient.
-        return dout.to(torch.float32, copy=True).mul_(out).sum(3).transpose(1, 2).contiguous()
+        return products_in_place(dout, out)  # the library makes its own
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..base import HALVES, Asked, Gradients, InOrder, Params, Request, accumulate_dtype
+from ..base import (
+    HALVES,
+    Asked,
+    Gradients,
+    InOrder,
+    Params,
+    Request,
+    accumulate_dtype,
+    products_in_place,
+    with_sinks,
+)
 from ..score_mod import ScoreMod
 from .calls import KEPT, NO_ROOM, Calls
 from .graph import Graph
@@ -65,17 +75,10 @@ class Flex(InOrder):
                     _heads_first(q), _heads_first(k), _heads_first(v), graph, leaves, places, mod.first_head
                 )
             out.copy_(found.transpose(1, 2))
-        if params.sinks is not None:
-            # A sink is one more key, without a value. It makes every weight smaller by the same factor.
-            total = torch.logaddexp(lse, params.sinks.to(dtype)[None, :, None])
-            share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
-            out.copy_(out * share.transpose(1, 2)[..., None])
-            lse = total
-        return out, lse.contiguous()
+        return out, with_sinks(out, lse.transpose(1, 2), params.sinks).transpose(1, 2).contiguous()
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
-        # The backward needs out itself; this one is for the sinks' gradient.
-        return dout.to(accumulate_dtype(out.dtype), copy=True).mul_(out).sum(3).transpose(1, 2).contiguous()
+        return products_in_place(dout, out)  # the backward needs out itself
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor,
