@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from .backward import gradients
-from .comm import Ring
-from .kernels import KERNELS, Gradients, Params, Request
+from .kernels import KERNELS, Params, Request
+from .kernels.whole import whole
 from .layout import Layout
 from .mask import CAUSAL, Mask, tiles
 from .ring import forward
 from .tables import Plan, Tables
-from .traffic import Hop, Sums, visiting_order
+from .traffic import Hop, Sums
+from .traffic.played import Played
 
 LENGTH, RANKS = 4 * 67, 2
 ROWS, KEY_HEADS = 2, 3
@@ -75,13 +76,9 @@ def tried(kernel: str, request: Request, device: torch.device) -> dict[str, floa
 
 def defined(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
     """What the reference says of whole rows."""
-    kernel, whole = KERNELS["reference"], Layout(LENGTH, 1, 0).whole()
+    runs = Layout(LENGTH, 1, 0).whole()
     params = Params(params.scale, params.softcap, None if params.sinks is None else params.sinks.double())
-    table = tiles(mask, whole, whole)
-    out, lse = kernel.forward(q, k, v, table, params)
-    into = Gradients(kernel.new_gradient(q), kernel.new_gradient(k), kernel.new_gradient(v))
-    kernel.backward(dout, q, k, v, lse, kernel.delta(dout, out), table, params, into, out)
-    return {"out": out, "lse": lse, "dq": into.dq, "dk": into.dk, "dv": into.dv}
+    return whole(KERNELS["reference"], q, k, v, dout, tiles(mask, runs, runs), params)
 
 
 def played(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
@@ -94,7 +91,7 @@ def played(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mas
         arriving, began = began, [{}, {}]
         for rank in range(RANKS):
             layout = Layout(LENGTH, RANKS, rank)
-            traffic = _Played(layout, (k, v), arriving[1 - rank], began[rank])
+            traffic = _Road(layout, (k, v), arriving[1 - rank], began[rank])
             plan = Plan.of(traffic.ring, layout, mask, sparse_share=0)
             tables = Tables.of(plan.tiles, plan.stops, RANKS)
             my_q, my_k, my_v, my_dout = (layout.shard(x, 1) for x in (q, k, v, dout))
@@ -103,11 +100,11 @@ def played(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mas
                 traffic, KERNELS[kernel], my_dout, my_q, my_k, my_v, out, lse, tables, params, "ring", 0, {}
             )
             found.append({"out": out, "lse": lse.transpose(1, 2), "dq": dq, "dk": dk, "dv": dv})
-    whole = {name: Layout(LENGTH, RANKS, 0).merge(torch.stack([one[name] for one in found])) for name in found[0]}
-    return {**whole, "lse": whole["lse"].transpose(1, 2)}
+    rows = {name: Layout(LENGTH, RANKS, 0).merge(torch.stack([one[name] for one in found])) for name in found[0]}
+    return {**rows, "lse": rows["lse"].transpose(1, 2)}
 
 
-class _Played:
+class _Road(Played):
     """A `Traffic` whose messages are dictionaries.
 
     Args:
@@ -115,26 +112,19 @@ class _Played:
         began: where this rank's are noted.
     """
 
-    groups, bytes_per_gather = 2, 2**40
+    groups = 2
 
     def __init__(
         self, layout: Layout, row: Sequence[Tensor], arriving: dict[tuple[int, int], Sums],
         began: dict[tuple[int, int], Sums],
     ) -> None:  # fmt: skip
-        self.ring = Ring.played(layout.world_size, layout.rank)
-        self._row = row
-        self._of_ranks = [layout.split(x) for x in row]
+        super().__init__(layout, row)
         self._arriving, self._began = arriving, began
 
-    def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        for group in groups:
-            yield group, self._row[0][:, :, group], self._row[1][:, :, group]
-
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
-        for source in visiting_order(self.ring):
-            for lane in lanes:
-                keys, values = (x[source][:, :, lane] for x in self._of_ranks)
-                at = source, lane.start
-                sums = self._arriving.get(at) if source == self.ring.rank else None
-                yield Hop(source, lane, keys, values, sums := sums or new(source, lane))
-                self._began[at] = sums
+        def sums(source: int, lane: slice) -> Sums:
+            at = source, lane.start
+            found = self._arriving.get(at) if source == self.ring.rank else None
+            return self._began.setdefault(at, found or new(source, lane))
+
+        return self.walk(lanes, sums)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..comm import Ring
-from ..config import is_a_launched_rank
 from ..errors import RingAttentionError
 from . import errors, plot, profile, roads, speed
 from .peers import PEERS
 from .provenance import facts
 from .workload import Workload
+from .world import world
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -57,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     if given.plot:
         return _plot(given.plot)
-    with _world(given.device) as (ring, device):
+    with world(given.device) as (ring, device):
         first = ring.rank == 0
         if given.against and ring.size == 1:
             sys.stderr.write("--against compares rings of several ranks: start this with torchrun\n")
@@ -111,21 +108,3 @@ def _work(given: argparse.Namespace, tokens: int, device: torch.device, dtype: t
         tokens, device, given.heads, given.kv_heads, given.head_dim, given.value_dim or given.head_dim, dtype,
         given.window, given.document, given.deterministic,
     )  # fmt: skip
-
-
-@contextmanager
-def _world(device: str | None) -> Iterator[tuple[Ring, torch.device]]:
-    """The ring of all ranks that a launcher started, or of this process, and this rank's device."""
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not is_a_launched_rank():
-        yield Ring.of(None), torch.device(kind)
-        return
-    mine = torch.device(kind)
-    if kind == "cuda":
-        mine = torch.device(kind, dist.get_node_local_rank())
-        torch.cuda.set_device(mine)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=mine if kind == "cuda" else None)
-    try:
-        yield Ring.of(None), mine
-    finally:
-        dist.destroy_process_group()

@@ -16,7 +16,8 @@ from ..kernels import KERNELS
 from ..layout import Layout
 from ..ring import attend, forward
 from ..tables import Plan, Tables
-from ..traffic import Hop, Sums, visiting_order
+from ..traffic import Hop, Sums
+from ..traffic.played import Played
 from .clock import Call
 from .workload import Workload
 
@@ -82,30 +83,12 @@ def _road(work: Workload, plan: Plan, kernel: str, tokens: int, share: float, ch
     return differentiated(function, work.inputs(tokens, 0), share)
 
 
-class Alone:
-    """One rank of a ring whose messages have all arrived: what its own work costs, on one device. A `Traffic`.
-
-    Args:
-        row: k and v of the whole row, [1, padded, heads, width].
-    """
-
-    groups, bytes_per_gather = 1, 2**40
-
-    def __init__(self, layout: Layout, row: Sequence[Tensor]) -> None:
-        self.ring = Ring.played(layout.world_size, layout.rank)
-        self._row = list(row)
-        self._of_ranks = [layout.split(x) for x in row]
-
-    def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        for group in groups:
-            yield group, self._row[0][:, :, group], self._row[1][:, :, group]
+class Alone(Played):
+    """One rank of a ring whose messages have all arrived: what its own work costs, on one device. A `Traffic`."""
 
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
-        sums: dict[int, Sums] = {}
-        for source in visiting_order(self.ring):
-            for lane in lanes:
-                keys, values = (x[source][:, :, lane] for x in self._of_ranks)
-                yield Hop(source, lane, keys, values, sums.setdefault(lane.start, new(source, lane)))
+        kept: dict[int, Sums] = {}
+        return self.walk(lanes, lambda source, lane: kept.setdefault(lane.start, new(source, lane)))
 
 
 def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str) -> Road:

@@ -29,8 +29,9 @@ from hf_ring_attn.bench import roads
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.speed import largest_over
 from hf_ring_attn.bench.workload import Workload
+from hf_ring_attn.bench.world import world
 from hf_ring_attn.choice import kernel_for
-from hf_ring_attn.comm import LOCAL, Ring
+from hf_ring_attn.comm import Ring
 from hf_ring_attn.layout import Layout
 
 ENTRIES = 8
@@ -132,38 +133,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
     given = parser.parse_args()
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device, launched = torch.device(kind), dist.is_torchelastic_launched()
-    if launched:
-        device = torch.device(kind, dist.get_node_local_rank()) if kind == "cuda" else device
-        if kind == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    ring = Ring.of(None) if launched else Ring(LOCAL)
-    if given.tokens % (2 * ring.size):
-        parser.error(f"--tokens must be a multiple of {2 * ring.size}, two chunks a rank, got {given.tokens}")
+    with world(None) as (ring, device):
+        if given.tokens % (2 * ring.size):
+            parser.error(f"--tokens must be a multiple of {2 * ring.size}, two chunks a rank, got {given.tokens}")
+        run(given, ring, device)
+
+
+def run(given: argparse.Namespace, ring: Ring, device: torch.device) -> None:
     head = facts()
     heads, kv_heads = given.heads
     work = Workload(given.tokens, device, heads, kv_heads, given.width, given.width, getattr(torch, given.dtype))
     result = {**head, "tokens": given.tokens, "dtype": given.dtype, **measured(work, ring, given)}
-    if launched:
+    if ring.size > 1:
         result["errors"] = probe(work, Layout(given.tokens, ring.size, ring.rank), RingConfig(kernel=given.kernel))
-    if ring.rank == 0:
-        for name in ("forward", "both"):
-            row = result[name]
-            peak = f", {row['peak_bytes'] / 2**30:.1f} GiB" if row["peak_bytes"] else ""
-            print(
-                f"{given.tokens:,} tokens, {result['kernel']}, 1/{result['ring']} a device, {name}: "
-                f"{statistics.median(row['seconds']):.2f} s, {row['tflops']:.0f} TFLOP/s a device{peak}"
-            )
-        if "errors" in result:
-            print("largest relative error of single vectors:", {k: f"{x:.1e}" for k, x in result["errors"].items()})
-        if given.save:
-            given.save.mkdir(parents=True, exist_ok=True)
-            name = f"long_row_{ring.size}.json"
-            (given.save / name).write_text(json.dumps(result, indent=1) + "\n")
-    if launched:
-        dist.destroy_process_group()
+    if ring.rank:
+        return
+    for name in ("forward", "both"):
+        row = result[name]
+        peak = f", {row['peak_bytes'] / 2**30:.1f} GiB" if row["peak_bytes"] else ""
+        print(
+            f"{given.tokens:,} tokens, {result['kernel']}, 1/{result['ring']} a device, {name}: "
+            f"{statistics.median(row['seconds']):.2f} s, {row['tflops']:.0f} TFLOP/s a device{peak}"
+        )
+    if "errors" in result:
+        print("largest relative error of single vectors:", {k: f"{x:.1e}" for k, x in result["errors"].items()})
+    if given.save:
+        given.save.mkdir(parents=True, exist_ok=True)
+        (given.save / f"long_row_{ring.size}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

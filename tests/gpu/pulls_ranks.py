@@ -16,7 +16,8 @@ from torch import Tensor
 
 from hf_ring_attn.choice import kernel_for
 from hf_ring_attn.comm import Ring
-from hf_ring_attn.kernels import KERNELS, Gradients, Params, Request
+from hf_ring_attn.kernels import KERNELS, Params, Request
+from hf_ring_attn.kernels.whole import whole
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Band, Mask, tiles
 from hf_ring_attn.ring import attend
@@ -92,14 +93,11 @@ def answer(case: Case, ring: Ring, traffic: str) -> list[Tensor]:
 
 def errors(case: Case, ring: Ring, found: list[Tensor]) -> dict[str, float]:
     """Of this rank's answer, against the reference for the whole row in float64."""
-    layout, kernel = Layout(case.length, ring.size, ring.rank), KERNELS["reference"]
+    layout = Layout(case.length, ring.size, ring.rank)
     q, k, v, dout = (layout.merge(ring.gather(x).wait()[0]).double() for x in inputs(case, ring))
     table = tiles(mask_of(case, layout), layout.whole(), layout.whole())
-    params = Params(case.width**-0.5)
-    out, lse = kernel.forward(q, k, v, table, params)
-    into = Gradients(kernel.new_gradient(q), kernel.new_gradient(k), kernel.new_gradient(v))
-    kernel.backward(dout, q, k, v, lse, kernel.delta(dout, out), table, params, into, out)
-    want = [layout.shard(out, 1), layout.shard(lse, 2), *(layout.shard(x, 1) for x in (into.dq, into.dk, into.dv))]
+    answer = whole(KERNELS["reference"], q, k, v, dout, table, Params(case.width**-0.5))
+    want = [layout.shard(answer[name], 2 if name == "lse" else 1) for name in NAMES]
     far = {}
     for name, x, y in zip(NAMES, found, want, strict=True):
         seen = y.isfinite()  # padding has no log-sum-exp
