@@ -1,8 +1,8 @@
 """What every rank of tests/gpu/test_pulls_on_gpu.py does: torchrun --nproc_per_node 4 tests/gpu/pulls_ranks.py
 
 Attention in a ring by pulls and by messages, whose bits must be the same, under masks of every kind, and the answer
-that of the reference for the whole row in float64; and fifty backward passes in deterministic mode, while other work
-disturbs the timing, whose bits must be the same too.
+that of the reference for the whole row in float64, also where ranks exchange only what they see; and fifty backward passes
+in deterministic mode, while other work disturbs the timing, whose bits must be the same too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Case(NamedTuple):
     backward: str = "ring"
     heads_per_gather: int = 0
     kernel: str = "auto"
+    sparse: bool = False
 
 
 CASES = [
@@ -50,6 +51,11 @@ CASES = [
     Case(4096, batch=2, documents=5), Case(16384, heads=16, kv_heads=8), Case(1024), Case(8192, kv_heads=8),
     Case(4096, kernel="triton"), Case(1000, width=40, value_width=24, kernel="triton"),
     Case(1024, heads=2, kv_heads=2, kernel="reference"),
+    Case(4096, band=Band(0, 300), sparse=True), Case(3000, documents=40, sparse=True),
+    Case(4096, batch=2, documents=50, band=Band(0, 200), sparse=True, heads_per_gather=3),
+    Case(2048, width=192, value_width=128, heads=4, band=Band(0, 100), sparse=True),
+    Case(4096, band=Band(0, 300), kernel="triton", sparse=True),
+    Case(1024, heads=2, kv_heads=2, documents=20, kernel="reference", sparse=True),
 ]  # fmt: skip
 
 
@@ -76,7 +82,8 @@ def inputs(case: Case, ring: Ring, seed: int = 0) -> list[Tensor]:
 
 def answer(case: Case, ring: Ring, traffic: str) -> list[Tensor]:
     layout = Layout(case.length, ring.size, ring.rank)
-    plan = Plan.of(ring, layout, mask_of(case, layout), sparse_share=0)
+    plan = Plan.of(ring, layout, mask_of(case, layout), sparse_share=None if case.sparse else 0)
+    assert bool(plan.stops[-1]) == case.sparse
     *leaves, dout = inputs(case, ring)
     q, k, v = (x.requires_grad_() for x in leaves)
     request = Request(

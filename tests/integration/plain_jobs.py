@@ -63,6 +63,7 @@ class Step:
     ring: RingConfig = RingConfig()
     checkpointing: str = ""
     dtype: torch.dtype = torch.float64
+    device: str = "cpu"
     exact: float = 1e-11
 
 
@@ -82,8 +83,8 @@ class Answer:
 def own_loss(logits: Tensor, batch: Batch) -> Tensor:
     """A loss of whole rows that weighs every place differently; padding does not count."""
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    weights = torch.linspace(-1, 1, logits[0].numel(), dtype=logits.dtype).sin().view(logits.shape[1:])
-    return (logits.tanh() * weights * mask[..., None]).sum()
+    weights = torch.linspace(-1, 1, logits[0].numel(), dtype=logits.dtype, device=logits.device).sin()
+    return (logits.tanh() * weights.view(logits.shape[1:]) * mask[..., None]).sum()
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
@@ -94,7 +95,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 def ready(step: Step, attention: str | None) -> Any:
     model: Any = tiny(step.model, attention)
-    model.to(step.dtype)
+    model.to(step.device, step.dtype)
     if step.checkpointing:
         model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[step.checkpointing])

@@ -1,0 +1,95 @@
+"""What every rank of tests/gpu/test_models_on_gpu.py does: torchrun --nproc_per_node 2 tests/gpu/model_ranks.py
+
+Tiny models of every kind in a ring, over NCCL where there are GPUs, in float32, against transformers' own attention on
+one device: hybrids, experts with their auxiliary loss, windows, sinks, latent attention; whole rows, padded and packed
+ones. Windows and short documents make sparse plans.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "integration")]
+
+import hf_ring_attn  # noqa: E402  only after the paths
+from hf_ring_attn.bench.world import world  # noqa: E402  only after the paths
+from hf_ring_attn.testing import relative_error  # noqa: E402  only after the paths
+from hybrid_jobs import HYBRIDS  # noqa: E402  only after the paths
+from plain_jobs import Answer, Batch, Step, by_itself, in_a_ring, packed, padded, ready, tokens  # noqa: E402
+from tiny_models import MODELS  # noqa: E402  only after the paths
+
+DOCUMENTS = (5, 20, 3, 30, 9)
+BATCHES: dict[str, Batch] = {"whole": tokens(67), "padded": padded(67, right=20), "packed": packed(*DOCUMENTS)}
+BY_DOCUMENT = (*HYBRIDS, "gpt_oss")
+"""Their packed rows are compared with each document alone, since transformers' own code mixes the documents."""
+BOUND, FLOOR = 5e-5, 0.05
+"""Relative; a parameter's gradient counts for at least this share of the gradient of all, as in the sweep."""
+
+
+def steps(device: torch.device) -> list[Step]:
+    return [
+        Step(
+            why=why, model=name, batch={n: x.to(device) for n, x in batch.items()}, dtype=torch.float32,
+            device=str(device),
+        )
+        for name in MODELS for why, batch in BATCHES.items() if why != "packed" or name not in BY_DOCUMENT
+    ]  # fmt: skip
+
+
+def errors(got: Answer, want: Answer, real: torch.Tensor) -> dict[str, float]:
+    """Relative errors of the loss, of the logits of real tokens, and the largest of a parameter's gradient."""
+    found = {"loss": relative_error(got.loss, want.loss), "logits": relative_error(got.logits[real], want.logits[real])}
+    for kind in ("gradients", "exact"):
+        mine, theirs = getattr(got, kind), getattr(want, kind)
+        assert mine.keys() == theirs.keys()
+        floor = FLOOR * float(torch.stack([x.norm() for x in theirs.values()]).norm())
+        found[kind] = max(float((mine[n] - x).norm()) / max(float(x.norm()), floor) for n, x in theirs.items())
+    return found
+
+
+def by_document(name: str, device: torch.device) -> float:
+    """The relative error of the logits of a packed row."""
+    step = Step(why="", model=name, dtype=torch.float32, device=str(device))
+    batch = {n: x.to(device) for n, x in packed(*DOCUMENTS).items() if n != "labels"}
+    with torch.no_grad():
+        sharded = hf_ring_attn.shard(batch)
+        with sharded:
+            got = sharded.gather(ready(step, "ring_fp32")(**sharded.inputs).logits)
+        parts = batch["input_ids"].split(DOCUMENTS, 1)
+        model = ready(step, None)
+        want = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
+    return relative_error(got, want)
+
+
+def main() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    wrong: list[str] = []
+    with world(None) as (ring, device):
+        cases = steps(device)
+        for step in cases:
+            try:
+                mask = step.batch.get("attention_mask", torch.ones_like(step.batch["input_ids"]))
+                found = errors(in_a_ring(step), by_itself(step), mask.bool())
+                far = {name: x for name, x in found.items() if not x <= BOUND}
+            except hf_ring_attn.errors.RingAttentionError as error:
+                far = {str(error): torch.inf}
+            wrong += [f"{step.model}, {step.why}: {far}"] if far else []
+        for name in BY_DOCUMENT:
+            apart = by_document(name, device)
+            wrong += [f"{name}, packed: {apart:.1e}"] if not apart <= BOUND else []
+        texts: list[list[str]] = [[]] * ring.size
+        dist.all_gather_object(texts, wrong)
+        if ring.rank == 0:
+            lines = [f"rank {rank}: {line}" for rank, some in enumerate(texts) for line in some]
+            text = "\n".join([*lines, f"{len(cases) + len(BY_DOCUMENT)} cases, {len(lines)} wrong"])
+            sys.stdout.write(text + "\n")
+    sys.exit(any(texts))
+
+
+if __name__ == "__main__":
+    main()
