@@ -1,8 +1,8 @@
 """What every rank of tests/gpu/test_pulls_on_gpu.py does: torchrun --nproc_per_node 4 tests/gpu/pulls_ranks.py
 
 Attention in a ring by pulls and by messages, whose bits must be the same, under masks of every kind, and the answer
-that of the reference for the whole row in float64, also where ranks exchange only what they see; and fifty backward passes
-in deterministic mode, while other work disturbs the timing, whose bits must be the same too.
+that of the reference for the whole row in float64, also where ranks exchange only what they see; and fifty backward
+passes in deterministic mode, while other work disturbs the timing, whose bits must be the same too.
 """
 
 from __future__ import annotations
