@@ -94,11 +94,11 @@ def ring_attention(
             and kv_idx count tokens from the beginning of the whole row. It is asked about visible pairs only. The
             tensors that it uses, wherever it has them from (closures, modules, globals), are those of the whole row and
             the same on every rank; those that require a gradient get this rank's share of it, as sinks do, rounded
-            once. `hf_ring_attn.biases` has some. The reference serves it, in float64 (with ``deterministic=True`` with
-            the same bits from run to run on a GPU too). On a GPU ``RingConfig(kernel="flex")`` serves it faster where
-            it can: in float32, with gradients of those tensors added up in no fixed order, so that their last bits
-            differ from run to run. It compiles each function once, so a Python number in it that changes makes it
-            another one: use a tensor. torch.compile breaks its graph here.
+            once. `hf_ring_attn.biases` has some. On a GPU ``flex`` serves it where it can: in float32, with gradients
+            of those tensors added up in no fixed order, so that their last bits differ from run to run. It compiles
+            each function once, so a Python number in it that changes makes it another one: use a tensor. Elsewhere
+            the reference does, in float64 (``deterministic=True``: on a GPU too, with the same bits from run to run).
+            torch.compile breaks its graph here.
         scale: factor of the scores; None: D ** -0.5.
         length: S, the tokens of the whole row. None: the ranks tell each other in one small collective, and find out
             there if they were called with different shapes or options.
@@ -134,7 +134,7 @@ def ring_attention(
         config.deterministic, mask.holes, mod is not None,
     )  # fmt: skip
     scale = head_dim**-0.5 if scale is None else scale
-    if mod is not None and [*named(config.kernel)] == ["flex"]:
+    if mod is not None and "flex" in named(config.kernel):
         request = asking(request, mod, scale, softcap, partial(_part, mask, batch, length))
     kernel = kernel_for(ring.name, config.kernel, request)
     params = Params(scale, softcap, sinks, config.deterministic, mod)

@@ -20,10 +20,10 @@ from .score_mod import PART, ScoreFunction, ScoreMod
 from .triton import Triton
 
 KERNELS: dict[str, Kernel] = {
-    "flash4": Flash4(), "triton": Triton(), "flash2": Flash2(), "reference": Reference(), "flex": Flex(),
+    "flash4": Flash4(), "triton": Triton(), "flash2": Flash2(), "flex": Flex(), "reference": Reference(),
 }  # fmt: skip
-"""Every kernel by name, the preferred one first: those that round gradients come after those that do not. The reference
-can all that flex can, so flex serves by name alone, until its tests on a GPU have run."""
+"""Every kernel by name, the preferred one first: those that round gradients come after those that do not, and the
+reference, which can all that the others can, is last."""
 
 __all__ = [
     "KERNELS",
