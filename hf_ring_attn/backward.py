@@ -72,7 +72,7 @@ class _Backward:
         """Keys and values come again, a few heads at a time, as in the forward; their gradients go home and are summed
         there."""
         parts = []
-        gathered = seen_by_heads(self.traffic, self.tables.exchange, self.k, self.v, heads_per_gather)
+        gathered = seen_by_heads(self.traffic, self.tables.exchange, self.tables.owners, self.k, self.v, heads_per_gather)
         self._prepare()
         wide = accumulate_dtype(self.q.dtype)
         for heads, k, v in gathered:
@@ -123,7 +123,8 @@ class _Backward:
         ring, tokens = self.traffic.ring, self.k.shape[1]
         if self.tables.exchange is not None:
             return self.tables.exchange.give_back(ring, gradient, tokens)
-        return ring.reduce_scatter(Layout(tokens * ring.size, ring.size, ring.rank).split(gradient))
+        layout = Layout(tokens * ring.size, ring.size, ring.rank, self.tables.owners)
+        return ring.reduce_scatter(layout.split(gradient))
 
     def _place(self, of: Literal["q", "k", "v"], x: Tensor, segments: Segments) -> Place:
         """Where the gradient of ``x`` goes."""

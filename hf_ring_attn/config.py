@@ -11,6 +11,7 @@ from .errors import BadOption
 Backward = Literal["ring", "gather"]
 Loss = Literal["sharded", "gathered"]
 Traffic = Literal["auto", "messages", "pulls"]
+Arrangement = Literal["auto", "zigzag"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,9 @@ class RingConfig:
         loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" re-gathers the logits in
             their original order and computes the loss on the whole row (S x V memory on every rank), which makes
             label smoothing and custom loss functions exact.
+        layout: who holds which token of a batch. "auto" gives ranks other chunks than the zigzag's where packed documents
+            would leave one with more than 1.1 times the mean's work; "zigzag" is always `hf_ring_attn.positions`. No
+            answer depends on it; read the places of a rank's tokens from ``sharded.positions``.
         pad: pad rows to a multiple of 2 * ring size with tokens that nobody sees; False refuses other lengths.
         deterministic: demand the same bits from run to run.
         save_attention: under gradient checkpointing keep each layer's attention output and log-sum-exp, so that its
@@ -42,6 +46,7 @@ class RingConfig:
     heads_per_gather: int | None = None
     traffic: Traffic = "auto"
     loss: Loss = "sharded"
+    layout: Arrangement = "auto"
     pad: bool = True
     deterministic: bool = False
     save_attention: bool = False
@@ -54,6 +59,8 @@ class RingConfig:
             raise BadOption("traffic", self.traffic, f"one of {get_args(Traffic)}")
         if self.loss not in get_args(Loss):
             raise BadOption("loss", self.loss, f"one of {get_args(Loss)}")
+        if self.layout not in get_args(Arrangement):
+            raise BadOption("layout", self.layout, f"one of {get_args(Arrangement)}")
         if self.heads_per_gather is not None and self.heads_per_gather < 1:
             raise BadOption("heads_per_gather", self.heads_per_gather, "a positive number of heads, or None")
 

@@ -1,19 +1,25 @@
-"""Who holds which token: zigzag positions, sharding, and back.
+"""Who holds which token: zigzag positions or any other chunks, sharding, and back.
 
 A row of S tokens is padded to a multiple of 2W and cut into 2W chunks; rank r holds chunk r and chunk 2W-1-r, in
 that order, so that every rank has the same share of a causal mask's work (Brandon et al. 2023, "Striped attention",
-and the zigzag of ring-flash-attention). A ring of one holds the row as it is.
+and the zigzag of ring-flash-attention). Packed documents may need other chunks than these: then the layout says whose
+each is (`balance` chooses). A ring of one holds the row as it is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .errors import BadOption
+
+
+Owners = tuple[int, ...]
+"""The rank that holds each chunk of a row, in order; () for the zigzag."""
 
 
 class Run(NamedTuple):
@@ -32,11 +38,13 @@ class Layout:
         length: real tokens in the row (S).
         world_size: ranks in the ring (W).
         rank: the rank that asks.
+        owners: the rank that holds each of the row's equal chunks, each rank as many as every other; () is the zigzag.
     """
 
     length: int
     world_size: int
     rank: int
+    owners: Owners = ()
 
     def __post_init__(self) -> None:
         if self.length < 0:
@@ -45,16 +53,23 @@ class Layout:
             raise BadOption("world_size", self.world_size, "at least 1")
         if not 0 <= self.rank < self.world_size:
             raise BadOption("rank", self.rank, f"from 0 to {self.world_size - 1}")
+        if self.owners and not _is_shared_evenly(self.owners, self.world_size):
+            raise BadOption("owners", self.owners, f"the ranks 0 to {self.world_size - 1}, each as often as every other")
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that each rank holds; a ring of one has a single chunk."""
+        return 1 if self.world_size == 1 else len(self.owners) // self.world_size or 2
 
     @property
     def chunk(self) -> int:
-        """Tokens in a chunk; a ring of one has a single chunk."""
-        return self.length if self.world_size == 1 else -(-self.length // (2 * self.world_size))
+        """Tokens in a chunk."""
+        return -(-self.length // (self.chunks * self.world_size))
 
     @property
     def padded(self) -> int:
         """Tokens in the padded row."""
-        return self.length if self.world_size == 1 else self.chunk * 2 * self.world_size
+        return self.chunk * self.chunks * self.world_size
 
     @property
     def local_length(self) -> int:
@@ -64,12 +79,14 @@ class Layout:
     def runs(self, rank: int | None = None) -> tuple[Run, ...]:
         """The contiguous runs of tokens that ``rank`` (default: this one) holds, in its local order."""
         rank = self.rank if rank is None else rank
-        if self.world_size == 1:
-            return (Run(0, 0, self.length),)
-        chunk, last = self.chunk, 2 * self.world_size - 1 - rank
-        if last == rank + 1:  # the two chunks of the last rank touch: one run
-            return (Run(0, rank * chunk, 2 * chunk),)
-        return (Run(0, rank * chunk, chunk), Run(chunk, last * chunk, chunk))
+        chunk, runs = self.chunk, [Run(0, 0, 0)]
+        for number, place in enumerate(chunks_of(self.world_size, self.owners)[rank]):
+            last = runs[-1]
+            if last.position + last.length == place * chunk:  # chunks that touch are one run
+                runs[-1] = last._replace(length=last.length + chunk)
+            else:
+                runs.append(Run(number * chunk, place * chunk, chunk))
+        return tuple(run for run in runs if run.length) or (Run(0, 0, 0),)
 
     def whole(self) -> tuple[Run, ...]:
         """The padded row as one run: what a merged gather holds."""
@@ -99,6 +116,11 @@ class Layout:
         if self.world_size == 1:
             return gathered[0]
         ranks, batch, tokens, *rest = gathered.shape
+        if self.owners:
+            owner, number = _places(self.world_size, self.owners, gathered.device)
+            pieces = gathered.unflatten(2, (self.chunks, tokens // self.chunks))[owner, :, number]
+            merged: Tensor = pieces.transpose(0, 1).reshape(batch, ranks * tokens, *rest)
+            return merged
         chunk = tokens // 2
         halves = gathered.view(ranks, batch, 2, chunk, *rest)
         row = gathered.new_empty(batch, 2, ranks, chunk, *rest)
@@ -111,6 +133,11 @@ class Layout:
         if self.world_size == 1:
             return row[None]
         batch, tokens, *rest = row.shape
+        if self.owners:
+            held = _held(self.world_size, self.owners, row.device)
+            pieces = row.unflatten(1, (len(self.owners), self.chunk)).index_select(1, held)
+            of_ranks: Tensor = pieces.view(batch, self.world_size, tokens // self.world_size, *rest)
+            return of_ranks.transpose(0, 1).contiguous()
         halves = row.view(batch, 2, self.world_size, self.chunk, *rest)
         ranks = row.new_empty(self.world_size, batch, 2, self.chunk, *rest)
         ranks[:, :, 0] = halves[:, 0].transpose(0, 1)
@@ -118,8 +145,38 @@ class Layout:
         return ranks.view(self.world_size, batch, tokens // self.world_size, *rest)
 
 
+@lru_cache(maxsize=1024)
+def chunks_of(world_size: int, owners: Owners) -> tuple[tuple[int, ...], ...]:
+    """The chunks of the row that rank 0, 1, ... holds, in their order in the row."""
+    if world_size == 1:
+        return ((0,),)
+    if not owners:
+        return tuple((rank, 2 * world_size - 1 - rank) for rank in range(world_size))
+    return tuple(tuple(chunk for chunk, of in enumerate(owners) if of == rank) for rank in range(world_size))
+
+
+@lru_cache(maxsize=1024)
+def _is_shared_evenly(owners: Owners, world_size: int) -> bool:
+    counts = {owners.count(rank) for rank in range(world_size)}
+    return counts == {len(owners) // world_size} and len(owners) % world_size == 0
+
+
+@lru_cache(maxsize=256)
+def _held(world_size: int, owners: Owners, device: torch.device) -> Tensor:
+    """The chunks of rank 0, then those of rank 1, ..."""
+    return torch.tensor(chunks_of(world_size, owners), device=device).flatten()
+
+
+@lru_cache(maxsize=256)
+def _places(world_size: int, owners: Owners, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each chunk of the row: its owner, and which of the owner's chunks it is."""
+    held = chunks_of(world_size, owners)
+    number = torch.tensor([held[rank].index(chunk) for chunk, rank in enumerate(owners)], device=device)
+    return torch.tensor(owners, device=device), number
+
+
 def positions(length: int, *, rank: int, world_size: int) -> Tensor:
-    """Which tokens of a row a rank holds.
+    """Which tokens of a row a rank holds where nothing else is said; of a sharded batch see `Sharded.positions`.
 
     ``row[:, positions(S, rank=r, world_size=W)]`` is rank r's share of ``row`` [B, S, ...]. Where S is no multiple of
     2 * W the last chunks are short, so ranks may hold different numbers of tokens, or none; together they hold every

@@ -7,6 +7,7 @@ tensor of S x S exists anywhere.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -260,12 +261,20 @@ def _row_tiles(
 
 
 def _parts(segments: Sequence[Segment], runs: Sequence[Run]) -> Iterable[tuple[int, Run]]:
-    """The pieces of the runs that lie in one segment each, with that segment's document."""
+    """The pieces of the runs that lie in one segment each, with that segment's document. Segments are in order."""
     for run in runs:
-        for start, stop, document in segments:
-            first, last = max(start, run.position), min(stop, run.position + run.length)
+        end = run.position + run.length
+        for at in range(bisect_right(segments, run.position, key=_stop), len(segments)):
+            start, stop, document = segments[at]
+            if start >= end:
+                break
+            first, last = max(start, run.position), min(stop, end)
             if first < last:
                 yield document, Run(run.offset + first - run.position, first, last - first)
+
+
+def _stop(segment: Segment) -> int:
+    return segment.stop
 
 
 def _clip(band: Band, query: Run, key: Run, key_block: int) -> tuple[int, ...] | None:

@@ -121,7 +121,8 @@ def forward(
     per_key_head = heads // k.shape[2]
     out = q.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q.dtype))
-    for group, keys, values in seen_by_heads(traffic, tables.exchange, k, v, heads_per_gather):
+    seen = seen_by_heads(traffic, tables.exchange, tables.owners, k, v, heads_per_gather)
+    for group, keys, values in seen:
         mine = slice(group.start * per_key_head, group.stop * per_key_head)
         _, lse[:, mine] = kernel.forward(
             q[:, :, mine], keys, values, tables.forward, params.of_heads(mine), out[:, :, mine]

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .comm import Ring
 from .exchange import Exchange
-from .layout import Layout, Run
+from .layout import Layout, Owners, Run
 from .mask import Mask, segments, tiles
 
 KEY_BLOCK = 384
@@ -59,7 +59,7 @@ class Plan:
         few = _sparse(layout, mask, share) if ring.size > 1 else None
         sections = _dense(layout, mask) if few is None else few
         lengths = [len(section) for section in sections]
-        lengths += [0] * (3 + 2 * ring.size - len(sections) if ring.size > 1 else 0)
+        lengths += [0] * (4 + 2 * ring.size - len(sections) if ring.size > 1 else 0)
         stops = torch.tensor([*itertools.accumulate(lengths), few is not None])
         return cls(ring.name, torch.cat(sections), stops, mask.holes)
 
@@ -85,6 +85,7 @@ class Tables:
         queries, keys: the segments of this rank's queries, and of the keys of ``forward``.
         backward: tiles against the keys of rank 0, 1, ...; segments: of these keys. None in a sparse plan.
         exchange: of a sparse plan: who is sent which keys.
+        owners: as in `Layout`, for a gather of the whole row; () in a sparse plan, which needs none.
     """
 
     forward: Tensor
@@ -93,6 +94,7 @@ class Tables:
     backward: Sequence[Tensor] = ()
     segments: Sequence[Segments] = ()
     exchange: Exchange | None = None
+    owners: Owners = ()
 
     @classmethod
     def of(cls, table: Tensor, stops: Tensor, ring_size: int) -> Tables:
@@ -107,7 +109,9 @@ class Tables:
             elif stops[-1]:
                 known = cls(forward, queries, keys, exchange=Exchange.of(rest[0], rest[1], ring_size))
             else:
-                known = cls(forward, queries, keys, rest[:ring_size], [Segments.of(x) for x in rest[ring_size:]])
+                *rest, owners = rest
+                of_ranks = [Segments.of(x) for x in rest[ring_size:]]
+                known = cls(forward, queries, keys, rest[:ring_size], of_ranks, owners=tuple(owners[:, 0].tolist()))
             _KNOWN[table] = known
         return known
 
@@ -116,7 +120,7 @@ _KNOWN = WeakIdKeyDictionary()
 
 
 def _dense(layout: Layout, mask: Mask) -> list[Tensor]:
-    """Three sections, and in a ring of several 2 * W more."""
+    """Three sections, and in a ring of several 2 * W + 1 more."""
     queries, whole, ranks = layout.runs(), layout.whole(), range(layout.world_size)
     sections = [
         tiles(mask, queries, whole, KEY_BLOCK), _local_segments(mask, layout, layout.rank, keys=False),
@@ -128,6 +132,7 @@ def _dense(layout: Layout, mask: Mask) -> list[Tensor]:
         # Accumulators that travel have one size, which depends on how many segments there are.
         most = max(len(table) for table in of_ranks)
         sections += [torch.nn.functional.pad(table, (0, 0, 0, most - len(table))) for table in of_ranks]
+        sections.append(_columns(torch.tensor(layout.owners, dtype=torch.int64).reshape(-1, 1)))
     return sections
 
 
@@ -182,8 +187,9 @@ def _local_segments(mask: Mask, layout: Layout, rank: int, keys: bool) -> Tensor
     """The segments of what a rank holds."""
     if not mask.one_document or layout.world_size == 1:
         return _segments(mask, layout.runs(rank), keys)
-    # Two on every rank, also where its chunks touch: what is shared is the same everywhere.
-    return _segments(mask, [Run(offset, 0, layout.chunk) for offset in (0, layout.chunk)], keys)
+    # As many on every rank, also where its chunks touch: what is shared is the same everywhere.
+    chunks = [Run(number * layout.chunk, 0, layout.chunk) for number in range(layout.chunks)]
+    return _segments(mask, chunks, keys)
 
 
 def _segments(mask: Mask, runs: Sequence[Run], keys: bool) -> Tensor:

@@ -23,7 +23,7 @@ MOST_LINES = 320
 BASE = {"errors", "config"}
 CORE = BASE | {"layout", "mask", "comm", "kernels"}
 ALONG = {"sequence", "by_heads"}
-RING = CORE | ALONG | {"exchange", "tables", "choice", "trial", "traffic", "backward", "ring", "scored", "functional"}
+RING = CORE | ALONG | {"balance", "exchange", "tables", "choice", "trial", "traffic", "backward", "ring", "scored", "functional"}
 HOST = RING | {"integration", "biases"}
 TOOLS = {"doctor", "plan", "bench", "verify"}
 
@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "layout": BASE,
+    "balance": BASE | {"layout"},  # whose chunks are whose, by the work of documents alone
     "mask": BASE | {"layout"},
     "comm": BASE,  # traffic: buffers and groups, never who sees whom
     "kernels": BASE | {"mask"},  # arithmetic: tiles as data, never a process group

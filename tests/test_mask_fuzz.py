@@ -1,4 +1,4 @@
-"""Random masks against a dense boolean one: the terms, their tiles, what ranks are sent, and attention through a ring.
+"""Random masks against a dense boolean one: terms, tiles, what ranks hold and are sent, and attention through a ring.
 
 `pytest tests/test_mask_fuzz.py --fuzz 20000` tries more of them than a usual run.
 """
@@ -134,12 +134,20 @@ def solvable(seed: int) -> Problem | None:
     return None if problem.chunk and any(max(row) >= 0 for row in problem.blocks) else problem
 
 
+def layout_of(problem: Problem, world_size: int, rank: int) -> Layout:
+    """A zigzag, or up to four chunks a rank, dealt at random."""
+    draw = random.Random(problem.seed + world_size)
+    owners = list(range(world_size)) * draw.choice([0, 0, 1, 2, 3, 4])
+    draw.shuffle(owners)
+    return Layout(problem.length, world_size, rank, tuple(owners))
+
+
 def solve(seed: int) -> dict[str, Tensor]:
     """Whole answers, gathered by hand from the ranks' shares on every rank: out, dq, dk, dv."""
     problem = solvable(seed)
     assert problem is not None
     ring = Ring.of(None)
-    layout = Layout(problem.length, ring.size, ring.rank)
+    layout = layout_of(problem, ring.size, ring.rank)
     generator = torch.Generator().manual_seed(seed)
     shape = (problem.rows, problem.length)
     rows = [torch.randn(*shape, h, 4, generator=generator, dtype=torch.float64) for h in (2, 1, 1, 2)]
@@ -184,7 +192,7 @@ def test_tiles_of_random_masks_are_the_dense_mask(request: pytest.FixtureRequest
         tried += 1
         seen = problem.dense()
         for rank in range(3):
-            layout = Layout(problem.length, 3, rank)
+            layout = layout_of(problem, 3, rank)
             count = torch.zeros(problem.rows, layout.padded, layout.padded, dtype=torch.int64)
             for row, _, q_length, q_place, k_offset, k_length, k_place, lo, hi in tiles(
                 problem.mask(layout), layout.runs(), layout.whole(), problem.key_block

@@ -15,7 +15,7 @@ from torch import Tensor
 from checks import Ranks
 from hf_ring_attn.comm import LOCAL, Pending, Ring
 from hf_ring_attn.errors import LeftHalfway, NoPulls
-from hf_ring_attn.layout import Layout
+from hf_ring_attn.layout import Layout, Owners, chunks_of
 from hf_ring_attn.traffic import Messages, Sums, head_groups, lanes_of, pulls, traffic_of, visiting_order
 from hf_ring_attn.traffic.packing import Packing
 from hf_ring_attn.traffic.pulls import Pulls
@@ -100,19 +100,22 @@ def test_a_ring_can_be_a_part_of_the_world(ranks: Ranks) -> None:
     assert [[source for source, *_ in seen] for _, seen in walks] == [[], [1, 0], [], [0, 1]]
 
 
-def gathered(heads: int, groups: list[slice]) -> list[tuple[slice, Tensor, Tensor]]:
+def gathered(heads: int, groups: list[slice], more: bool) -> list[tuple[slice, Tensor, Tensor]]:
     ring = Ring.of(None)
-    k = (Layout(12, ring.size, ring.rank).positions()[None, :, None, None] + torch.arange(heads)[:, None] * 100).float()
-    return [(group, x.clone(), y.clone()) for group, x, y in Messages(ring).gathered(k, -k[..., :1], groups)]
+    owners = (*range(ring.size), *range(ring.size), *reversed(range(ring.size)), *range(ring.size)) if more else ()
+    layout = Layout(24, ring.size, ring.rank, owners)
+    k = (layout.positions()[None, :, None, None] + torch.arange(heads)[:, None] * 100).float()
+    return [(group, x.clone(), y.clone()) for group, x, y in Messages(ring).gathered(k, -k[..., :1], groups, owners)]
 
 
+@pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_gather_gives_the_row_in_order(ranks: Ranks, size: int) -> None:
+def test_a_gather_gives_the_row_in_order(ranks: Ranks, size: int, more: bool) -> None:
     groups = [slice(0, 2), slice(2, 3)]
-    for found in ranks(size).run(gathered, 3, groups):
+    for found in ranks(size).run(gathered, 3, groups, more):
         assert [group for group, _, _ in found] == groups
         for group, k, v in found:
-            want = torch.arange(12.0)[:, None] + torch.arange(group.start, group.stop) * 100
+            want = torch.arange(24.0)[:, None] + torch.arange(group.start, group.stop) * 100
             assert torch.equal(k[0, :, :, 0], want) and torch.equal(v[0, :, :, 0], -want)
 
 
@@ -173,20 +176,25 @@ def test_without_gpus_there_are_messages_and_pulls_are_refused_by_name(ranks: Ra
 )
 def test_what_ranks_lay_out_for_each_other_is_read_back_in_order(batch: int, heads: int, groups: list[slice]) -> None:
     """What pulls copy, with the memory of all ranks in one process."""
+    for owners in ((), (2, 0, 1, 1, 3, 0, 2, 3), (3, 1, 0, 2), tuple(range(4)) * 4):
+        laid_out(batch, heads, groups, owners)
+
+
+def laid_out(batch: int, heads: int, groups: list[slice], owners: Owners) -> None:
     size, length, generator = 4, 64, torch.Generator().manual_seed(0)
     k, v = (torch.randn(batch, length, heads, width, generator=generator) for width in (6, 4))
-    layouts = [Layout(length, size, rank) for rank in range(size)]
+    layouts = [Layout(length, size, rank, owners) for rank in range(size)]
     of_ranks = [(layout.shard(k, 1), layout.shard(v, 1)) for layout in layouts]
-    for halves in (True, False):
-        packing = Packing.of(of_ranks[0][0], of_ranks[0][1], groups, halves)
+    for chunks in (layouts[0].chunks, 0):
+        packing = Packing.of(of_ranks[0][0], of_ranks[0][1], groups, chunks)
         memory = [torch.zeros(packing.stops[-1], dtype=torch.uint8) for _ in range(size)]
         for mine, kv in zip(memory, of_ranks, strict=True):
             packing.write(mine, *kv)
         shared = packing.views(memory)
         for number, group in enumerate(groups):
-            if halves:
+            if chunks:
                 row = packing.within(packing.empty(k, 0, size), number, size)
-                packing.lay_down(row, shared[number], [2, 0, 3, 1])
+                packing.lay_down(row, shared[number], [2, 0, 3, 1], chunks_of(size, owners))
                 found, want = [packing.apart(row, number)], [(k, v)]
             else:
                 found, want = [packing.apart(x, number) for (x,) in shared[number]], [(x, y) for x, y in of_ranks]

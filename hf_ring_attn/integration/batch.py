@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..ring import gather_sequence
 from . import active, drift, masks, models, sample, selfcheck
 from .report import announce
-from .rows import IMAGES, KERNEL_HINTS, PADDING, Facts, Whole, tokens_of, whole_rows
+from .rows import IMAGES, KERNEL_HINTS, PADDING, Facts, Whole, arranged, tokens_of, whole_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,6 +53,12 @@ class Sharded:
     @property
     def layout(self) -> Layout:
         return self.scope.layout
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64: the place in the row of each token that this rank holds, in the order of ``inputs``; places from S
+        on are padding. Unlike `hf_ring_attn.positions`, it knows what the documents of this batch are balanced by."""
+        return self.layout.positions()
 
     def __enter__(self) -> Sharded:
         self._context = ring_context(self.scope)
@@ -110,7 +116,8 @@ def shard(
     >>> loss = sharded.reduce(out.loss)           # of the whole batch
 
     Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents are
-    read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. A
+    read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. Where
+    a zigzag gives some rank much more work than others, ranks hold other chunks (`Sharded.positions` tells which). A
     batch with pixel_values is cut later, where the text model inside begins: towers see all images on every rank. With
     labels, shift_labels are made from the whole row before it is cut, and num_items_in_batch is the batch's own or the
     number of labelled tokens of the whole batch, over W, so that out.loss is this rank's share times W.
@@ -133,7 +140,7 @@ def shard(
     refusal: errors.Refused | None = None
     others = _others(batch)
     rest = f"other inputs ({', '.join(others)})" if others else "other inputs"
-    facts = dict.fromkeys(("options (RingConfig)", "rows", "tokens", "input_ids", *TOLD, rest), 0)
+    facts = dict.fromkeys(("options (RingConfig)", "rows", "tokens", "input_ids", *TOLD, rest, "layout"), 0)
     facts["options (RingConfig)"] = zlib.crc32(repr(config).encode())
     device = torch.device("cpu")
     try:
@@ -147,6 +154,8 @@ def shard(
                 facts[name] = _number(batch.get(name))
             facts[rest] = _number({name: batch[name] for name in others})
         whole = whole_rows(batch, tokens, layout, config)
+        layout = arranged(whole, layout, config)
+        facts["layout"] = zlib.crc32(repr(layout.owners).encode())
     except errors.Refused as error:
         refusal = error
     try:
@@ -202,6 +211,7 @@ def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) 
     whole = whole_rows({**batch, "pixel_values": late} if late else batch, tokens, layout, config)
     if late:
         del whole.inputs["pixel_values"]
+    layout = arranged(whole, layout, config)
     return _cut(batch, whole, ring, layout, config)
 
 

@@ -11,6 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from .. import errors
 from ..config import RingConfig
 from ..layout import Layout
-from . import active, batch
+from . import active, batch, models
 
 prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models with ring_fp32, as `Accelerator.prepare` returned them."""
@@ -142,7 +143,9 @@ class _Calls:
                 "input_ids (or inputs_embeds) must be one of the buffers itself, not a copy of it",
             )
         group = self.accelerator.torch_device_mesh["cp"].get_group()
-        sharded = batch.shard(whole, group, model=module)
+        # The buffers, which a program's own loss may read, were cut before anyone knew the documents.
+        config = replace(models.options_of(module), layout="zigzag")
+        sharded = batch.shard(whole, group, config=config, model=module)
         if named.get("num_items_in_batch") is not None:  # the caller counts, over several batches perhaps
             sharded.inputs["num_items_in_batch"] = named["num_items_in_batch"]
         sharded.__enter__()

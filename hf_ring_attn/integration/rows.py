@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from ..balance import balanced
 from ..config import RingConfig
 from ..layout import Layout
 
@@ -103,6 +104,25 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
 
     per_token = {n for n, x in inputs.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
     return Whole(inputs, per_token, facts, int(position_ids.max()) if length else 0, items)
+
+
+def arranged(whole: Whole, layout: Layout, config: RingConfig) -> Layout:
+    """Who holds which token of a batch: the zigzag ``layout``, or what balances its documents, and its facts padded so.
+
+    The documents of a batch with images are not known yet where it is sharded: it keeps the zigzag.
+    """
+    facts = whole.facts
+    if config.layout == "zigzag" or layout.world_size == 1 or facts is None or facts.documents is None:
+        return layout
+    documents = facts.documents[:, : layout.length]
+    if bool((documents == documents[:, :1]).all()):
+        return layout
+    chosen = balanced(documents, layout, config.pad)
+    if chosen.padded != layout.padded:
+        for name, value in (("documents", -1), ("hidden", False), ("positions", 0), ("blocks", -1)):
+            x = getattr(facts, name)
+            setattr(facts, name, None if x is None else chosen.pad(x[:, : layout.length], 1, value))
+    return chosen
 
 
 def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:

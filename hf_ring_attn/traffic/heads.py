@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..comm import Ring
 from ..exchange import Exchange
+from ..layout import Owners
 from .base import Traffic
 
 
@@ -23,13 +24,13 @@ def head_groups(k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int) -
 
 
 def seen_by_heads(
-    traffic: Traffic, exchange: Exchange | None, k: Tensor, v: Tensor, heads_per_gather: int
+    traffic: Traffic, exchange: Exchange | None, owners: Owners, k: Tensor, v: Tensor, heads_per_gather: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """The keys and values [B, S, heads, ...] of a plan's forward, a few heads at a time: the whole row's, or those that
     this rank's queries see."""
     ring = traffic.ring
     groups = head_groups(k, v, traffic, heads_per_gather)
-    return traffic.gathered(k, v, groups) if exchange is None else _exchanged(ring, exchange, k, v, groups)
+    return traffic.gathered(k, v, groups, owners) if exchange is None else _exchanged(ring, exchange, k, v, groups)
 
 
 def _exchanged(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from ..comm import Pending, Ring
-from ..layout import Layout
+from ..layout import Layout, Owners
 from .base import Hop, Sums, visiting_order
 
 
@@ -19,8 +19,10 @@ class Messages:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
 
-    def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank)
+    def gathered(
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = ()
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank, owners)
         for group, (keys, values) in self.ring.by_heads((k, v), groups):
             yield group, layout.merge(keys), layout.merge(values)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,8 +15,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Packing:
     """How keys and values lie where others read them: a group of heads after the other, and in a group k and v of a
-    token side by side, so that one copy moves both: [B, T, heads of k, then of v], the heads flattened. With ``halves``
-    [2, B, T / 2, ...], so that each chunk of a zigzag lies together."""
+    token side by side, so that one copy moves both: [B, T, heads of k, then of v], the heads flattened. With ``chunks``
+    [chunks, B, T / chunks, ...], so that each chunk of a layout lies together."""
 
     batch: int
     tokens: int
@@ -24,13 +24,13 @@ class Packing:
     value_width: int
     dtype: torch.dtype
     groups: tuple[tuple[int, int], ...]
-    halves: bool
+    chunks: int
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, groups: list[slice], halves: bool) -> Packing:
+    def of(cls, k: Tensor, v: Tensor, groups: list[slice], chunks: int = 0) -> Packing:
         batch, tokens, _, width = k.shape
         bounds = tuple((group.start, group.stop) for group in groups)
-        return cls(batch, tokens, width, v.shape[3], k.dtype, bounds, halves)
+        return cls(batch, tokens, width, v.shape[3], k.dtype, bounds, chunks)
 
     @cached_property
     def heads(self) -> tuple[int, ...]:
@@ -44,8 +44,8 @@ class Packing:
 
     def shape(self, number: int) -> tuple[int, ...]:
         width = self.heads[number] * (self.width + self.value_width)
-        if self.halves:
-            return 2, self.batch, self.tokens // 2, width
+        if self.chunks:
+            return self.chunks, self.batch, self.tokens // self.chunks, width
         return self.batch, self.tokens, width
 
     def views(self, of_ranks: list[Tensor]) -> list[list[tuple[Tensor, ...]]]:
@@ -53,7 +53,7 @@ class Packing:
         found = []
         for number, (start, stop) in enumerate(itertools.pairwise(self.stops)):
             whole = [x[start:stop].view(self.dtype).view(self.shape(number)) for x in of_ranks]
-            found.append([x.flatten(0, 1).unbind(0) if self.halves else (x,) for x in whole])
+            found.append([x.flatten(0, 1).unbind(0) if self.chunks else (x,) for x in whole])
         return found
 
     def write(self, mine: Tensor, k: Tensor, v: Tensor) -> None:
@@ -70,18 +70,21 @@ class Packing:
             split = self.heads[numbers.start] * self.width
             for x, part in ((keys, into[..., :split]), (values, into[..., split:])):
                 by_group = x.unflatten(2, (len(numbers), -1)).movedim(2, 0)  # [groups, B, T, heads, width]
-                if self.halves:
-                    by_group = by_group.unflatten(2, (2, -1)).movedim(2, 1)
+                if self.chunks:
+                    by_group = by_group.unflatten(2, (self.chunks, -1)).movedim(2, 1)
                 part.unflatten(-1, by_group.shape[-2:]).copy_(by_group)
 
-    def lay_down(self, row: Tensor, parts: list[tuple[Tensor, ...]], order: Iterable[int]) -> None:
-        """Copies the chunks of all ranks, as `views` has them, into the row: contiguous on both sides."""
-        chunks = 2 * len(parts)
+    def lay_down(
+        self, row: Tensor, parts: list[tuple[Tensor, ...]], order: Iterable[int], held: Sequence[Sequence[int]]
+    ) -> None:
+        """Copies the chunks of all ranks, as `views` has them, into the row: contiguous on both sides. ``held``: which
+        of the row's chunks each rank has."""
+        chunks = self.chunks * len(parts)
         places = row.unflatten(1, (chunks, -1)).flatten(0, 1).unbind(0)  # batch row by batch row, chunk by chunk
         for rank in order:
             for at, part in enumerate(parts[rank]):  # chunk by chunk, batch row by batch row
-                later, batch_row = divmod(at, self.batch)
-                places[batch_row * chunks + (chunks - 1 - rank if later else rank)].copy_(part)
+                number, batch_row = divmod(at, self.batch)
+                places[batch_row * chunks + held[rank][number]].copy_(part)
 
     def empty(self, like: Tensor, number: int, ranks: int) -> Tensor:
         """Room for a group of so many ranks' tokens: [B, S, width]."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from ..comm import Ring
-from ..layout import Layout
+from ..layout import Layout, Owners
 from .base import Hop, Sums, visiting_order
 
 
@@ -25,7 +25,9 @@ class Played:
         self._row = row
         self._of_ranks = [layout.split(x) for x in row]
 
-    def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def gathered(
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = ()
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         for group in groups:
             yield group, self._row[0][:, :, group], self._row[1][:, :, group]
 

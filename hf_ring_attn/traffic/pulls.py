@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..comm import Ring
 from ..errors import LeftHalfway
+from ..layout import Owners, chunks_of
 from .base import Hop, Sums, visiting_order
 from .packing import Packing
 
@@ -91,9 +92,12 @@ class Pulls:
 
     # ---- keys and values -------------------------------------------------------------------------------------------
 
-    def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def gathered(
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = ()
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         size = self.ring.size
-        packing = Packing.of(k, v, groups, halves=True)
+        held = chunks_of(size, owners)
+        packing = Packing.of(k, v, groups, len(held[0]))
         rows = [packing.empty(k, number, size) for number in range(min(2, len(groups)))]  # the first are the largest
         shared = self._publish(k, v, packing)
         order = [(self.ring.rank + step) % size for step in range(size)]  # its own first, then each rank another one's
@@ -104,7 +108,7 @@ class Pulls:
             if number >= 2:
                 self.keys_stream.wait_event(read[number - 2])
             with torch.cuda.stream(self.keys_stream):
-                packing.lay_down(row, shared[number], order)
+                packing.lay_down(row, shared[number], order, held)
                 return row, self._event(self.keys_stream)
 
         def arriving(ahead: tuple[Tensor, Any]) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -140,7 +144,7 @@ class Pulls:
 
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
         *others, own = visiting_order(self.ring)
-        packing = Packing.of(k, v, lanes, halves=False)
+        packing = Packing.of(k, v, lanes)
         landings = [[packing.empty(k, number, 1) for _ in range(2)] for number in range(len(lanes))]
         shared = self._publish(k, v, packing)
         read: dict[tuple[int, int], Any] = {}

@@ -1,0 +1,86 @@
+"""Which chunks of packed rows each rank holds, so that all ranks have about the same work.
+
+A zigzag gives every rank the same share of one document's causal mask, but not of several: whole rows of documents as
+long as a rank's share are up to 2.3 times as much work for one rank as for the mean (recipes/results has the table).
+There, chunks go to ranks by their work, the most first, each to the rank that has the least so far and still takes some
+(Graham 1969, "Bounds on multiprocessing timing anomalies"): the same number to each, since T must be equal.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .layout import Layout, Owners, chunks_of
+
+ACCEPTABLE_PERCENT = 110
+"""The largest share of work over the mean that is good enough. More and smaller chunks come closer to 100, but keys of
+a document then lie on more ranks, and more of them travel."""
+
+CHUNKS = (2, 4, 8, 16)
+"""How many chunks a rank may hold."""
+
+LEAST_CHUNK = 128
+"""Tokens in the smallest chunk: a kernel's block. Attention of rows that need smaller ones costs little anyway."""
+
+
+def balanced(documents: Tensor, layout: Layout, pad: bool = True) -> Layout:
+    """The layout for packed rows: the zigzag, where it is good enough; else the fewest chunks that are, or the best.
+
+    It depends on its arguments only, in whole numbers, so that every rank chooses the same.
+
+    Args:
+        documents: [B, S] ids of the rows on the CPU, -1 for tokens that see nothing. A batch has one layout: the work
+            of its rows is added up.
+        layout: the zigzag.
+        pad: whether rows may be padded, which more chunks than two can need.
+    """
+    work = _work_before(documents)
+    size, total = layout.world_size, int(work[-1])
+    if size == 1 or total == 0:
+        return layout
+    tried = [(_most(layout, _by_chunk(work, layout)), layout)]
+    for chunks in CHUNKS:
+        if 100 * size * tried[-1][0] <= ACCEPTABLE_PERCENT * total:
+            return tried[-1][1]
+        # Owners of this number of chunks, for their size only
+        other = Layout(layout.length, size, layout.rank, tuple(range(size)) * chunks)
+        if other.chunk < LEAST_CHUNK or not (pad or other.padded == layout.length):
+            continue
+        by_chunk = _by_chunk(work, other)
+        other = Layout(layout.length, size, layout.rank, _dealt(by_chunk, size))
+        tried.append((_most(other, by_chunk), other))
+    return min(tried, key=lambda one: one[0])[1]
+
+
+def _work_before(documents: Tensor) -> Tensor:
+    """[S + 1]: how many keys the queries before each token see, in all rows, under a causal mask."""
+    rows, length = documents.shape
+    places = torch.arange(length)
+    begins = torch.ones(rows, length, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    seen = places + 1 - (places * begins).cummax(1).values
+    return torch.nn.functional.pad(seen.masked_fill_(documents < 0, 0).sum(0).cumsum(0), (1, 0))
+
+
+def _by_chunk(work_before: Tensor, layout: Layout) -> list[int]:
+    """The work of each chunk of the row."""
+    bounds = torch.arange(layout.chunks * layout.world_size + 1) * layout.chunk
+    by_chunk: list[int] = work_before[bounds.clamp_(max=layout.length)].diff().tolist()
+    return by_chunk
+
+
+def _most(layout: Layout, by_chunk: list[int]) -> int:
+    """The work of the rank that has the most."""
+    return max(sum(by_chunk[chunk] for chunk in held) for held in chunks_of(layout.world_size, layout.owners))
+
+
+def _dealt(by_chunk: list[int], size: int) -> Owners:
+    each = len(by_chunk) // size
+    owners, loads, counts = [0] * len(by_chunk), [0] * size, [0] * size
+    for chunk in sorted(range(len(by_chunk)), key=lambda chunk: -by_chunk[chunk]):
+        rank = min((rank for rank in range(size) if counts[rank] < each), key=loads.__getitem__)
+        owners[chunk] = rank
+        loads[rank] += by_chunk[chunk]
+        counts[rank] += 1
+    return tuple(owners)
