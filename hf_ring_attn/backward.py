@@ -72,7 +72,8 @@ class _Backward:
         """Keys and values come again, a few heads at a time, as in the forward; their gradients go home and are summed
         there."""
         parts = []
-        gathered = seen_by_heads(self.traffic, self.tables.exchange, self.tables.owners, self.k, self.v, heads_per_gather)
+        tables = self.tables
+        gathered = seen_by_heads(self.traffic, tables.exchange, tables.owners, self.k, self.v, heads_per_gather)
         self._prepare()
         wide = accumulate_dtype(self.q.dtype)
         for heads, k, v in gathered:

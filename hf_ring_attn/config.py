@@ -30,9 +30,9 @@ class RingConfig:
         loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" re-gathers the logits in
             their original order and computes the loss on the whole row (S x V memory on every rank), which makes
             label smoothing and custom loss functions exact.
-        layout: who holds which token of a batch. "auto" gives ranks other chunks than the zigzag's where packed documents
-            would leave one with more than 1.1 times the mean's work; "zigzag" is always `hf_ring_attn.positions`. No
-            answer depends on it; read the places of a rank's tokens from ``sharded.positions``.
+        layout: who holds which token of a batch. "auto" gives ranks other chunks than the zigzag's where packed
+            documents would leave one with more than 1.1 times the mean's work; "zigzag" is `hf_ring_attn.positions` for
+            every batch. No answer depends on it; ``sharded.positions`` tells the places of a rank's tokens.
         pad: pad rows to a multiple of 2 * ring size with tokens that nobody sees; False refuses other lengths.
         deterministic: demand the same bits from run to run.
         save_attention: under gradient checkpointing keep each layer's attention output and log-sum-exp, so that its

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .errors import BadOption
 
-
 Owners = tuple[int, ...]
 """The rank that holds each chunk of a row, in order; () for the zigzag."""
 
@@ -54,7 +53,8 @@ class Layout:
         if not 0 <= self.rank < self.world_size:
             raise BadOption("rank", self.rank, f"from 0 to {self.world_size - 1}")
         if self.owners and not _is_shared_evenly(self.owners, self.world_size):
-            raise BadOption("owners", self.owners, f"the ranks 0 to {self.world_size - 1}, each as often as every other")
+            need = f"the ranks 0 to {self.world_size - 1}, each as often as every other"
+            raise BadOption("owners", self.owners, need)
 
     @property
     def chunks(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from hf_ring_attn import by_heads, sequence
 from hf_ring_attn.comm import Ring
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.sequence import Rows
-from rank_functions import Answer, held
+from rank_functions import Answer
 
 KEY, VALUE, WIDTH, CHANNELS = 3, 2, 4, 5
 
@@ -31,6 +32,13 @@ class Row:
     documents: tuple[tuple[int, ...], ...] = ()
     heads: int = 4
     groups: int = 2
+    chunks: int = 0
+    """Chunks that each rank holds, dealt at random; 0 for the zigzag."""
+
+    def layout(self, world_size: int, rank: int) -> Layout:
+        owners = list(range(world_size)) * self.chunks
+        random.Random(self.chunks).shuffle(owners)
+        return Layout(self.length, world_size, rank, tuple(owners))
 
     def ids(self) -> Tensor | None:
         rows = [torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)) for counts in self.documents]
@@ -50,6 +58,10 @@ ROWS = [
     Row(why="groups that ranks share evenly", heads=8, groups=2),
     Row(why="whole groups, as many on some ranks as not on others", heads=10, groups=5),
     Row(why="fewer heads than ranks, and documents", heads=2, groups=1, documents=((5, 2, 16), (13, 1, 9))),
+    Row(why="one chunk a rank", chunks=1, documents=((5, 2, 16), (13, 1, 9))),
+    Row(why="four chunks a rank, padded", length=45, chunks=4, documents=((5, 7, 33), (30, 14, 1))),
+    Row(why="eight chunks a rank, shorter than the reach", length=41, chunks=8, documents=((40, 1), (13, 28))),
+    Row(why="sixteen chunks a rank, one document", length=130, chunks=16),
 ]  # fmt: skip
 
 
@@ -115,7 +127,7 @@ def in_a_ring(rows: list[Row], defect: str | None = None) -> list[Answer]:
 
 def _share(row: Row) -> Answer:
     rank, size = dist.get_rank(), dist.get_world_size()
-    layout = Layout(row.length, size, rank)
+    layout = row.layout(size, rank)
     given, ids = numbers(row), row.ids()
     if ids is not None:
         ids = layout.pad(ids, 1, -1)
@@ -132,16 +144,14 @@ def _share(row: Row) -> Answer:
     douts = [layout.shard(layout.pad(given[name], 1), 1) for name in ("d_mixed", "d_scanned")]
     gradients = torch.autograd.grad([mixed, result], list(leaves.values()), douts)
     found = {"mixed": mixed.detach(), "scanned": result.detach(), **dict(zip(leaves, gradients, strict=True))}
-    real = _real(row, rank, size)
+    real = _places(row, rank, size, -(-row.length // (size * (row.chunks or 2)))) < row.length
     return {name: x if name in WEIGHTS else x[:, real[: x.shape[1]]] for name, x in found.items()}
 
 
-def _real(row: Row, rank: int, size: int) -> Tensor:
-    """Of a rank's tokens with padding, those that are none."""
-    chunk = -(-row.length // (2 * size))
-    starts = (rank * chunk, (2 * size - 1 - rank) * chunk)
-    places = torch.cat([torch.arange(start, start + chunk) for start in starts])
-    return places < row.length
+def _places(row: Row, rank: int, size: int, chunk: int) -> Tensor:
+    """The places of a rank's tokens, padding included, in words of its own."""
+    owners = row.layout(size, rank).owners if row.chunks else (*range(size), *reversed(range(size)))
+    return (torch.tensor(owners).repeat_interleave(chunk) == rank).nonzero().flatten()
 
 
 def joined(shares: list[Answer], row: Row) -> Answer:
@@ -153,5 +163,7 @@ def joined(shares: list[Answer], row: Row) -> Answer:
             continue
         answer[name] = torch.full((2, row.length, *first.shape[2:]), torch.nan, dtype=first.dtype)
         for rank, share in enumerate(shares):
-            answer[name].index_copy_(1, held(row.length, rank, len(shares)), share[name])
+            size = len(shares)
+            places = _places(row, rank, size, -(-row.length // (size * (row.chunks or 2))))
+            answer[name].index_copy_(1, places[places < row.length], share[name])
     return answer

@@ -23,7 +23,9 @@ MOST_LINES = 320
 BASE = {"errors", "config"}
 CORE = BASE | {"layout", "mask", "comm", "kernels"}
 ALONG = {"sequence", "by_heads"}
-RING = CORE | ALONG | {"balance", "exchange", "tables", "choice", "trial", "traffic", "backward", "ring", "scored", "functional"}
+RING = CORE | ALONG | {
+    "balance", "exchange", "tables", "choice", "trial", "traffic", "backward", "ring", "scored", "functional",
+}  # fmt: skip
 HOST = RING | {"integration", "biases"}
 TOOLS = {"doctor", "plan", "bench", "verify"}
 

@@ -22,6 +22,15 @@ def layouts(length: int, world_size: int) -> list[Layout]:
     return [Layout(length, world_size, rank) for rank in range(world_size)]
 
 
+@st.composite
+def dealt(draw: st.DrawFn) -> list[Layout]:
+    """All ranks' layouts of a row whose chunks are dealt at random, as many to each rank."""
+    world_size = draw(st.integers(1, 5))
+    owners = draw(st.permutations(list(range(world_size)) * draw(st.integers(1, 5))))
+    length = draw(lengths)
+    return [Layout(length, world_size, rank, tuple(owners)) for rank in range(world_size)]
+
+
 def row_of(layout: Layout, batch: int = 2) -> torch.Tensor:
     """A padded row that says at each place which place it is: [B, padded, 3]."""
     return torch.arange(batch * layout.padded * 3).view(batch, layout.padded, 3)
@@ -72,6 +81,37 @@ def test_shards_merge_to_the_row_and_split_is_the_way_back(length: int, world_si
         assert torch.equal(shards[layout.rank], row[:, layout.positions()])
         assert torch.equal(layout.merge(shards), row)
         assert torch.equal(layout.split(row), shards)
+
+
+@patient
+@given(dealt())
+def test_chunks_dealt_otherwise_are_held_once_too(everyone: list[Layout]) -> None:
+    row = row_of(everyone[0])
+    shards = torch.stack([layout.shard(row, 1) for layout in everyone])
+    for layout in everyone:
+        runs, places = layout.runs(), layout.positions()
+        assert [offset for run in runs for offset in range(run.offset, run.offset + run.length)] == list(
+            range(layout.local_length)
+        )
+        assert all(a.position + a.length < b.position for a, b in pairwise(runs)), "runs that touch are one run"
+        assert places.tolist() == sorted(places.tolist()), "a rank's chunks are in the row's order"
+        if layout.chunk and layout.world_size > 1:
+            assert {layout.owners[place // layout.chunk] for place in places.tolist()} == {layout.rank}
+        assert torch.equal(shards[layout.rank], row[:, places])
+        assert torch.equal(layout.merge(shards), row)
+        assert torch.equal(layout.split(row), shards)
+        assert layout.split(row).is_contiguous()
+    held = torch.cat([layout.positions() for layout in everyone])
+    assert held.sort().values.tolist() == list(range(everyone[0].padded))
+
+
+def test_a_zigzag_may_be_told_as_owners() -> None:
+    for rank in range(3):
+        told, zigzag = Layout(29, 3, rank, (0, 1, 2, 2, 1, 0)), Layout(29, 3, rank)
+        assert told.runs() == zigzag.runs() and told.padded == zigzag.padded
+        row = row_of(told)
+        assert torch.equal(told.split(row), zigzag.split(row))
+        assert torch.equal(told.merge(zigzag.split(row)), row)
 
 
 @patient
@@ -140,3 +180,12 @@ def test_a_place_that_does_not_exist_is_refused(length: int, world_size: int, ra
         with pytest.raises(BadOption) as error:
             function(length, world_size, rank)
         assert str(error.value) == text
+
+
+@pytest.mark.parametrize("owners", [(0, 1, 1), (0, 0, 0, 1), (0, 2), (0, 1, 0, 1, 0)])
+def test_chunks_dealt_unevenly_are_refused(owners: tuple[int, ...]) -> None:
+    with pytest.raises(BadOption) as error:
+        Layout(12, 2, 0, owners)
+    assert str(error.value) == (
+        f"owners={owners} is not possible: it must be the ranks 0 to 1, each as often as every other."
+    )

@@ -17,6 +17,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import compile_jobs
 import hf_ring_attn
+from balanced_jobs import chunks_forced
 from hf_ring_attn.integration import models
 from hf_ring_attn.testing import relative_error
 from plain_jobs import Batch, Step, attempt, gradients_of, packed, ready, tokens
@@ -37,13 +38,15 @@ def first_layer(model: str, ids: Tensor) -> Tensor:
     return hidden
 
 
-def packed_rows(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Logits [B, S, V] of packed rows, by model."""
+def packed_rows(lengths: tuple[int, ...], chunks: int = 0) -> dict[str, Tensor]:
+    """Logits [B, S, V] of packed rows, by model; ``chunks`` as in `Step`."""
     found = {}
     for name in HYBRIDS:
         ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
         batch = {n: x for n, x in packed(*lengths).items() if n != "labels"}
-        sharded = hf_ring_attn.shard({**batch, "seq_idx": ids})
+        with chunks_forced(chunks):
+            sharded = hf_ring_attn.shard({**batch, "seq_idx": ids})
+        assert sharded.ring.size == 1 or sharded.layout.chunks == (chunks or 2)
         with sharded, torch.no_grad():
             found[name] = sharded.gather(made(name)(**sharded.inputs).logits)
     return found

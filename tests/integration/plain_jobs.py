@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import hf_ring_attn
+from balanced_jobs import chunks_forced
 from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.integration import report
 from jobs import launched
@@ -54,7 +55,8 @@ def packed(*documents: int) -> Batch:
 class Step:
     """One forward and backward of a model of `tiny_models`.
 
-    ``exact``: relative bound of what is computed in ``dtype`` throughout.
+    ``exact``: relative bound of what is computed in ``dtype`` throughout. ``chunks``: how many a rank holds, where that
+    is forced; else these rows are too short for another layout than the zigzag.
     """
 
     why: str
@@ -65,6 +67,7 @@ class Step:
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
     exact: float = 1e-11
+    chunks: int = 0
 
 
 @dataclass
@@ -116,7 +119,10 @@ def in_a_ring(step: Step) -> Answer:
     """The same with the batch shared by all ranks; backward comes after the context was left."""
     model = ready(step, "ring_fp32")
     before = {name: x.clone() for name, x in step.batch.items()}
-    sharded = hf_ring_attn.shard(step.batch, config=step.ring)
+    with chunks_forced(step.chunks):
+        sharded = hf_ring_attn.shard(step.batch, config=step.ring)
+    assert sharded.ring.size == 1 or sharded.layout.chunks == (step.chunks or 2)
+    assert bool(sharded.layout.owners) == bool(step.chunks and sharded.ring.size > 1)
     assert all(torch.equal(x, before[name]) for name, x in step.batch.items()), "shard() changed the batch"
     with sharded:
         out = model(**sharded.inputs)

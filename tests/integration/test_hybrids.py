@@ -35,6 +35,8 @@ STEPS = [
     Step(why="mamba 2, reentrant", model="granite", checkpointing="reentrant", exact=EXACT),
 ]
 
+LONGER = (61, 5, 5, 5, 5, 5, 9, 2)
+
 alone = cache(plain_jobs.by_itself)
 
 
@@ -45,11 +47,13 @@ def test_a_ring_gives_what_one_process_gives(ranks: Ranks, step: Step, world_siz
         assert_equal_answers(got, alone(step), step)
 
 
+@pytest.mark.parametrize(("lengths", "chunks"), [((9, 3, 11), 0), (LONGER, 4), (LONGER, 8)])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_documents_of_a_packed_row_know_nothing_of_each_other(ranks: Ranks, world_size: int) -> None:
+def test_documents_of_a_packed_row_know_nothing_of_each_other(
+    ranks: Ranks, world_size: int, lengths: tuple[int, ...], chunks: int
+) -> None:
     """Also in a ring of one, where transformers itself would carry state on."""
-    lengths = (9, 3, 11)
-    for answers in ranks(world_size).run(jobs.packed_rows, lengths):
+    for answers in ranks(world_size).run(jobs.packed_rows, lengths, chunks):
         for model, got in answers.items():
             assert relative_error(got, jobs.documents_alone(model, lengths)) < EXACT, model
 

@@ -18,12 +18,26 @@ SOFTMAX = 2e-6
 LOSS = 1e-6
 """Relative bound of transformers' loss and of its gradients: it is computed in float32 from logits of any dtype."""
 
+LONGER = packed(61, 5, 5, 5, 5, 5, 9, 2)
+"""97 tokens, a number that none of chunks divides; a zigzag leaves much of the work to one rank."""
+
 STEPS = [
     Step(why="odd length"),
     Step(why="fewer tokens than chunks", batch=tokens(3)),
     Step(why="padded on either side", batch=padded(23, left=4, right=6)),
     Step(why="packed", batch=packed(9, 3, 11)),
     Step(why="packed, a window", model="mistral", batch=packed(9, 3, 11)),
+    Step(why="packed, two other chunks", batch=LONGER, chunks=2),
+    Step(why="packed, four chunks, a window", model="mistral", batch=LONGER, chunks=4),
+    Step(
+        why="packed, eight chunks, backward by gather", batch=LONGER, chunks=8,
+        ring=RingConfig(backward="gather", heads_per_gather=1),
+    ),
+    Step(why="packed, sixteen chunks, recomputed", batch=LONGER, chunks=16, checkpointing="recomputed"),
+    Step(why="packed, four chunks of another kind", model="llama4", batch=LONGER, chunks=4, exact=SOFTMAX),
+    Step(
+        why="packed, four chunks, experts", model="mixtral", batch=LONGER, chunks=4, dtype=torch.float32, exact=2e-5,
+    ),
     Step(why="softcap", model="gemma2", batch=padded(23, right=6), exact=SOFTMAX),
     Step(why="two kinds of RoPE", model="gemma3", batch=packed(13, 10), exact=SOFTMAX),
     Step(why="sinks", model="gpt_oss", dtype=torch.float32, exact=2e-5),

@@ -1,0 +1,84 @@
+"""Packed rows in other chunks than the zigzag's: what ranks hold, and that every way of use gives what it gave."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import balanced_jobs as jobs
+from comparison import Ranks, assert_equal_runs, without_ring
+from hf_ring_attn import RingConfig, errors
+from hf_ring_attn.testing import relative_error
+from plain_jobs import packed
+from runs import Mesh, Rows, Run
+from test_plain_loop import LONGER
+
+PADDING = {"labels": -100, "shift_labels": -100}
+
+
+@pytest.mark.parametrize("chunks", [2, 4, 8, 16])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_inputs_are_the_tokens_at_the_positions(ranks: Ranks, world_size: int, chunks: int) -> None:
+    shifted = torch.nn.functional.pad(LONGER["labels"][:, 1:], (0, 1), value=-100)
+    held = []
+    for inputs, places, count, whole in ranks(world_size).run(jobs.share, LONGER, chunks):
+        assert count == chunks
+        assert torch.equal(whole, LONGER["position_ids"].double())
+        held += places.tolist()
+        for name, row in {**LONGER, "shift_labels": shifted}.items():
+            longer = torch.nn.functional.pad(row, (0, 200), value=PADDING.get(name, 0))
+            assert torch.equal(inputs[name], longer[:, places]), name
+    assert sorted(held) == list(range(len(held))) and 97 <= len(held) < 97 + world_size * chunks
+
+
+def test_a_zigzag_may_be_demanded(ranks: Ranks) -> None:
+    for _, places, count, _ in ranks(2).run(jobs.share, LONGER, 4, RingConfig(layout="zigzag")):
+        assert (count, len(places)) == (2, 50)
+    text = r"layout='best' is not possible: it must be one of \('auto', 'zigzag'\)"
+    with pytest.raises(errors.BadOption, match=text):
+        RingConfig(layout="best")  # type: ignore[arg-type]
+
+
+def test_short_rows_keep_the_zigzag(ranks: Ranks) -> None:
+    assert all(count == 2 for _, _, count, _ in ranks(2).run(jobs.share, LONGER, 0))
+
+
+def test_without_padding_by_the_ring(ranks: Ranks) -> None:
+    """Chunks that do not divide the row are not taken, though they would be better."""
+    batch = packed(61, 5, 5, 5, 5, 5, 9, 1)  # 96 = 3 * 32
+    for wanted, got in ((16, 16), (32, 2)):
+        for _, places, count, _ in ranks(2).run(jobs.share, batch, wanted, RingConfig(pad=False)):
+            assert (count, len(places)) == (got, 48)
+
+
+def test_ranks_that_would_deal_otherwise_all_raise(ranks: Ranks) -> None:
+    for text in ranks(2).run(jobs.unlike, LONGER):
+        assert "the ranks of one ring must hold the same layout, but got rank 0: " in text
+
+
+RUNS = [
+    Run(why="balanced rows", rows=Rows(packed=True, length=61), evaluated=Rows(packed=True, length=61, count=5)),
+    Run(
+        why="balanced rows, a gathered loss and predictions", rows=Rows(packed=True, length=62),
+        evaluated=Rows(packed=True, length=61, count=5), ring=RingConfig(loss="gathered"), predicts="labelled",
+        steps=4,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chunks", [4, 8])
+@pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=4)], ids=str)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.why)
+def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, run: Run, mesh: Mesh, chunks: int) -> None:
+    want = without_ring(ranks, run, mesh)
+    for got, dealt in ranks(mesh.size).run(jobs.trained, run, mesh, chunks):
+        assert dealt >= 4
+        assert_equal_runs(got, want)
+        if want.predictions is not None:
+            torch.testing.assert_close(got.predictions, want.predictions, rtol=1e-5, atol=1e-5)
+
+
+def test_buffers_of_accelerates_loop_stay_in_the_zigzag(ranks: Ranks) -> None:
+    """A program's own loss reads labels that were cut before documents were known: logits must be of those tokens."""
+    for got, want in ranks(2).run(jobs.own_loss_of_buffers, packed(61, 5, 5, 5, 5, 5, 9, 1)):
+        assert relative_error(got, want) < 1e-12
