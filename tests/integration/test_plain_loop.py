@@ -83,6 +83,13 @@ def test_a_shared_batch_is_the_whole_batch(ranks: Ranks, step: Step, world_size:
         assert_equal_answers(got, alone(step), step)
 
 
+@pytest.mark.parametrize("chunks", [2, 8])
+def test_eight_ranks_share_packed_rows(ranks: Ranks, chunks: int) -> None:
+    step = Step(why="", batch=LONGER, chunks=chunks)
+    for got in ranks(8).run(plain_jobs.in_a_ring, step):
+        assert_equal_answers(got, alone(Step(why="", batch=LONGER)), step)
+
+
 def test_two_batches_alive(ranks: Ranks) -> None:
     batches = tokens(23), packed(30, 7)
     for found in ranks(2).run(plain_jobs.two_batches_alive, *batches):

@@ -1,0 +1,65 @@
+"""Kernels where ranks hold other chunks than the zigzag's, dealt at random: the answer is that of one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import test_flash2
+import test_flash4
+from hf_ring_attn import tables
+from hf_ring_attn.bench import replay
+from hf_ring_attn.bench.replay import Answer, Road
+from hf_ring_attn.kernels import KERNELS, Params
+from hf_ring_attn.layout import Layout
+from hf_ring_attn.testing import Case, inputs
+from test_flash2 import assert_same
+from test_flash4 import EXPRESSIBLE, mask_of, whole
+
+WAYS: list[tuple[int, int, Road]] = [
+    (2, 4, "ring"), (4, 3, "ring"), (2, 8, "gather"), (4, 4, "sparse"), (8, 2, "ring"),
+]  # fmt: skip
+"""Ring size, chunks of a rank, and the road of keys and gradients."""
+
+
+def reference(case: Case, size: int, road: Road) -> tuple[Answer, Answer]:
+    x = inputs(case, torch.float32)
+    mask = mask_of(case, x["documents"])
+    params = Params(case.head_dim**-0.5 if case.scale is None else case.scale, case.softcap, x["sinks"])
+    tensors = x["q"], x["k"], x["v"], x["dout"]
+    kernel = KERNELS["reference"]
+    got, want = (replay.replay(kernel, *tensors, mask, n, params, torch.float32, road) for n in (size, 1))
+    return got, want
+
+
+ANSWERS: dict[str, Callable[[Case, int, Road], tuple[Answer, ...]]] = {
+    "reference": reference, "flash2": test_flash2.answers, "flash4": test_flash4.answers,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ANSWERS)
+@pytest.mark.parametrize(("size", "chunks", "road"), WAYS)
+@pytest.mark.parametrize("case", EXPRESSIBLE, ids=lambda case: case.why)
+def test_chunks_dealt_at_random(
+    case: Case, size: int, chunks: int, road: Road, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = list(range(size)) * chunks
+    random.Random(chunks).shuffle(owners)
+    made: list[Layout] = []
+
+    def layout(length: int, world_size: int, rank: int) -> Layout:
+        made.append(Layout(length, world_size, rank, tuple(owners) if world_size == size else ()))
+        return made[-1]
+
+    monkeypatch.setattr(tables, "KEY_BLOCK", 12)  # cases are shorter than the real one
+    monkeypatch.setattr(replay, "Layout", layout)
+    monkeypatch.setattr(replay, "ranks_of", replay.ranks_of.__wrapped__)
+    case = whole(case, size * chunks // 2)
+    if case.length == 0:
+        pytest.skip("nothing is left of it")
+    got, want, *_ = ANSWERS[kernel](case, size, road)
+    assert any(one.owners for one in made)
+    assert_same(got, want)
