@@ -1,4 +1,5 @@
-"""How evenly a ring shares the work of a mask, and how many bytes it moves, against a gather of the whole row.
+"""How evenly a ring shares the work of a mask, and how many bytes it moves, against a gather of the whole row: where
+every rank holds a zigzag's chunks, and where packed documents are balanced as `hf_ring_attn.balance` has it.
 
     python recipes/benchmarks/traffic.py [--length 131072] [--rings 2 4 8] [--save FILE.json]
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import sysconfig
+import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_ring_attn.balance import balanced
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.traffic import tokens_received
 from hf_ring_attn.bench.workload import visible_pairs
@@ -53,12 +57,20 @@ def documents_of(sizes: list[int], length: int) -> Tensor:
     return ids
 
 
-def counted(mask: Mask, length: int, ring: int) -> dict[str, Any]:
-    work, received, sparse = [], [], False
+def counted(mask: Mask, zigzag: Layout, documents: Tensor | None) -> dict[str, Any]:
+    """``documents``: those to balance; None for the zigzag."""
+    length, ring = zigzag.length, zigzag.world_size
+    work, received, sparse, tiles, seconds = [], [], False, [], []
+    start = time.perf_counter()
+    owners = () if documents is None else balanced(documents, zigzag).owners
+    chosen = time.perf_counter() - start
     for rank in range(ring):
-        layout = Layout(length, ring, rank)
+        layout = Layout(length, ring, rank, owners)
         here: Any = SimpleNamespace(name="", size=ring, rank=rank)
+        start = time.perf_counter()
         plan = Plan.of(here, layout, mask)
+        seconds.append(time.perf_counter() - start)
+        tiles.append(len(plan.tiles[: plan.stops[0]]))
         tables = Tables.of(plan.tiles, plan.stops, ring)
         work.append(visible_pairs(tables.forward))
         sparse = sparse or tables.exchange is not None
@@ -67,30 +79,69 @@ def counted(mask: Mask, length: int, ring: int) -> dict[str, Any]:
     others = (ring - 1) * (length // ring)
     full = others * 2 * WIDTH, others * (2 + 4) * WIDTH
     return {
-        "ring": ring, "sparse": sparse, "work_by_rank": work, "largest_work_over_mean": max(work) * ring / sum(work),
+        "ring": ring, "chunks": layout.chunks if owners else "zigzag", "sparse": sparse, "tiles": sum(tiles) / ring,
+        "seconds_to_choose": chosen, "seconds_to_plan": sum(seconds) / ring, "work_by_rank": work,
+        "largest_work_over_mean": max(work) * ring / sum(work),
         "bytes_received_forward": [forward for forward, _ in received],
         "bytes_received_backward": [backward for _, backward in received],
         "bytes_of_a_whole_gather_and_ring": full,
     }  # fmt: skip
 
 
-def masks(length: int) -> dict[str, list[tuple[float, Mask]]]:
-    """Masks by name; several with the share of the layers, or of the rows, that have them."""
+Kinds = list[tuple[float, Mask, Tensor | None]]
+"""Masks with the share of the layers, or of the rows, that have them, and the documents of packed rows."""
+
+
+def masks(length: int) -> dict[str, Kinds]:
+    """Masks by name."""
+
+    def packed(rows: list[list[int]], band: Band) -> Kinds:
+        documents = [documents_of(row, length) for row in rows]
+        return [(1 / len(rows), Mask.of(band, 1, length, ids), ids) for ids in documents]
+
     causal, local = Mask.of(CAUSAL, 1, length), Mask.of(Band(0, 1023), 1, length)
     rows = packed_rows(length)
     short = packed_rows(length, 4096)
     return {
-        "causal, one document": [(1, causal)],
-        "Mistral's window of 4096": [(1, Mask.of(Band(0, 4095), 1, length))],
-        "Gemma 3: five layers with a window of 1024, one without": [(5 / 6, local), (1 / 6, causal)],
-        "packed files": [(1 / len(rows), Mask.of(CAUSAL, 1, length, documents_of(row, length))) for row in rows],
-        "packed files, cut at 4096": [
-            (1 / len(short), Mask.of(CAUSAL, 1, length, documents_of(row, length))) for row in short
-        ],
-        "packed files, Mistral's window": [
-            (1 / len(rows), Mask.of(Band(0, 4095), 1, length, documents_of(row, length))) for row in rows
-        ],
+        "causal, one document": [(1, causal, None)],
+        "Mistral's window of 4096": [(1, Mask.of(Band(0, 4095), 1, length), None)],
+        "Gemma 3: five layers with a window of 1024, one without": [(5 / 6, local, None), (1 / 6, causal, None)],
+        "packed files": packed(rows, CAUSAL),
+        "packed files, cut at 4096": packed(short, CAUSAL),
+        "packed files, Mistral's window": packed(rows, Band(0, 4095)),
     }
+
+
+def entry(name: str, kinds: Kinds, zigzag: Layout, layout: str) -> dict[str, Any]:
+    """A line of the table; the raw numbers are those of the worst row."""
+    parts = [
+        (share, counted(mask, zigzag, documents if layout == "balanced" else None)) for share, mask, documents in kinds
+    ]
+
+    def mean(key: str) -> float:
+        return sum(float(share * part[key]) for share, part in parts)
+
+    bytes_share = []
+    for key, column in (("bytes_received_forward", 0), ("bytes_received_backward", 1)):
+        moved = sum(share * sum(part[key]) / zigzag.world_size for share, part in parts)
+        bytes_share.append(moved / parts[0][1]["bytes_of_a_whole_gather_and_ring"][column])
+    worst = max((part for _, part in parts), key=lambda part: float(part["largest_work_over_mean"]))
+    return {
+        "mask": name, "ring": zigzag.world_size, "layout": layout, "masks": len(parts),
+        "work_mean": mean("largest_work_over_mean"), "work_worst": worst["largest_work_over_mean"],
+        "forward_bytes_share": bytes_share[0], "backward_bytes_share": bytes_share[1], "sparse": mean("sparse"),
+        "tiles_of_a_forward": mean("tiles"), "chunks": dict(Counter(str(part["chunks"]) for _, part in parts)),
+        "seconds_to_choose": mean("seconds_to_choose"), "seconds_to_plan": mean("seconds_to_plan"), "worst": worst,
+    }  # fmt: skip
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['mask']:56s} ring {row['ring']} {row['layout']:8s}: {row['work_mean']:.3f} (worst row "
+        f"{row['work_worst']:.3f}) | forward {row['forward_bytes_share']:6.1%}, backward "
+        f"{row['backward_bytes_share']:6.1%} | {row['chunks']}, {row['tiles_of_a_forward']:.1f} tiles, "
+        f"{row['sparse']:.0%} sparse, {row['seconds_to_choose'] * 1e3:.1f} + {row['seconds_to_plan'] * 1e3:.1f} ms"
+    )
 
 
 def main() -> None:
@@ -101,25 +152,13 @@ def main() -> None:
     args = parser.parse_args()
     head = facts()
     found = []
-    print(f"{args.length} tokens            work: largest share over mean | bytes of a whole gather and ring")
+    print(f"{args.length} tokens            work: largest share over mean | bytes of a whole gather and ring | chunks")
     for name, kinds in masks(args.length).items():
         for ring in args.rings:
-            parts = [(share, counted(mask, args.length, ring)) for share, mask in kinds]
-            worst = max(part["largest_work_over_mean"] for _, part in parts)
-            mean = sum(share * part["largest_work_over_mean"] for share, part in parts)
-            bytes_share = []
-            for key, column in (("bytes_received_forward", 0), ("bytes_received_backward", 1)):
-                moved = sum(share * sum(part[key]) / ring for share, part in parts)
-                bytes_share.append(moved / parts[0][1]["bytes_of_a_whole_gather_and_ring"][column])
-            found.append({
-                "mask": name, "ring": ring, "masks": len(parts), "work_mean": mean, "work_worst": worst,
-                "forward_bytes_share": bytes_share[0], "backward_bytes_share": bytes_share[1],
-                "largest": [part for _, part in parts][:1],
-            })  # fmt: skip
-            print(
-                f"{name:56s} ring {ring}: {mean:.3f} (worst row {worst:.3f}) | forward {bytes_share[0]:6.1%}, "
-                f"backward {bytes_share[1]:6.1%}"
-            )
+            for layout in ("zigzag", "balanced"):
+                if layout == "zigzag" or any(documents is not None for _, _, documents in kinds):
+                    found.append(entry(name, kinds, Layout(args.length, ring, 0), layout))
+                    print(line(found[-1]))
     if args.save:
         args.save.parent.mkdir(parents=True, exist_ok=True)
         args.save.write_text(json.dumps({**head, "rows": found}, indent=1) + "\n")

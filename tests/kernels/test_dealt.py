@@ -35,8 +35,16 @@ def reference(case: Case, size: int, road: Road) -> tuple[Answer, Answer]:
     return got, want
 
 
-ANSWERS: dict[str, Callable[[Case, int, Road], tuple[Answer, ...]]] = {
-    "reference": reference, "flash2": test_flash2.answers, "flash4": test_flash4.answers,
+def of_flash2(case: Case, size: int, road: Road) -> tuple[Answer, Answer]:
+    return test_flash2.answers(case, size, road)[:2]
+
+
+def of_flash4(case: Case, size: int, road: Road) -> tuple[Answer, Answer]:
+    return test_flash4.answers(case, size, road)[:2]
+
+
+ANSWERS: dict[str, Callable[[Case, int, Road], tuple[Answer, Answer]]] = {
+    "reference": reference, "flash2": of_flash2, "flash4": of_flash4,
 }  # fmt: skip
 
 
@@ -60,6 +68,6 @@ def test_chunks_dealt_at_random(
     case = whole(case, size * chunks // 2)
     if case.length == 0:
         pytest.skip("nothing is left of it")
-    got, want, *_ = ANSWERS[kernel](case, size, road)
+    got, want = ANSWERS[kernel](case, size, road)
     assert any(one.owners for one in made)
     assert_same(got, want)
