@@ -7,6 +7,7 @@ passes in deterministic mode, while other work disturbs the timing, whose bits m
 
 from __future__ import annotations
 
+import random
 import sys
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ class Case(NamedTuple):
     heads_per_gather: int = 0
     kernel: str = "auto"
     sparse: bool = False
+    chunks: int = 0
+    """Chunks that each rank holds, dealt at random; 0 for the zigzag."""
 
 
 CASES = [
@@ -51,12 +54,20 @@ CASES = [
     Case(4096, batch=2, documents=5), Case(16384, heads=16, kv_heads=8), Case(1024), Case(8192, kv_heads=8),
     Case(4096, kernel="triton"), Case(1000, width=40, value_width=24, kernel="triton"),
     Case(1024, heads=2, kv_heads=2, kernel="reference"),
+    Case(4096, documents=3, chunks=4), Case(3000, batch=2, documents=2, chunks=8, backward="gather"),
+    Case(4096, kv_heads=3, heads=6, chunks=16), Case(4096, documents=30, chunks=4, sparse=True),
     Case(4096, band=Band(0, 300), sparse=True), Case(3000, documents=40, sparse=True),
     Case(4096, batch=2, documents=50, band=Band(0, 200), sparse=True, heads_per_gather=3),
     Case(2048, width=192, value_width=128, heads=4, band=Band(0, 100), sparse=True),
     Case(4096, band=Band(0, 300), kernel="triton", sparse=True),
     Case(1024, heads=2, kv_heads=2, documents=20, kernel="reference", sparse=True),
 ]  # fmt: skip
+
+
+def layout_of(case: Case, ring: Ring) -> Layout:
+    owners = list(range(ring.size)) * case.chunks
+    random.Random(case.chunks).shuffle(owners)
+    return Layout(case.length, ring.size, ring.rank, tuple(owners))
 
 
 def mask_of(case: Case, layout: Layout) -> Mask:
@@ -71,7 +82,7 @@ def inputs(case: Case, ring: Ring, seed: int = 0) -> list[Tensor]:
     """This rank's q, k, v and dout."""
     device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(seed + ring.rank)
-    tokens = Layout(case.length, ring.size, ring.rank).local_length
+    tokens = layout_of(case, ring).local_length
     shapes = [(case.heads, case.width), (case.kv_heads, case.width), (case.kv_heads, case.value_width)]
     shapes.append((case.heads, case.value_width))
     return [
@@ -81,7 +92,7 @@ def inputs(case: Case, ring: Ring, seed: int = 0) -> list[Tensor]:
 
 
 def answer(case: Case, ring: Ring, traffic: str) -> list[Tensor]:
-    layout = Layout(case.length, ring.size, ring.rank)
+    layout = layout_of(case, ring)
     plan = Plan.of(ring, layout, mask_of(case, layout), sparse_share=None if case.sparse else 0)
     assert bool(plan.stops[-1]) == case.sparse
     *leaves, dout = inputs(case, ring)
@@ -100,7 +111,7 @@ def answer(case: Case, ring: Ring, traffic: str) -> list[Tensor]:
 
 def errors(case: Case, ring: Ring, found: list[Tensor]) -> dict[str, float]:
     """Of this rank's answer, against the reference for the whole row in float64."""
-    layout = Layout(case.length, ring.size, ring.rank)
+    layout = layout_of(case, ring)
     q, k, v, dout = (layout.merge(ring.gather(x).wait()[0]).double() for x in inputs(case, ring))
     table = tiles(mask_of(case, layout), layout.whole(), layout.whole())
     answer = whole(KERNELS["reference"], q, k, v, dout, table, Params(case.width**-0.5))
