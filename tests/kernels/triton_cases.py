@@ -16,7 +16,7 @@ from torch import Tensor
 from checks import UNROUNDED, same_bits
 from hf_ring_attn.kernels import Kernel, Params
 from hf_ring_attn.kernels.triton import Triton, launch
-from hf_ring_attn.layout import Layout
+from hf_ring_attn.layout import Layout, Owners
 from hf_ring_attn.mask import tiles
 from hf_ring_attn.testing import CASES, Case, Inputs, inputs, packed, relative_error, sliding
 from kernel_answers import Answer, computed, mask_of, on, params_of, table_of, unit, vanishing, wanted
@@ -74,17 +74,17 @@ BENT = replace(BOTH, why="softcap and sinks", softcap=2.0, sinks=True, documents
 
 
 @pytest.mark.parametrize("case", [LONG, HOLES, BOTH, BENT], ids=lambda case: case.why)
-@pytest.mark.parametrize("ring", [2, 3, 5])
-def test_a_chunk_of_queries_gives_the_bits_of_the_whole_row(case: Case, ring: int) -> None:
+@pytest.mark.parametrize(("ring", "owners"), [(2, ()), (3, ()), (5, ()), (2, (1, 0, 0, 1, 0, 1, 1, 0)), (3, (2, 0, 1))])
+def test_a_chunk_of_queries_gives_the_bits_of_the_whole_row(case: Case, ring: int, owners: Owners) -> None:
     x = on(DEVICE, inputs(case, torch.float32))
-    layout = Layout(case.length, ring, 0)
+    layout = Layout(case.length, ring, 0, owners)
     q, k, v = (layout.pad(y, 1) for y in (x["q"], x["k"], x["v"]))
     ids = torch.zeros(case.batch, case.length, dtype=torch.int64) if x["documents"] is None else x["documents"].cpu()
     padded = replace(case, length=layout.padded, documents=())
     mask, params = mask_of(padded, layout.pad(ids, 1, -1)), params_of(case, x)
     whole = KERNEL.forward(q, k, v, tiles(mask, layout.whole(), layout.whole()), params)
     for rank in range(ring):
-        mine = Layout(case.length, ring, rank)
+        mine = Layout(case.length, ring, rank, owners)
         out, lse = KERNEL.forward(mine.shard(q, 1), k, v, tiles(mask, mine.runs(), mine.whole()), params)
         assert same_bits(out, mine.shard(whole[0], 1)) and same_bits(lse, mine.shard(whole[1], 2))
 

@@ -13,13 +13,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "benchmarks"))
 
-from traffic import documents_of, packed_rows  # noqa: E402  lies in a folder of programs
-
 from hf_ring_attn import balance  # noqa: E402  as above
 from hf_ring_attn.bench.provenance import facts  # noqa: E402  as above
 from hf_ring_attn.layout import Layout  # noqa: E402  as above
 from hf_ring_attn.mask import CAUSAL, Mask  # noqa: E402  as above
 from hf_ring_attn.tables import _pieces, seen_keys  # noqa: E402  as above
+from traffic import documents_of, packed_rows  # noqa: E402  lies in a folder of programs
 
 LENGTH, RING = 131072, 8
 
@@ -55,9 +54,8 @@ def main() -> None:
                 shares.append(balance._most(layout, by_chunk) * RING / sum(by_chunk))
                 seen.append(seen_of_others(mask, layout))
             found.append({"how": how, "chunks": chunks, "work": shares, "keys_seen": seen})
-            print(
-                f"| {chunks} | {how} | {sum(shares) / len(rows):.3f} | {max(shares):.3f} | {sum(seen) / len(rows):.1%} |"
-            )
+            mean, keys = (sum(column) / len(rows) for column in (shares, seen))
+            print(f"| {chunks} | {how} | {mean:.3f} | {max(shares):.3f} | {keys:.1%} |")
     (HERE / "candidates.json").write_text(json.dumps({**head, "rows": found}) + "\n")
 
 
