@@ -9,7 +9,7 @@ import balanced_jobs as jobs
 from comparison import Ranks, assert_equal_runs, without_ring
 from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.testing import relative_error
-from plain_jobs import packed
+from plain_jobs import Step, by_itself, packed, tokens
 from runs import Mesh, Rows, Run
 from test_plain_loop import LONGER
 
@@ -76,6 +76,15 @@ def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, run: Run, mesh
         assert_equal_runs(got, want)
         if want.predictions is not None:
             torch.testing.assert_close(got.predictions, want.predictions, rtol=1e-5, atol=1e-5)
+
+
+def test_a_compiled_model_takes_batches_of_other_chunks(ranks: Ranks) -> None:
+    batches = [LONGER, tokens(97), packed(13, 84)]
+    for answers in ranks(2).run(jobs.compiled, batches, 4):
+        for got, batch in zip(answers, batches, strict=True):
+            want = by_itself(Step(why="", batch=batch))
+            assert relative_error(got.logits, want.logits) < 1e-11
+            assert all(relative_error(got.gradients[n], gradient) < 1e-6 for n, gradient in want.gradients.items())
 
 
 def test_buffers_of_accelerates_loop_stay_in_the_zigzag(ranks: Ranks) -> None:
