@@ -33,7 +33,8 @@ class RingConfig:
         layout: who holds which token of a batch. "auto" gives ranks other chunks than the zigzag's where packed
             documents would leave one with more than 1.1 times the mean's work; "zigzag" is `hf_ring_attn.positions` for
             every batch. No answer depends on it; ``sharded.positions`` tells the places of a rank's tokens.
-        pad: pad rows to a multiple of 2 * ring size with tokens that nobody sees; False refuses other lengths.
+        pad: pad rows to a multiple of 2 * ring size (of up to 16 * ring size, where ``layout`` deals more chunks) with
+            tokens that nobody sees; False refuses other lengths.
         deterministic: demand the same bits from run to run.
         save_attention: under gradient checkpointing keep each layer's attention output and log-sum-exp, so that its
             recompute neither gathers nor attends again; needs use_reentrant=False.
