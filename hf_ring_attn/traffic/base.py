@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..comm import Ring
+from .kept import Part
 
 Sums = tuple[Tensor, Tensor]
 
@@ -41,9 +42,12 @@ class Traffic(Protocol):
     groups: int
     bytes_per_gather: int
 
-    def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def gathered(self, k: Tensor, v: Tensor, groups: list[slice], keep: bool = False) -> Iterator[Part]:
         """Keys and values [B, S, heads, ...] of the whole row in order, a group of heads at a time, the next group on
-        its way meanwhile. The first sets out at once, before the iterator is asked for it."""
+        its way meanwhile. The first sets out at once, before the iterator is asked for it.
+
+        Without ``keep`` the memory of a group may hold another one once the next is asked for.
+        """
         ...
 
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:

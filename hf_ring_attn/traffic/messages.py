@@ -9,6 +9,7 @@ from torch import Tensor
 from ..comm import Pending, Ring
 from ..layout import Layout
 from .base import Hop, Sums, visiting_order
+from .kept import Part
 
 
 class Messages:
@@ -19,7 +20,7 @@ class Messages:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
 
-    def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def gathered(self, k: Tensor, v: Tensor, groups: list[slice], keep: bool = False) -> Iterator[Part]:
         layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank)
         for group, (keys, values) in self.ring.by_heads((k, v), groups):
             yield group, layout.merge(keys), layout.merge(values)

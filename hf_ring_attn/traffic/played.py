@@ -9,6 +9,7 @@ from torch import Tensor
 from ..comm import Ring
 from ..layout import Layout
 from .base import Hop, Sums, visiting_order
+from .kept import Part
 
 
 class Played:
@@ -25,7 +26,7 @@ class Played:
         self._row = row
         self._of_ranks = [layout.split(x) for x in row]
 
-    def gathered(self, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def gathered(self, k: Tensor, v: Tensor, groups: list[slice], keep: bool = False) -> Iterator[Part]:
         for group in groups:
             yield group, self._row[0][:, :, group], self._row[1][:, :, group]
 
