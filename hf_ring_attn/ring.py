@@ -18,7 +18,7 @@ from .comm import Ring
 from .kernels import KERNELS, Kernel, Params, accumulate_dtype
 from .layout import Layout
 from .tables import Plan, Tables
-from .traffic import Traffic, seen_by_heads, traffic_of
+from .traffic import Kept, Traffic, seen_by_heads, traffic_of
 
 _attentions = 0
 
@@ -30,15 +30,17 @@ def attentions() -> int:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, params: Params, *, kernel: str, backward: str = "ring",
-    heads_per_gather: int | None = None, traffic: str = "auto",
+    heads_per_gather: int | None = None, traffic: str = "auto", kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of local tokens under a plan; shapes as in `ring_attention`, T the same on every rank.
 
     ``kernel`` is the name of a kernel that was chosen for these inputs. Differentiable in q, k, v and the sinks.
+    ``kept``: where what is gathered is left, or was by an attention with these options, keys, values and plan, on every
+    rank alike. Not for compiled code, which may run an op twice, or not at all.
     """
     out, lse = torch.ops.hf_ring_attn.ring_flash_attn_fwd(
         q, k, v, params.sinks, plan.tiles, plan.stops, params.scale, params.softcap, params.deterministic, plan.ring,
-        kernel, backward, heads_per_gather or 0, traffic,
+        kernel, backward, heads_per_gather or 0, traffic, 0 if kept is None else kept.number,
     )  # fmt: skip
     return out, lse
 
@@ -49,7 +51,7 @@ def attend(
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, table: Tensor, stops: Tensor, scale: float,
     softcap: float | None, deterministic: bool, ring: str, kernel: str, backward: str, heads_per_gather: int,
-    traffic: str,
+    traffic: str, kept: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     global _attentions
     _attentions += 1
@@ -57,7 +59,7 @@ def _forward_op(
     with torch.autocast(q.device.type, enabled=False):  # it would round a kernel's float32 sums to 16 bits
         road = traffic_of(Ring(ring), q.device, traffic)
         tables = Tables.of(table, stops, road.ring.size)
-        return forward(road, KERNELS[kernel], q, k, v, tables, params, heads_per_gather)
+        return forward(road, KERNELS[kernel], q, k, v, tables, params, heads_per_gather, Kept.of(kept))
 
 
 @torch.library.custom_op("hf_ring_attn::ring_flash_attn_bwd", mutates_args=())
@@ -92,7 +94,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, table, stops, *rest = inputs
+    q, k, v, sinks, table, stops, *rest, _kept = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -105,7 +107,7 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
         dout, q, k, v, out, lse, sinks, *ctx.plan, *ctx.rest
     )
     dsinks = dsinks if sinks is not None else None
-    return (dq, dk, dv, dsinks, *[None] * len((*ctx.plan, *ctx.rest)))
+    return (dq, dk, dv, dsinks, *[None] * len((*ctx.plan, *ctx.rest)), None)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
@@ -113,7 +115,7 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 def forward(
     traffic: Traffic, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params,
-    heads_per_gather: int,
+    heads_per_gather: int, kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if traffic.ring.size == 1:
         return kernel.forward(q, k, v, tables.forward, params)
@@ -121,7 +123,7 @@ def forward(
     per_key_head = heads // k.shape[2]
     out = q.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q.dtype))
-    seen = seen_by_heads(traffic, tables.exchange, tables.owners, k, v, heads_per_gather)
+    seen = seen_by_heads(traffic, tables.exchange, tables.owners, k, v, heads_per_gather, kept)
     for group, keys, values in seen:
         mine = slice(group.start * per_key_head, group.stop * per_key_head)
         _, lse[:, mine] = kernel.forward(

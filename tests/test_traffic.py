@@ -16,7 +16,17 @@ from checks import Ranks
 from hf_ring_attn.comm import LOCAL, Pending, Ring
 from hf_ring_attn.errors import LeftHalfway, NoPulls
 from hf_ring_attn.layout import Layout, Owners, chunks_of
-from hf_ring_attn.traffic import Messages, Sums, head_groups, lanes_of, pulls, traffic_of, visiting_order
+from hf_ring_attn.traffic import (
+    Kept,
+    Messages,
+    Sums,
+    head_groups,
+    lanes_of,
+    pulls,
+    seen_by_heads,
+    traffic_of,
+    visiting_order,
+)
 from hf_ring_attn.traffic.packing import Packing
 from hf_ring_attn.traffic.pulls import Pulls
 
@@ -218,6 +228,30 @@ def without_a_gpu() -> Iterator[Pulls]:
         road = Pulls(Ring(LOCAL), CPU)
         road.outboxes = Memory(Ring(LOCAL), 1, CPU)  # type: ignore[assignment]
         yield road
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_is_to_be_kept_is_not_written_over(keep: bool) -> None:
+    """A gather pulls into two rooms by turns, unless all that it brings is to stay."""
+    k = torch.arange(24.0).view(1, 4, 3, 2)
+    with without_a_gpu() as road:
+        parts = list(road.gathered(k, -k, [slice(head, head + 1) for head in range(3)], keep=keep))
+    same = [torch.equal(keys, k[:, :, group]) and torch.equal(values, -k[:, :, group]) for group, keys, values in parts]
+    assert same == [keep, True, True]
+
+
+def test_a_gather_is_kept_once_all_of_it_has_come() -> None:
+    k = torch.arange(24.0).view(1, 4, 3, 2)
+    with without_a_gpu() as road:
+        kept = Kept()
+        half = seen_by_heads(road, None, (), k, -k, 1, kept)
+        next(half)
+        assert kept.parts is None
+        first = [next(half), *half]
+        assert kept.parts is not None and kept.parts[1:] == first
+        road.gathered = mock.MagicMock(side_effect=AssertionError)
+        assert list(seen_by_heads(road, None, (), k, -k, 1, kept)) == kept.parts
+        assert Kept.of(kept.number) is kept and Kept.of(0) is None
 
 
 @pytest.mark.parametrize("way", ["a gather", "a walk"])

@@ -23,6 +23,7 @@ from ..ring import attentions
 from ..tables import Plan
 from .opaque import Opaque
 from .overlays import Seen
+from .sharing import Shared
 
 if TYPE_CHECKING:
     from .sample import Sample
@@ -111,6 +112,8 @@ class Scope:
     kernel: str = ""
     """The kernel that computed it, and below what its layers had: for the line at start."""
     features: set[str] = field(default_factory=set)
+    shared: Shared = field(default_factory=Shared)
+    """Gathered keys and values that several layers attend to."""
     ahead: Ahead = field(default_factory=Ahead)
     _specs: dict[tuple[Seen, int], MaskSpec] = field(default_factory=dict)
 

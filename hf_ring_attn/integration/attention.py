@@ -15,6 +15,7 @@ from .. import errors
 from ..choice import kernel_for
 from ..kernels import Params, Request
 from ..ring import attend
+from ..traffic import Kept
 from . import active, temperature
 from .active import MaskSpec
 from .report import say
@@ -80,8 +81,21 @@ def ring_attention_forward(
     out, _ = attend(
         q, k, v, spec.plan, params, kernel=_kernel(spec, params, q, k, v), backward=spec.config.backward,
         heads_per_gather=spec.config.heads_per_gather, traffic=spec.config.traffic,
+        kept=_kept(spec, module, key, value, k.dtype),
     )  # fmt: skip
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
+
+
+def _kept(spec: MaskSpec, module: nn.Module, key: Tensor, value: Tensor, dtype: torch.dtype) -> Kept | None:
+    """Where layers with these keys and values find what the first of them gathered; None: this one gathers for itself.
+
+    In compiled code every layer does: tensors have no identity there, and no op may leave anything behind.
+    """
+    if torch.compiler.is_compiling() or spec.scope is None or spec.scope.ring.size == 1:
+        return None
+    if spec.config.heads_per_gather is not None:
+        return None
+    return spec.scope.shared.kept(module, key, value, spec.plan, dtype)
 
 
 def _kernel(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:

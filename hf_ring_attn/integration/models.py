@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 
 from .. import errors
 from ..config import RingConfig
-from . import backbone, checkpointing, exactness, experts, hybrids, peft, rope, temperature
+from . import backbone, checkpointing, exactness, experts, hybrids, peft, rope, sharing, temperature
 from .active import Scope
 from .report import warn
 
@@ -94,6 +94,7 @@ def bind(model: nn.Module, scope: Scope) -> None:
         _refuse_loss(model)
     rope.install(model)
     temperature.install(model)
+    sharing.install(model)
     if any(getattr(config, "output_attentions", False) for config in configs_of(model)):
         warn("output_attentions=True gives no attention weights with ring_fp32: they never exist.")
     _ADMITTED.setdefault(model, set()).add(case)

@@ -12,6 +12,7 @@ from ..comm import Ring
 from ..errors import NoPulls
 from .base import Hop, Sums, Traffic, lanes_of, visiting_order
 from .heads import head_groups, seen_by_heads
+from .kept import Kept
 from .messages import Messages
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Hop",
+    "Kept",
     "Messages",
     "Sums",
     "Traffic",

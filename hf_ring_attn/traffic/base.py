@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..comm import Ring
 from ..layout import Owners
+from .kept import Part
 
 Sums = tuple[Tensor, Tensor]
 
@@ -43,11 +44,15 @@ class Traffic(Protocol):
     bytes_per_gather: int
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = ()
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False
+    ) -> Iterator[Part]:
         """Keys and values [B, S, heads, ...] of the whole row in order, a group of heads at a time, the next group on
-        its way meanwhile. The first sets out at once, before the iterator is asked for it. ``owners``: of the row's
-        chunks, as in `Layout`."""
+        its way meanwhile. The first sets out at once, before the iterator is asked for it.
+
+        Args:
+            owners: of the row's chunks, as in `Layout`.
+            keep: without it the memory of a group may hold another one once the next is asked for.
+        """
         ...
 
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:

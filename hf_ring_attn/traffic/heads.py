@@ -11,6 +11,7 @@ from ..comm import Ring
 from ..exchange import Exchange
 from ..layout import Owners
 from .base import Traffic
+from .kept import Kept, Part
 
 
 def head_groups(k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int) -> list[slice]:
@@ -24,17 +25,21 @@ def head_groups(k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int) -
 
 
 def seen_by_heads(
-    traffic: Traffic, exchange: Exchange | None, owners: Owners, k: Tensor, v: Tensor, heads_per_gather: int
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    traffic: Traffic, exchange: Exchange | None, owners: Owners, k: Tensor, v: Tensor, heads_per_gather: int,
+    kept: Kept | None = None,
+) -> Iterator[Part]:  # fmt: skip
     """The keys and values [B, S, heads, ...] of a plan's forward, a few heads at a time: the whole row's, or those that
-    this rank's queries see."""
-    ring = traffic.ring
-    groups = head_groups(k, v, traffic, heads_per_gather)
-    return traffic.gathered(k, v, groups, owners) if exchange is None else _exchanged(ring, exchange, k, v, groups)
+    this rank's queries see. Where ``kept`` has them nothing travels; where it is empty they are left there."""
+    if kept is not None and kept.parts is not None:
+        return iter(kept.parts)
+    ring, groups = traffic.ring, head_groups(k, v, traffic, heads_per_gather)
+    if exchange is None:
+        parts = traffic.gathered(k, v, groups, owners, keep=kept is not None)
+    else:
+        parts = _exchanged(ring, exchange, k, v, groups)
+    return parts if kept is None else kept.filling(parts)
 
 
-def _exchanged(
-    ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[Part]:
     for group, arrived in ring.by_heads((k, v), groups, functools.partial(exchange.take, ring)):
         yield group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1])

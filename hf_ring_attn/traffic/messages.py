@@ -9,6 +9,7 @@ from torch import Tensor
 from ..comm import Pending, Ring
 from ..layout import Layout, Owners
 from .base import Hop, Sums, visiting_order
+from .kept import Part
 
 
 class Messages:
@@ -20,8 +21,8 @@ class Messages:
         self.ring = ring
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = ()
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False
+    ) -> Iterator[Part]:
         layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank, owners)
         for group, (keys, values) in self.ring.by_heads((k, v), groups):
             yield group, layout.merge(keys), layout.merge(values)

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..comm import Ring
 from ..layout import Layout, Owners
 from .base import Hop, Sums, visiting_order
+from .kept import Part
 
 
 class Played:
@@ -26,8 +27,8 @@ class Played:
         self._of_ranks = [layout.split(x) for x in row]
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = ()
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False
+    ) -> Iterator[Part]:
         for group in groups:
             yield group, self._row[0][:, :, group], self._row[1][:, :, group]
 

@@ -27,6 +27,7 @@ from ..comm import Ring
 from ..errors import LeftHalfway
 from ..layout import Owners, chunks_of
 from .base import Hop, Sums, visiting_order
+from .kept import Part
 from .packing import Packing
 
 LOST_AFTER_MS = 600_000
@@ -93,25 +94,26 @@ class Pulls:
     # ---- keys and values -------------------------------------------------------------------------------------------
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = ()
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False
+    ) -> Iterator[Part]:
         size = self.ring.size
         held = chunks_of(size, owners)
         packing = Packing.of(k, v, groups, len(held[0]))
-        rows = [packing.empty(k, number, size) for number in range(min(2, len(groups)))]  # the first are the largest
+        rooms = len(groups) if keep else min(2, len(groups))
+        rows = [packing.empty(k, number, size) for number in range(rooms)]  # the first are the largest
         shared = self._publish(k, v, packing)
         order = [(self.ring.rank + step) % size for step in range(size)]  # its own first, then each rank another one's
         read: list[Any] = []
 
         def pull(number: int) -> tuple[Tensor, Any]:
-            row = packing.within(rows[number % 2], number, size)
-            if number >= 2:
-                self.keys_stream.wait_event(read[number - 2])
+            row = packing.within(rows[number % rooms], number, size)
+            if number >= rooms:
+                self.keys_stream.wait_event(read[number - rooms])
             with torch.cuda.stream(self.keys_stream):
                 packing.lay_down(row, shared[number], order, held)
                 return row, self._event(self.keys_stream)
 
-        def arriving(ahead: tuple[Tensor, Any]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        def arriving(ahead: tuple[Tensor, Any]) -> Iterator[Part]:
             for number, group in enumerate(groups):
                 row, arrived = ahead
                 if number + 1 < len(groups):

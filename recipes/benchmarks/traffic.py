@@ -6,7 +6,9 @@ every rank holds a zigzag's chunks, and where packed documents are balanced as `
 Counted from the very plans that a ring runs by, without a GPU and without a ring: visible pairs of each rank's tiles,
 and the tokens of each rank's messages. Packed rows are real: files of Python's standard library, a byte a token, put
 into rows by best fit as TRL's packing does. Bytes are those that a rank receives in one layer's forward and backward,
-for 8 key heads of width 128 in bfloat16 and gradients in float32; the mean and the largest over ranks.
+for 8 key heads of width 128 in bfloat16 and gradients in float32; the mean and the largest over ranks. Of models whose
+last layers attend to the keys and values of earlier ones: bytes of the whole stack's forward, if every layer gathers,
+and if only those do that make them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import sysconfig
 import time
 from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +36,28 @@ from hf_ring_attn.tables import Plan, Tables
 
 WIDTH = 8 * 2 * 128
 """Numbers that a token's key and value have together."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers whose last ones take the keys and values of earlier ones.
+
+    Args:
+        taking: how many take them; every: one layer in so many, the last of them, has no window.
+        numbers: that a token's key and value have together, under the window and without it.
+    """
+
+    layers: int
+    taking: int
+    every: int
+    window: int
+    numbers: tuple[int, int]
+
+
+STACKS = {
+    "Gemma 3n E4B": Stack(35, 15, 5, 512, (2 * 2 * 256, 2 * 2 * 256)),
+    "Gemma 4 E4B": Stack(42, 18, 6, 512, (2 * 2 * 256, 2 * 2 * 512)),
+}
 
 
 def packed_rows(length: int, longest: int | None = None) -> list[list[int]]:
@@ -86,6 +111,17 @@ def counted(mask: Mask, zigzag: Layout, documents: Tensor | None) -> dict[str, A
         "bytes_received_backward": [backward for _, backward in received],
         "bytes_of_a_whole_gather_and_ring": full,
     }  # fmt: skip
+
+
+def gathered(stack: Stack, length: int, ring: int) -> tuple[float, float]:
+    """Bytes that a rank receives in a forward, the mean over ranks: by all layers, and by those that make keys."""
+    kinds = Mask.of(Band(0, stack.window - 1), 1, length), Mask.of(CAUSAL, 1, length)
+    each = []
+    for mask, numbers in zip(kinds, stack.numbers, strict=True):
+        received = counted(mask, Layout(length, ring, 0), None)["bytes_received_forward"]
+        each.append(sum(received) / ring * numbers / WIDTH)
+    layers = [each[number % stack.every == 0] for number in range(1, stack.layers + 1)]
+    return sum(layers), sum(layers[: stack.layers - stack.taking])
 
 
 Kinds = list[tuple[float, Mask, Tensor | None]]
@@ -159,9 +195,18 @@ def main() -> None:
                 if layout == "zigzag" or any(documents is not None for _, _, documents in kinds):
                     found.append(entry(name, kinds, Layout(args.length, ring, 0), layout))
                     print(line(found[-1]))
+    stacks = []
+    for name, stack in STACKS.items():
+        for ring in args.rings:
+            every, once = gathered(stack, args.length, ring)
+            stacks.append({"model": name, **asdict(stack), "ring": ring, "bytes_forward": every, "bytes_shared": once})
+            print(
+                f"{name}, forward, ring {ring}: a rank receives {every / 2**20:.1f} MiB if all {stack.layers} layers "
+                f"gather, {once / 2**20:.1f} MiB ({once / every:.1%}) if only those do that make keys"
+            )
     if args.save:
         args.save.parent.mkdir(parents=True, exist_ok=True)
-        args.save.write_text(json.dumps({**head, "rows": found}, indent=1) + "\n")
+        args.save.write_text(json.dumps({**head, "rows": found, "stacks": stacks}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

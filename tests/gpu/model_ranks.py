@@ -20,7 +20,17 @@ import hf_ring_attn  # noqa: E402  only after the paths
 from hf_ring_attn.bench.world import world  # noqa: E402  only after the paths
 from hf_ring_attn.testing import relative_error  # noqa: E402  only after the paths
 from hybrid_jobs import HYBRIDS  # noqa: E402  only after the paths
-from plain_jobs import Answer, Batch, Step, by_itself, in_a_ring, packed, padded, ready, tokens  # noqa: E402
+from plain_jobs import (  # noqa: E402  only after the paths
+    Answer,
+    Batch,
+    Step,
+    by_itself,
+    in_a_ring,
+    packed,
+    padded,
+    ready,
+    tokens,
+)
 from tiny_models import MODELS  # noqa: E402  only after the paths
 
 DOCUMENTS = (5, 20, 3, 30, 9)

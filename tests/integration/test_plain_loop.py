@@ -15,6 +15,8 @@ from plain_jobs import Answer, Step, packed, padded, tokens
 
 SOFTMAX = 2e-6
 """Bound where transformers takes its softmax (or, in Llama 4, RoPE) in float32, whatever the model's dtype."""
+UNSCALED = 3e-5
+"""The same in Gemma 4, which does not scale its scores."""
 LOSS = 1e-6
 """Relative bound of transformers' loss and of its gradients: it is computed in float32 from logits of any dtype."""
 
@@ -45,6 +47,12 @@ STEPS = [
     Step(
         why="experts with their auxiliary loss, padded, recomputed", model="mixtral", dtype=torch.float32, exact=2e-5,
         batch=padded(23, left=4, right=6), checkpointing="recomputed",
+    ),
+    Step(why="keys that layers share", model="gemma3n", batch=padded(23, right=6), exact=SOFTMAX),
+    Step(why="keys that layers share, packed", model="gemma4", batch=packed(9, 3, 11), exact=UNSCALED),
+    Step(
+        why="keys that layers share, recomputed", model="gemma3n", batch=packed(9, 3, 11), checkpointing="recomputed",
+        exact=SOFTMAX,
     ),
     Step(why="learned positions", model="gpt2"),
     Step(why="values narrower than keys", model="deepseek_v3"),

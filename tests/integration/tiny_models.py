@@ -26,11 +26,26 @@ LINEAR = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 
+SHARED = {
+    "layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "num_kv_shared_layers": 4,
+    "sliding_window": 7, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+}  # fmt: skip
+"""Two layers make keys and values, and four attend to theirs."""
+
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("LlamaForCausalLM", {}, "sdpa"),
     "mistral": ("MistralForCausalLM", {"sliding_window": 7}, "sdpa"),
     "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 7, "query_pre_attn_scalar": 8}, "eager"),
     "gemma3": ("Gemma3ForCausalLM", {"sliding_window": 7, "query_pre_attn_scalar": 8}, "eager"),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        {
+            **SHARED, "intermediate_size": [48] * 6, "activation_sparsity_pattern": [0.9, *[0.0] * 5], "laurel_rank": 8,
+            "pad_token_id": None,  # its embedding would be 0, of which the model takes a square root: gradients are nan
+        },
+        "eager",
+    ),
+    "gemma4": ("Gemma4ForCausalLM", {**SHARED, "global_head_dim": 16}, "eager"),
     "gpt_oss": (
         "GptOssForCausalLM", {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}, "eager",
     ),
