@@ -96,14 +96,15 @@ class Layout:
         """[T] int64: the place in the padded row of each token that ``rank`` (default: this one) holds."""
         return torch.cat([torch.arange(run.position, run.position + run.length) for run in self.runs(rank)])
 
-    def pad(self, row: Tensor, dim: int, value: float | int | bool = 0) -> Tensor:
-        """``row`` with ``value`` appended along ``dim`` up to the padded length."""
+    def pad(self, row: Tensor, dim: int, value: float | int | bool | None = 0) -> Tensor:
+        """``row`` with ``value`` appended along ``dim`` up to the padded length; None: its last token again."""
         missing = self.padded - row.shape[dim]
         if missing == 0:
             return row
         shape = list(row.shape)
         shape[dim] = missing
-        return torch.cat([row, row.new_full(shape, value)], dim)
+        more = row.new_full(shape, value) if value is not None else row.narrow(dim, -1, 1).expand(shape)
+        return torch.cat([row, more], dim)
 
     def shard(self, row: Tensor, dim: int) -> Tensor:
         """This rank's tokens of a padded row: its chunks along ``dim``, copied; in a ring of one the row itself."""

@@ -19,7 +19,7 @@ from ..layout import Layout
 from . import active, exactness
 from .active import MaskSpec, Scope
 from .differences import tensors_of
-from .rows import facts_of, text_positions
+from .rows import PADDING, facts_of, text_positions
 
 _MARK = "_hf_ring_attn_backbone"
 CUT_BEFORE = {"labels", "shift_labels", "num_items_in_batch"}
@@ -99,7 +99,7 @@ def cut(text: nn.Module, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
         if name in local or name == "deepstack_visual_embeds":
             continue
         if name in ("input_ids", "inputs_embeds", "visual_pos_masks") and x is not None:
-            local[name] = _share(layout, x, 1)
+            local[name] = _share(layout, x, 1, PADDING.get(name, 0))
         elif name in CUT_BEFORE:
             local[name] = x
         else:
@@ -126,8 +126,8 @@ def _refuse_mask(where: str, mask: Any, rows: int, length: int) -> None:
     raise errors.UnsupportedArgument(where, "attention_mask", why, _CALLED)
 
 
-def _share(layout: Layout, x: Tensor, dim: int) -> Tensor:
-    return layout.shard(layout.pad(x, dim), dim)
+def _share(layout: Layout, x: Tensor, dim: int, value: int | None = 0) -> Tensor:
+    return layout.shard(layout.pad(x, dim, value), dim)
 
 
 def _of_images(layout: Layout, places: Tensor, features: list[Tensor]) -> list[Tensor]:

@@ -15,8 +15,11 @@ from ..config import RingConfig
 from ..layout import Layout
 
 IGNORED = -100
-PADDING = {"labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1}
-"""What a token of padding holds, by input; 0 for all others."""
+PADDING = {
+    "labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1, "input_ids": None, "inputs_embeds": None,
+}  # fmt: skip
+"""What a token of padding holds, by input; 0 for all others, and None for the row's last token again: zeros, or a token
+whose embedding is zero, make gradients nan in models that divide by its norm, if only by way of 0 * inf."""
 KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """Inputs that repeat the documents for kernels; true for the whole row only, so they are not passed on."""
 IMAGES = {"pixel_values", "pixel_values_videos"}

@@ -61,6 +61,7 @@ class Step:
 
     why: str
     model: str = "llama"
+    config: dict[str, Any] = field(default_factory=dict)
     batch: Batch = field(default_factory=lambda: tokens(23))
     ring: RingConfig = RingConfig()
     checkpointing: str = ""
@@ -97,7 +98,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def ready(step: Step, attention: str | None) -> Any:
-    model: Any = tiny(step.model, attention)
+    model: Any = tiny(step.model, attention, **step.config)
     model.to(step.device, step.dtype)
     if step.checkpointing:
         model.train()

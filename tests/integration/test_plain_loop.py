@@ -49,6 +49,10 @@ STEPS = [
         batch=padded(23, left=4, right=6), checkpointing="recomputed",
     ),
     Step(why="keys that layers share", model="gemma3n", batch=padded(23, right=6), exact=SOFTMAX),
+    Step(
+        why="padding of the ring, where a pad token's embedding is zero", model="gemma3n", config={"pad_token_id": 0},
+        batch={name: x.clamp(min=1) for name, x in tokens(23).items()}, exact=SOFTMAX,
+    ),
     Step(why="keys that layers share, packed", model="gemma4", batch=packed(9, 3, 11), exact=UNSCALED),
     Step(
         why="keys that layers share, recomputed", model="gemma3n", batch=packed(9, 3, 11), checkpointing="recomputed",
