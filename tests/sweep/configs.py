@@ -5,6 +5,7 @@ Nothing is downloaded. What the rules here cannot guess stands in `overrides`, a
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -151,7 +152,7 @@ def known_inert(entry: Entry) -> dict[str, str]:
 
 def shrunk(config_class: Any, own: dict[str, Any], changes: dict[str, Any], causal: bool) -> dict[str, Any]:
     """What to give to a config's class: sizes by name, thresholds, no dropout, and ``own`` over all of it."""
-    default = config_class(**own.get("_defaults", {}))
+    default = config_class(**copy.deepcopy(own.get("_defaults", {})))  # some take their dicts apart
     default.allow_global_per_layer_attribute_access = True
     names = {name for name in vars(default) if not name.startswith("_")} | set(default.attribute_map)
     values: dict[str, Any] = {}
@@ -267,7 +268,7 @@ def _dynamic(rope: dict[str, Any]) -> dict[str, Any]:
         return {name: _dynamic(x) if isinstance(x, dict) else x for name, x in rope.items()}
     if rope.get("rope_type") != "default":
         return rope
-    kept = {name: x for name, x in rope.items() if name == "rope_theta"}
+    kept = {name: x for name, x in rope.items() if name in ("rope_theta", "mrope_section")}
     if "partial_rotary_factor" in rope:
         kept["partial_rotary_factor"] = max(rope["partial_rotary_factor"], 0.5)  # of 8: it divides by the width less 2
     return {**kept, "rope_type": "dynamic", "factor": 2.0}

@@ -33,6 +33,10 @@ LONG: dict[str, Any] = {"rope_parameters": LONG_ROPE, "original_max_position_emb
 UNMASKED = "its eager attention is causal only where a mask is given (transformers 5.17)"
 NEEDS_A_TARGET = "drafts for another model: it needs that model's hidden states, keys and values"
 
+MUSICGEN = {
+    "_defaults": {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}},
+}  # fmt: skip
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     # entries that have no default
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -42,6 +46,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": HEADS,
     "deepseek_v2": {"num_experts_per_tok": 2},
     "esm": {"vocab_size": 97, "pad_token_id": 0, "mask_token_id": 3},
+    "musicgen": MUSICGEN,
+    "musicgen_melody": MUSICGEN,
     "cohere_compass_text": {
         "layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2,
         "rope_parameters": {
