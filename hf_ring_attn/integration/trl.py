@@ -34,7 +34,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         if num_items_in_batch is None and (count := inputs.get("num_items_in_batch")) is not None:
             # For a model with accepts_loss_kwargs=False: SFTTrainer would divide by this rank's count of labels.
             num_items_in_batch, one_mean = count * _multiplied(self), True
-        accelerator, steps = self.accelerator, getattr(self, _STEPS, 1)  # none before the first training step
+        accelerator, tokens = self.accelerator, self._total_train_tokens
+        steps = getattr(self, _STEPS, 1)  # none before the first training step
         # Entropy and accuracy are sums over tokens, and a ring's tokens are one row's.
         accelerator.gather_for_metrics = functools.partial(accelerate.gather_sums_per_ring, accelerator)
         if one_mean:  # then the trainer divides the whole loss, or nothing, by the batches of a step
@@ -44,6 +45,9 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             del accelerator.gather_for_metrics
             setattr(self, _STEPS, steps)
+        if scope.late and self.model.training:  # each rank has counted the whole rows that it was given
+            self._total_train_tokens = tokens + (self._total_train_tokens - tokens) // scope.ring.size
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:  # which is no sum: each rank has that of the whole row
             self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] /= scope.ring.size
         return result

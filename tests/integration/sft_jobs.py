@@ -25,6 +25,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 import hf_ring_attn
+import sft_pictures
 from hf_ring_attn.integration.accelerate import ring_group
 from jobs import a_folder, launched, ordered_metrics
 from runs import Mesh
@@ -47,6 +48,7 @@ class Case:
     Args:
         args: for SFTConfig, over the defaults of `config`.
         rows: the form of the data: "text", "completion" (prompt and completion) or "chat".
+        images: a model of `tiny_models.VISION`, trained on rows with pictures; without_images: every so many have none.
         means: of a model that leaves each batch's loss a mean.
         stream: give the trainer an IterableDataset.
         metrics: have compute_metrics, which gets the logits and labels of whole rows.
@@ -57,6 +59,8 @@ class Case:
     rows: str = "text"
     lora: bool = False
     experts: bool = False
+    images: str = ""
+    without_images: int = 0
     means: bool = False
     stream: bool = False
     metrics: bool = False
@@ -155,10 +159,25 @@ def trainer(case: Case, folder: str, attention: str, kind: type[SFTTrainer] = SF
         "eval_dataset": evaluate,
         "peft_config": lora() if case.lora else None,
         "compute_metrics": ordered_metrics if case.metrics else None,
+        "processing_class": tokenizer(),
     }
-    sft = kind(args=config(folder, **case.args), processing_class=tokenizer(), **{**defaults, **options})
+    if case.images:
+        defaults |= pictured(case, attention, train, evaluate)
+    sft = kind(args=config(folder, **case.args), **{**defaults, **options})
     sft.remove_callback(PrinterCallback)
     return sft
+
+
+def pictured(case: Case, attention: str, train: Dataset, evaluate: Dataset) -> dict[str, Any]:
+    """What a trainer of images is given in place of text."""
+    processor = sft_pictures.processor(case.images)
+    prompt = sft_pictures.PROMPTS[case.images]
+    return {
+        "model": sft_pictures.model(case.images, attention),
+        "train_dataset": sft_pictures.with_pictures(train, prompt, case.without_images),
+        "eval_dataset": sft_pictures.with_pictures(evaluate, prompt),
+        "processing_class": processor,
+    }
 
 
 def trained(case: Case, mesh: Mesh) -> Outcome:

@@ -1,0 +1,53 @@
+"""Images through SFTTrainer, by its own collator and the processors of two families: as in one process.
+
+Steps are small. At 0.1, as for text, gradients grow, and any two orders of float32 sums part.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from comparison import Ranks
+from runs import Mesh
+from sft_jobs import Case, one_step
+from test_trl import compare
+
+GEMMA, QWEN = "gemma3 vision", "qwen2.5 vision"
+SMALL = {"learning_rate": 0.01}
+TWO_RANKS = [
+    Case("Gemma 3, chat, assistant only", {**SMALL, "assistant_only_loss": True}, rows="chat", images=GEMMA),
+    Case("Gemma 3, some rows without images", SMALL, rows="chat", images=GEMMA, without_images=2),
+    Case("Qwen2.5-VL, metrics of whole rows", SMALL, rows="chat", images=QWEN, metrics=True),
+    Case("Qwen2.5-VL, LoRA, completions", SMALL, rows="completion", images=QWEN, lora=True),
+    Case(
+        "Qwen2.5-VL, checkpointing, some rows without images", {**SMALL, "gradient_checkpointing": True}, rows="chat",
+        images=QWEN, without_images=2,
+    ),
+    Case("Qwen3-VL", SMALL, rows="chat", images="qwen3 vision"),
+]  # fmt: skip
+COMPLETIONS = Case(
+    "Gemma 3, completions, accumulation", {**SMALL, "gradient_accumulation_steps": 2}, "completion", images=GEMMA
+)
+LARGER = [
+    (COMPLETIONS, Mesh(cp=4)),
+    (COMPLETIONS, Mesh(dp=2, cp=2)),
+    # Without replicas: its loss is each batch's mean, of which replicas' mean is not that of all their rows.
+    (Case("Qwen2.5-VL, chat", SMALL, rows="chat", images=QWEN), Mesh(cp=4)),
+]
+
+
+@pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.why)
+def test_images_in_sft_are_those_of_one_process(ranks: Ranks, case: Case) -> None:
+    compare(ranks, case, Mesh(cp=2))
+
+
+@pytest.mark.parametrize(("case", "mesh"), LARGER, ids=lambda x: getattr(x, "why", str(x)))
+def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh) -> None:
+    compare(ranks, case, mesh)
+
+
+def test_a_gathered_loss_of_images_is_refused_too(ranks: Ranks) -> None:
+    for said in ranks(2).run(one_step, Case("gathered", rows="chat", images=GEMMA), Mesh(cp=2), gathered=True):
+        assert re.match("NoLogits: loss='gathered' needs .*TRL's fused head", said), said
