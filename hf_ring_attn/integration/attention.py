@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from .. import errors
 from ..choice import kernel_for
 from ..kernels import Params, Request
+from ..mask import Band
 from ..ring import attend
 from ..traffic import Kept
 from . import active, temperature
@@ -66,6 +67,9 @@ def ring_attention_forward(
     for name, why in REFUSED_ARGUMENTS.items():
         if kwargs.get(name) is not None:
             _refuse(errors.UnsupportedArgument, where, name, why)
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal) and _is_causal(spec):
+        _refuse(errors.UnsupportedArgument, where, "is_causal=False", _CAUSAL_OR_NOT)
     if key.shape[2] != query.shape[2]:
         _refuse(errors.UnshardedInput, query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
 
@@ -96,6 +100,17 @@ def _kept(spec: MaskSpec, module: nn.Module, key: Tensor, value: Tensor, dtype: 
     if spec.config.heads_per_gather is not None:
         return None
     return spec.scope.shared.kept(module, key, value, spec.plan, dtype)
+
+
+_CAUSAL_OR_NOT = (
+    "its mask is causal, but transformers' sdpa drops a causal mask, and then attends both ways: which of the two is "
+    "meant is not known. Set use_bidirectional_attention=False in the model's config, or give it what its mask is made "
+    "of (token_type_ids)"
+)
+
+
+def _is_causal(spec: MaskSpec) -> bool:
+    return isinstance(spec.seen, Band) and spec.seen.lo == 0
 
 
 def _kernel(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:

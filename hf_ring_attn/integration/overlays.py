@@ -2,16 +2,21 @@
 
 A mask function becomes an expression of three kinds of facts: a band of distances, tokens that keep to themselves
 (documents, chunks, blocks), and the two ways of joining such facts. Trying indices out would prove nothing about the
-others, so a function from anywhere else is refused by name.
+others. Of functions from elsewhere, those are known that have the very code of one written here; all others are refused
+by name.
 """
 
 from __future__ import annotations
 
+import builtins
+import dis
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers import masking_utils
 
@@ -73,7 +78,7 @@ def terms_of(seen: Seen, alike: Callable[[Alike], Terms]) -> Terms:
 def recognise(function: Callable[..., Any], positions: Tensor | None = None) -> Seen:
     """The expression of a mask function that transformers' masking_utils made.
 
-    Functions are told apart by the place where masking_utils defines them.
+    Functions are told apart by the place where masking_utils defines them, a model's own by their code.
 
     Args:
         positions: [B, T], to which a function around this one maps its indices.
@@ -83,6 +88,7 @@ def recognise(function: Callable[..., Any], positions: Tensor | None = None) -> 
     """
     name = getattr(function, "__qualname__", repr(function))
     reader = _READERS.get(name) if getattr(function, "__module__", "") == masking_utils.__name__ else None
+    reader = reader or next((read for known, read in _OWN if _same(function, known)), None)
     # Blocks are looked up by place; masking_utils would look them up by position in its document.
     if reader is None or (positions is not None and reader is _blocks):
         raise errors.UnknownMask(f"{getattr(function, '__module__', '?')}.{name}", sorted(_READERS))
@@ -100,6 +106,10 @@ def _joined(how: Literal["all", "any"], closure: Closure, positions: Tensor | No
     bands = [part for part in parts if isinstance(part, Band)]
     if how == "all" and len(bands) == len(parts):
         return functools.reduce(lambda a, b: a & b, bands)
+    # Of bands the widest, where it holds the others: of what is causal or whatever else, that is whatever else.
+    widest = Band(min(band.lo for band in bands), max(band.hi for band in bands)) if bands else None
+    if how == "any" and len(bands) == len(parts) and widest in bands:
+        return bands[bands.index(widest)]
     return Joined(how, tuple(parts))
 
 
@@ -126,3 +136,43 @@ _READERS: dict[str, Callable[[Closure, Tensor | None], Seen]] = {
         c["mask_function"], c["position_ids"]
     ),
 }
+
+
+# ---- functions that models write themselves --------------------------------------------------------------------------
+
+
+def _window_both_ways(sliding_window: int) -> Callable[..., Any]:
+    """Of Gemma 3's local layers with use_bidirectional_attention, and its kin's."""
+
+    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
+        return abs(q_idx - kv_idx) < sliding_window
+
+    return inner_mask
+
+
+_OWN: list[tuple[Callable[..., Any], Callable[[Closure, Tensor | None], Seen]]] = [
+    (lambda *args: torch.tensor(True, dtype=torch.bool), lambda _, __: BIDIRECTIONAL),
+    (_window_both_ways(0), lambda c, _: Band(1 - c["sliding_window"], c["sliding_window"] - 1)),
+]
+
+
+def _same(function: Any, known: Callable[..., Any]) -> bool:
+    """Whether a function has the instructions of another, and finds the same objects under the names in them."""
+    code, other = getattr(function, "__code__", None), known.__code__
+    stars = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    if code is None or code.co_argcount != other.co_argcount or code.co_flags & stars != other.co_flags & stars:
+        return False
+    if _instructions(code) != _instructions(other):
+        return False
+    names = [argval for opname, argval in _instructions(code) if opname == "LOAD_GLOBAL"]
+    return all(_looked_up(function, name) is _looked_up(known, name) for name in names)
+
+
+@functools.cache
+def _instructions(code: Any) -> list[tuple[str, Any]]:
+    values, constants = code.co_consts, {"LOAD_CONST", "KW_NAMES"}  # by value: a docstring moves their places
+    return [(i.opname, values[i.arg] if i.opname in constants else i.argval) for i in dis.get_instructions(code)]
+
+
+def _looked_up(function: Any, name: str) -> Any:
+    return function.__globals__.get(name, getattr(builtins, name, None))

@@ -75,9 +75,14 @@ FORWARDS = [
         text="its MoE auxiliary loss is none that is known here, and not exact on one rank's tokens; set output_router",
     ),
     Forward(
-        why="blocks that see both ways", kind="Gemma3ForCausalLM",
-        config={"use_bidirectional_attention": True, "sliding_window": 7}, labelled=False, error="UnknownMask",
-        text="the mask function transformers.models.gemma3.modeling_gemma3.",
+        why="labels of a model that attends both ways", kind="Gemma3ForCausalLM",
+        config={"use_bidirectional_attention": True, "sliding_window": 7}, error="LossNotSharded",
+        text="the loss of a model with bidirectional attention (masked LM, encoders) cannot be computed exactly",
+    ),
+    Forward(
+        why="a causal mask that sdpa drops for none", kind="Gemma2ForCausalLM",
+        config={"use_bidirectional_attention": True, "sliding_window": 7}, error="UnsupportedArgument",
+        text="Gemma2Attention called attention with is_causal=False: its mask is causal, but transformers' sdpa drops",
     ),
     Forward(
         why="labels of a masked language model", kind="BertForMaskedLM", error="LossNotSharded",

@@ -136,7 +136,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "esm": {"rotary positions": {"position_embedding_type": "rotary"}},
+    "gemma2": {"attention both ways": {"use_bidirectional_attention": True}},
     "gemma3_text": {"attention both ways": {"use_bidirectional_attention": True}},
+    "gemma4_text": {"attention both ways": {"use_bidirectional_attention": "all"}},
+    "gemma4_unified_text": {"attention both ways": {"use_bidirectional_attention": "all"}},
     "granitemoehybrid": {
         "attention only": {
             "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "position_embedding_type": "rope",
