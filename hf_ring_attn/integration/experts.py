@@ -24,6 +24,7 @@ from ..ring import sum_over_ring
 from . import active
 from .active import Scope
 from .patches import Patch, install, render
+from .source import loss_function_alone
 
 FUNCTION = "load_balancing_loss_func"
 SHARED = "transformers.models.mixtral.modeling_mixtral"
@@ -89,6 +90,12 @@ def _files(model: nn.Module) -> dict[str, Any]:
     return {name: function for name, function in functions.items() if function is not None}
 
 
+def _may_ask(model: nn.Module) -> bool:
+    """Whether TRL's fused head may be asked for the loss: then it takes that of a model that has none itself."""
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return any(hasattr(module.config, "output_router_logits") for module in models)
+
+
 def asks(configs: Sequence[Any]) -> bool:
     """Whether models with these configs add the auxiliary loss to theirs."""
     return any(getattr(config, "output_router_logits", False) for config in configs)
@@ -103,7 +110,7 @@ def prepare(model: nn.Module) -> None:
     changes, with_trl = _CHANGES.setdefault(model, {}), "trl" in sys.modules
     if with_trl not in changes:
         files = _files(model)
-        if files and with_trl:
+        if with_trl and (files or _may_ask(model)):
             files[SHARED] = getattr(import_module(SHARED), FUNCTION)
         changes[with_trl] = [Patch(f"{name}:{FUNCTION}", render(x), _in_a_ring) for name, x in files.items()]
     install(changes[with_trl])
@@ -114,10 +121,18 @@ def reasons(model: nn.Module, scope: Scope, configs: Sequence[Any]) -> Iterator[
     if not asks(configs):
         return
     functions = _files(model)
+    if not functions and _adds_nothing(model):
+        return
     if not functions or not all(known(inspect.unwrap(function)) for function in functions.values()):
         yield f"its MoE auxiliary loss is none that is known here, and not exact on one rank's tokens; {_TODO}"
     elif scope.config.loss == "gathered":
         yield f"a gathered loss leaves the MoE auxiliary loss out; take loss='sharded', or {_TODO}"
+
+
+def _adds_nothing(model: nn.Module) -> bool:
+    """Whether the loss of ``model`` is its loss_function alone: DeepSeek V3 and kin balance their experts otherwise."""
+    head = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    return head is not None and loss_function_alone(inspect.unwrap(type(head).forward))
 
 
 def _in_a_ring(original: Callable[..., Any]) -> Any:

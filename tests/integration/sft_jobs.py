@@ -48,6 +48,7 @@ class Case:
     Args:
         args: for SFTConfig, over the defaults of `config`.
         rows: the form of the data: "text", "completion" (prompt and completion) or "chat".
+        kind: the class of the model.
         images: a model of `tiny_models.VISION`, trained on rows with pictures; without_images: every so many have none.
         means: of a model that leaves each batch's loss a mean.
         stream: give the trainer an IterableDataset.
@@ -58,7 +59,7 @@ class Case:
     args: dict[str, Any] = field(default_factory=dict)
     rows: str = "text"
     lora: bool = False
-    experts: bool = False
+    kind: str = "LlamaForCausalLM"
     images: str = ""
     without_images: int = 0
     means: bool = False
@@ -99,8 +100,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+AFMOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 3,
+    "num_dense_layers": 1,
+}  # fmt: skip
+
+
 def model(attention: str, kind: str = "LlamaForCausalLM", means: bool = False) -> PreTrainedModel:
-    made = build(kind, attention, **{**SIZES, "vocab_size": 259, "max_position_embeddings": 256, "eos_token_id": 0})
+    sizes = {**SIZES, "vocab_size": 259, "max_position_embeddings": 256, "eos_token_id": 0}
+    made = build(kind, attention, **{**sizes, **(AFMOE if kind == "AfmoeForCausalLM" else {})})
     if means:
         made.accepts_loss_kwargs = False  # type: ignore[assignment]  # as models that take images have it
     return made
@@ -154,7 +162,7 @@ def lora() -> LoraConfig:
 def trainer(case: Case, folder: str, attention: str, kind: type[SFTTrainer] = SFTTrainer, **options: Any) -> SFTTrainer:
     train, evaluate = rows(case.rows, TRAIN_ROWS), rows(case.rows, EVAL_ROWS, start=4000)
     defaults = {
-        "model": model(attention, "MixtralForCausalLM" if case.experts else "LlamaForCausalLM", case.means),
+        "model": model(attention, case.kind, case.means),
         "train_dataset": train.to_iterable_dataset() if case.stream else train,
         "eval_dataset": evaluate,
         "peft_config": lora() if case.lora else None,

@@ -58,6 +58,7 @@ STEPS = [
         why="keys that layers share, recomputed", model="gemma3n", batch=packed(9, 3, 11), checkpointing="recomputed",
         exact=SOFTMAX,
     ),
+    Step(why="experts without such a loss", model="afmoe", dtype=torch.float32, exact=2e-5),
     Step(why="learned positions", model="gpt2"),
     Step(why="values narrower than keys", model="deepseek_v3"),
     Step(why="chunks and temperatures", model="llama4", exact=SOFTMAX),

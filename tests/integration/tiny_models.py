@@ -57,6 +57,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "sdpa",
     ),
+    "afmoe": (
+        "AfmoeForCausalLM",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7, "output_router_logits": True,
+        },
+        "sdpa",
+    ),
     "gpt2": ("GPT2LMHeadModel", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, "sdpa"),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
