@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import errors
 from ..sequence import Rows
@@ -63,19 +64,18 @@ def mixers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-_EXACT: dict[int, weakref.ref[Any]] = {}
+_EXACT = WeakIdKeyDictionary()
 """Configs of models whose layers beside attention are all known, by their identity, as in `models`."""
 
 
 def admit(configs: Collection[Any]) -> None:
     """Notes that a model with these configs was looked at, and that its layers beside attention are known."""
     for config in configs:
-        _EXACT[id(config)] = weakref.ref(config)
+        _EXACT[config] = True
 
 
 def admitted(config: Any) -> bool:
-    reference = _EXACT.get(id(config))
-    return reference is not None and reference() is config
+    return config in _EXACT
 
 
 # ---- the changes to a model and its file -----------------------------------------------------------------------------
@@ -99,11 +99,18 @@ def prepare(model: nn.Module) -> None:
         if _MARK not in module.__dict__:
             before = module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.__dict__[_MARK] = (before, module.register_forward_hook(_leave, always_call=True))
-            on_uninstall(functools.partial(_unhook, weakref.ref(module)))
+        _HOOKED.add(module)  # also one that was copied together with its hooks
+    if layers:
+        on_uninstall(_unhook)
 
 
-def _unhook(reference: weakref.ref[nn.Module]) -> None:
-    if (module := reference()) is not None:
+_HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The layers of all models that have hooks."""
+
+
+def _unhook() -> None:
+    while _HOOKED:
+        module = _HOOKED.pop()
         module.__dict__.pop(_RAN, None)
         for handle in module.__dict__.pop(_MARK, ()):
             handle.remove()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSequenceClassificationLoss
 
 from .. import errors
@@ -18,7 +19,7 @@ from . import backbone, checkpointing, exactness, experts, hybrids, peft, rope, 
 from .active import Scope
 from .report import warn
 
-_OPTIONS: dict[int, tuple[weakref.ref[Any], RingConfig]] = {}
+_OPTIONS = WeakIdKeyDictionary()
 """Options by the identity of a model's config: configs are saved as JSON, so nothing may be hung on them."""
 
 _ADMITTED: weakref.WeakKeyDictionary[nn.Module, set[tuple[int | bool, ...]]] = weakref.WeakKeyDictionary()
@@ -35,19 +36,19 @@ UNTESTED_WRAPPERS = {
 def configure(model: nn.Module, config: RingConfig) -> None:
     """Sets the options with which ``model`` runs in a ring; see `RingConfig`."""
     for part in configs_of(model):
-        _OPTIONS[id(part)] = (weakref.ref(part), config)
+        _OPTIONS[part] = config
 
 
 def ring_config(config: Any) -> RingConfig:
     """The options set for the model that has this transformers config; the defaults if none were set."""
-    reference, options = _OPTIONS.get(id(config), (None, None))
-    return options if reference is not None and options is not None and reference() is config else RingConfig()
+    options: RingConfig | None = None if config is None else _OPTIONS.get(config)
+    return RingConfig() if options is None else options
 
 
 def options_of(model: nn.Module) -> RingConfig:
     """The options set for ``model``, wrapped or not."""
     for part in configs_of(model):
-        if id(part) in _OPTIONS:
+        if part in _OPTIONS:
             return ring_config(part)
     return RingConfig()
 

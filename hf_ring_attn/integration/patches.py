@@ -266,9 +266,10 @@ def install(changes: Iterable[Change]) -> None:
 
 
 def on_uninstall(undo: Undo) -> None:
-    """Has the next `uninstall` call ``undo`` too, in its turn: what was done last is undone first."""
+    """Has the next `uninstall` call ``undo`` too, once, in its turn: what was done last is undone first."""
     with _installed.lock:
-        _installed.undos.append((None, undo))
+        if all(known is not undo for _, known in _installed.undos):
+            _installed.undos.append((None, undo))
 
 
 def installed() -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -18,7 +20,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 import compile_jobs
 import hf_ring_attn
 from balanced_jobs import chunks_forced
-from hf_ring_attn.integration import models
+from hf_ring_attn.integration import hybrids, models, patches
 from hf_ring_attn.testing import relative_error
 from plain_jobs import Batch, Step, attempt, gradients_of, packed, ready, tokens
 from tiny_models import SIZES, build
@@ -231,6 +233,24 @@ def a_copy() -> float:
         with sharded, torch.no_grad():
             answers.append(sharded.gather(called(**sharded.inputs).logits))
     return max(relative_error(x, answers[0]) for x in answers)
+
+
+def kept(count: int) -> tuple[int, list[int]]:
+    """Of models that are made, used in a ring and dropped: how many live on, and the sizes of what is kept of them."""
+    alive, batch = weakref.WeakSet[Any](), tokens(24)
+    for _ in range(count):
+        model = made("qwen3_5")
+        alive.add(model)
+        hf_ring_attn.configure(model, hf_ring_attn.RingConfig(self_check=False))
+        sharded = hf_ring_attn.shard(batch, model=model)
+        with sharded, torch.no_grad():
+            model(**sharded.inputs)
+    del model, sharded
+    gc.collect()
+    registries: tuple[Any, ...] = (
+        patches._installed.undos, hybrids._HOOKED, hybrids._KNOWN, hybrids._EXACT, models._OPTIONS, models._ADMITTED,
+    )  # fmt: skip
+    return len(alive), [len(registry) for registry in registries]
 
 
 def bound() -> list[str]:

@@ -167,6 +167,13 @@ def test_a_copy_of_a_model_is_prepared_as_the_model_is(ranks: Ranks) -> None:
     assert max(ranks(2).run(jobs.a_copy)) < EXACT
 
 
+def test_nothing_is_kept_of_models_that_are_gone(ranks: Ranks) -> None:
+    """What `uninstall` was to do grew by an entry for each layer."""
+    few, many = ranks(2).run(jobs.kept, 2), ranks(2).run(jobs.kept, 50)
+    assert many == few
+    assert [alive for alive, _ in many] == [0, 0]
+
+
 def test_an_activation_that_a_layer_makes_anew_is_no_model(ranks: Ranks) -> None:
     """Each would be bound, and the model that trains forgotten when its replicas are looked at."""
     assert ranks(2).run(jobs.bound) == [["Qwen3_5ForCausalLM"]] * 2
