@@ -1,4 +1,4 @@
-"""Vision-language models: images are read whole on every rank, and the row is cut where the text model begins.
+"""Models of images and sound: these are read whole on every rank, and the row is cut where the text model begins.
 
 Placeholders of images are counted and filled in whole rows, and positions of images are numbered there, so such a batch
 cannot be cut before the model is called. A hook on the text model cuts what it is given; what lies before it, the
@@ -36,7 +36,7 @@ def install(model: nn.Module, scope: Scope) -> None:
     outer: Any = next((module for module in model.modules() if "config" in module.__dict__), model)
     text = outer.get_decoder() if hasattr(outer, "get_decoder") else None
     if text is None or text.config is outer.config or text.config is not outer.config.get_text_config():
-        why = "it is given images, but has no text model inside it that could take a part of the row"
+        why = "it is given images or sound, but has no text model inside it that could take a part of the row"
         raise errors.UnsupportedModel(type(outer).__name__, [why])
     scope.text_config = text.config
     if _MARK not in text.__dict__:

@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..ring import gather_sequence
 from . import active, drift, masks, models, sample, selfcheck
 from .report import announce
-from .rows import IMAGES, KERNEL_HINTS, PADDING, Facts, Whole, arranged, tokens_of, whole_rows
+from .rows import KERNEL_HINTS, PADDING, Facts, Whole, arranged, tokens_of, whole_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -118,7 +118,7 @@ def shard(
     Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents are
     read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. Where
     a zigzag gives some rank much more work than others, ranks hold other chunks (`Sharded.positions` tells which). A
-    batch with pixel_values is cut later, where the text model inside begins: towers see all images on every rank. With
+    batch with images or sound is cut later, where the text model inside begins: towers see all on every rank. With
     labels, shift_labels are made from the whole row before it is cut, and num_items_in_batch is the batch's own or the
     number of labelled tokens of the whole batch, over W, so that out.loss is this rank's share times W.
 
@@ -176,8 +176,8 @@ def shard(
 
 TOLD = (
     "labels", "shift_labels", "position_ids", "attention_mask", "block_sequence_ids", "token_type_ids",
-    "mm_token_type_ids", "num_items_in_batch", *sorted(IMAGES), "image_grid_thw", "video_grid_thw",
-    "second_per_grid_ts", "image_sizes", "pixel_attention_mask",
+    "mm_token_type_ids", "num_items_in_batch", "pixel_values", "pixel_values_videos", "image_grid_thw",
+    "video_grid_thw", "input_features", "second_per_grid_ts", "image_sizes", "pixel_attention_mask",
 )  # fmt: skip
 """Inputs that ranks compare one by one, so that the one that differs can be named."""
 

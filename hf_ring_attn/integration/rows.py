@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,9 @@ PADDING = {
 whose embedding is zero, make gradients nan in models that divide by its norm, if only by way of 0 * inf."""
 KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """Inputs that repeat the documents for kernels; true for the whole row only, so they are not passed on."""
-IMAGES = {"pixel_values", "pixel_values_videos"}
-"""Inputs with which a batch is cut where the text model begins: see `backbone`."""
-FOREIGN = {"input_features", "input_values", "decoder_input_ids", "encoder_outputs", "past_key_values"}
+FEATURES = re.compile("pixel_values|input_features|input_values|image_patches|audio_input_ids|mm_encoder_outputs")
+"""Inputs of images and sound, with which a batch is cut where the text model begins: see `backbone`."""
+FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
 
 
 @dataclass(eq=False)
@@ -43,7 +44,7 @@ class Whole:
 
     Args:
         inputs: what the model takes; names: those of them that have an entry per token.
-        facts: None where the text model's inputs tell them, once it is called: the batch holds images.
+        facts: None where the text model's inputs tell them, once it is called: the batch holds images or sound.
         items: labelled tokens; None without labels.
     """
 
@@ -58,8 +59,8 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
     foreign = sorted(name for name in FOREIGN & set(batch) if batch[name] is not None)
     if foreign:
         raise errors.BadBatch(
-            f"the batch holds {foreign}: audio, encoders and caches cannot be sharded along the sequence yet. Train "
-            "the text model alone, or without a ring."
+            f"the batch holds {foreign}: encoders and caches cannot be sharded along the sequence yet. Train the text "
+            "model alone, or without a ring."
         )
     for name in ("input_ids", "inputs_embeds"):
         tokens = batch.get(name)
@@ -84,7 +85,7 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
         )
     items = _labels(inputs, rows, length)
     hint, ids = batch.get("cu_seq_lens_q"), batch.get("seq_idx")
-    if any(inputs.get(name) is not None for name in IMAGES):
+    if any(map(FEATURES.search, inputs)):
         if hint is not None or ids is not None:  # they are not handed on, so nothing later would see them
             text = text_positions(inputs.get("position_ids"))
             counted = torch.arange(length)[None] if text is None else text

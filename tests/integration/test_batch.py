@@ -117,11 +117,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to shard": ({"labels": IDS}, "the batch holds neither input_ids nor inputs_embeds, only ['labels']."),
     "one row without a batch": ({"input_ids": IDS[0]}, "input_ids has shape (8,), but it must be [B, S]"),
     "embeddings without a width": ({"inputs_embeds": IDS}, "inputs_embeds has shape (2, 8), but it must be [B, S]"),
-    "audio": (
-        {"input_ids": IDS, "input_features": torch.zeros(1)},
-        "the batch holds ['input_features']: audio, encoders and caches cannot be sharded along the sequence",
+    "sound alone": ({"input_features": torch.zeros(1)}, "the batch holds neither input_ids nor inputs_embeds, only ["),
+    "a decoder's inputs": (
+        {"input_ids": IDS, "decoder_input_ids": IDS},
+        "the batch holds ['decoder_input_ids']: encoders and caches cannot be sharded along the sequence yet",
     ),
-    "a decoder's inputs": ({"input_ids": IDS, "decoder_input_ids": IDS}, "the batch holds ['decoder_input_ids']"),
     "a cache": ({"input_ids": IDS, "past_key_values": object()}, "the batch holds ['past_key_values']"),
     "a 4-D mask": (
         {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 8, 8)},
@@ -289,7 +289,7 @@ def test_ranks_with_different_options_all_raise(ranks: Ranks) -> None:
         assert raised is not None and "the same options (RingConfig), but got" in raised[1]
 
 
-@pytest.mark.parametrize("why", ["audio", "a 4-D mask", "documents with a mask", "nothing to shard"])
+@pytest.mark.parametrize("why", ["a decoder's inputs", "a 4-D mask", "documents with a mask", "nothing to shard"])
 def test_one_rank_refuses_and_all_raise_with_its_text(ranks: Ranks, why: str) -> None:
     batch, text = REFUSED[why]
     for raised in ranks(4).run(on_ranks, [tokens(8), tokens(8), batch, tokens(8)], [RingConfig()]):

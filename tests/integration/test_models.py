@@ -220,8 +220,8 @@ TRAININGS = [
         text="LlamaAttention called attention with dropout=0.2",
     ),
     Training(
-        why="one rank has audio", more={"data_collator": jobs.one_rank_has_audio}, error="RefusedElsewhere",
-        text="the ring stops because a rank of it refused its batch:\n  rank 1: the batch holds ['input_features']",
+        why="one rank has a cache", more={"data_collator": jobs.one_rank_has_a_cache}, error="RefusedElsewhere",
+        text="the ring stops because a rank of it refused its batch:\n  rank 1: the batch holds ['past_key_values']",
     ),
     Training(
         why="ranks with batches of their own", kind=jobs.OtherOrder, error="RanksDiffer",

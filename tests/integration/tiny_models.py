@@ -105,6 +105,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 IMAGE, BEFORE_IMAGE = 95, 93
 TEXT = {**SIZES, "num_hidden_layers": 3}
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "patch_size": 4}
+EAR = {"num_mel_bins": 8, "max_source_positions": 16, "initializer_range": 0.2}
 QWEN = {
     "image_token_id": IMAGE, "video_token_id": 96, "vision_start_token_id": BEFORE_IMAGE, "vision_end_token_id": 94,
     "text_config": {
@@ -162,8 +163,40 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_id": IMAGE, "image_seq_length": 4, "tie_word_embeddings": False,
         },
     ),
+    "voxtral": (
+        "VoxtralForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "llama"}, "audio_token_id": IMAGE,
+            "audio_config": {**EAR, "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1,
+                             "num_attention_heads": 2},
+        },
+    ),
+    "qwen2 audio": (
+        "Qwen2AudioForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "qwen2"}, "audio_token_index": IMAGE,
+            "audio_config": {**EAR, "d_model": 16, "encoder_ffn_dim": 24, "encoder_layers": 1,
+                             "encoder_attention_heads": 2},
+        },
+    ),
+    "glm asr": (
+        "GlmAsrForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "llama"}, "audio_token_id": IMAGE,
+            "audio_config": {**EAR, "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1,
+                             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+        },
+    ),
+    "flamingo": (
+        "AudioFlamingo3ForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "qwen2"}, "audio_token_id": IMAGE,
+            "audio_config": {**EAR, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+                             "num_attention_heads": 2},
+        },
+    ),
 }  # fmt: skip
-"""Name: class and config of a model that takes images."""
+"""Name: class and config of a model that takes images, or sound."""
 
 
 def tiny(name: str, attention: str | None = None, **config: Any) -> PreTrainedModel:
