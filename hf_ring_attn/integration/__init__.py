@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from . import accelerate, exactness, patches, trainer, trl
+from . import accelerate, exactness, masks, patches, trainer, trl
 from .attention import NAME, ring_attention_forward
 from .masks import ring_mask
 
 CHANGES = [
     patches.Registration("transformers.modeling_utils:AttentionInterface", NAME, ring_attention_forward),
     patches.Registration("transformers.masking_utils:AttentionMaskInterface", NAME, ring_mask),
+    *masks.PATCHES,
     *exactness.PATCHES,
     *accelerate.PATCHES,
     *trainer.PATCHES,

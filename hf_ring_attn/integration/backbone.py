@@ -23,6 +23,8 @@ from .rows import PADDING, facts_of, text_positions
 
 _MARK = "_hf_ring_attn_backbone"
 CUT_BEFORE = {"labels", "shift_labels", "num_items_in_batch"}
+PER_TOKEN = {"input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs"}
+"""Of a text model's inputs, [B, S, ...], those that are cut along the row."""
 _CALLED = "was called with"
 _ALONE = "train this model without a ring, or its text model alone"
 
@@ -98,7 +100,7 @@ def cut(text: nn.Module, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
     for name, x in named.items():
         if name in local or name == "deepstack_visual_embeds":
             continue
-        if name in ("input_ids", "inputs_embeds", "visual_pos_masks") and x is not None:
+        if name in PER_TOKEN and x is not None:
             local[name] = _share(layout, x, 1, PADDING.get(name, 0))
         elif name in CUT_BEFORE:
             local[name] = x

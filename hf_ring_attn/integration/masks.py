@@ -26,6 +26,7 @@ from ..tables import Plan
 from . import active, ahead, models
 from .active import MaskSpec
 from .overlays import Alike, Seen, looks_ahead, recognise, terms_of
+from .patches import Patch, render
 
 CHUNKS_BY_POSITION = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 """Whether this transformers counts chunks from the start of each document; 5.17 counts from that of the row."""
@@ -208,3 +209,31 @@ def _spec_of_whole_rows(
     if scope is None:
         return MaskSpec(_plan(LOCAL, layout, mask), layout, seen, models.ring_config(config), None)
     return MaskSpec(_plan(scope.ring.name, layout, mask), layout, seen, scope.config, scope)
+
+
+# ---- masks that are handed on ----------------------------------------------------------------------------------------
+
+
+def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model around makes one mask, and its text model is called with that: what is prepared is returned as it is.
+
+    masking_utils tells a prepared mask by its four dimensions, so a tensor that has them stands in for ours there.
+    """
+
+    def _preprocess_mask_arguments(*args: Any, **kwargs: Any) -> Any:
+        spec = next((x for x in (*args, *kwargs.values()) if isinstance(x, MaskSpec)), None)
+        if spec is None:
+            return original(*args, **kwargs)
+        stand_in = torch.empty(0, 0, 0, 0)
+        args = tuple(stand_in if x is spec else x for x in args)
+        kwargs = {name: stand_in if x is spec else x for name, x in kwargs.items()}
+        return tuple(spec if x is stand_in else x for x in original(*args, **kwargs))
+
+    return _preprocess_mask_arguments
+
+
+_PREPROCESS = "_preprocess_mask_arguments"
+PATCHES = [
+    Patch(f"{masking_utils.__name__}:{_PREPROCESS}", render(getattr(masking_utils, _PREPROCESS)), _handed_on)
+    for _ in range(hasattr(masking_utils, _PREPROCESS))  # whatever its parameters are
+]

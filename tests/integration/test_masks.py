@@ -123,6 +123,13 @@ def test_one_spec_for_all_layers_of_a_kind() -> None:
     assert first.plan is second.plan
 
 
+@pytest.mark.parametrize("maker", [create_causal_mask, create_sliding_window_causal_mask, create_bidirectional_mask])
+def test_a_mask_that_is_handed_on_is_returned_as_it_is(maker: Maker) -> None:
+    """PaliGemma makes the mask of its text model, which is called with it and asks for one once more."""
+    spec = made(create_causal_mask, "ring_fp32", block_sequence_ids=BLOCKS)
+    assert made(maker, "ring_fp32", attention_mask=spec) is spec
+
+
 def test_cached_decoding_gets_an_ordinary_mask() -> None:
     mask = ring_mask(1, q_length=2, kv_length=5, q_offset=3, kv_offset=0, config=configured("ring_fp32"))
     assert isinstance(mask, Tensor)
