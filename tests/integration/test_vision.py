@@ -19,7 +19,7 @@ from hf_ring_attn.testing import relative_error
 from jobs import train
 from plain_jobs import Answer, Batch, Step
 from runs import Mesh, Pictures, Run
-from tiny_models import BEFORE_IMAGE, IMAGE, VOCABULARY, tiny
+from tiny_models import BEFORE_IMAGE, IMAGE, VIDEO, VOCABULARY, tiny
 
 EXACT = 3e-6
 """transformers keeps RMS norms, RoPE and the loss in float32, whatever the model's dtype."""
@@ -52,6 +52,24 @@ def with_images(model: str, length: int = 23, left: int = 0, gap: int = 9) -> Ba
     return batch | {"pixel_values": torch.randn(2, 3, pixels, pixels, generator=generator, dtype=torch.float64)}
 
 
+def with_video(model: str) -> Batch:
+    """A video of two frames in the second row, an image in the first; Qwen3-VL and later have text between frames."""
+    batch = with_images(model, length=29)
+    ids, between = batch["input_ids"], 0 if "2.5" in model else 2
+    ids[1, 8:] = ids[1, 8:].clamp(max=BEFORE_IMAGE - 1)
+    for start in (9, 13 + between):
+        ids[1, start : start + 4] = VIDEO
+    videos = {
+        "pixel_values_videos": torch.randn(32, 96, generator=torch.Generator().manual_seed(4), dtype=torch.float64),
+        "video_grid_thw": torch.tensor([[2, 4, 4]]),
+        "image_grid_thw": batch["image_grid_thw"][:1],
+        "pixel_values": batch["pixel_values"][:16],
+        "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
+        "labels": ids.masked_fill(ids >= BEFORE_IMAGE, -100),
+    }
+    return batch | videos | ({"second_per_grid_ts": torch.tensor([0.5])} if "2.5" in model else {})
+
+
 def numbered_by_mask(batch: Batch) -> Batch:
     """With the position ids that OPT makes of a padding mask."""
     mask = batch["attention_mask"]
@@ -64,6 +82,7 @@ STEPS = [
     *[Step(why=f"{model}, padded", model=model, batch=with_images(model, left=5, gap=12)) for model in MODELS],
     *[Step(why=f"{model}, checkpointing", model=model, batch=with_images(model), checkpointing="recomputed")
       for model in MODELS],
+    *[Step(why=f"{model}, video", model=model, batch=with_video(model)) for model in MODELS[1:]],
     Step(why="positions by the mask, none hidden", model="llava", batch=with_images("llava")),
     Step(why="positions by the mask, given", model="llava", batch=numbered_by_mask(with_images("llava", left=5))),
     Step(why="backward by gather", model=MODELS[0], batch=with_images(MODELS[0]), ring=RingConfig(backward="gather")),
@@ -121,6 +140,14 @@ def test_images_matter(model: str) -> None:
     step = Step(why="", model=model, batch=with_images(model))
     other = {**step.batch, "pixel_values": step.batch["pixel_values"].flip(0)}
     assert relative_error(alone(Step(why="", model=model, batch=other)).logits, alone(step).logits) > 1e-3
+
+
+@pytest.mark.parametrize("model", MODELS[1:])
+def test_videos_matter(model: str) -> None:
+    batch = with_video(model)
+    other = {**batch, "pixel_values_videos": batch["pixel_values_videos"].flip(0)}
+    changed = alone(Step(why="", model=model, batch=other))
+    assert relative_error(changed.logits, alone(Step(why="", model=model, batch=batch)).logits) > 1e-3
 
 
 def text_alone(batch: Batch) -> Tensor:

@@ -102,12 +102,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 """Name: class, what its config has beyond `SIZES`, and transformers' own attention that can compute it."""
 
-IMAGE, BEFORE_IMAGE = 95, 93
+IMAGE, BEFORE_IMAGE, VIDEO = 95, 93, 96
 TEXT = {**SIZES, "num_hidden_layers": 3}
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "patch_size": 4}
 EAR = {"num_mel_bins": 8, "max_source_positions": 16, "initializer_range": 0.2}
 QWEN = {
-    "image_token_id": IMAGE, "video_token_id": 96, "vision_start_token_id": BEFORE_IMAGE, "vision_end_token_id": 94,
+    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": BEFORE_IMAGE, "vision_end_token_id": 94,
     "text_config": {
         **TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
     },
