@@ -139,7 +139,7 @@ class NoRingAttention(Refused):
         super().__init__(
             "a forward ran inside an active ring, but no layer of it called ring attention, so each rank saw its own "
             "tokens alone. Load the model with attn_implementation='ring_fp32'; a model that does not use "
-            "transformers' attention interface (bloom, mpt, mamba and kin) cannot run in a ring."
+            "transformers' attention interface (bloom, mpt and kin) cannot run in a ring."
         )
 
 

@@ -96,6 +96,8 @@ class Scope:
     """Attentions that ran before this batch, or belong to another one inside its context."""
     called: bool = False
     """Whether any model was called in this context."""
+    attends: bool = False
+    """Whether any of them has attention."""
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """The outermost models that were."""
     configs: list[Any] = field(default_factory=list)
@@ -167,5 +169,5 @@ def activate(scope: Scope) -> Iterator[Scope]:
         ran = attentions() - scope.before
         for outer in _STACK:
             outer.before += ran
-    if scope.called and not ran:
+    if scope.called and scope.attends and not ran:
         raise errors.NoRingAttention()

@@ -21,14 +21,15 @@ NAME = "ring_fp32"
 TEXT = ("input_ids", "inputs_embeds")
 
 
-def reasons(model: nn.Module, mixers: Collection[str] = ()) -> Iterator[str]:
+def reasons(model: nn.Module, mixers: Collection[str] = (), attends: bool = True) -> Iterator[str]:
     """Every reason why ``model``, of which each rank sees a part of the sequence, would not be exact.
 
     Args:
         mixers: names of modules that are exact, whatever they are made of.
+        attends: whether it has attention; a recurrence needs no positions.
     """
-    parts = [part for part in _text_modules(model) if isinstance(part[1], PreTrainedModel)]
-    if parts and not any("position_ids" in inspect.signature(type(part).forward).parameters for _, part in parts):
+    parts = [part for _, part in _text_modules(model) if isinstance(part, PreTrainedModel)] if attends else []
+    if parts and not any("position_ids" in inspect.signature(type(part).forward).parameters for part in parts):
         yield "no part of it takes position_ids, so each rank would number its own tokens from 0"
     for name, module in _text_modules(model):
         where = f"{name or 'it'} ({type(module).__name__})"

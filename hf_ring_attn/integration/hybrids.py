@@ -50,6 +50,10 @@ def names_of(module: nn.Module) -> frozenset[str]:
     return frozenset() if code is None else _names(code)
 
 
+def _takes_mask(module: nn.Module) -> bool:
+    return "attention_mask" in inspect.signature(_forward(module)).parameters
+
+
 def mixers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of ``model`` that look along the sequence by functions known here alone, by name."""
     found = {}
@@ -59,7 +63,8 @@ def mixers(model: nn.Module) -> dict[str, nn.Module]:
             continue
         file = _forward(module).__globals__
         others = names - used - {*FUSED, *DECODING}
-        if MASK in file and all(known(file, x) for x in used) and not any(replaceable(file.get(x)) for x in others):
+        told = MASK in file or ("ALL_ATTENTION_FUNCTIONS" not in file and _takes_mask(module))
+        if told and all(known(file, x) for x in used) and not any(replaceable(file.get(x)) for x in others):
             found[name] = module
     return found
 
@@ -72,6 +77,12 @@ def admit(configs: Collection[Any]) -> None:
     """Notes that a model with these configs was looked at, and that its layers beside attention are known."""
     for config in configs:
         _EXACT[config] = True
+
+
+def without_attention(configs: Collection[Any]) -> bool:
+    """Whether models with these configs say of all their layers that none attends, as Mamba does."""
+    types = [set(getattr(config, "layer_types", None) or ()) for config in configs]
+    return any(types) and all(kinds <= {"linear_attention", "mamba"} for kinds in types)
 
 
 def admitted(config: Any) -> bool:
@@ -137,7 +148,9 @@ def _replaced(module: nn.Module) -> str | None:
 
 @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = [*args, *kwargs.values()]
+    given, recomputed = [*args, *kwargs.values()], torch._C._current_graph_task_id() != -1
+    if (scope := _shared_scope()) is not None and MASK not in _forward(module).__globals__ and not recomputed:
+        _tell(given, scope)
     rows: Rows | None = next((getattr(x, _MARK) for x in given if isinstance(x, Tensor) and hasattr(x, _MARK)), None)
     if rows is not None:
         module.__dict__[_RAN] = True
@@ -148,9 +161,17 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             why = f"{name} of its file was replaced after hf_ring_attn had changed it: replace it before"
             raise errors.UnsupportedModel(type(module).__name__, [why])
     # A recompute whose checkpoint copied the mask has lost what hung on it.
-    elif _shared_scope() is not None or (_RAN in module.__dict__ and torch._C._current_graph_task_id() != -1):
+    elif scope is not None or (_RAN in module.__dict__ and recomputed):
         raise errors.RecurrentLayerWithoutMask(type(module).__name__)
     RUNNING.append((module, rows))
+
+
+def _tell(given: list[Any], scope: active.Scope) -> None:
+    """Of a model without attention, whose layers are given this rank's share of the padding mask as it came."""
+    share = (scope.rows, scope.layout.local_length)
+    mask = next((x for x in given if isinstance(x, Tensor) and tuple(x.shape) == share), None)
+    if mask is not None:
+        setattr(mask, _MARK, Rows(scope.ring, scope.layout, scope.documents))
 
 
 @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]

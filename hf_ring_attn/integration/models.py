@@ -26,6 +26,7 @@ _ADMITTED: weakref.WeakKeyDictionary[nn.Module, set[tuple[int | bool, ...]]] = w
 """Models that were looked at and found exact, by ring size, mode, and what the batch holds."""
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+NORM = re.compile(r"Norm(Gated)?$")
 RECURRENT = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|ShortConv|LinearAttention|LightningAttention|xLSTM")
 UNTESTED_WRAPPERS = {
     "FullyShardedDataParallel": "FSDP1 is not tested: use FSDP2 (fsdp_version: 2) or DDP",
@@ -86,6 +87,10 @@ def bind(model: nn.Module, scope: Scope) -> None:
         checkpointing.keep_attention(model)
     hybrids.prepare(model)
     experts.prepare(model)
+    if attends(model):
+        scope.attends = True
+    elif not scope.kernel:
+        scope.kernel = "none, since nothing attends"
     if case in _ADMITTED.get(model, ()):
         return
     reasons = list(dict.fromkeys(_reasons(model, scope)))
@@ -146,7 +151,7 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
     configs = list(configs_of(model))
     if configs and not uses_ring(model):
         yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not 'ring_fp32'"
-    if configs and not _uses_interface(model):
+    if configs and attends(model) and not _uses_interface(model):
         yield "its code does not use transformers' attention interface, so its attention would stay on each rank"
     if mixers and recurrent is None:
         hybrids.admit(configs)
@@ -163,11 +168,23 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
             break
         if model.training and getattr(module, "neftune_noise_alpha", None):
             yield "NEFTune scales its noise by the local length; set neftune_noise_alpha=None"
-    yield from exactness.reasons(model, mixers)
+    yield from exactness.reasons(model, mixers, attends(model))
     yield from other_positions
     yield from temperature.reasons(model)
     yield from experts.reasons(model, scope, configs)
     yield from peft.reasons(model)
+
+
+_ATTENDS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def attends(model: nn.Module) -> bool:
+    """Whether ``model`` is to attend; False where all of its layers are recurrences that are known to `hybrids`."""
+    if model not in _ATTENDS:
+        mixers = hybrids.mixers(model)
+        alone = len(mixers) > 0 and _recurrent(model, mixers) is None and not _uses_interface(model)
+        _ATTENDS[model] = not (alone and hybrids.without_attention(list(configs_of(model))))
+    return _ATTENDS[model]
 
 
 def _where(model: nn.Module, name: str) -> str:
@@ -177,7 +194,8 @@ def _where(model: nn.Module, name: str) -> str:
 def _recurrent(model: nn.Module, mixers: Mapping[str, nn.Module]) -> str | None:
     """The first module that carries state along the sequence in a way that is not known to `hybrids`; None if none."""
     for name, module in model.named_modules():
-        if not RECURRENT.search(type(module).__name__) or any(name.startswith(f"{mixer}.") for mixer in mixers):
+        kind = type(module).__name__
+        if not RECURRENT.search(kind) or NORM.search(kind) or any(name.startswith(f"{mixer}.") for mixer in mixers):
             continue
         holds = any(inner is mixer for mixer in mixers.values() for inner in module.modules())
         if not holds and not (mixers and "ALL_ATTENTION_FUNCTIONS" in hybrids.names_of(module)):

@@ -26,7 +26,7 @@ from plain_jobs import Batch, Step, attempt, gradients_of, packed, ready, tokens
 from tiny_models import SIZES, build
 
 FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
-HYBRIDS = ("qwen3_5", "lfm2", "granite")
+HYBRIDS = ("qwen3_5", "lfm2", "granite", "mamba", "mamba2")
 
 
 def made(model: str, attention: str | None = "ring_fp32") -> Any:

@@ -32,6 +32,10 @@ STEPS = [
     Step(why="convolutions", model="lfm2", batch=padded(23, left=4, right=6)),
     Step(why="convolutions, tiny chunks, recomputed", model="lfm2", batch=tokens(7), checkpointing="recomputed"),
     Step(why="mamba 2, fewer heads than ranks", model="granite", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="mamba, without attention", model="mamba", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="mamba, without attention, recomputed", model="mamba", checkpointing="recomputed", exact=EXACT),
+    Step(why="mamba 2, without attention", model="mamba2", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="mamba 2, without attention, reentrant", model="mamba2", checkpointing="reentrant", exact=EXACT),
     Step(why="mamba 2, reentrant", model="granite", checkpointing="reentrant", exact=EXACT),
 ]
 
@@ -66,17 +70,18 @@ def test_state_matters() -> None:
         assert relative_error(late, whole[:, 12:]) > 1e-3
 
 
-def test_two_batches_alive(ranks: Ranks) -> None:
+@pytest.mark.parametrize("model", ["qwen3_5", "mamba"])
+def test_two_batches_alive(ranks: Ranks, model: str) -> None:
     """Their backwards mix after both contexts were left: what a recompute needs is not in a global."""
     batches = tokens(23), padded(30, left=7)
-    for found in ranks(2).run(plain_jobs.two_batches_alive, *batches, name="qwen3_5"):
+    for found in ranks(2).run(plain_jobs.two_batches_alive, *batches, name=model):
         for got, batch in zip(found, batches, strict=True):
-            want = alone(Step(why="", model="qwen3_5", batch=batch)).gradients
+            want = alone(Step(why="", model=model, batch=batch)).gradients
             errors = {name: relative_error(got[name], gradient) for name, gradient in want.items()}
             assert max(errors.values()) < EXACT, errors
 
 
-@pytest.mark.parametrize("model", ["qwen3_5", "granite"])
+@pytest.mark.parametrize("model", ["qwen3_5", "granite", "mamba", "mamba2"])
 def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, model: str) -> None:
     """Text is generated in the middle: caches and decode steps are transformers' own, outside the ring."""
     # Few and small steps: weights that differ by 2e-7 soon give a tiny gated delta net gradients that differ by 3e-5.

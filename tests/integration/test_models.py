@@ -16,10 +16,7 @@ from refusal_jobs import Forward, Training
 from runs import Mesh, Run
 from tiny_models import tiny
 
-MAMBA2 = {
-    "hidden_size": 32, "num_heads": 4, "head_dim": 16, "expand": 2, "state_size": 8, "n_groups": 1,
-    "num_hidden_layers": 2, "vocab_size": 97,
-}  # fmt: skip
+RWKV = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0}
 BERT = {"attention_probs_dropout_prob": 0.0}
 NO_INTERFACE = "its code does not use transformers' attention interface, so its attention would stay on each rank"
@@ -50,7 +47,7 @@ FORWARDS = [
         text="model.layers.0.temporal_block.conv_1d (Conv1d) mixes neighbouring tokens, which lie on other ranks",
     ),
     Forward(
-        why="a state space model", kind="Mamba2ForCausalLM", sizes=False, config=MAMBA2, text=NO_INTERFACE,
+        why="a recurrence alone", kind="RwkvForCausalLM", sizes=False, config=RWKV, text=NO_INTERFACE,
     ),
     Forward(
         why="ALiBi off the interface", kind="BloomForCausalLM", sizes=False,

@@ -99,6 +99,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "sdpa",
     ),
+    "mamba": ("MambaForCausalLM", {"state_size": 8, "time_step_rank": 4, "expand": 1}, "eager"),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {"num_heads": 4, "head_dim": 16, "expand": 2, "state_size": 8, "n_groups": 2, "chunk_size": 8}, "eager",
+    ),
 }  # fmt: skip
 """Name: class, what its config has beyond `SIZES`, and transformers' own attention that can compute it."""
 
