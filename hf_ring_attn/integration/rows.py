@@ -18,6 +18,7 @@ from ..layout import Layout
 IGNORED = -100
 PADDING = {
     "labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1, "input_ids": None, "inputs_embeds": None,
+    "per_layer_inputs": None,
 }  # fmt: skip
 """What a token of padding holds, by input; 0 for all others, and None for the row's last token again: zeros, or a token
 whose embedding is zero, make gradients nan in models that divide by its norm, if only by way of 0 * inf."""
