@@ -39,9 +39,10 @@ def expected(batch: Batch, rank: int, world_size: int) -> dict[str, Tensor]:
     places = zigzag(length, rank, world_size)
     found = {}
     for name, x in whole.items():
-        row = torch.full((rows, max(places) + 1, *x.shape[2:]), PADDING.get(name, 0), dtype=x.dtype)
-        row[:, :length] = x[:, : row.shape[1]]
-        found[name] = row[:, places]
+        row = x[:, [min(place, length - 1) for place in places]]  # the last token again, but where that would count
+        if name != "input_ids":
+            row[:, torch.tensor(places) >= length] = PADDING.get(name, 0)
+        found[name] = row
     return found
 
 
