@@ -117,33 +117,20 @@ class Layout:
         if self.world_size == 1:
             return gathered[0]
         ranks, batch, tokens, *rest = gathered.shape
-        if self.owners:
-            owner, number = _places(self.world_size, self.owners, gathered.device)
-            pieces = gathered.unflatten(2, (self.chunks, tokens // self.chunks))[owner, :, number]
-            merged: Tensor = pieces.transpose(0, 1).reshape(batch, ranks * tokens, *rest)
-            return merged
-        chunk = tokens // 2
-        halves = gathered.view(ranks, batch, 2, chunk, *rest)
-        row = gathered.new_empty(batch, 2, ranks, chunk, *rest)
-        row[:, 0] = halves[:, :, 0].transpose(0, 1)
-        row[:, 1] = halves[:, :, 1].transpose(0, 1).flip(1)
-        return row.view(batch, ranks * tokens, *rest)
+        owner, number = _places(self.world_size, self.owners, gathered.device)
+        pieces = gathered.unflatten(2, (self.chunks, tokens // self.chunks))[owner, :, number]
+        merged: Tensor = pieces.transpose(0, 1).reshape(batch, ranks * tokens, *rest)
+        return merged
 
     def split(self, row: Tensor) -> Tensor:
         """The opposite of `merge`: [B, W * T, ...] in row order to [W, B, T, ...] in rank order."""
         if self.world_size == 1:
             return row[None]
         batch, tokens, *rest = row.shape
-        if self.owners:
-            held = _held(self.world_size, self.owners, row.device)
-            pieces = row.unflatten(1, (len(self.owners), self.chunk)).index_select(1, held)
-            of_ranks: Tensor = pieces.view(batch, self.world_size, tokens // self.world_size, *rest)
-            return of_ranks.transpose(0, 1).contiguous()
-        halves = row.view(batch, 2, self.world_size, self.chunk, *rest)
-        ranks = row.new_empty(self.world_size, batch, 2, self.chunk, *rest)
-        ranks[:, :, 0] = halves[:, 0].transpose(0, 1)
-        ranks[:, :, 1] = halves[:, 1].flip(1).transpose(0, 1)
-        return ranks.view(self.world_size, batch, tokens // self.world_size, *rest)
+        held = _held(self.world_size, self.owners, row.device)
+        pieces = row.unflatten(1, (self.chunks * self.world_size, self.chunk)).index_select(1, held)
+        of_ranks: Tensor = pieces.view(batch, self.world_size, tokens // self.world_size, *rest)
+        return of_ranks.transpose(0, 1).contiguous()
 
 
 @lru_cache(maxsize=1024)
@@ -165,15 +152,21 @@ def _is_shared_evenly(owners: Owners, world_size: int) -> bool:
 @lru_cache(maxsize=256)
 def _held(world_size: int, owners: Owners, device: torch.device) -> Tensor:
     """The chunks of rank 0, then those of rank 1, ..."""
-    return torch.tensor(chunks_of(world_size, owners), device=device).flatten()
+    with torch.inference_mode(False):  # it is kept for calls that autograd may follow
+        return torch.tensor(chunks_of(world_size, owners), device=device).flatten()
 
 
 @lru_cache(maxsize=256)
 def _places(world_size: int, owners: Owners, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each chunk of the row: its owner, and which of the owner's chunks it is."""
-    held = chunks_of(world_size, owners)
-    number = torch.tensor([held[rank].index(chunk) for chunk, rank in enumerate(owners)], device=device)
-    return torch.tensor(owners, device=device), number
+    places = sorted(
+        (chunk, rank, number)
+        for rank, held in enumerate(chunks_of(world_size, owners))
+        for number, chunk in enumerate(held)
+    )
+    with torch.inference_mode(False):
+        _, owner, number = torch.tensor(places, device=device).unbind(1)
+    return owner, number
 
 
 def positions(length: int, *, rank: int, world_size: int) -> Tensor:

@@ -40,11 +40,16 @@ class MaskSpec(Opaque):
     Args:
         seen: which keys a query sees, as the model asked for it.
         scope: the sharded batch it belongs to; None for a ring of one that needs none.
+
+    Attributes:
+        places: [T] int64, where this rank's tokens are in the row: a tensor, since a compiler makes a new graph for
+            each layout that it looks into.
     """
 
     def __init__(self, plan: Plan, layout: Layout, seen: Seen, config: RingConfig, scope: Scope | None) -> None:
         self.plan = plan
         self.layout = layout
+        self.places = layout.positions()
         self.seen = seen
         self.config = config
         self.scope = scope

@@ -56,8 +56,9 @@ class Sharded:
 
     @property
     def positions(self) -> Tensor:
-        """[T] int64: the place in the row of each token that this rank holds, in the order of ``inputs``; places from S
-        on are padding. Unlike `hf_ring_attn.positions`, it knows what the documents of this batch are balanced by."""
+        """[T] int64: the place in the row of each token that this rank holds, in the order of ``inputs`` (with images
+        and sound: in the order in which the text model gets them); places from S on are padding. Unlike
+        `hf_ring_attn.positions`, it knows what the documents of this batch are balanced by."""
         return self.layout.positions()
 
     def __enter__(self) -> Sharded:
@@ -276,6 +277,7 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
         with active.activate(scope):
             yield
     finally:
+        scope.shared.clear()
         for handle in handles:
             handle.remove()
     announce(scope)

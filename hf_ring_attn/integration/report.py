@@ -50,6 +50,7 @@ def features(scope: Scope) -> set[str]:
         "blocks": any(isinstance(fact, Alike) and fact.kind == "blocks" for fact in facts),
         "bidirectional": BIDIRECTIONAL in scope.kinds,
         "documents": documents is not None and int(documents.max()) > 0,
+        f"{scope.layout.chunks} chunks a rank, dealt by their work": bool(scope.layout.owners),
     }
     return scope.features | {name for name, is_there in present.items() if is_there}
 

@@ -52,12 +52,16 @@ class _Made:
 class Shared:
     """The gathered keys and values of one batch that are kept.
 
-    They go with the last layer that attends to them or, if that never runs, with their keys; where checkpointing holds
-    the keys, with the first layer that is computed again.
+    They go with the last layer that attends to them or, if that never runs, with their keys or the batch's context;
+    where checkpointing holds the keys, with the first layer that is computed again.
     """
 
     def __init__(self) -> None:
         self._made = WeakIdKeyDictionary()
+
+    def clear(self) -> None:
+        """Keeps nothing any more."""
+        self._made.clear()
 
     def kept(self, module: nn.Module, key: Tensor, value: Tensor, plan: Plan, dtype: torch.dtype) -> Kept | None:
         """For a layer that is about to attend: where its keys and values are, or are to be left. None: neither.

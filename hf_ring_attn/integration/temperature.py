@@ -64,7 +64,7 @@ def scaled(module: Any, query: Tensor, spec: MaskSpec) -> Tensor:
     """The queries [B, H, T, D] as a hooked layer would have scaled them in one process; others as they are."""
     if _MARK not in module.__dict__ or spec.layout.world_size == 1:
         return query
-    places = spec.layout.positions().to(query.device)
+    places = spec.places.to(query.device)
     steps = torch.floor((places.float() + 1.0) / module.floor_scale)
     factors = torch.log1p(steps) * module.attn_scale + 1.0
     tuned: Tensor = (query * factors[:, None]).to(query.dtype)

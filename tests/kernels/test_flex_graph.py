@@ -19,7 +19,7 @@ from hf_ring_attn.errors import UnsupportedAttention
 from hf_ring_attn.functional import _part, ring_attention
 from hf_ring_attn.kernels import Params, Request, ScoreMod, asking, choose
 from hf_ring_attn.kernels import flex as room
-from hf_ring_attn.kernels.flex import calls, trial
+from hf_ring_attn.kernels.flex import calls
 from hf_ring_attn.kernels.flex.graph import Graph
 from hf_ring_attn.kernels.flex.leaves import Copies, Unfit, gathered, spread
 from hf_ring_attn.kernels.flex.places import Places
@@ -160,17 +160,41 @@ def test_a_gradient_that_a_function_makes_itself_is_found() -> None:
 
 
 ALIKE = torch.zeros(4, requires_grad=True)
-"""A number for each head: a softmax does not see it, but where a sink takes part, and its gradients all but cancel."""
+"""A number for each head, the same for all keys: a softmax does not see it, but where a sink takes part."""
 
 
-def alike(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return score + ALIKE[h]
+class Doubled(torch.autograd.Function):
+    """The same with twice the gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
 
 
-def test_rounding_of_gradients_that_all_but_cancel_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reasons(alike, dtype=torch.bfloat16) == []
-    monkeypatch.setattr(trial, "DRAWS", 0)
-    (reason,) = reasons(alike, dtype=torch.bfloat16)
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_a_softmax_does_not_see_is_tried_too(dtype: torch.dtype, every: int) -> None:
+    """Its gradient all but cancels, so that rounding alone could be taken for a fault, or a fault for rounding."""
+
+    def alike(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + ALIKE[h] * (q_idx % every == 0)
+
+    def doubled(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        twice: Tensor = Doubled.apply(ALIKE[h] * (q_idx % every == 0))  # type: ignore[no-untyped-call]
+        return score + twice
+
+    assert reasons(alike, dtype=dtype) == []
+    (reason,) = reasons(doubled, dtype=dtype)
     assert "came out wrong here: captured 0 by " in reason
 
 
