@@ -101,8 +101,8 @@ class Scope:
     """Attentions that ran before this batch, or belong to another one inside its context."""
     called: bool = False
     """Whether any model was called in this context."""
-    attends: bool = False
-    """Whether any of them has attention."""
+    attends: bool = True
+    """Whether some layer of them must attend: not beside a model that is known to have no attention."""
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """The outermost models that were."""
     configs: list[Any] = field(default_factory=list)

@@ -132,7 +132,9 @@ def reasons(model: nn.Module, scope: Scope, configs: Sequence[Any]) -> Iterator[
 def _adds_nothing(model: nn.Module) -> bool:
     """Whether the loss of ``model`` is its loss_function alone: DeepSeek V3 and kin balance their experts otherwise."""
     head = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    return head is not None and loss_function_alone(inspect.unwrap(type(head).forward))
+    if head is None or type(head).loss_function is not PreTrainedModel.loss_function:
+        return False
+    return loss_function_alone(inspect.unwrap(type(head).forward))
 
 
 def _in_a_ring(original: Callable[..., Any]) -> Any:

@@ -87,10 +87,9 @@ def bind(model: nn.Module, scope: Scope) -> None:
         checkpointing.keep_attention(model)
     hybrids.prepare(model)
     experts.prepare(model)
-    if attends(model):
-        scope.attends = True
-    elif not scope.kernel:
-        scope.kernel = "none, since nothing attends"
+    if not attends(model):
+        scope.attends = False
+        scope.kernel = scope.kernel or "none, since nothing attends"
     if case in _ADMITTED.get(model, ()):
         return
     reasons = list(dict.fromkeys(_reasons(model, scope)))

@@ -157,15 +157,22 @@ _OWN: list[tuple[Callable[..., Any], Callable[[Closure, Tensor | None], Seen]]] 
 
 
 def _same(function: Any, known: Callable[..., Any]) -> bool:
-    """Whether a function has the instructions of another, and finds the same objects under the names in them."""
+    """Whether a function has the instructions and parameters of another, finds the same objects under the names in
+    them, and has enclosed values of the same types."""
     code, other = getattr(function, "__code__", None), known.__code__
     stars = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
     if code is None or code.co_argcount != other.co_argcount or code.co_flags & stars != other.co_flags & stars:
         return False
-    if _instructions(code) != _instructions(other):
+    if code.co_varnames[: code.co_argcount] != other.co_varnames[: other.co_argcount]:
+        return False
+    if _instructions(code) != _instructions(other) or _enclosed(function) != _enclosed(known):
         return False
     names = [argval for opname, argval in _instructions(code) if opname == "LOAD_GLOBAL"]
     return all(_looked_up(function, name) is _looked_up(known, name) for name in names)
+
+
+def _enclosed(function: Any) -> list[type]:
+    return [type(cell.cell_contents) for cell in function.__closure__ or ()]
 
 
 @functools.cache

@@ -24,7 +24,9 @@ PADDING = {
 whose embedding is zero, make gradients nan in models that divide by its norm, if only by way of 0 * inf."""
 KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """Inputs that repeat the documents for kernels; true for the whole row only, so they are not passed on."""
-FEATURES = re.compile("pixel_values|input_features|input_values|image_patches|audio_input_ids|mm_encoder_outputs")
+FEATURES = re.compile(
+    "pixel_values|input_features|input_values|image_patches|flattened_patches|audio_input_ids|mm_encoder_outputs"
+)
 """Inputs of images and sound, with which a batch is cut where the text model begins: see `backbone`."""
 FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from . import active, models
-from .rows import IGNORED, Whole, tokens_of
+from .differences import tensors_of
+from .rows import FEATURES, IGNORED, Whole, tokens_of
 
 LEAST_TOKENS, LEAST_CHUNK = 26, 4
 
@@ -52,7 +53,7 @@ class Sample:
         others = {name: x for name, x in given.items() if name not in tokens}
         if scope.late:  # a row of text alone: images do not come in parts
             tokens = {name: x if name in TOKENS else torch.zeros_like(x) for name, x in tokens.items()}
-            others = {name: x for name, x in others.items() if not isinstance(x, Tensor)}
+            others = {n: x for n, x in others.items() if not FEATURES.search(n) and next(tensors_of(x), None) is None}
         count, positions = row_length(scope.ring.size), batch.get("position_ids")
         return cls(
             length,

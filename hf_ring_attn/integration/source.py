@@ -6,7 +6,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -19,8 +19,8 @@ def loss_function_alone(forward: Callable[..., Any]) -> bool:
         return False
     given = [node.value for node in nodes if isinstance(node, ast.Assign) and any(map(_is_loss, node.targets))]
     stored = [node for node in nodes if _is_loss(node) and not isinstance(node.ctx, ast.Load)]  # type: ignore[attr-defined]
-    returned = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "loss"}
-    returned |= {id(part) for node in nodes if isinstance(node, ast.Tuple) for part in node.elts}
+    returned = {id(x) for node in nodes if isinstance(node, ast.Return) for x in _handed_on(node.value)}
+    named = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "loss"}
     asked = {id(node.left) for node in nodes if isinstance(node, ast.Compare)}
     read = {id(node) for node in nodes if _is_loss(node)} - {id(node) for node in stored}
     written = [node for node in nodes if isinstance(node, ast.Attribute | ast.Subscript) and _writes_loss(node)]
@@ -29,10 +29,24 @@ def loss_function_alone(forward: Callable[..., Any]) -> bool:
         len(stored) == len(given)  # no +=, nor one of several names
         and not written
         and read <= returned | asked
-        and {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "loss"} <= read
+        and named <= read & returned
         and len(computed) > 0
         and all(isinstance(x, ast.Call) and ast.unparse(x.func) == "self.loss_function" for x in computed)
     )
+
+
+def _handed_on(value: ast.AST | None) -> Iterator[ast.AST]:
+    """What a returned expression holds as it is: in a tuple, or as ``loss=`` of the outputs that it makes."""
+    if isinstance(value, ast.IfExp):
+        yield from _handed_on(value.body)
+        yield from _handed_on(value.orelse)
+    elif isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        yield from _handed_on(value.left)
+        yield from _handed_on(value.right)
+    elif isinstance(value, ast.Tuple):
+        yield from value.elts
+    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        yield from (given.value for given in value.keywords if given.arg == "loss")
 
 
 def _is_loss(node: ast.AST) -> bool:

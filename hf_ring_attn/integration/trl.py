@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import errors
@@ -45,8 +46,13 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             del accelerator.gather_for_metrics
             setattr(self, _STEPS, steps)
-        if scope.late and self.model.training:  # each rank has counted the whole rows that it was given
-            self._total_train_tokens = tokens + (self._total_train_tokens - tokens) // scope.ring.size
+        if self.model.training and getattr(self, "_is_vlm", True):
+            # With images each rank has counted the whole rows that it was given; other rings' batches may have none.
+            mask = inputs.get("attention_mask")
+            counted = int(mask.sum()) if mask is not None else inputs["position_ids"].size(1)
+            mine = counted if not scope.late or scope.ring.rank == 0 else 0
+            of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device))
+            self._total_train_tokens = tokens + int(of_all.sum())
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:  # which is no sum: each rank has that of the whole row
             self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] /= scope.ring.size

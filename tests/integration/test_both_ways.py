@@ -131,7 +131,24 @@ def test_functions_are_known_by_their_code() -> None:
     assert recognise(everything) == BIDIRECTIONAL
 
 
+def in_another_order(sliding_window: int) -> Any:
+    def inner_mask(q_idx: int, kv_idx: int, batch_idx: int, head_idx: int) -> bool:
+        return abs(batch_idx - head_idx) < sliding_window
+
+    return inner_mask
+
+
+def with_names_in_another_order(sliding_window: int) -> Any:
+    def inner_mask(q_idx: int, kv_idx: int, batch_idx: int, head_idx: int) -> bool:
+        return abs(q_idx - kv_idx) < sliding_window
+
+    return inner_mask
+
+
 ALMOST: dict[str, Any] = {
+    "other places": in_another_order(5),
+    "other places of the same names": with_names_in_another_order(5),
+    "no whole number": window_both_ways(4.5),
     "another comparison": wider(5),
     "another constant": lambda *args: torch.tensor(False, dtype=torch.bool),
     "another keyword": lambda *args: torch.tensor(True, device=torch.bool),  # type: ignore[arg-type]

@@ -86,6 +86,7 @@ class Forwards:
     """As people write them."""
 
     loss_function: Any
+    _of_both: Any
 
     def _added(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
         loss = self.loss_function(logits, labels)
@@ -120,6 +121,25 @@ class Forwards:
     def _one_of_two(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
         loss, logits = self.loss_function(logits, labels) + aux_loss, logits
         return MoeCausalLMOutputWithPast(loss=loss)
+
+    def _summed_in_a_tuple(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
+        loss = self.loss_function(logits, labels)
+        total = sum((loss, aux_loss))
+        return (total, logits)
+
+    def _by_name(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
+        loss = self.loss_function(logits, labels)
+        outputs = MoeCausalLMOutputWithPast(loss=loss)
+        outputs.update({"loss": aux_loss})  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _after_it(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
+        loss = self.loss_function(logits, labels)
+        return MoeCausalLMOutputWithPast(loss=loss).loss + aux_loss
+
+    def _by_a_method(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
+        loss = self.loss_function(logits, labels)
+        return self._of_both(loss=loss, aux_loss=aux_loss)
 
     def _elsewhere(self, *inputs: Any, **more: Any) -> Any:
         return self._added(*inputs, **more)

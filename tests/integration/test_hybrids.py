@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 
+import hf_ring_attn
 import hybrid_bits
 import hybrid_jobs as jobs
 import plain_jobs
@@ -20,6 +21,7 @@ from jobs import train
 from plain_jobs import Shards, Step, packed, padded, tokens
 from runs import Mesh, Rows, Run
 from test_plain_loop import assert_equal_answers
+from tiny_models import tiny
 
 EXACT = 1e-5
 """transformers computes recurrences and the norms around them in float32, whatever the model's dtype."""
@@ -68,6 +70,13 @@ def test_state_matters() -> None:
         whole = jobs.first_layer(model, tokens(24)["input_ids"])
         late = jobs.first_layer(model, tokens(24)["input_ids"][:, 12:])
         assert relative_error(late, whole[:, 12:]) > 1e-3
+
+
+def test_a_head_beside_a_model_without_attention_may_attend_to_nothing() -> None:
+    sharded = hf_ring_attn.shard({"input_ids": tokens(24)["input_ids"]})
+    with sharded, torch.no_grad():
+        logits = tiny("mamba", "ring_fp32")(**sharded.inputs).logits
+        assert torch.nn.Linear(logits.shape[-1], 2)(logits).shape == (2, 24, 2)
 
 
 @pytest.mark.parametrize("model", ["qwen3_5", "mamba"])

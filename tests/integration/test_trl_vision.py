@@ -37,6 +37,7 @@ COMPLETIONS = Case(
 LARGER = [
     (COMPLETIONS, Mesh(cp=4)),
     (COMPLETIONS, Mesh(dp=2, cp=2)),
+    (Case("Gemma 3, rings without images", SMALL, rows="chat", images=GEMMA, without_images=2), Mesh(dp=2, cp=2)),
     # Without replicas: its loss is each batch's mean, of which replicas' mean is not that of all their rows.
     (Case("Qwen2.5-VL, chat", SMALL, rows="chat", images=QWEN), Mesh(cp=4)),
 ]
