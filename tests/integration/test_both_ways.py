@@ -131,13 +131,6 @@ def test_functions_are_known_by_their_code() -> None:
     assert recognise(everything) == BIDIRECTIONAL
 
 
-def in_another_order(sliding_window: int) -> Any:
-    def inner_mask(q_idx: int, kv_idx: int, batch_idx: int, head_idx: int) -> bool:
-        return abs(batch_idx - head_idx) < sliding_window
-
-    return inner_mask
-
-
 def with_names_in_another_order(sliding_window: int) -> Any:
     def inner_mask(q_idx: int, kv_idx: int, batch_idx: int, head_idx: int) -> bool:
         return abs(q_idx - kv_idx) < sliding_window
@@ -146,7 +139,6 @@ def with_names_in_another_order(sliding_window: int) -> Any:
 
 
 ALMOST: dict[str, Any] = {
-    "other places": in_another_order(5),
     "other places of the same names": with_names_in_another_order(5),
     "no whole number": window_both_ways(4.5),
     "another comparison": wider(5),

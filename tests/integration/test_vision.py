@@ -13,11 +13,11 @@ from torch import Tensor
 
 import hf_ring_attn
 import plain_jobs
-from comparison import MESHES, Ranks, assert_equal_runs, without_ring
+from comparison import MESHES, Ranks, assert_equal_runs, assert_equal_whole_answers, without_ring
 from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.testing import relative_error
 from jobs import train
-from plain_jobs import Answer, Batch, Step
+from plain_jobs import Batch, Step
 from runs import Mesh, Pictures, Run
 from tiny_models import BEFORE_IMAGE, IMAGE, VIDEO, VOCABULARY, tiny
 
@@ -108,18 +108,8 @@ alone = cache(plain_jobs.by_itself)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
 def test_images_change_nothing_about_the_answer(ranks: Ranks, step: Step, world_size: int) -> None:
-    want: Answer = alone(step)
-    real = step.batch.get("attention_mask", torch.ones_like(step.batch["input_ids"])).bool()
     for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
-        assert relative_error(got.loss, want.loss) < EXACT
-        assert relative_error(got.logits[real], want.logits[real]) < EXACT
-        for kind in ("gradients", "exact"):
-            found, expected = getattr(got, kind), getattr(want, kind)
-            assert all(name in expected or not gradient.any() for name, gradient in found.items())
-            for name, gradient in expected.items():
-                # The bias of keys has no gradient but rounding, since a softmax does not see it.
-                nothing = max(float(found[name].abs().max()), float(gradient.abs().max())) < 1e-14
-                assert relative_error(found[name], gradient) < 2 * EXACT or nothing, (kind, name)
+        assert_equal_whole_answers(got, alone(step), step.batch, EXACT)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
