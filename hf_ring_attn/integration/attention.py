@@ -70,7 +70,7 @@ def ring_attention_forward(
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal) and _is_causal(spec):
         _refuse(errors.UnsupportedArgument, where, "is_causal=False", _CAUSAL_OR_NOT)
-    whole = spec.layout.world_size > 1 and query.shape[2] != spec.layout.local_length
+    whole = spec.layout.world_size > 1 and query.shape[2] != spec.places.shape[0]
     if whole or key.shape[2] != query.shape[2]:
         _refuse(errors.UnshardedInput, query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
 

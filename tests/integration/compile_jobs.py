@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_ring_attn
+from balanced_jobs import chunks_forced
 from hf_ring_attn import RingConfig
 from hf_ring_attn.testing import relative_error
 from jobs import Outcome, train
@@ -94,6 +95,12 @@ def compiled(*cases: Compiled) -> Found:
             found.away.append(max(relative_error(got[name], x) for name, x in want.items()))
             found.graphs.append(counter.frame_count)
     return found
+
+
+def with_chunks(case: Compiled, chunks: int) -> Found:
+    """`compiled`, where packed rows may be dealt so many chunks."""
+    with chunks_forced(chunks):
+        return compiled(case)
 
 
 def refused(case: Compiled) -> str:

@@ -219,10 +219,11 @@ class Shards:
 
 
 def fsdp2(
-    shards: Shards, batches: list[Batch], checkpointing: str, steps: int = 3, name: str = "llama"
-) -> tuple[list[Tensor], Any]:
+    shards: Shards, batches: list[Batch], checkpointing: str, steps: int = 3, name: str = "llama",
+    dtype: torch.dtype = torch.float64,
+) -> tuple[list[Tensor], Any]:  # fmt: skip
     """Loss of each step, and the parameters after them, whole. Replica i of a ring trains on ``batches[i]``."""
-    step = Step(why="", model=name, checkpointing=checkpointing)
+    step = Step(why="", model=name, checkpointing=checkpointing, dtype=dtype)
     with launched(Mesh(cp=2)):  # the launch config of a ring; the sizes here go before it
         accelerator = Accelerator(parallelism_config=ParallelismConfig(**shards.sizes))
         model = ready(step, "ring_fp32")
@@ -246,10 +247,10 @@ def fsdp2(
 
 
 def without_fsdp(
-    batches: list[Batch], steps: int = 3, name: str = "llama"
+    batches: list[Batch], steps: int = 3, name: str = "llama", dtype: torch.dtype = torch.float64
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
     """The same in one process: the mean of the batches' losses. Returns each batch's losses, and the parameters."""
-    model = ready(Step(why="", model=name), None)
+    model = ready(Step(why="", model=name, dtype=dtype), None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[list[Tensor]] = [[] for _ in batches]
     for _ in range(steps):

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import balanced_jobs as jobs
+import compile_jobs
 from comparison import Ranks, assert_equal_runs, without_ring
+from compile_jobs import Compiled
 from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.testing import relative_error
 from plain_jobs import Step, by_itself, packed, tokens
@@ -86,6 +88,18 @@ def test_a_compiled_model_takes_batches_of_other_chunks(ranks: Ranks) -> None:
             want = by_itself(Step(why="", batch=batch))
             assert relative_error(got.logits, want.logits) < 1e-11
             assert all(relative_error(got.gradients[n], gradient) < 1e-6 for n, gradient in want.gradients.items())
+
+
+def test_other_chunks_need_no_other_graph(ranks: Ranks) -> None:
+    """Llama 4's layers read where their tokens are: a compiler keeps numbers, so these are in a tensor."""
+    documents = [
+        (61, 5, 5, 5, 5, 5, 10), (5, 61, 5, 5, 5, 5, 10), (5, 5, 61, 5, 5, 5, 10), (10, 5, 5, 5, 5, 5, 61), (48, 48),
+    ]  # fmt: skip
+    batches = [packed(*lengths) for lengths in documents]
+    case = Compiled(why="", model="llama4", what="layers", batches=batches, graphs=None, dtype=torch.float32)
+    for found in ranks(2).run(compile_jobs.with_chunks, case, 4):
+        assert found.graphs[1:] == [found.graphs[1]] * (len(documents) - 1), found.graphs
+        assert max(found.away) < 2e-5
 
 
 def test_buffers_of_accelerates_loop_stay_in_the_zigzag(ranks: Ranks) -> None:

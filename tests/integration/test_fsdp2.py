@@ -26,16 +26,31 @@ BOUND = 1e-6
 @pytest.mark.parametrize("checkpointing", ["", "recomputed", "reentrant"])
 @pytest.mark.parametrize("shards", SHARDS, ids=str)
 def test_sharded_parameters_train_as_in_one_process(ranks: Ranks, shards: Shards, checkpointing: str) -> None:
+    compare(ranks, shards, BOUND, "llama", torch.float64, checkpointing)
+
+
+@pytest.mark.parametrize("shards", SHARDS[2:], ids=str)
+def test_sinks_train_as_in_one_process(ranks: Ranks, shards: Shards) -> None:
+    """Each rank has its share of their gradient, and a part of them."""
+    parameters = compare(ranks, shards, 20 * BOUND, "gpt_oss", torch.float32)  # its experts do not take float64
+    assert any("sinks" in name for name in parameters)
+
+
+def compare(
+    ranks: Ranks, shards: Shards, bound: float, model: str, dtype: torch.dtype, checkpointing: str = ""
+) -> dict[str, Tensor]:
+    """The parameters of one process."""
     batches = [tokens(23, seed=seed) for seed in range(shards.world // shards.sizes["cp_size"])]
-    want_losses, want = plain_jobs.without_fsdp(batches)
+    want_losses, want = plain_jobs.without_fsdp(batches, name=model, dtype=dtype)
     for rank, (losses, parameters) in enumerate(
-        ranks(shards.world).run(plain_jobs.fsdp2, shards, batches, checkpointing)
+        ranks(shards.world).run(plain_jobs.fsdp2, shards, batches, checkpointing, name=model, dtype=dtype)
     ):
         for got, loss in zip(losses, want_losses[rank // shards.sizes["cp_size"]], strict=True):
-            assert relative_error(got, loss) < BOUND
+            assert relative_error(got, loss) < bound
         assert parameters.keys() == want.keys()
         for name, parameter in want.items():
-            assert relative_error(parameters[name], parameter) < BOUND, name
+            assert relative_error(parameters[name], parameter) < bound, name
+    return want
 
 
 def is_rounded(x: Tensor) -> bool:
