@@ -21,12 +21,21 @@ _stderr = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also the cases that are marked `full`")
     parser.addoption("--fuzz", type=int, default=500, help="how many random masks tests/test_mask_fuzz.py tries")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     config.stash[_stderr] = os.dup(2)  # now, while it is not captured: what hangs must be seen
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full") is not None]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item.get_closest_marker("full") is None]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

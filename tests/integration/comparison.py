@@ -15,7 +15,7 @@ from runs import Mesh, Run
 
 Ranks = Callable[[int], LiveRanks]
 
-MESHES = (Mesh(cp=2), Mesh(cp=4), Mesh(dp=2, cp=2))
+MESHES = (Mesh(cp=2), pytest.param(Mesh(cp=4), marks=pytest.mark.full), Mesh(dp=2, cp=2))
 LOSS = 1e-5
 """Relative bound of losses, grad norms and metrics."""
 PARAMETER = 1e-6

@@ -47,14 +47,20 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
+OFTEN = [case for case in CASES if "itself" not in case.why and "recomputed" not in case.why]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.full) for case in CASES],
+    ids=lambda case: case.why,
+)  # fmt: skip
 def test_compiled_it_is_one_graph_for_all_batches(ranks: Ranks, case: Compiled) -> None:
     for found in ranks(2).run(compile_jobs.compiled, case):
         assert max(found.away) < SAME, found.away
         assert case.graphs is None or found.graphs == case.graphs
 
 
-@pytest.mark.parametrize("model", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.full), "mistral", "gemma3"])
 @pytest.mark.parametrize("case", [LAYERS, WHOLE], ids=lambda case: case.why)
 def test_so_it_is_in_a_ring_of_one(case: Compiled, model: str) -> None:
     found = compile_jobs.compiled(replace(case, model=model))

@@ -46,7 +46,7 @@ LONGER = (61, 5, 5, 5, 5, 5, 9, 2)
 alone = cache(plain_jobs.by_itself)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
 def test_a_ring_gives_what_one_process_gives(ranks: Ranks, step: Step, world_size: int) -> None:
     for got in ranks(world_size).run(plain_jobs.in_a_ring, step):

@@ -57,7 +57,10 @@ def assert_once(got: Found, each: Found) -> None:
     assert (each.most, each.left) == (0, [0, 0])
 
 
-@pytest.mark.parametrize(("size", "few"), [(2, False), (4, True)], ids=["2", "4, sparse plans"])
+@pytest.mark.parametrize(
+    ("size", "few"),
+    [pytest.param(2, False, marks=pytest.mark.full, id="2"), pytest.param(4, True, id="4, sparse plans")],
+)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
 def test_they_travel_once_and_change_no_bit(ranks: Ranks, step: Step, size: int, few: bool) -> None:
     found = both(ranks, size, step, few)

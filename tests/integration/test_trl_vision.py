@@ -25,9 +25,12 @@ TWO_RANKS = [
     Case("Gemma 3, some rows without images", SMALL, rows="chat", images=GEMMA, without_images=2),
     Case("Qwen2.5-VL, metrics of whole rows", SMALL, rows="chat", images=QWEN, metrics=True),
     Case("Qwen2.5-VL, LoRA, completions", SMALL, rows="completion", images=QWEN, lora=True),
-    Case(
-        "Qwen2.5-VL, checkpointing, some rows without images", {**SMALL, "gradient_checkpointing": True}, rows="chat",
-        images=QWEN, without_images=2,
+    pytest.param(
+        Case(
+            "Qwen2.5-VL, checkpointing, some rows without images", {**SMALL, "gradient_checkpointing": True},
+            rows="chat", images=QWEN, without_images=2,
+        ),
+        marks=pytest.mark.full,
     ),
     Case("Qwen3-VL", SMALL, rows="chat", images="qwen3 vision"),
 ]  # fmt: skip
@@ -39,7 +42,7 @@ LARGER = [
     (COMPLETIONS, Mesh(dp=2, cp=2)),
     (Case("Gemma 3, rings without images", SMALL, rows="chat", images=GEMMA, without_images=2), Mesh(dp=2, cp=2)),
     # Without replicas: its loss is each batch's mean, of which replicas' mean is not that of all their rows.
-    (Case("Qwen2.5-VL, chat", SMALL, rows="chat", images=QWEN), Mesh(cp=4)),
+    pytest.param(Case("Qwen2.5-VL, chat", SMALL, rows="chat", images=QWEN), Mesh(cp=4), marks=pytest.mark.full),
 ]
 
 
