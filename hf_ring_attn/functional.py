@@ -134,7 +134,7 @@ def ring_attention(
         config.deterministic, mask.holes, mod is not None,
     )  # fmt: skip
     scale = head_dim**-0.5 if scale is None else scale
-    if mod is not None and "flex" in named(config.kernel):
+    if mod is not None and {"flex", "triton"} & set(named(config.kernel)):
         request = asking(request, mod, scale, softcap, partial(_part, mask, batch, length))
     kernel = kernel_for(ring.name, config.kernel, request)
     params = Params(scale, softcap, sinks, config.deterministic, mod)

@@ -56,9 +56,7 @@ def named(name: str) -> dict[str, Kernel]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def asking(
-    request: Request, mod: ScoreMod, scale: float, softcap: float | None, part: Callable[[], Part]
-) -> Request:
+def asking(request: Request, mod: ScoreMod, scale: float, softcap: float | None, part: Callable[[], Part]) -> Request:
     """The request with its score_mod in it, where a kernel that looks at functions could serve it but for that.
 
     Args:
@@ -66,7 +64,7 @@ def asking(
     """
     flex = KERNELS["flex"]
     assert isinstance(flex, Flex)
-    if flex.unsupported(request):
+    if flex.unsupported(request) and KERNELS["triton"].unsupported(request):
         return request
     graph = flex.text(mod, request.dtype, scale, softcap)
     mod.kept[PART] = part

@@ -10,6 +10,7 @@ that changes from run to run, and are added up in float64 here.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +28,13 @@ from ..base import (
     products_in_place,
     with_sinks,
 )
+from ..score_graph import Unfit
 from ..score_mod import ScoreMod
-from .calls import KEPT, NO_ROOM, Calls
+from ..score_trial import Trials, fails
+from .calls import NO_ROOM, Calls
 from .graph import Graph
-from .leaves import Unfit, gathered, spread
+from .leaves import gathered, spread
 from .places import Places
-from .trial import fails
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 TESTED = ("2.11.", "2.12.", "2.13.")
@@ -51,7 +53,7 @@ class Flex(InOrder):
     def __init__(self, backend: str = "inductor", tried: bool = True) -> None:
         self._calls = Calls(backend)
         self._on_gpu, self._tried = backend == "inductor", tried
-        self._trials: dict[Request, tuple[str, ...]] = {}
+        self._trials = Trials()
         self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def forward(
@@ -94,9 +96,7 @@ class Flex(InOrder):
             values = graph.values(mod.values, q.device)
             leaves = [spread(x, leaf.copies, dtype) for leaf, x in zip(graph.leaves, values, strict=True)]
             inputs = [_heads_first(x).requires_grad_() for x in (q, k, v)]
-            of_tile, lse_of_tile = self._calls(
-                inputs[0], inputs[1], inputs[2], graph, leaves, places, mod.first_head
-            )
+            of_tile, lse_of_tile = self._calls(inputs[0], inputs[1], inputs[2], graph, leaves, places, mod.first_head)
         with torch.no_grad():
             share = torch.exp(lse_of_tile - lse).masked_fill(lse_of_tile == -torch.inf, 0.0)
             d_out = (dout.transpose(1, 2) * share[..., None]).to(q.dtype).contiguous()
@@ -128,11 +128,7 @@ class Flex(InOrder):
         if not reasons and self._on_gpu and not torch.cuda.is_available():
             reasons.append("needs a GPU, and torch finds none")
         if not reasons and request.asked is not None:
-            if request not in self._trials:
-                self._trials[request] = self._why_not(request, request.asked)
-                while len(self._trials) > KEPT:
-                    del self._trials[next(iter(self._trials))]
-            reasons += self._trials[request]
+            reasons += self._trials.reasons(request, partial(self._why_not, request, request.asked))
         return reasons
 
     def text(self, mod: ScoreMod, dtype: torch.dtype, scale: float, softcap: float | None) -> str:

@@ -8,15 +8,8 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from .leaves import Copies, Leaf, Unfit
-
-SCALARS = 5
-"""score, b, h, q_idx, kv_idx."""
-
-
-def name_of(node: fx.Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else str(node.target)
+from ..score_graph import SCALARS, Unfit, name_of
+from .leaves import Copies, Leaf
 
 
 def value_of(node: fx.Node) -> Tensor:

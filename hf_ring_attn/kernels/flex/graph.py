@@ -9,17 +9,17 @@ with atomics. Each reading gets a leaf of its own, since FlexAttention allows a 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ...errors import BadScoreMod
-from ..score_mod import ScoreMod, run_one
-from .build import SCALARS, Build, name_of
-from .leaves import Leaf, Unfit
+from ..score_graph import SCALARS, Unfit, name_of, of_scores_in, traced_from
+from ..score_mod import ScoreMod
+from .build import Build
+from .leaves import Leaf
 
 SAFE = {
     "add", "sub", "rsub", "neg", "abs", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "where", "remainder",
@@ -99,39 +99,11 @@ class Graph:
 
 def _graph(mod: ScoreMod, dtype: torch.dtype, scale: float, softcap: float | None) -> Graph:
     for index in (torch.int32, torch.int64):
-        traced = _traced(mod, dtype, index)
-        of_scores = _of_scores(traced.graph.nodes)
+        traced = traced_from(mod, dtype, index)
+        of_scores = of_scores_in(traced.graph.nodes)
         if index == torch.int64 or not any(_may_overflow(node) for node in of_scores):
             break
     return _split(mod, traced, of_scores, index, Build(dtype, scale, softcap))
-
-
-def _traced(mod: ScoreMod, dtype: torch.dtype, index: torch.dtype) -> fx.GraphModule:
-    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most processes need none of it
-
-    values = [x.detach().to(dtype, copy=True) for x in mod.captured]
-    device = mod.device
-
-    def one(*given: Tensor) -> Tensor:
-        return run_one(mod, given[:SCALARS], given[SCALARS:])
-
-    numbers = [torch.zeros((), dtype=index, device=device) for _ in range(SCALARS - 1)]
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            return make_fx(one)(torch.zeros((), dtype=dtype, device=device), *numbers, *values)
-    except BadScoreMod:
-        raise
-    except Exception as error:  # any failure here is a reason to take another kernel
-        raise Unfit(f"the score_mod cannot be written down as a graph ({type(error).__name__}: {error})") from error
-
-
-def _of_scores(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes that differ from score to score."""
-    found: dict[fx.Node, None] = {}
-    for place, node in enumerate(nodes):
-        if place < SCALARS or any(x in found for x in node.all_input_nodes):
-            found[node] = None
-    return list(found)
 
 
 def _may_overflow(node: fx.Node) -> bool:
@@ -141,9 +113,7 @@ def _may_overflow(node: fx.Node) -> bool:
     return name_of(node) not in SAFE
 
 
-def _split(
-    mod: ScoreMod, traced: fx.GraphModule, of_scores: list[fx.Node], index: torch.dtype, build: Build
-) -> Graph:
+def _split(mod: ScoreMod, traced: fx.GraphModule, of_scores: list[fx.Node], index: torch.dtype, build: Build) -> Graph:
     nodes = list(traced.graph.nodes)
     before = tuple(node for node in nodes[SCALARS:] if node not in set(of_scores) and node.op != "output")
     constants = {node: _constant(traced, node) for node in before if node.op == "get_attr"}

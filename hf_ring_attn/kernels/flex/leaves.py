@@ -17,10 +17,6 @@ MOST_PLACES = 2**23
 MOST_KEYS, MOST_COPIES = 64, 2**13
 
 
-class Unfit(Exception):
-    """Why FlexAttention cannot compute a function, in words."""
-
-
 class Copies(NamedTuple):
     """How often a leaf repeats, by query and by key: powers of two."""
 

@@ -5,6 +5,7 @@ triton is imported at the first call, never with this package.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ...config import triton_is_interpreted
-from ..base import Gradients, InOrder, Params, Request
+from ..base import Asked, Gradients, InOrder, Params, Request
+from ..score_trial import Trials, fails
 from .blocks import WIDTHS, widest_head
+from .distance import why_not
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOWEST_CAPABILITY = (8, 0)
@@ -26,10 +29,14 @@ class Triton(InOrder):
     Sums are float32 throughout and gradients are added into the caller's accumulators, whose order is that of the
     tensors. Products of 16-bit inputs run on the matrix units, with probabilities and their gradients rounded to the
     inputs' dtype as every flash attention does; float32 inputs are multiplied in float32 (no tf32). The result is the
-    same from run to run, and a chunk of queries gives the bits that the whole sequence gives.
+    same from run to run, and a chunk of queries gives the bits that the whole sequence gives. Of score_mods it serves
+    those that add something by head and distance (`distance`); what these learn gets float32 sums by atomics.
     """
 
     name = "triton"
+
+    def __init__(self) -> None:
+        self._trials = Trials()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, out: Tensor | None = None
@@ -55,8 +62,6 @@ class Triton(InOrder):
             reasons.append("triton is not installed")
         if request.dtype not in DTYPES:
             reasons.append(f"computes in bfloat16, float16 or float32, got {request.dtype}")
-        if request.score_mod:
-            reasons.append("it has no score_mod")
         if request.device == "cpu" and request.dtype == torch.bfloat16:
             reasons.append("triton's interpreter cannot multiply bfloat16")
         widest = widest_head(request.device, request.dtype.itemsize)
@@ -68,7 +73,19 @@ class Triton(InOrder):
             capability = torch.cuda.get_device_capability()
             if capability < LOWEST_CAPABILITY:
                 reasons.append(f"needs compute capability 8.0 or later, got {capability[0]}.{capability[1]}")
+        if not reasons and request.asked is not None:
+            reasons += self._trials.reasons(request, partial(self._why_not, request, request.asked))
         return reasons
+
+    def _why_not(self, request: Request, asked: Asked) -> tuple[str, ...]:
+        mod = asked.mod()
+        assert mod is not None, "a function is asked about while its call lasts"
+        reason = why_not(mod)
+        if reason is not None:
+            return (f"of score_mods it takes those that add something by head and distance alone: {reason}",)
+        if request.deterministic and any(x.requires_grad for x in mod.captured):
+            return ("it adds the gradients of what a score_mod learns in no fixed order",)
+        return fails(self, request, asked, mod)
 
     def rounds_gradients(self, request: Request) -> bool:
         return False

@@ -1,9 +1,9 @@
 """The backward kernels: probabilities from lse, gradients kept in float32 registers and added once to what is there.
 
 `keys_kernel` owns a block of keys and goes over the queries that see it: dk, dv, or one of them where registers do not
-hold both. `queries_kernel` owns a block of queries and goes over the keys it sees: dq. Nothing is added by atomics, so
-the order of every sum is fixed. One pass that adds dq by atomics multiplies five times a pair of blocks instead of
-seven, but measured slower (recipes/results).
+hold both. `queries_kernel` owns a block of queries and goes over the keys it sees: dq. Nothing of these is added by
+atomics, so the order of every sum is fixed. What a bias learns is, distance by distance. One pass that adds dq by
+atomics multiplies five times a pair of blocks instead of seven, but measured slower (recipes/results).
 """
 
 # mypy: ignore-errors
@@ -11,7 +11,7 @@ seven, but measured slower (recipes/results).
 import triton
 import triton.language as tl
 
-from .common import LENGTHS, load_bounds, load_rows, tanh, visible, wide
+from .common import LENGTHS, distance_index, load_bounds, load_places, load_rows, tanh, visible, wide
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -31,17 +31,19 @@ def delta_kernel(
 
 
 @triton.jit
-def _weights(scores, lse, factor, bend, SOFTCAP: tl.constexpr, BY_QUERY: tl.constexpr):
-    """exp(score - lse) of raw scores, with -lse given in powers of two, and the derivative of the softcap."""
+def _weights(scores, lse, bias, factor, bend, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, BY_QUERY: tl.constexpr):
+    """exp(score - lse) of raw scores, and the derivative of the softcap; -lse and bias are given in powers of two."""
     slope = scores
     if BY_QUERY:
         lse = lse[:, None]
     else:
         lse = lse[None, :]
     if SOFTCAP:
-        bent = tanh(scores * bend)
-        slope = 1 - bent * bent
-        weights = tl.exp2(tl.fma(bent, factor, lse))
+        scores = tanh(scores * bend)
+        slope = 1 - scores * scores
+    if BIAS:  # as the forward rounds it
+        scores = tl.fma(scores, factor, bias)
+        weights = tl.where(scores == float("-inf"), 0.0, tl.exp2(scores + lse))  # -lse of a query that sees none: inf
     else:
         weights = tl.exp2(tl.fma(scores, factor, lse))
     return weights, slope
@@ -60,9 +62,10 @@ def _load_rows_of(where, inside, MASKED: tl.constexpr):
 def _over_queries(
     dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, begin, end, tokens,
     dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers, factor, bend,
+    TABLE, Q_PLACES, k_places, lowest, span,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DK: tl.constexpr,
-    DVALUES: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
+    DK: tl.constexpr, DVALUES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     at_lse = wide(row) * lse_row + wide(head) * lse_head
     for block in range(begin, end):
@@ -72,7 +75,12 @@ def _over_queries(
         inside = queries < tokens
         lse = _load_rows_of(LSE + at_lse + queries, inside, MASKED)
         scores = tl.dot(k, q.T, input_precision=PRECISION)
-        weights, slope = _weights(scores, lse, factor, bend, SOFTCAP, False)
+        bias = scores
+        if BIAS:
+            q_places = load_places(Q_PLACES, row, queries, tokens)
+            index, known = distance_index(q_places, k_places, lowest, span, False)
+            bias = tl.load(TABLE + index, mask=known, other=0.0)
+        weights, slope = _weights(scores, lse, bias, factor, bend, SOFTCAP, BIAS, False)
         if MASKED:
             first, stop = load_bounds(BOUNDS, 0, row, queries, tokens, plane)
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, False)
@@ -100,9 +108,10 @@ def keys_kernel(
     dk_row, dk_token, dk_head, dv_row, dv_token, dv_head,
     dout_row, dout_token, dout_head, q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     lse_row, lse_head, tokens, keys, group, together, programs, plane, layers, factor, bend, scale,
+    TABLE, Q_PLACES, K_PLACES, lowest, span,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, DK: tl.constexpr, DVALUES: tl.constexpr,
+    PRECISION: tl.constexpr, BIAS: tl.constexpr, DK: tl.constexpr, DVALUES: tl.constexpr,
 ):  # fmt: skip
     """Adds dk and dv, or the one asked for, of a block of keys of a key head: from one query head after the other."""
     pid = tl.program_id(0)
@@ -113,29 +122,35 @@ def keys_kernel(
 
     start = block * BLOCK_N
     position = start + tl.arange(0, BLOCK_N)
+    k_places = position
+    if BIAS:
+        k_places = load_places(K_PLACES, row, position, keys)
     k = load_rows(K, row, kv_head, start, keys, k_row, k_token, k_head, D, BLOCK_N, BLOCK_D, False, True)
     v = k
     if DK:
         v = load_rows(V, row, kv_head, start, keys, v_row, v_token, v_head, DV, BLOCK_N, BLOCK_DV, False, True)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
+        # A sum for each head: a matrix unit cuts off what a long sum has no digits for, and a ring's sums are short.
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         for at in range(entry, entries):
             begin, middle, end = tl.load(RUNS + 3 * at), tl.load(RUNS + 3 * at + 1), tl.load(RUNS + 3 * at + 2)
             dk, dv = _over_queries(
                 dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, begin, middle, tokens,
                 dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
-                factor, bend, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, DK, DVALUES, True,
+                factor, bend, TABLE + wide(head) * span, Q_PLACES, k_places, lowest, span,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, BIAS, DK, DVALUES, True,
             )  # fmt: skip
             dk, dv = _over_queries(
                 dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, middle, end, tokens,
                 dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
-                factor, bend, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, DK, DVALUES, False,
+                factor, bend, TABLE + wide(head) * span, Q_PLACES, k_places, lowest, span,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, BIAS, DK, DVALUES, False,
             )  # fmt: skip
-    if DK:
-        add_rows(INTO_DK, dk * scale, row, kv_head, start, keys, dk_row, dk_token, dk_head, D, BLOCK_N, BLOCK_D)
-    if DVALUES:
-        add_rows(INTO_DV, dv, row, kv_head, start, keys, dv_row, dv_token, dv_head, DV, BLOCK_N, BLOCK_DV)
+        if DK:
+            add_rows(INTO_DK, dk * scale, row, kv_head, start, keys, dk_row, dk_token, dk_head, D, BLOCK_N, BLOCK_D)
+        if DVALUES:
+            add_rows(INTO_DV, dv, row, kv_head, start, keys, dv_row, dv_token, dv_head, DV, BLOCK_N, BLOCK_DV)
 
 
 @triton.jit
@@ -154,26 +169,37 @@ def add_rows(
 @triton.jit
 def _over_keys(
     dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, end, tokens, keys,
-    k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
+    k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend, TABLE, INTO_TABLE, q_places, K_PLACES,
+    lowest, span,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
+    LEARNED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for block in range(begin, end):
         start = block * BLOCK_N
         k = load_rows(K, row, kv_head, start, keys, k_row, k_token, k_head, D, BLOCK_N, BLOCK_D, TMA, MASKED)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
-        weights, slope = _weights(scores, lse, factor, bend, SOFTCAP, True)
+        position = start + tl.arange(0, BLOCK_N)
+        bias = scores
+        if BIAS:
+            k_places = load_places(K_PLACES, row, position, keys)
+            index, known = distance_index(q_places, k_places, lowest, span, True)
+            bias = tl.load(TABLE + index, mask=known, other=0.0)
+        weights, slope = _weights(scores, lse, bias, factor, bend, SOFTCAP, BIAS, True)
         if MASKED:
-            position = start + tl.arange(0, BLOCK_N)
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, True)
             weights = tl.where(seen, weights, 0.0)
         v = load_rows(V, row, kv_head, start, keys, v_row, v_token, v_head, DV, BLOCK_N, BLOCK_DV, TMA, MASKED)
         dweights = tl.dot(dout, v.T, input_precision=PRECISION)
         dscores = weights * (dweights - delta[:, None])
-        if SOFTCAP:
-            dscores = dscores * slope
         if MASKED:
             dscores = tl.where(seen, dscores, 0.0)
+        if LEARNED:
+            if MASKED:
+                known = known & seen
+            tl.atomic_add(INTO_TABLE + index, dscores, mask=known, sem="relaxed")
+        if SOFTCAP:
+            dscores = dscores * slope
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
@@ -184,9 +210,10 @@ def queries_kernel(
     dq_row, dq_token, dq_head,
     dout_row, dout_token, dout_head, q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     lse_row, lse_head, tokens, keys, group, together, programs, plane, layers, factor, bend, scale,
+    TABLE, Q_PLACES, K_PLACES, lowest, span, INTO_TABLE,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, BIAS: tl.constexpr, LEARNED: tl.constexpr,
 ):  # fmt: skip
     """Adds dq of one block of queries of one query head."""
     pid = tl.program_id(0)
@@ -208,16 +235,23 @@ def queries_kernel(
     delta = tl.load(DELTA + at_lse + queries, mask=queries < tokens, other=0.0)
     first, stop = load_bounds(BOUNDS, 0, row, queries, tokens, plane)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    q_places = queries
+    if BIAS:
+        q_places = load_places(Q_PLACES, row, queries, tokens)
+        TABLE += wide(head) * span
+        INTO_TABLE += wide(head) * span
     for at in range(entry, entries):
         begin, middle, end = tl.load(RUNS + 3 * at), tl.load(RUNS + 3 * at + 1), tl.load(RUNS + 3 * at + 2)
         dq = _over_keys(
             dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, middle, tokens, keys,
             k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, True,
+            TABLE, INTO_TABLE, q_places, K_PLACES, lowest, span,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, LEARNED, True,
         )  # fmt: skip
         dq = _over_keys(
             dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, middle, end, tokens, keys,
             k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, False,
+            TABLE, INTO_TABLE, q_places, K_PLACES, lowest, span,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, LEARNED, False,
         )  # fmt: skip
     add_rows(DQ, dq * scale, row, head, start, tokens, dq_row, dq_token, dq_head, D, BLOCK_M, BLOCK_D)

@@ -8,7 +8,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-LENGTHS = ["tokens", "keys", "together", "programs", "plane", "layers"]
+LENGTHS = ["tokens", "keys", "together", "programs", "plane", "layers", "lowest", "span"]
 """Arguments that change from batch to batch: no kernel is compiled anew for a value of theirs."""
 
 
@@ -76,6 +76,23 @@ def _between(first, stop, keys, BY_QUERY: tl.constexpr):
     else:
         seen = (keys[:, None] >= first[None, :]) & (keys[:, None] < stop[None, :])
     return seen
+
+
+@triton.jit
+def load_places(PLACES, row, offsets, length):
+    """Where in the row each of these tokens is; 0 for those that do not exist."""
+    return tl.load(PLACES + wide(row) * length + offsets, mask=offsets < length, other=0)
+
+
+@triton.jit
+def distance_index(q_places, k_places, lowest, span, BY_QUERY: tl.constexpr):
+    """Of each pair, [queries, keys] or [keys, queries]: its place in a head's table of `distance.Table`, and whether it
+    has one. Pairs that nobody sees may have none."""
+    if BY_QUERY:
+        index = k_places[None, :] - q_places[:, None] - lowest
+    else:
+        index = k_places[:, None] - q_places[None, :] - lowest
+    return index, (index >= 0) & (index < span)
 
 
 @triton.jit

@@ -5,15 +5,16 @@
 import triton
 import triton.language as tl
 
-from .common import LENGTHS, LN2, LOG2E, load_bounds, load_rows, tanh, visible, wide
+from .common import LENGTHS, LN2, LOG2E, distance_index, load_bounds, load_places, load_rows, tanh, visible, wide
 
 
 @triton.jit
 def _attend(
     acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, end, tokens, keys,
-    k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
+    k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend, TABLE, q_places, K_PLACES, lowest,
+    span,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     for block in range(begin, end):
@@ -22,17 +23,27 @@ def _attend(
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         if SOFTCAP:
             scores = tanh(scores * bend)
+        position = start + tl.arange(0, BLOCK_N)
+        if BIAS:
+            k_places = load_places(K_PLACES, row, position, keys)
+            index, known = distance_index(q_places, k_places, lowest, span, True)
+            scores = tl.fma(scores, factor, tl.load(TABLE + index, mask=known, other=0.0))
         if MASKED:
-            position = start + tl.arange(0, BLOCK_N)
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, True)
             scores = tl.where(seen, scores, float("-inf"))
         # Products and sums are spelled out below, so that both loops round alike: a row's bits must not depend on which
         # blocks had to be masked.
-        after = tl.maximum(largest, tl.max(scores, 1) * factor)
+        if BIAS:
+            after = tl.maximum(largest, tl.max(scores, 1))
+        else:
+            after = tl.maximum(largest, tl.max(scores, 1) * factor)
         shift = after
-        if MASKED:
+        if MASKED or BIAS:
             shift = tl.where(after == float("-inf"), 0.0, after)  # a query that has seen nothing yet
-        weights = tl.exp2(tl.fma(scores, factor, -shift[:, None]))
+        if BIAS:
+            weights = tl.exp2(scores - shift[:, None])
+        else:
+            weights = tl.exp2(tl.fma(scores, factor, -shift[:, None]))
         decay = tl.exp2(largest - shift)
         total = tl.fma(total, decay, tl.sum(weights, 1))
         acc = acc * decay[:, None]
@@ -47,9 +58,10 @@ def forward_kernel(
     Q, K, V, OUT, LSE, SINKS, BOUNDS, PROGRAMS, RUNS,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     tokens, keys, heads, group, together, programs, plane, layers, factor, bend,
+    TABLE, Q_PLACES, K_PLACES, lowest, span,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """See `launch.forward`. ``factor`` > 0 takes a score to powers of two; ``together`` key heads run side by side."""
     pid = tl.program_id(0)
@@ -70,18 +82,24 @@ def forward_kernel(
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    q_places = queries
+    if BIAS:
+        q_places = load_places(Q_PLACES, row, queries, tokens)
+        TABLE += wide(head) * span
 
     for at in range(entry, entries):
         begin, middle, end = tl.load(RUNS + 3 * at), tl.load(RUNS + 3 * at + 1), tl.load(RUNS + 3 * at + 2)
         acc, total, largest = _attend(
             acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, middle, tokens, keys,
             k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, True,
+            TABLE, q_places, K_PLACES, lowest, span,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, True,
         )  # fmt: skip
         acc, total, largest = _attend(
             acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, middle, end, tokens, keys,
             k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, False,
+            TABLE, q_places, K_PLACES, lowest, span,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, False,
         )  # fmt: skip
 
     inside = queries < tokens

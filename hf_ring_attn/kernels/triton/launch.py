@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..base import Gradients, Params
 from .blocks import Blocks, Row, has_copy_engine, row_for
+from .distance import Bias
 from .schedule import Schedule
 from .tables import bounds_on, schedule_on
 
@@ -37,10 +38,16 @@ class Problem:
     v: Tensor
     tiles: Tensor
     params: Params
+    bias: Bias | None
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params) -> Problem:
-        return cls(addressable(q), addressable(k), addressable(v), tiles, params)
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, into: dict[str, Tensor] | None = None
+    ) -> Problem:
+        """``into``: as in `Bias.of`."""
+        mod = params.score_mod
+        bias = None if mod is None else Bias.of(mod, q, k, tiles, into)
+        return cls(addressable(q), addressable(k), addressable(v), tiles, params, bias)
 
     @property
     def group(self) -> int:
@@ -56,7 +63,7 @@ class Problem:
         return {
             "D": dim, "DV": value_dim, "BLOCK_D": padded(dim), "BLOCK_DV": padded(value_dim),
             "BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "SOFTCAP": self.params.softcap is not None,
-            "MANY": len(bounds) > 1, "TMA": tma, "PRECISION": precision(self.q),
+            "MANY": len(bounds) > 1, "TMA": tma, "PRECISION": precision(self.q), "BIAS": self.bias is not None,
             "num_warps": blocks.warps, "num_stages": blocks.stages,
         }  # fmt: skip
 
@@ -65,6 +72,10 @@ class Problem:
         """What takes a score to powers of two, and with a softcap what is applied before the tanh."""
         scale, cap = self.params.scale, self.params.softcap
         return (scale * LOG2E, 0.0) if cap is None else (cap * LOG2E, scale / cap)
+
+    def table(self, bounds: Tensor) -> tuple[Any, ...]:
+        """`Bias.arguments`; without one, others that stand in their places."""
+        return (bounds, bounds, bounds, 0, 0) if self.bias is None else self.bias.arguments
 
     def bounds(self) -> Tensor:
         return bounds_on(self.tiles, self.q.device, self.q.shape[0], self.q.shape[1])
@@ -115,6 +126,7 @@ def forward(
         lse if params.sinks is None else params.sinks.contiguous(), bounds, schedule.programs, schedule.runs,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tokens, k.shape[1], heads, problem.group,
         problem.together(programs * problem.group), programs, batch * tokens, len(bounds), *problem.factor_and_bend,
+        *problem.table(bounds),
     )  # fmt: skip
     with on(q.device):
         jit("forward", "forward_kernel")[(programs * heads,)](
@@ -145,7 +157,7 @@ def backward(
     """Adds the gradients of these tiles into ``into``; see `kernels.base.Kernel.backward` and `kernels.reference`."""
     if tiles.shape[0] == 0 or q.numel() == 0:
         return
-    problem = Problem.of(q, k, v, tiles, params)
+    problem = Problem.of(q, k, v, tiles, params, into.extra)
     dout, lse, delta = addressable(dout), (lse * -LOG2E).contiguous(), delta.contiguous()
     row = row or problem.row(descriptors_possible(problem.q, problem.k, problem.v, dout))
     with on(q.device):
@@ -155,6 +167,8 @@ def backward(
             add_dk_dv(problem, dout, lse, delta, into, row.keys, dv=False)
             add_dk_dv(problem, dout, lse, delta, into, row.values, dk=False)
         add_dq(problem, dout, lse, delta, into, row.queries)
+    if problem.bias is not None:
+        problem.bias.finish()
 
 
 def add_dk_dv(
@@ -175,16 +189,18 @@ def add_dk_dv(
 
 
 def add_dq(problem: Problem, dout: Tensor, lse: Tensor, delta: Tensor, into: Gradients, blocks: Blocks) -> None:
-    """into.dq += that of the tiles; ``lse`` negated and in powers of two."""
+    """into.dq += that of the tiles, and what a bias learns; ``lse`` negated and in powers of two."""
     q, k, v = problem.q, problem.k, problem.v
     tma = descriptors_possible(k, v)
     schedule, bounds = problem.schedule("queries", blocks, idle=False, streamed=(k, v)), problem.bounds()
     programs = len(schedule.programs)
     numbers = _numbers(problem, dout, lse, bounds, programs, programs * problem.group)
+    learned = None if problem.bias is None else problem.bias.learned
     jit("backward", "queries_kernel")[(programs * q.shape[2],)](
         dout, q, described(k, blocks.keys, tma), described(v, blocks.keys, tma), lse, delta, into.dq,
         bounds, schedule.programs, schedule.runs, *into.dq.stride()[:3], *numbers,
-        **problem.constants(blocks, bounds, tma),
+        delta if learned is None else learned,
+        **problem.constants(blocks, bounds, tma), LEARNED=learned is not None,
     )  # fmt: skip
 
 
@@ -197,6 +213,7 @@ def _numbers(
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *lse.stride()[:2],
         q.shape[1], k.shape[1], problem.group, problem.together(per_key_head), programs,
         q.shape[0] * q.shape[1], len(bounds), *problem.factor_and_bend, problem.params.scale,
+        *problem.table(bounds),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from .places import places
 from .schedule import Schedule, bounds, schedule
 
 BYTES_KEPT = 64 * 2**20
@@ -23,6 +24,13 @@ def bounds_on(tiles: Tensor, device: torch.device, batch: int, tokens: int) -> T
     """`schedule.bounds` on the device."""
     (table,) = _made(device, _key(tiles, "bounds", batch, tokens), lambda: (bounds(tiles, batch, tokens),))
     return table
+
+
+def places_on(tiles: Tensor, device: torch.device, batch: int, tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`places.places` on the device."""
+    key = _key(tiles, "places", batch, tokens, keys)
+    of_q, of_k, distances = _made(device, key, lambda: places(tiles, batch, tokens, keys))
+    return of_q, of_k, distances
 
 
 def schedule_on(

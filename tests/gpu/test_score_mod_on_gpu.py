@@ -1,4 +1,4 @@
-"""flex on a GPU: as near to float64 as 16 bits allow, alone and in a ring, with gradients of what functions capture."""
+"""score_mods on a GPU: as near to float64 as 16 bits allow, alone and in a ring, with what they learn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking, cho
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, inputs, packed, relative_error, sliding
 from kernel_answers import mask_of
 
-FLEX, REFERENCE = KERNELS["flex"], KERNELS["reference"]
+FLEX, TRITON, REFERENCE = KERNELS["flex"], KERNELS["triton"], KERNELS["reference"]
 ABLE = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ABLE, reason="needs an NVIDIA GPU of capability 8.0 or later")]
 
@@ -67,6 +67,11 @@ FUNCTIONS: dict[str, Callable[[Case], nn.Module]] = {
     "relative bias": lambda case: RelativeBias(case.heads, 32, 128, bidirectional=not case.causal),
     "tables": Table,
 }
+SERVED = [(FLEX, name) for name in FUNCTIONS] + [(TRITON, name) for name in FUNCTIONS if name != "tables"]
+
+
+def of_kernel(x: Any) -> str:
+    return getattr(x, "name", str(x))
 
 
 @dataclass
@@ -81,14 +86,14 @@ def played(kernel: Any, case: Case, function: nn.Module, dtype: torch.dtype, siz
     wide = torch.float64 if kernel is REFERENCE else dtype
     q, k, v, dout = (x[name].cuda().to(wide) for name in ("q", "k", "v", "dout"))
     mod = ScoreMod.of(function, torch.device("cuda"))
-    if kernel is FLEX:
+    if kernel is not REFERENCE:
         request = Request(
             "cuda", dtype, case.heads, case.kv_heads, case.head_dim, case.value_dim, case.softcap is not None,
             case.sinks, False, score_mod=True,
         )  # fmt: skip
         part = partial(_part, mask_of(case, x["documents"]), case.batch, case.length)
         asked = asking(request, mod, case.head_dim**-0.5, case.softcap, part)
-        assert choose("flex", asked) is FLEX
+        assert choose(kernel.name, asked) is kernel
     mod = mod.with_values(mod.captured, [y.requires_grad for y in mod.captured])
     sinks = None if x["sinks"] is None else x["sinks"].cuda().to(wide)
     params, extra = Params(case.head_dim**-0.5, case.softcap, sinks, False, mod), mod.new_gradients()
@@ -109,25 +114,25 @@ def far(got: Played, want: Played, dtype: torch.dtype) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("kernel", "name"), SERVED, ids=of_kernel)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
-def test_alone_and_in_a_ring_it_is_as_near_to_float64_as_16_bits_allow(case: Case, name: str) -> None:
+def test_alone_and_in_a_ring_it_is_as_near_to_float64_as_16_bits_allow(case: Case, kernel: Any, name: str) -> None:
     function = FUNCTIONS[name](case).cuda()
     want = played(REFERENCE, case, function, torch.bfloat16, 1)
     ways: list[tuple[int, Road]] = [(1, "ring"), (4, "ring"), (4, "gather")]
     for size, road in ways:
-        errors = far(played(FLEX, case, function, torch.bfloat16, size, road), want, torch.bfloat16)
-        print(name, case.why, size, road, {key: f"{error:.2f}" for key, error in errors.items()})  # noqa: T201  # for -rP
+        errors = far(played(kernel, case, function, torch.bfloat16, size, road), want, torch.bfloat16)
+        print(kernel.name, name, case.why, size, road, {key: f"{error:.2f}" for key, error in errors.items()})  # noqa: T201  # for -rP
         assert max(errors.values()) < 1, (size, road, errors)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_float32_is_float32(name: str) -> None:
+@pytest.mark.parametrize(("kernel", "name"), SERVED, ids=of_kernel)
+def test_float32_is_float32(kernel: Any, name: str) -> None:
     case = replace(CASES[1], length=384)
     function = FUNCTIONS[name](case).cuda()
     torch.set_float32_matmul_precision("high")  # as many training programs do
     try:
-        got = played(FLEX, case, function, torch.float32, 2)
+        got = played(kernel, case, function, torch.float32, 2)
     finally:
         torch.set_float32_matmul_precision("highest")
     errors = far(got, played(REFERENCE, case, function, torch.float32, 1), torch.float32)
@@ -139,11 +144,17 @@ def test_the_public_function_takes_it_and_trains() -> None:
     x = inputs(PLAIN, torch.bfloat16)
     q, k, v = (x[name].cuda().requires_grad_() for name in ("q", "k", "v"))
     found = []
-    for kernel in ("flex", "reference"):
+    for kernel in ("triton", "flex", "reference"):
         out = ring_attention(q, k, v, score_mod=bias, config=RingConfig(kernel=kernel))
         found.append([out, *torch.autograd.grad(out, (q, k, v, bias.slopes), x["dout"].cuda())])
-    for mine, theirs in zip(*found, strict=True):
-        assert relative_error(mine, theirs) < 0.03
-    assert torch.equal(ring_attention(q, k, v, score_mod=bias), found[0][0]), "auto takes flex"
-    still = RingConfig(deterministic=True)
-    assert torch.equal(ring_attention(q, k, v, score_mod=bias, config=still), found[1][0]), "and the reference here"
+    for mine, flex, theirs in zip(*found, strict=True):
+        assert max(relative_error(mine, theirs), relative_error(flex, theirs)) < 0.03
+    assert torch.equal(ring_attention(q, k, v, score_mod=bias), found[0][0]), "auto takes triton"
+
+    def scaled(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        twice: Tensor = 2 * bias(score, b, h, q_idx, kv_idx)
+        return twice
+
+    names = [RingConfig(kernel="flex"), RingConfig(), RingConfig(deterministic=True), RingConfig(kernel="reference")]
+    flex, auto, still, reference = (ring_attention(q, k, v, score_mod=scaled, config=config) for config in names)
+    assert torch.equal(auto, flex) and torch.equal(still, reference), "auto takes flex, or the reference"

@@ -1,0 +1,57 @@
+"""What torch does in a score_mod, written down: the function is run once, on one score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, fx
+
+from ..errors import BadScoreMod
+from .score_mod import ScoreMod, run_one
+
+SCALARS = 5
+"""score, b, h, q_idx, kv_idx: the first nodes of a graph, before the captured tensors."""
+
+
+class Unfit(Exception):
+    """Why a kernel cannot compute a function, in words."""
+
+
+def name_of(node: fx.Node) -> str:
+    """Of what a node calls, such as "add"."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else str(node.target)
+
+
+def traced_from(mod: ScoreMod, dtype: torch.dtype, index: torch.dtype) -> fx.GraphModule:
+    """The function as a graph, with scores of ``dtype`` and indices of ``index``.
+
+    Raises:
+        Unfit: it cannot be run on one score, or not be written down.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most processes need none of it
+
+    values = [x.detach().to(dtype, copy=True) for x in mod.captured]
+    device = mod.device
+
+    def one(*given: Tensor) -> Tensor:
+        return run_one(mod, given[:SCALARS], given[SCALARS:])
+
+    numbers = [torch.zeros((), dtype=index, device=device) for _ in range(SCALARS - 1)]
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            return make_fx(one)(torch.zeros((), dtype=dtype, device=device), *numbers, *values)
+    except BadScoreMod:
+        raise
+    except Exception as error:  # any failure here is a reason to take another kernel
+        raise Unfit(f"the score_mod cannot be written down as a graph ({type(error).__name__}: {error})") from error
+
+
+def of_scores_in(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes that differ from score to score."""
+    found: dict[fx.Node, None] = {}
+    for place, node in enumerate(nodes):
+        if place < SCALARS or any(x in found for x in node.all_input_nodes):
+            found[node] = None
+    return list(found)

@@ -1,0 +1,165 @@
+"""score_mods by distance through the Triton kernels: on the GPU, or on the CPU in Triton's interpreter.
+
+test_triton.py runs this file as it runs triton_cases.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from checks import UNROUNDED
+from flex_cases import Played, distances
+from hf_ring_attn.bench.replay import Road, replay
+from hf_ring_attn.config import RingConfig
+from hf_ring_attn.functional import _part, ring_attention
+from hf_ring_attn.kernels import KERNELS, Kernel, Request, ScoreMod, asking
+from hf_ring_attn.testing import Case, inputs, packed, sliding
+from kernel_answers import mask_of, on, params_of
+from rank_functions import poisoned_memory
+from score_mods import Builder, Mod, alibi, relative_bias
+
+TRITON, REFERENCE = KERNELS["triton"], KERNELS["reference"]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ALL = Case(
+    why="window, documents, padding, sinks, softcap, grouped queries", batch=2, length=36, heads=4, kv_heads=2,
+    head_dim=8, value_dim=6, band=sliding(13), documents=(packed(3, 20, -1, 12), packed(-2, 30, 4)), softcap=2.5,
+    sinks=True, scale=0.5, seed=3,
+)  # fmt: skip
+HOLES = Case(
+    why="a hole every few keys", length=60, documents=(tuple((0 if n % 3 else -1, 4) for n in range(15)),), seed=2
+)
+LONG = Case(why="many blocks", length=110, heads=4, kv_heads=2, head_dim=16, value_dim=24, band=sliding(70), seed=1)
+
+
+def several(make: Builder) -> Mod:
+    """Added one after the other: a head's number and slope, a table read at a clamped distance, nothing far away."""
+    slope, table, scalar = make.learned(make.case.heads), make.learned(9), make.learned()
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        back = q_idx - kv_idx
+        moved = table[back.clamp(-4, 4) + 4] - slope[h] * torch.log(1.0 + back)  # nan for keys that come later
+        return torch.where(back > 40, -torch.inf, moved) + score - scalar * (back % 2)
+
+    return Mod(mod, {"slope": slope, "table": table, "scalar": scalar})
+
+
+CANCELLED = 50 * UNROUNDED
+"""What a tensor learns sums terms of both signs, all of them in float32, so their errors do not cancel as they do."""
+FUNCTIONS: dict[str, Callable[[Builder], Mod]] = {"alibi": alibi, "relative bias": relative_bias, "several": several}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
+
+
+def played(kernel: Kernel, case: Case, name: str, size: int, road: Road = "ring") -> Played:
+    """In float32, or for the reference from the same inputs in float64."""
+    dtype = torch.float64 if kernel is REFERENCE else torch.float32
+    x = on(DEVICE.type, inputs(case, torch.float32))
+    q, k, v, dout = (x[of].to(dtype) for of in ("q", "k", "v", "dout"))
+    made = FUNCTIONS[name](Builder(case, torch.float32))
+    mod = ScoreMod.of(made.function, DEVICE)
+    mod = mod.with_values(mod.captured, [y.requires_grad for y in mod.captured])
+    params, extra = replace(params_of(case, x), score_mod=mod), mod.new_gradients()
+    got = replay(kernel, q, k, v, dout, mask_of(case, x["documents"]), size, params, road=road, extra=extra)
+    return Played(got, [extra[key] for key in sorted(extra)])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("case", "size", "road"),
+    [(ALL, 2, "ring"), (HOLES, 2, "gather"), (LONG, 1, "ring"), (replace(LONG, length=108), 3, "sparse")],
+    ids=["all", "holes", "long", "long, sparse"],
+)  # fmt: skip
+def test_it_is_the_reference(case: Case, size: int, road: Road, name: str) -> None:
+    errors = distances(played(TRITON, case, name, size, road), played(REFERENCE, case, name, 1))
+    learned = [errors.pop(key) for key in list(errors) if key.startswith("captured")]
+    assert max(errors.values()) < UNROUNDED, errors
+    assert learned and max(learned) < CANCELLED, learned
+
+
+def reasons(function: object, deterministic: bool = False) -> list[str]:
+    request = Request(DEVICE.type, torch.float32, 4, 2, 16, 16, False, False, deterministic, score_mod=True)
+    mod = ScoreMod.of(function, DEVICE)  # type: ignore[arg-type]
+    case = Case(why="small", length=40)
+    asked = asking(request, mod, 0.25, None, partial(_part, mask_of(case, None), 1, case.length))
+    assert asked.asked is not None
+    return TRITON.unsupported(asked)
+
+
+SLOPES = torch.linspace(0.1, 1, 4, device=DEVICE).requires_grad_()
+
+
+class Lying(torch.autograd.Function):
+    """A sum that passes twice the gradient on to the score."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(score: Tensor, more: Tensor) -> Tensor:
+        return score + more
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * gradients[0], gradients[0]
+
+
+LYING: Callable[..., Tensor] = Lying.apply
+
+
+def test_it_takes_functions_of_head_and_distance() -> None:
+    assert reasons(lambda score, b, h, q_idx, kv_idx: score - SLOPES[h] * (q_idx - kv_idx).abs()) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda s, b, h, i, j: SLOPES[h] * (i - j) - s, "does more than to add something"),
+        (lambda s, b, h, i, j: s * SLOPES[h], "does more than to add something"),
+        (lambda s, b, h, i, j: s + s * (i - j), "does more than to add something"),
+        (lambda s, b, h, i, j: SLOPES[h] * (i - j), "does more than to add something"),
+        (lambda s, b, h, i, j: s + SLOPES[b], "depends on more than the head and"),
+        (lambda s, b, h, i, j: s + SLOPES[h] * (i - j) * (j % 3), "depends on more than the head and"),
+        (lambda s, b, h, i, j: s + SLOPES[h] * (i - 2 * j), "depends on more than the head and"),
+        (lambda s, b, h, i, j: s + SLOPES[h] * (i + j), "depends on more than the head and"),
+        (lambda s, b, h, i, j: s + SLOPES[h] * torch.sub(i, j, alpha=2), "depends on more than the head and"),
+        (lambda s, b, h, i, j: LYING(s, SLOPES[h] * (i - j)), "came out wrong here: dq by 50"),
+    ],
+)  # fmt: skip
+def test_it_refuses_all_others(function: object, why: str) -> None:
+    (reason,) = reasons(function)
+    assert why in reason, reason
+
+
+def test_what_learns_has_no_fixed_order() -> None:
+    fixed = SLOPES.detach()
+    assert reasons(lambda s, b, h, i, j: s + fixed[h] * (i - j), deterministic=True) == []
+    (reason,) = reasons(lambda s, b, h, i, j: s + SLOPES[h] * (i - j), deterministic=True)
+    assert "in no fixed order" in reason
+
+
+def test_the_public_function_takes_it() -> None:
+    case = replace(ALL, sinks=False, softcap=None)
+    x, made = inputs(case, torch.float32), alibi(Builder(case, torch.float32))
+    q, k, v = (x[of].to(DEVICE).requires_grad_() for of in ("q", "k", "v"))
+    wanted = [q, k, v, *made.captured.values()]
+    found = {}
+    for kernel in ("triton", "reference"):
+        out = ring_attention(
+            q, k, v, score_mod=made.function, documents=x["documents"], window=(12, 0), config=RingConfig(kernel=kernel)
+        )
+        found[kernel] = torch.autograd.grad(out, wanted, x["dout"].to(DEVICE))
+    for got, want in zip(found["triton"], found["reference"], strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
