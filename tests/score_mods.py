@@ -28,16 +28,18 @@ class Mod:
 class Builder:
     """Random learned tensors, the same on every rank: the values of one dtype, held in another, which is wider."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, held: torch.dtype | None = None) -> None:
-        self.case, self.dtype, self.held = case, dtype, held or dtype
+    def __init__(
+        self, case: Case, dtype: torch.dtype, held: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self.case, self.dtype, self.held, self.device = case, dtype, held or dtype, device
         self.generator = torch.Generator().manual_seed(case.seed + 100)
 
     def learned(self, *shape: int) -> Tensor:
         wide = torch.randn(shape, generator=self.generator, dtype=torch.float64)
-        return wide.to(self.dtype).to(self.held).requires_grad_()
+        return wide.to(self.dtype).to(self.device, self.held).requires_grad_()
 
     def indices(self, below: int, count: int) -> Tensor:
-        return torch.randint(0, below, (count,), generator=self.generator)
+        return torch.randint(0, below, (count,), generator=self.generator).to(self.device)
 
 
 def worked_example(make: Builder) -> Mod:
@@ -127,12 +129,12 @@ def score_ignored(make: Builder) -> Mod:
 
 
 def alibi(make: Builder) -> Mod:
-    module = Alibi(make.case.heads, learnable=True).to(make.dtype).to(make.held)
+    module = Alibi(make.case.heads, learnable=True).to(make.dtype).to(make.device, make.held)
     return Mod(module, {"slopes": module.slopes})
 
 
 def relative_bias(make: Builder) -> Mod:
-    module = RelativeBias(make.case.heads, 8, 12, bidirectional=not make.case.causal).to(make.held)
+    module = RelativeBias(make.case.heads, 8, 12, bidirectional=not make.case.causal).to(make.device, make.held)
     with torch.no_grad():
         module.weight.copy_(make.learned(8, make.case.heads))
     return Mod(module, {"weight": module.weight})

@@ -82,6 +82,8 @@ def main() -> None:
     with world(None) as (ring, device):
         cases = steps(device)
         for step in cases:
+            if ring.rank == 0:
+                sys.stderr.write(f"{step.model}, {step.why}\n")
             try:
                 mask = step.batch.get("attention_mask", torch.ones_like(step.batch["input_ids"]))
                 found = errors(in_a_ring(step), by_itself(step), mask.bool())

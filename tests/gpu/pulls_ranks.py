@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from typing import NamedTuple
 
 import torch
@@ -129,8 +130,10 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     ring = Ring.of(None)
     assert type(traffic_of(ring, device, "pulls")).__name__ == "Pulls"
-    wrong = []
+    wrong, began = [], time.monotonic()
     for case in CASES:
+        if ring.rank == 0:
+            sys.stderr.write(f"{time.monotonic() - began:.0f} s: {case}\n")
         pulled, sent = answer(case, ring, "pulls"), answer(case, ring, "messages")
         different = [name for name, x, y in zip(NAMES, pulled, sent, strict=True) if not torch.equal(x, y)]
         assert all(bool(x.isfinite().all()) for x in (pulled[0], *pulled[2:]))

@@ -65,7 +65,7 @@ def played(kernel: Kernel, case: Case, name: str, size: int, road: Road = "ring"
     dtype = torch.float64 if kernel is REFERENCE else torch.float32
     x = on(DEVICE.type, inputs(case, torch.float32))
     q, k, v, dout = (x[of].to(dtype) for of in ("q", "k", "v", "dout"))
-    made = FUNCTIONS[name](Builder(case, torch.float32))
+    made = FUNCTIONS[name](Builder(case, torch.float32, device=DEVICE))
     mod = ScoreMod.of(made.function, DEVICE)
     mod = mod.with_values(mod.captured, [y.requires_grad for y in mod.captured])
     params, extra = replace(params_of(case, x), score_mod=mod), mod.new_gradients()
@@ -152,7 +152,7 @@ def test_what_learns_has_no_fixed_order() -> None:
 
 def test_the_public_function_takes_it() -> None:
     case = replace(ALL, sinks=False, softcap=None)
-    x, made = inputs(case, torch.float32), alibi(Builder(case, torch.float32))
+    x, made = inputs(case, torch.float32), alibi(Builder(case, torch.float32, device=DEVICE))
     q, k, v = (x[of].to(DEVICE).requires_grad_() for of in ("q", "k", "v"))
     wanted = [q, k, v, *made.captured.values()]
     found = {}

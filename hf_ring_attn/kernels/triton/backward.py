@@ -11,7 +11,7 @@ atomics multiplies five times a pair of blocks instead of seven, but measured sl
 import triton
 import triton.language as tl
 
-from .common import LENGTHS, distance_index, load_bounds, load_places, load_rows, tanh, visible, wide
+from .common import LENGTHS, load_bias, load_bounds, load_places, load_rows, tanh, visible, wide
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -62,7 +62,7 @@ def _load_rows_of(where, inside, MASKED: tl.constexpr):
 def _over_queries(
     dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, begin, end, tokens,
     dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers, factor, bend,
-    TABLE, Q_PLACES, k_places, lowest, span,
+    TABLE, Q_PLACES, k_places, lowest,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
     DK: tl.constexpr, DVALUES: tl.constexpr, MASKED: tl.constexpr,
@@ -75,15 +75,15 @@ def _over_queries(
         inside = queries < tokens
         lse = _load_rows_of(LSE + at_lse + queries, inside, MASKED)
         scores = tl.dot(k, q.T, input_precision=PRECISION)
-        bias = scores
-        if BIAS:
-            q_places = load_places(Q_PLACES, row, queries, tokens)
-            index, known = distance_index(q_places, k_places, lowest, span, False)
-            bias = tl.load(TABLE + index, mask=known, other=0.0)
-        weights, slope = _weights(scores, lse, bias, factor, bend, SOFTCAP, BIAS, False)
+        bias, seen = scores, scores
         if MASKED:
             first, stop = load_bounds(BOUNDS, 0, row, queries, tokens, plane)
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, False)
+        if BIAS:
+            q_places = load_places(Q_PLACES, row, queries, tokens)
+            bias, _ = load_bias(TABLE, q_places, k_places, lowest, seen, False, MASKED)
+        weights, slope = _weights(scores, lse, bias, factor, bend, SOFTCAP, BIAS, False)
+        if MASKED:
             weights = tl.where(seen, weights, 0.0)
         dout = load_rows(
             DOUT, row, head, start, tokens, dout_row, dout_token, dout_head, DV, BLOCK_M, BLOCK_DV, TMA, MASKED
@@ -138,13 +138,13 @@ def keys_kernel(
             dk, dv = _over_queries(
                 dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, begin, middle, tokens,
                 dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
-                factor, bend, TABLE + wide(head) * span, Q_PLACES, k_places, lowest, span,
+                factor, bend, TABLE + wide(head) * span, Q_PLACES, k_places, lowest,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, BIAS, DK, DVALUES, True,
             )  # fmt: skip
             dk, dv = _over_queries(
                 dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, middle, end, tokens,
                 dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
-                factor, bend, TABLE + wide(head) * span, Q_PLACES, k_places, lowest, span,
+                factor, bend, TABLE + wide(head) * span, Q_PLACES, k_places, lowest,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, BIAS, DK, DVALUES, False,
             )  # fmt: skip
         if DK:
@@ -170,7 +170,7 @@ def add_rows(
 def _over_keys(
     dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, end, tokens, keys,
     k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend, TABLE, INTO_TABLE, q_places, K_PLACES,
-    lowest, span,
+    lowest,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
     LEARNED: tl.constexpr, MASKED: tl.constexpr,
@@ -180,14 +180,14 @@ def _over_keys(
         k = load_rows(K, row, kv_head, start, keys, k_row, k_token, k_head, D, BLOCK_N, BLOCK_D, TMA, MASKED)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         position = start + tl.arange(0, BLOCK_N)
-        bias = scores
-        if BIAS:
-            k_places = load_places(K_PLACES, row, position, keys)
-            index, known = distance_index(q_places, k_places, lowest, span, True)
-            bias = tl.load(TABLE + index, mask=known, other=0.0)
-        weights, slope = _weights(scores, lse, bias, factor, bend, SOFTCAP, BIAS, True)
+        bias, index, seen = scores, position, scores
         if MASKED:
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, True)
+        if BIAS:
+            k_places = load_places(K_PLACES, row, position, keys)
+            bias, index = load_bias(TABLE, q_places, k_places, lowest, seen, True, MASKED)
+        weights, slope = _weights(scores, lse, bias, factor, bend, SOFTCAP, BIAS, True)
+        if MASKED:
             weights = tl.where(seen, weights, 0.0)
         v = load_rows(V, row, kv_head, start, keys, v_row, v_token, v_head, DV, BLOCK_N, BLOCK_DV, TMA, MASKED)
         dweights = tl.dot(dout, v.T, input_precision=PRECISION)
@@ -196,8 +196,9 @@ def _over_keys(
             dscores = tl.where(seen, dscores, 0.0)
         if LEARNED:
             if MASKED:
-                known = known & seen
-            tl.atomic_add(INTO_TABLE + index, dscores, mask=known, sem="relaxed")
+                tl.atomic_add(INTO_TABLE + index, dscores, mask=seen, sem="relaxed")
+            else:  # queries that do not exist add 0 to what the last one reads
+                tl.atomic_add(INTO_TABLE + index, dscores, sem="relaxed")
         if SOFTCAP:
             dscores = dscores * slope
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -245,13 +246,13 @@ def queries_kernel(
         dq = _over_keys(
             dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, middle, tokens, keys,
             k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            TABLE, INTO_TABLE, q_places, K_PLACES, lowest, span,
+            TABLE, INTO_TABLE, q_places, K_PLACES, lowest,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, LEARNED, True,
         )  # fmt: skip
         dq = _over_keys(
             dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, middle, end, tokens, keys,
             k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            TABLE, INTO_TABLE, q_places, K_PLACES, lowest, span,
+            TABLE, INTO_TABLE, q_places, K_PLACES, lowest,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, LEARNED, False,
         )  # fmt: skip
     add_rows(DQ, dq * scale, row, head, start, tokens, dq_row, dq_token, dq_head, D, BLOCK_M, BLOCK_D)

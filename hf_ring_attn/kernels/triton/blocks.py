@@ -59,22 +59,29 @@ TABLE: dict[tuple[str, int, int], Row] = {
     ("other", 4, 256): Row(_TINY, _TINY, _TINY),
 }
 
+WITH_BIAS: dict[tuple[str, int, int], Row] = {}
+"""The same with a bias by distance, where that takes other blocks: its places take registers."""
+
 INTERPRETER = Row(Blocks(32, 16, 1, 1), Blocks(16, 32, 1, 1), Blocks(32, 16, 1, 1))
 """For CPU tensors in Triton's interpreter: unequal sides, so that a mix-up shows; few programs, since it is slow."""
 
 
-def row_for(device: torch.device, element_bytes: int, head_dim: int, value_dim: int, descriptors: bool) -> Row:
+def row_for(
+    device: torch.device, element_bytes: int, head_dim: int, value_dim: int, descriptors: bool, bias: bool = False
+) -> Row:
     """The shipped row for tensors on ``device``; the same for every length, so that lengths do not change bits.
 
     Args:
         descriptors: whether the GPU's copy engine fetches the blocks. Without it addresses take registers, so a
             program holds half the queries; the keys in a block, which order the sums, stay as they are.
+        bias: whether something is added by distance.
     """
     if device.type == "cpu":
         return INTERPRETER
     family = family_of(device)
     widths = [width for width in WIDTHS if max(head_dim, value_dim) <= width]
-    row = next(TABLE[key] for width in widths if (key := (family, element_bytes, width)) in TABLE)
+    key = next(key for width in widths if (key := (family, element_bytes, width)) in TABLE)
+    row = WITH_BIAS.get(key, TABLE[key]) if bias else TABLE[key]
     if family == "hopper" and not descriptors:
         row = row._replace(forward=row.forward._replace(queries=min(row.forward.queries, 64)))
     return row

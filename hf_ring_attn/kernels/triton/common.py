@@ -80,19 +80,23 @@ def _between(first, stop, keys, BY_QUERY: tl.constexpr):
 
 @triton.jit
 def load_places(PLACES, row, offsets, length):
-    """Where in the row each of these tokens is; 0 for those that do not exist."""
-    return tl.load(PLACES + wide(row) * length + offsets, mask=offsets < length, other=0)
+    """Where in the row each of these tokens is; for those that do not exist, where the last one is."""
+    return tl.load(PLACES + wide(row) * length + tl.minimum(offsets, length - 1))
 
 
 @triton.jit
-def distance_index(q_places, k_places, lowest, span, BY_QUERY: tl.constexpr):
-    """Of each pair, [queries, keys] or [keys, queries]: its place in a head's table of `distance.Table`, and whether it
-    has one. Pairs that nobody sees may have none."""
+def load_bias(TABLE, q_places, k_places, lowest, seen, BY_QUERY: tl.constexpr, MASKED: tl.constexpr):
+    """What a head's table of `distance.Bias` has for each pair, [queries, keys] or [keys, queries], and where. Of pairs
+    that are not seen it may have none."""
     if BY_QUERY:
-        index = k_places[None, :] - q_places[:, None] - lowest
+        index = k_places[None, :] - (q_places[:, None] + lowest)
     else:
-        index = k_places[:, None] - q_places[None, :] - lowest
-    return index, (index >= 0) & (index < span)
+        index = k_places[:, None] - (q_places[None, :] + lowest)
+    if MASKED:
+        bias = tl.load(TABLE + index, mask=seen, other=0.0)
+    else:
+        bias = tl.load(TABLE + index)
+    return bias, index
 
 
 @triton.jit

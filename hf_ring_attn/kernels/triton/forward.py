@@ -5,14 +5,13 @@
 import triton
 import triton.language as tl
 
-from .common import LENGTHS, LN2, LOG2E, distance_index, load_bounds, load_places, load_rows, tanh, visible, wide
+from .common import LENGTHS, LN2, LOG2E, load_bias, load_bounds, load_places, load_rows, tanh, visible, wide
 
 
 @triton.jit
 def _attend(
     acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, end, tokens, keys,
     k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend, TABLE, q_places, K_PLACES, lowest,
-    span,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
     MASKED: tl.constexpr,
@@ -24,12 +23,14 @@ def _attend(
         if SOFTCAP:
             scores = tanh(scores * bend)
         position = start + tl.arange(0, BLOCK_N)
-        if BIAS:
-            k_places = load_places(K_PLACES, row, position, keys)
-            index, known = distance_index(q_places, k_places, lowest, span, True)
-            scores = tl.fma(scores, factor, tl.load(TABLE + index, mask=known, other=0.0))
+        seen = position
         if MASKED:
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, True)
+        if BIAS:
+            k_places = load_places(K_PLACES, row, position, keys)
+            bias, _ = load_bias(TABLE, q_places, k_places, lowest, seen, True, MASKED)
+            scores = tl.fma(scores, factor, bias)
+        if MASKED:
             scores = tl.where(seen, scores, float("-inf"))
         # Products and sums are spelled out below, so that both loops round alike: a row's bits must not depend on which
         # blocks had to be masked.
@@ -92,13 +93,13 @@ def forward_kernel(
         acc, total, largest = _attend(
             acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, middle, tokens, keys,
             k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            TABLE, q_places, K_PLACES, lowest, span,
+            TABLE, q_places, K_PLACES, lowest,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, True,
         )  # fmt: skip
         acc, total, largest = _attend(
             acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, middle, end, tokens, keys,
             k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            TABLE, q_places, K_PLACES, lowest, span,
+            TABLE, q_places, K_PLACES, lowest,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, False,
         )  # fmt: skip
 

@@ -55,7 +55,8 @@ class Problem:
 
     def row(self, tma: bool) -> Row:
         """The shipped block sizes."""
-        return row_for(self.q.device, self.q.element_size(), self.q.shape[3], self.v.shape[3], tma)
+        widths = self.q.shape[3], self.v.shape[3]
+        return row_for(self.q.device, self.q.element_size(), *widths, tma, self.bias is not None)
 
     def constants(self, blocks: Blocks, bounds: Tensor, tma: bool) -> dict[str, Any]:
         """What a kernel is compiled for."""

@@ -15,6 +15,7 @@ import torch
 
 from ...mask import UNBOUNDED, Tile
 from ..base import Gradients, Params
+from ..score_mod import ScoreFunction, ScoreMod
 from . import launch
 from .blocks import WIDTHS, Blocks, Row, family_of
 
@@ -63,21 +64,23 @@ class Job(NamedTuple):
     element_bytes: int
     width: int
     blocks: Blocks
+    bias: bool
 
 
-def tune(processes: int = 16, widths: Container[int] = WIDTHS) -> dict[tuple[str, int, int], Row]:
+def tune(processes: int = 16, widths: Container[int] = WIDTHS, bias: bool = False) -> dict[tuple[str, int, int], Row]:
     """Times every candidate on the current GPU, prints the table's rows and what each candidate took, best first.
 
     Args:
         processes: compile this many kernels at once.
         widths: of heads; other rows are left out.
+        bias: with a bias by distance (16-bit inputs alone).
 
     Returns:
-        the rows, as in `blocks.TABLE`.
+        the rows, as in `blocks.TABLE`, or in `blocks.WITH_BIAS`.
     """
-    shapes = [shape for shape in SHAPES if shape[1] in widths]
+    shapes = [shape for shape in SHAPES if shape[1] in widths and not (bias and shape[0] > 2)]
     jobs = [
-        Job(what, element_bytes, width, blocks)
+        Job(what, element_bytes, width, blocks, bias)
         for element_bytes, width in shapes
         for what in _passes(element_bytes, width)
         for blocks in (WIDE_BLOCKS if element_bytes == 2 else NARROW_BLOCKS)
@@ -124,6 +127,11 @@ def _milliseconds(job: Job) -> float:
     return float(bench(_call(job, SHAPES[job.element_bytes, job.width].tokens), 30, 100, return_mode="median"))
 
 
+def _slopes(heads: int) -> ScoreFunction:
+    slopes = torch.linspace(0.01, 1.0, heads, device="cuda")
+    return lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs()
+
+
 def _call(job: Job, tokens: int) -> Any:
     """The launch of one pass over a causal row, as a function without arguments."""
     _, heads, kv_heads, value_dim = SHAPES[job.element_bytes, job.width]
@@ -137,7 +145,7 @@ def _call(job: Job, tokens: int) -> Any:
         random(heads, job.width), random(kv_heads, job.width), random(kv_heads, value_dim), random(heads, value_dim),
     )  # fmt: skip
     table = torch.tensor([Tile(0, 0, tokens, 0, 0, tokens, 0, lo=0, hi=UNBOUNDED)])
-    params = Params(job.width**-0.5)
+    params = Params(job.width**-0.5, score_mod=ScoreMod.of(_slopes(heads), q.device) if job.bias else None)
     row = Row(job.blocks, job.blocks, job.blocks)
     if job.what == "forward":
         return lambda: launch.forward(q, k, v, table, params, row)
