@@ -213,19 +213,21 @@ def laid_out(batch: int, heads: int, groups: list[slice], owners: Owners) -> Non
 
 
 @contextmanager
-def without_a_gpu() -> Iterator[Pulls]:
-    """Pulls of a ring of one, with streams and signals left out and memory on the CPU."""
+def without_a_gpu(ranks: int = 1) -> Iterator[Pulls]:
+    """Pulls of a ring of one, or of more that are all this one, without streams and signals, with memory on the CPU."""
 
     class Memory:
         def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
             self.size, self.handle = size, mock.MagicMock()
             self.views: dict[Packing, object] = {}
             self.mine = torch.zeros(size, dtype=torch.uint8)
-            self.of = [self.mine]
+            self.of = [self.mine] * ranks
 
     cuda = {name: mock.MagicMock() for name in ("Stream", "stream", "current_stream", "Event", "synchronize")}
     with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(pulls, "Shared", Memory):
         road = Pulls(Ring(LOCAL), CPU)
+        if ranks > 1:
+            road.ring = mock.MagicMock(rank=0, size=ranks)
         road.outboxes = Memory(Ring(LOCAL), 1, CPU)  # type: ignore[assignment]
         yield road
 
@@ -252,6 +254,25 @@ def test_a_gather_is_kept_once_all_of_it_has_come() -> None:
         road.gathered = mock.MagicMock(side_effect=AssertionError)
         assert list(seen_by_heads(road, None, (), k, -k, 1, kept)) == kept.parts
         assert Kept.of(kept.number) is kept and Kept.of(0) is None
+
+
+def test_lanes_of_unequal_heads_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three heads the second lane, of one, wrote over the values' sums of the first while others still read them."""
+    monkeypatch.setattr(pulls, "ROUND", 64)
+    k, lanes = torch.randn(1, 40, 3, 2), [slice(0, 2), slice(2, 3)]
+    left = []
+    with without_a_gpu(ranks=2) as road:
+        for hop in road.hops(k, k, lanes, lambda _source, lane: (torch.randn_like(k[:, :, lane]),) * 2):
+            left += [hop.sums] if hop.source == 1 else []
+        assert road.outboxes is not None
+        memory = road.outboxes.mine
+    assert len(left) == 2
+    begin = 0
+    for dk, dv in left:
+        for x in (dk, dv):
+            assert torch.equal(memory[begin : begin + x.nbytes].view(x.dtype).view(x.shape), x)
+            begin += x.nbytes
+        begin = len(memory) // 2
 
 
 @pytest.mark.parametrize("way", ["a gather", "a walk"])

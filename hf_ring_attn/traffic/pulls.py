@@ -163,6 +163,7 @@ class Pulls:
 
         def walk() -> Iterator[Hop]:
             coming: list[_Coming | None] = [None] * len(lanes)
+            room = 0
             for step, source in enumerate(others):
                 for number, lane in enumerate(lanes):
                     landing, arrived = keys.pop((step, number))
@@ -172,7 +173,8 @@ class Pulls:
                     read[step, number] = self._event(self._compute())
                     if step + 2 < len(others):
                         keys[step + 2, number] = pull(step + 2, number)
-                    coming[number] = self._moved_on(sums, number, len(lanes), first=step == 0)
+                    room = room or self._room(sums, len(lanes))
+                    coming[number] = self._moved_on(sums, number, room, first=step == 0)
             for number, lane in enumerate(lanes):
                 yield Hop(own, lane, k[:, :, lane], v[:, :, lane], self._arrived(coming[number]) or new(own, lane))
             # The next rank has copied the last sums once it says so. Only the next op's first sums wait for that.
@@ -183,12 +185,16 @@ class Pulls:
 
         return walk()
 
-    def _moved_on(self, sums: Sums, lane: int, lanes: int, first: bool) -> _Coming:
+    def _room(self, sums: Sums, lanes: int) -> int:
+        """Bytes of each lane's part of the outbox, from the sums of the first lane, which has the most heads."""
+        room = -(-sum(x.nbytes for x in sums) // ROUND) * ROUND
+        self._make_room(0, room * lanes)
+        return room
+
+    def _moved_on(self, sums: Sums, lane: int, room: int, first: bool) -> _Coming:
         """Hands sums to the next rank and takes those of the rank before, for the keys that come next."""
         size = sum(x.nbytes for x in sums)
-        room = -(-size // ROUND) * ROUND
-        self._make_room(0, room * lanes)
-        assert self.outboxes is not None
+        assert self.outboxes is not None and size <= room, "lanes would write over each other's sums"
         box = slice(lane * room, lane * room + size)
         flat = torch.empty(size, dtype=torch.uint8, device=self.device)
         arriving = _like(flat, sums)
