@@ -142,8 +142,8 @@ def main() -> None:
         far = {name: error for name, error in errors(case, ring, pulled).items() if not error < FAR}
         wrong += [f"{case}: far from float64: {far}"] if far else []
 
-    twice = itertools.product(("pulls", "messages"), (Case(8192, heads=16, kv_heads=8), Case(8192, heads=6, kv_heads=3)))
-    for traffic, case in twice:
+    repeated = (Case(8192, heads=16, kv_heads=8), Case(8192, heads=6, kv_heads=3))
+    for traffic, case in itertools.product(("pulls", "messages"), repeated):
         first = None
         generator = torch.Generator().manual_seed(ring.rank)
         noise = torch.randn(2048, 2048, device=device)
