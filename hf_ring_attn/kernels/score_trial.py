@@ -20,9 +20,10 @@ from .score_mod import PART, ScoreMod
 
 FAR = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-9}
 """A relative error that only another attention has."""
-NOISE, FAULT = 5, 0.25
+LEARNED, NOISE, FAULT = 3, 5, 0.25
 """A learned tensor's gradient sums terms of both signs over all tokens, so that in 16 bits rounding may be much of what
-is left: it may be so many times as far off as the reference's from the same inputs, and never as far as a fault."""
+is left: it may be three times as far off as the rest, or five times as far as the reference's from the same inputs, and
+never as far as a fault."""
 
 
 KEPT = 64
@@ -75,7 +76,7 @@ def _failures(kernel: Kernel, request: Request, asked: Asked, mod: ScoreMod, dev
     rounded = _answer(Reference(), tensors, part, tried, at_once=True)
     far = dict.fromkeys(want, FAR[dtype])
     for name in function.new_gradients():
-        far[name] = min(max(far[name], NOISE * _error(rounded[name], want[name])), FAULT)
+        far[name] = min(max(LEARNED * FAR[dtype], NOISE * _error(rounded[name], want[name])), FAULT)
     wrong = [f"{name} by {error:.1%}" for name, error in errors.items() if not error < far[name]]
     return [f"a small attention with this score_mod came out wrong here: {', '.join(wrong)}"] if wrong else []
 
