@@ -24,6 +24,7 @@ from .rows import KERNEL_HINTS, PADDING, Facts, Whole, arranged, tokens_of, whol
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+
 def find_ring(group: ProcessGroup | None = None) -> Ring:
     """The ring over ``group``; if None, over accelerate's "cp" axis where it has one, else the world, else of one."""
     if group is None:
@@ -57,8 +58,8 @@ class Sharded:
     @property
     def positions(self) -> Tensor:
         """[T] int64: the place in the row of each token that this rank holds, in the order of ``inputs`` (with images
-        and sound: in the order in which the text model gets them); places from S on are padding. Unlike
-        `hf_ring_attn.positions`, it knows what the documents of this batch are balanced by."""
+        and sound: in the order in which the text model gets them); places from S on are padding. It is right in every
+        layout, where `hf_ring_attn.positions` tells the zigzag's alone."""
         return self.layout.positions()
 
     def __enter__(self) -> Sharded:
@@ -117,11 +118,12 @@ def shard(
     >>> loss = sharded.reduce(out.loss)           # of the whole batch
 
     Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents are
-    read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. Where
-    a zigzag gives some rank much more work than others, ranks hold other chunks (`Sharded.positions` tells which). A
-    batch with images or sound is cut later, where the text model inside begins: towers see all on every rank. With
-    labels, shift_labels are made from the whole row before it is cut, and num_items_in_batch is the batch's own or the
-    number of labelled tokens of the whole batch, over W, so that out.loss is this rank's share times W.
+    read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. With
+    RingConfig(layout="balanced"), where a zigzag gives some rank much more work than others, ranks hold other chunks
+    (`Sharded.positions` tells which). A batch with images or sound is cut later, where the text model inside begins:
+    towers see all on every rank. With labels, shift_labels are made from the whole row before it is cut, and
+    num_items_in_batch is the batch's own or the number of labelled tokens of the whole batch, over W, so that out.loss
+    is this rank's share times W.
 
     Args:
         batch: what the model would get, whole: input_ids or inputs_embeds, and any of labels, shift_labels,
@@ -134,6 +136,8 @@ def shard(
     Raises:
         BadBatch, UnevenLength: on every rank, if any rank's batch cannot be sharded exactly.
         RanksDiffer: on every rank, if the ranks hold different batches.
+        TwoLayouts, or RefusedElsewhere that holds its text: on every rank, if packed rows may be balanced and some rank
+            was told zigzag places by `hf_ring_attn.positions`.
     """
     ring = find_ring(group)
     if config is None:

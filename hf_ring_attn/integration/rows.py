@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import errors
 from ..balance import balanced
 from ..config import RingConfig
-from ..layout import Layout
+from ..layout import Layout, settle
 
 IGNORED = -100
 PADDING = {
@@ -117,13 +117,17 @@ def arranged(whole: Whole, layout: Layout, config: RingConfig) -> Layout:
     """Who holds which token of a batch: the zigzag ``layout``, or what balances its documents, and its facts padded so.
 
     The documents of a batch with images are not known yet where it is sharded: it keeps the zigzag.
+
+    Raises:
+        TwoLayouts: rows of several documents may be balanced, but this process was told the places of a zigzag.
     """
     facts = whole.facts
-    if config.layout == "zigzag" or layout.world_size == 1 or facts is None or facts.documents is None:
+    if config.layout != "balanced" or layout.world_size == 1 or facts is None or facts.documents is None:
         return layout
     documents = facts.documents[:, : layout.length]
     if bool((documents == documents[:, :1]).all()):
         return layout
+    settle(layout.world_size, "balanced")  # before it is known whether this one is: no later batch is a surprise
     chosen = balanced(documents, layout, config.pad)
     if chosen.padded != layout.padded:
         for name, value in (("documents", -1), ("hidden", False), ("positions", 0), ("blocks", -1)):

@@ -19,7 +19,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import compile_jobs
 import hf_ring_attn
-from balanced_jobs import chunks_forced
+from balanced_jobs import BALANCED, chunks_forced
 from hf_ring_attn.integration import hybrids, models, patches
 from hf_ring_attn.testing import relative_error
 from plain_jobs import Batch, Step, attempt, gradients_of, packed, ready, tokens
@@ -47,7 +47,7 @@ def packed_rows(lengths: tuple[int, ...], chunks: int = 0) -> dict[str, Tensor]:
         ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
         batch = {n: x for n, x in packed(*lengths).items() if n != "labels"}
         with chunks_forced(chunks):
-            sharded = hf_ring_attn.shard({**batch, "seq_idx": ids})
+            sharded = hf_ring_attn.shard({**batch, "seq_idx": ids}, config=BALANCED if chunks else None)
         assert sharded.ring.size == 1 or sharded.layout.chunks == (chunks or 2)
         with sharded, torch.no_grad():
             found[name] = sharded.gather(made(name)(**sharded.inputs).logits)
