@@ -234,7 +234,7 @@ def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tenso
         "documents (their fingerprint)": fingerprint(documents),
     }
     ring.agree(facts, q.device, "Call ring_attention with the same options on every rank.")
-    lengths = ring.lengths(q.shape[1], q.device)
+    lengths = ring.numbers(q.shape[1], q.device, "told its length")
     total = sum(lengths)
     expected = [len(held_of_zigzag(total, rank, ring.size)) for rank in range(ring.size)]
     if lengths != expected:

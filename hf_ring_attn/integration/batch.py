@@ -17,7 +17,7 @@ from ..comm import Ring, fingerprint
 from ..config import RingConfig
 from ..layout import Layout
 from ..ring import gather_sequence
-from . import active, drift, masks, models, sample, selfcheck
+from . import active, drift, masks, models, randomness, sample, selfcheck
 from .report import announce
 from .rows import KERNEL_HINTS, PADDING, Facts, Whole, arranged, tokens_of, whole_rows
 
@@ -121,9 +121,9 @@ def shard(
     read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. With
     RingConfig(layout="balanced"), where a zigzag gives some rank much more work than others, ranks hold other chunks
     (`Sharded.positions` tells which). A batch with images or sound is cut later, where the text model inside begins:
-    towers see all on every rank. With labels, shift_labels are made from the whole row before it is cut, and
-    num_items_in_batch is the batch's own or the number of labelled tokens of the whole batch, over W, so that out.loss
-    is this rank's share times W.
+    towers see all on every rank, and draw the same random numbers there. With labels, shift_labels are made from the
+    whole row before it is cut, and num_items_in_batch is the batch's own or the number of labelled tokens of the whole
+    batch, over W, so that out.loss is this rank's share times W.
 
     Args:
         batch: what the model would get, whole: input_ids or inputs_embeds, and any of labels, shift_labels,
@@ -171,6 +171,9 @@ def shard(
         raise refusal
 
     sharded = _cut(batch, whole, ring, layout, config)
+    if sharded.scope.late and ring.size > 1:
+        seeds = ring.numbers(randomness.drawn(), ring.small_device(device), "told its seed")
+        sharded.scope.alike = randomness.Alike(seeds[0])
     sharded.scope.sample = sample.Sample.of(batch, whole, sharded.scope)
     if model is not None:
         models.bind(model, sharded.scope)
@@ -277,10 +280,14 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
     drift.tell()
     if not scope.checked:  # a model that was bound by name needs no hooks
         watch()
+    if scope.alike is not None:
+        scope.alike.share()
     try:
         with active.activate(scope):
             yield
     finally:
+        if scope.alike is not None:
+            scope.alike.give_back()
         scope.shared.clear()
         for handle in handles:
             handle.remove()
