@@ -61,16 +61,22 @@ def documents_alone(name: str, lengths: tuple[int, ...]) -> Tensor:
         return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
 
 
-def ddp(name: str, batch: Batch) -> dict[str, Tensor]:
-    """The gradients that DDP averages, the second time, when it would wait for those it had the first time."""
+def ddp(name: str, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of this rank's batch, and the gradients that DDP averages over all ranks; each batch has a ring of them.
+
+    The second time, when DDP would wait for the gradients that it had the first time.
+    """
+    size = dist.get_world_size() // len(batches)
+    rings = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
+    mine = dist.get_rank() // size
     model = DistributedDataParallel(made(name))
     for _ in range(2):
         model.zero_grad()
-        sharded = hf_ring_attn.shard(batch)
+        sharded = hf_ring_attn.shard(batches[mine], rings[mine])
         with sharded:
             loss = model(**sharded.inputs).loss
         loss.backward()
-    return gradients_of(model.module)
+    return sharded.reduce(loss), gradients_of(model.module)
 
 
 def under_autocast(batch: Batch) -> dict[str, float]:

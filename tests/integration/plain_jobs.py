@@ -230,7 +230,7 @@ def fsdp2(
         model = ready(step, "ring_fp32")
         hf_ring_attn.integration.accelerate.settle(accelerator, model)
         mesh = accelerator.torch_device_mesh[shards.axes]
-        for layer in model.model.layers:
+        for layer in model.base_model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
