@@ -230,8 +230,9 @@ def fsdp2(
         model = ready(step, "ring_fp32")
         hf_ring_attn.integration.accelerate.settle(accelerator, model)
         mesh = accelerator.torch_device_mesh[shards.axes]
-        for layer in model.base_model.layers:
-            fully_shard(layer, mesh=mesh)
+        for part in reversed(list(model.modules())):  # as accelerate wraps: mixers of Mamba by themselves, too
+            if type(part).__name__ in model._no_split_modules:
+                fully_shard(part, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
