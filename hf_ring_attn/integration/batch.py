@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..ring import gather_sequence
 from . import active, drift, masks, models, randomness, sample, selfcheck
 from .report import announce
-from .rows import KERNEL_HINTS, PADDING, Facts, Whole, arranged, tokens_of, whole_rows
+from .rows import KERNEL_HINTS, PADDING, Facts, Whole, tokens_of, whole_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -151,16 +151,14 @@ def shard(
     try:
         tokens = tokens_of(batch)
         device = tokens.device
-        layout = Layout(tokens.shape[1], ring.size, ring.rank)
         facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
             facts["input_ids"] = fingerprint(tokens)
             for name in TOLD:
                 facts[name] = _number(batch.get(name))
             facts[rest] = _number({name: batch[name] for name in others})
-        whole = whole_rows(batch, tokens, layout, config)
-        layout = arranged(whole, layout, config)
-        facts["layout"] = zlib.crc32(repr(layout.owners).encode())
+        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), config)
+        facts["layout"] = zlib.crc32(repr(whole.layout.owners).encode())
     except errors.Refused as error:
         refusal = error
     try:
@@ -170,7 +168,7 @@ def shard(
     if refusal is not None:
         raise refusal
 
-    sharded = _cut(batch, whole, ring, layout, config)
+    sharded = _cut(batch, whole, ring, config)
     if sharded.scope.late and ring.size > 1:
         seeds = ring.numbers(randomness.drawn(), ring.small_device(device), "told its seed")
         sharded.scope.alike = randomness.Alike(seeds[0])
@@ -215,16 +213,12 @@ def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) 
     ``late``: it has no images, but is to be cut where one with images would be.
     """
     tokens = tokens_of(batch)
-    layout = Layout(tokens.shape[1], ring.size, ring.rank)
-    whole = whole_rows({**batch, "pixel_values": late} if late else batch, tokens, layout, config)
-    if late:
-        del whole.inputs["pixel_values"]
-    layout = arranged(whole, layout, config)
-    return _cut(batch, whole, ring, layout, config)
+    whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), config, late)
+    return _cut(batch, whole, ring, config)
 
 
-def _cut(batch: Mapping[str, Any], whole: Whole, ring: Ring, layout: Layout, config: RingConfig) -> Sharded:
-    seen = Facts() if whole.facts is None else whole.facts
+def _cut(batch: Mapping[str, Any], whole: Whole, ring: Ring, config: RingConfig) -> Sharded:
+    layout, seen = whole.layout, Facts() if whole.facts is None else whole.facts
     scope = active.Scope(
         ring, layout, config, seen.documents, seen.hidden, seen.positions, seen.blocks, whole.max_position,
         has_labels=whole.items is not None, late=whole.facts is None, rows=tokens_of(batch).shape[0],

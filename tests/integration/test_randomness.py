@@ -17,7 +17,7 @@ from comparison import Ranks, assert_equal_whole_answers
 from hf_ring_attn.integration import randomness
 from hf_ring_attn.testing import relative_error
 from plain_jobs import Answer, Batch, Step, gradients_of, own_loss, ready
-from test_sound import EXACT, with_sound
+from test_sound import with_sound
 from test_vision import with_images
 from tiny_models import VISION
 
@@ -101,7 +101,7 @@ def test_towers_draw_what_one_process_draws(ranks: Ranks, step: Step, world_size
     want = by_itself(step, seeds[0], seeds[2])
     for got, drawn in answers:
         assert drawn == seeds
-        assert_equal_whole_answers(got, want, step.batch, EXACT)
+        assert_equal_whole_answers(got, want, step.batch)
     assert relative_error(by_itself(step, 1, 3).logits, want.logits) > 1e-3, "what is drawn must matter"
 
 
