@@ -211,8 +211,8 @@ def positions(length: int, *, rank: int, world_size: int) -> Tensor:
 
     Raises:
         BadOption: for a rank outside the ring or a negative length.
-        TwoLayouts: packed rows may lie otherwise in this process (`RingConfig` (layout="balanced"), which Trainer takes
-            by itself); such a row is refused, too, if it comes after this call.
+        TwoLayouts: packed rows may lie otherwise in this process (``RingConfig(layout="balanced")``, which Trainer
+            takes by itself). Where this was called first, such rows are refused.
     """
     held = held_of_zigzag(length, rank, world_size)
     settle(world_size, "zigzag")
