@@ -233,10 +233,10 @@ class Ring:
             return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu") if self.size > 1 and dist.get_backend(self.group) == "gloo" else device
 
-    def lengths(self, length: int, device: torch.device) -> list[int]:
-        """Every rank's number of tokens."""
-        row = torch.tensor([length], dtype=torch.int64, device=device)
-        return [int(n) for n in self.gather(row, "told its length").wait()[0].flatten().tolist()]
+    def numbers(self, number: int, device: torch.device, doing: str) -> list[int]:
+        """Every rank's whole number."""
+        row = torch.tensor([number], dtype=torch.int64, device=device)
+        return [int(n) for n in self.gather(row, doing).wait()[0].flatten().tolist()]
 
 
 PIECE = 2**18

@@ -11,7 +11,7 @@ from .errors import BadOption
 Backward = Literal["ring", "gather"]
 Loss = Literal["sharded", "gathered"]
 Traffic = Literal["auto", "messages", "pulls"]
-Arrangement = Literal["auto", "zigzag"]
+Arrangement = Literal["auto", "zigzag", "balanced"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,10 @@ class RingConfig:
         loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" re-gathers the logits in
             their original order and computes the loss on the whole row (S x V memory on every rank), which makes
             label smoothing and custom loss functions exact.
-        layout: who holds which token of a batch. "auto" gives ranks other chunks than the zigzag's where packed
-            documents would leave one with more than 1.1 times the mean's work; "zigzag" is `hf_ring_attn.positions` for
-            every batch. No answer depends on it; ``sharded.positions`` tells the places of a rank's tokens.
+        layout: who holds which token of a batch. "zigzag": what `hf_ring_attn.positions` tells, for every batch.
+            "balanced": where a zigzag would leave a rank with more than 1.1 times the mean's work, packed rows are
+            dealt other chunks, and ``sharded.positions`` alone tells where a rank's tokens are. "auto": balanced in
+            Trainer and SFTTrainer, which index nothing by a token's place; the zigzag in loops of one's own, which may.
         pad: pad rows to a multiple of 2 * ring size (of up to 16 * ring size, where ``layout`` deals more chunks) with
             tokens that nobody sees; False refuses other lengths.
         deterministic: demand the same bits from run to run.

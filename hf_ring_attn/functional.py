@@ -14,7 +14,7 @@ from .comm import Ring, fingerprint
 from .config import RingConfig, Traffic
 from .errors import BadOption, BadShape, RanksDiffer
 from .kernels import Params, Part, Request, ScoreFunction, ScoreMod, asking, named
-from .layout import Layout, Run, positions
+from .layout import Layout, Run, held_of_zigzag
 from .mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask, tiles
 from .ring import attend
 from .scored import attend_scored
@@ -122,7 +122,7 @@ def ring_attention(
     if length is None:
         length = _agreed_length(ring, q, k, v, documents, causal, window, softcap, sinks, scale, config, mod)
     layout = Layout(length, ring.size, ring.rank)
-    held = positions(length, rank=ring.rank, world_size=ring.size)
+    held = held_of_zigzag(length, ring.rank, ring.size)
     if q.shape[1] != len(held):
         need = f"rank {ring.rank} of {ring.size} holds {len(held)} of {length} tokens: see hf_ring_attn.positions"
         raise BadShape("q", tuple(q.shape), need)
@@ -234,9 +234,9 @@ def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tenso
         "documents (their fingerprint)": fingerprint(documents),
     }
     ring.agree(facts, q.device, "Call ring_attention with the same options on every rank.")
-    lengths = ring.lengths(q.shape[1], q.device)
+    lengths = ring.numbers(q.shape[1], q.device, "told its length")
     total = sum(lengths)
-    expected = [len(positions(total, rank=rank, world_size=ring.size)) for rank in range(ring.size)]
+    expected = [len(held_of_zigzag(total, rank, ring.size)) for rank in range(ring.size)]
     if lengths != expected:
         todo = f"A row of {total} tokens is held as {expected}: see hf_ring_attn.positions."
         raise RanksDiffer("zigzag share of a row", list(lengths), todo)

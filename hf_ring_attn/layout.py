@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .errors import BadOption
+from .errors import BadOption, TwoLayouts
 
 Owners = tuple[int, ...]
 """The rank that holds each chunk of a row, in order; () for the zigzag."""
@@ -169,8 +169,33 @@ def _places(world_size: int, owners: Owners, device: torch.device) -> tuple[Tens
     return owner, number
 
 
+_SETTLED: dict[int, str] = {}
+"""How rows lie on rings of a size, as far as this process was told."""
+
+
+def settle(world_size: int, arrangement: Literal["zigzag", "balanced"]) -> None:
+    """Notes that this process goes by one of these arrangements of rows on rings of this size.
+
+    `positions` cannot know which batch it is asked about, so a process that is told zigzag places and has rows that may
+    be dealt in other chunks could index one by the other, and no shape would tell.
+
+    Raises:
+        TwoLayouts: it goes by the other one already.
+    """
+    if world_size > 1 and _SETTLED.setdefault(world_size, arrangement) != arrangement:
+        raise TwoLayouts(world_size)
+
+
+def held_of_zigzag(length: int, rank: int, world_size: int) -> Tensor:
+    """`positions`, for code of this package."""
+    index = Layout(length, world_size, rank).positions()
+    return index[index < length]
+
+
 def positions(length: int, *, rank: int, world_size: int) -> Tensor:
-    """Which tokens of a row a rank holds where nothing else is said; of a sharded batch see `Sharded.positions`.
+    """Which tokens of a row a rank holds in the zigzag: with `ring_attention`, and with `shard` as it is by default.
+
+    Of one sharded batch see `Sharded.positions`, which is right in every layout.
 
     ``row[:, positions(S, rank=r, world_size=W)]`` is rank r's share of ``row`` [B, S, ...]. Where S is no multiple of
     2 * W the last chunks are short, so ranks may hold different numbers of tokens, or none; together they hold every
@@ -186,6 +211,9 @@ def positions(length: int, *, rank: int, world_size: int) -> Tensor:
 
     Raises:
         BadOption: for a rank outside the ring or a negative length.
+        TwoLayouts: packed rows may lie otherwise in this process (``RingConfig(layout="balanced")``, which Trainer
+            takes by itself). Where this was called first, such rows are refused.
     """
-    index = Layout(length, world_size, rank).positions()
-    return index[index < length]
+    held = held_of_zigzag(length, rank, world_size)
+    settle(world_size, "zigzag")
+    return held

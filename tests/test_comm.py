@@ -150,7 +150,7 @@ def test_a_ring_of_one_needs_no_traffic() -> None:
     assert torch.equal(ring.gather(x).wait()[0], x[None])
     assert torch.equal(ring.reduce_scatter(x), x[0])
     ring.agree({"tokens": 1}, CPU, "")
-    assert ring.lengths(7, CPU) == [7]
+    assert ring.numbers(7, CPU, "") == [7]
     assert comm.world_rank() == 0
 
 
@@ -213,7 +213,7 @@ def test_all_refusals_are_listed(ranks: Ranks) -> None:
 
 def lengths() -> list[int]:
     ring = Ring.of(None)
-    return ring.lengths(10 * ring.rank, CPU)
+    return ring.numbers(10 * ring.rank, CPU, "")
 
 
 def test_ranks_tell_each_other_their_lengths(ranks: Ranks) -> None:

@@ -37,6 +37,7 @@ from .core import (
     RanksDiffer,
     RanksFailed,
     RefusedElsewhere,
+    TwoLayouts,
     UnevenLength,
     UnsupportedAttention,
 )
@@ -104,6 +105,7 @@ __all__ = [
     "ShardedMask",
     "TorchContextParallelRefused",
     "TorchHandlerWithRing",
+    "TwoLayouts",
     "UnevenLength",
     "UnknownMask",
     "UnknownOutput",

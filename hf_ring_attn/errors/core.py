@@ -27,6 +27,16 @@ class BadOption(Refused):
         super().__init__(f"{name}={got!r} is not possible: it must be {need}.")
 
 
+class TwoLayouts(Refused):
+    def __init__(self, world_size: int) -> None:
+        super().__init__(
+            f"hf_ring_attn.positions was asked where a ring of {world_size} holds the tokens of a row: it tells the "
+            "zigzag. But packed rows may be dealt in other chunks in this process (RingConfig(layout='balanced'), "
+            "which Trainer and SFTTrainer take by themselves), and what is indexed by zigzag places would belong to "
+            "other tokens. Use sharded.positions, of each sharded batch, or set RingConfig(layout='zigzag')."
+        )
+
+
 class BadScoreMod(Refused):
     def __init__(self, name: str, what: str) -> None:
         super().__init__(

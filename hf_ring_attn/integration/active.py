@@ -23,6 +23,7 @@ from ..ring import attentions
 from ..tables import Plan
 from .opaque import Opaque
 from .overlays import Seen
+from .randomness import Alike
 from .sharing import Shared
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class Scope:
     kernel: str = ""
     """The kernel that computed it, and below what its layers had: for the line at start."""
     features: set[str] = field(default_factory=set)
+    alike: Alike | None = None
+    """Of a late batch in a ring: what makes all ranks draw the same random numbers before that text model runs."""
     shared: Shared = field(default_factory=Shared)
     """Gathered keys and values that several layers attend to."""
     ahead: Ahead = field(default_factory=Ahead)

@@ -2,8 +2,9 @@
 
 Placeholders of images are counted and filled in whole rows, and positions of images are numbered there, so such a batch
 cannot be cut before the model is called. A hook on the text model cuts what it is given; what lies before it, the
-vision tower among it, runs on every rank alike, outside the ring. Labels are cut beforehand, since logits are this
-rank's. A gradient that flows back to the towers is this rank's share, as that of any weight.
+vision tower among it, runs on every rank alike, outside the ring, with the same random numbers (`randomness`). Labels
+are cut beforehand, since logits are this rank's. A gradient that flows back to the towers is this rank's share, as that
+of any weight.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if scope is None or not scope.late:
         return None
     scope.inside = True
+    if scope.alike is not None:
+        scope.alike.give_back()
     named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
     return (), cut(module, named, scope)
 
@@ -65,6 +68,8 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
     scope = active.current()
     if scope is not None:
         scope.inside = False
+        if scope.alike is not None:
+            scope.alike.share()
 
 
 def cut(text: nn.Module, named: dict[str, Any], scope: Scope) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from ..comm import Ring, fingerprint
 from ..config import RingConfig
 from ..layout import Layout
 from ..ring import gather_sequence
-from . import active, drift, masks, models, sample, selfcheck
+from . import active, drift, masks, models, randomness, sample, selfcheck
 from .report import announce
-from .rows import KERNEL_HINTS, PADDING, Facts, Whole, arranged, tokens_of, whole_rows
+from .rows import KERNEL_HINTS, PADDING, Facts, Whole, tokens_of, whole_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
 
 def find_ring(group: ProcessGroup | None = None) -> Ring:
     """The ring over ``group``; if None, over accelerate's "cp" axis where it has one, else the world, else of one."""
@@ -57,8 +58,8 @@ class Sharded:
     @property
     def positions(self) -> Tensor:
         """[T] int64: the place in the row of each token that this rank holds, in the order of ``inputs`` (with images
-        and sound: in the order in which the text model gets them); places from S on are padding. Unlike
-        `hf_ring_attn.positions`, it knows what the documents of this batch are balanced by."""
+        and sound: in the order in which the text model gets them); places from S on are padding. It is right in every
+        layout, where `hf_ring_attn.positions` tells the zigzag's alone."""
         return self.layout.positions()
 
     def __enter__(self) -> Sharded:
@@ -117,11 +118,12 @@ def shard(
     >>> loss = sharded.reduce(out.loss)           # of the whole batch
 
     Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents are
-    read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. Where
-    a zigzag gives some rank much more work than others, ranks hold other chunks (`Sharded.positions` tells which). A
-    batch with images or sound is cut later, where the text model inside begins: towers see all on every rank. With
-    labels, shift_labels are made from the whole row before it is cut, and num_items_in_batch is the batch's own or the
-    number of labelled tokens of the whole batch, over W, so that out.loss is this rank's share times W.
+    read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. With
+    RingConfig(layout="balanced"), where a zigzag gives some rank much more work than others, ranks hold other chunks
+    (`Sharded.positions` tells which). A batch with images or sound is cut later, where the text model inside begins:
+    towers see all on every rank, and draw the same random numbers there. With labels, shift_labels are made from the
+    whole row before it is cut, and num_items_in_batch is the batch's own or the number of labelled tokens of the whole
+    batch, over W, so that out.loss is this rank's share times W.
 
     Args:
         batch: what the model would get, whole: input_ids or inputs_embeds, and any of labels, shift_labels,
@@ -134,6 +136,8 @@ def shard(
     Raises:
         BadBatch, UnevenLength: on every rank, if any rank's batch cannot be sharded exactly.
         RanksDiffer: on every rank, if the ranks hold different batches.
+        TwoLayouts, or RefusedElsewhere that holds its text: on every rank, if packed rows may be balanced and some rank
+            was told zigzag places by `hf_ring_attn.positions`.
     """
     ring = find_ring(group)
     if config is None:
@@ -147,16 +151,14 @@ def shard(
     try:
         tokens = tokens_of(batch)
         device = tokens.device
-        layout = Layout(tokens.shape[1], ring.size, ring.rank)
         facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
             facts["input_ids"] = fingerprint(tokens)
             for name in TOLD:
                 facts[name] = _number(batch.get(name))
             facts[rest] = _number({name: batch[name] for name in others})
-        whole = whole_rows(batch, tokens, layout, config)
-        layout = arranged(whole, layout, config)
-        facts["layout"] = zlib.crc32(repr(layout.owners).encode())
+        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), config)
+        facts["layout"] = zlib.crc32(repr(whole.layout.owners).encode())
     except errors.Refused as error:
         refusal = error
     try:
@@ -166,7 +168,10 @@ def shard(
     if refusal is not None:
         raise refusal
 
-    sharded = _cut(batch, whole, ring, layout, config)
+    sharded = _cut(batch, whole, ring, config)
+    if sharded.scope.late and ring.size > 1:
+        seeds = ring.numbers(randomness.drawn(), ring.small_device(device), "told its seed")
+        sharded.scope.alike = randomness.Alike(seeds[0])
     sharded.scope.sample = sample.Sample.of(batch, whole, sharded.scope)
     if model is not None:
         models.bind(model, sharded.scope)
@@ -208,16 +213,12 @@ def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) 
     ``late``: it has no images, but is to be cut where one with images would be.
     """
     tokens = tokens_of(batch)
-    layout = Layout(tokens.shape[1], ring.size, ring.rank)
-    whole = whole_rows({**batch, "pixel_values": late} if late else batch, tokens, layout, config)
-    if late:
-        del whole.inputs["pixel_values"]
-    layout = arranged(whole, layout, config)
-    return _cut(batch, whole, ring, layout, config)
+    whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), config, late)
+    return _cut(batch, whole, ring, config)
 
 
-def _cut(batch: Mapping[str, Any], whole: Whole, ring: Ring, layout: Layout, config: RingConfig) -> Sharded:
-    seen = Facts() if whole.facts is None else whole.facts
+def _cut(batch: Mapping[str, Any], whole: Whole, ring: Ring, config: RingConfig) -> Sharded:
+    layout, seen = whole.layout, Facts() if whole.facts is None else whole.facts
     scope = active.Scope(
         ring, layout, config, seen.documents, seen.hidden, seen.positions, seen.blocks, whole.max_position,
         has_labels=whole.items is not None, late=whole.facts is None, rows=tokens_of(batch).shape[0],
@@ -273,10 +274,14 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
     drift.tell()
     if not scope.checked:  # a model that was bound by name needs no hooks
         watch()
+    if scope.alike is not None:
+        scope.alike.share()
     try:
         with active.activate(scope):
             yield
     finally:
+        if scope.alike is not None:
+            scope.alike.give_back()
         scope.shared.clear()
         for handle in handles:
             handle.remove()

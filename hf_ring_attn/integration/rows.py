@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import errors
 from ..balance import balanced
 from ..config import RingConfig
-from ..layout import Layout
+from ..layout import Layout, settle
 
 IGNORED = -100
 PADDING = {
@@ -47,12 +47,14 @@ class Whole:
 
     Args:
         inputs: what the model takes; names: those of them that have an entry per token.
+        layout: who is to hold which token.
         facts: None where the text model's inputs tell them, once it is called: the batch holds images or sound.
         items: labelled tokens; None without labels.
     """
 
     inputs: dict[str, Any]
     names: set[str]
+    layout: Layout
     facts: Facts | None
     max_position: int | None
     items: Tensor | None
@@ -74,7 +76,18 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
     raise errors.BadBatch(f"the batch holds neither input_ids nor inputs_embeds, only {sorted(batch)}.")
 
 
-def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config: RingConfig) -> Whole:
+def whole_rows(
+    batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config: RingConfig, late: bool = False
+) -> Whole:
+    """A batch ready to be cut.
+
+    Args:
+        layout: the zigzag.
+        late: it is cut where the text model begins, though it holds no images.
+
+    Raises:
+        BadBatch, BadShape, UnevenLength: it cannot be cut exactly. TwoLayouts: see `_arranged`.
+    """
     rows, length = tokens.shape[:2]
     if layout.padded != length and not config.pad:
         raise errors.UnevenLength(length, layout.world_size)
@@ -88,12 +101,13 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
         )
     items = _labels(inputs, rows, length)
     hint, ids = batch.get("cu_seq_lens_q"), batch.get("seq_idx")
-    if any(map(FEATURES.search, inputs)):
+    if late or any(map(FEATURES.search, inputs)):
         if hint is not None or ids is not None:  # they are not handed on, so nothing later would see them
             text = text_positions(inputs.get("position_ids"))
             counted = torch.arange(length)[None] if text is None else text
             _check_ids(ids, facts_of(layout, rows, counted, attention_mask, hint).documents, rows, length)
-        return Whole(inputs, {"labels", "shift_labels"} & inputs.keys(), None, None, items)
+        # Its documents are not known yet, so it keeps the zigzag.
+        return Whole(inputs, {"labels", "shift_labels"} & inputs.keys(), layout, None, None, items)
     given = inputs.get("position_ids")
     if given is None:
         given = torch.arange(length, device=tokens.device)[None]
@@ -110,20 +124,22 @@ def whole_rows(batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config:
         inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
 
     per_token = {n for n, x in inputs.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
-    return Whole(inputs, per_token, facts, int(position_ids.max()) if length else 0, items)
+    arranged = _arranged(facts, layout, config)
+    return Whole(inputs, per_token, arranged, facts, int(position_ids.max()) if length else 0, items)
 
 
-def arranged(whole: Whole, layout: Layout, config: RingConfig) -> Layout:
+def _arranged(facts: Facts, layout: Layout, config: RingConfig) -> Layout:
     """Who holds which token of a batch: the zigzag ``layout``, or what balances its documents, and its facts padded so.
 
-    The documents of a batch with images are not known yet where it is sharded: it keeps the zigzag.
+    Raises:
+        TwoLayouts: rows of several documents may be balanced, but this process was told the places of a zigzag.
     """
-    facts = whole.facts
-    if config.layout == "zigzag" or layout.world_size == 1 or facts is None or facts.documents is None:
+    if config.layout != "balanced" or layout.world_size == 1 or facts.documents is None:
         return layout
     documents = facts.documents[:, : layout.length]
     if bool((documents == documents[:, :1]).all()):
         return layout
+    settle(layout.world_size, "balanced")  # before it is known whether this one is: no later batch is a surprise
     chosen = balanced(documents, layout, config.pad)
     if chosen.padded != layout.padded:
         for name, value in (("documents", -1), ("hidden", False), ("positions", 0), ("blocks", -1)):

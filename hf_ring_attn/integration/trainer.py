@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,6 +102,8 @@ def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, model, inputs)
         options = models.options_of(model)
         _refuse_loss(self, options)
+        if options.layout == "auto":
+            options = replace(options, layout="balanced")
         whole = self._prepare_inputs(inputs)
         sharded = shard(whole, group, config=options, model=model)
         local = dict(sharded.inputs)

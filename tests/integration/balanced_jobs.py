@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
 import hf_ring_attn
-from hf_ring_attn import RingConfig, balance
+from hf_ring_attn import RingConfig, balance, layout
 from hf_ring_attn.integration import rows
 from hf_ring_attn.layout import Layout
 from jobs import Outcome, launched, train
@@ -32,7 +33,10 @@ def chunks_forced(count: int) -> Iterator[None]:
         yield
 
 
-def share(batch: Batch, chunks: int, config: RingConfig = RingConfig()) -> tuple[dict[str, Any], Tensor, int, Tensor]:
+BALANCED = RingConfig(layout="balanced")
+
+
+def share(batch: Batch, chunks: int, config: RingConfig = BALANCED) -> tuple[dict[str, Any], Tensor, int, Tensor]:
     """This rank's inputs, their places, how many chunks they are, and the whole row from all ranks' position_ids."""
     with chunks_forced(chunks):
         sharded = hf_ring_attn.shard(batch, config=config)
@@ -44,10 +48,58 @@ def unlike(batch: Batch) -> str:
     """What is said where one rank would deal other chunks than another, as another version of the package might."""
     with chunks_forced(4 if dist.get_rank() else 8):
         try:
-            hf_ring_attn.shard(batch)
+            hf_ring_attn.shard(batch, config=BALANCED)
         except hf_ring_attn.errors.RanksDiffer as error:
             return str(error)
     return ""
+
+
+@contextmanager
+def settled_on_nothing() -> Iterator[None]:
+    """This process was told nothing of how rows lie; nor, afterwards, what it was told meanwhile."""
+    with mock.patch.dict(layout._SETTLED, clear=True):
+        yield
+
+
+def attempted(*acts: Callable[[], object]) -> str:
+    """What the last of these raised, as its class's name and its text, in a process that was told nothing."""
+    with settled_on_nothing(), chunks_forced(4):
+        for act in acts[:-1]:
+            act()
+        try:
+            acts[-1]()
+        except hf_ring_attn.Refused as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def asked(length: int = 97, of: int = 0) -> object:
+    """Zigzag places of this rank, or of a ring of another size."""
+    return hf_ring_attn.positions(length, rank=0 if of else dist.get_rank(), world_size=of or dist.get_world_size())
+
+
+def by_zigzag_after_balanced(batch: Batch) -> str:
+    return attempted(lambda: hf_ring_attn.shard(batch, config=BALANCED), asked)
+
+
+def balanced_after_zigzag(batch: Batch, who: tuple[int, ...], length: int = 97, of: int = 0) -> str:
+    """``who``: the ranks that ask for zigzag places."""
+    first = (lambda: asked(length, of)) if dist.get_rank() in who else (lambda: None)
+    return attempted(first, lambda: hf_ring_attn.shard(batch, config=BALANCED))
+
+
+def trained_after_zigzag(run: Run, mesh: Mesh) -> str:
+    return attempted(asked, lambda: train(run, mesh))
+
+
+def of_a_zigzag(batch: Batch) -> list[str]:
+    """What becomes of programs that index by zigzag places and have nothing else."""
+    held = len(layout.held_of_zigzag(97, dist.get_rank(), dist.get_world_size()))
+    q = torch.zeros(1, held, 1, 4)
+    return [
+        attempted(asked, lambda: hf_ring_attn.shard(batch), asked),
+        attempted(lambda: hf_ring_attn.ring_attention(q, q, q), lambda: hf_ring_attn.shard(batch, config=BALANCED)),
+    ]
 
 
 def trained(run: Run, mesh: Mesh, chunks: int) -> tuple[Outcome, int]:
@@ -68,7 +120,7 @@ def compiled(batches: list[Batch], chunks: int) -> list[Any]:
     from plain_jobs import compiled as answers  # which imports from here
 
     with chunks_forced(chunks):
-        return answers(batches)
+        return answers(batches, BALANCED)
 
 
 def squares(logits: Tensor, labels: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from functools import cache
 import pytest
 import torch
 
+import plain_jobs
 from hf_ring_attn.testing import LiveRanks, relative_error
 from jobs import Outcome, train
-from plain_jobs import Answer, Batch
+from plain_jobs import Answer, Batch, Step
 from runs import Mesh, Run
 
 Ranks = Callable[[int], LiveRanks]
@@ -42,7 +43,19 @@ def assert_equal_runs(got: Outcome, want: Outcome) -> None:
         assert relative_error(got.updates[name], want.updates[name]) < UPDATE, name
 
 
-def assert_equal_whole_answers(got: Answer, want: Answer, batch: Batch, exact: float) -> None:
+WITH_TOWERS = 3e-6
+"""Relative bound of all that a model with towers gives: transformers keeps RMS norms, RoPE and the loss in float32,
+whatever the model's dtype."""
+
+alone = cache(plain_jobs.by_itself)
+
+
+def assert_towers_change_nothing(ranks: Ranks, world_size: int, step: Step) -> None:
+    for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
+        assert_equal_whole_answers(got, alone(step), step.batch)
+
+
+def assert_equal_whole_answers(got: Answer, want: Answer, batch: Batch, exact: float = WITH_TOWERS) -> None:
     """Of a model with towers: these may have weights without a gradient, which a ring gives zeros."""
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     assert relative_error(got.loss, want.loss) < exact

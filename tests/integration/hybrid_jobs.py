@@ -19,7 +19,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import compile_jobs
 import hf_ring_attn
-from balanced_jobs import chunks_forced
+from balanced_jobs import BALANCED, chunks_forced
 from hf_ring_attn.integration import hybrids, models, patches
 from hf_ring_attn.testing import relative_error
 from plain_jobs import Batch, Step, attempt, gradients_of, packed, ready, tokens
@@ -47,7 +47,7 @@ def packed_rows(lengths: tuple[int, ...], chunks: int = 0) -> dict[str, Tensor]:
         ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
         batch = {n: x for n, x in packed(*lengths).items() if n != "labels"}
         with chunks_forced(chunks):
-            sharded = hf_ring_attn.shard({**batch, "seq_idx": ids})
+            sharded = hf_ring_attn.shard({**batch, "seq_idx": ids}, config=BALANCED if chunks else None)
         assert sharded.ring.size == 1 or sharded.layout.chunks == (chunks or 2)
         with sharded, torch.no_grad():
             found[name] = sharded.gather(made(name)(**sharded.inputs).logits)
@@ -61,16 +61,22 @@ def documents_alone(name: str, lengths: tuple[int, ...]) -> Tensor:
         return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
 
 
-def ddp(name: str, batch: Batch) -> dict[str, Tensor]:
-    """The gradients that DDP averages, the second time, when it would wait for those it had the first time."""
+def ddp(name: str, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of this rank's batch, and the gradients that DDP averages over all ranks; each batch has a ring of them.
+
+    The second time, when DDP would wait for the gradients that it had the first time.
+    """
+    size = dist.get_world_size() // len(batches)
+    rings = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
+    mine = dist.get_rank() // size
     model = DistributedDataParallel(made(name))
     for _ in range(2):
         model.zero_grad()
-        sharded = hf_ring_attn.shard(batch)
+        sharded = hf_ring_attn.shard(batches[mine], rings[mine])
         with sharded:
             loss = model(**sharded.inputs).loss
         loss.backward()
-    return gradients_of(model.module)
+    return sharded.reduce(loss), gradients_of(model.module)
 
 
 def under_autocast(batch: Batch) -> dict[str, float]:

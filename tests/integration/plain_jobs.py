@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Step:
     """One forward and backward of a model of `tiny_models`.
 
     ``exact``: relative bound of what is computed in ``dtype`` throughout. ``chunks``: how many a rank holds, where that
-    is forced; else these rows are too short for another layout than the zigzag.
+    is forced; 0 for the zigzag.
     """
 
     why: str
@@ -121,7 +121,8 @@ def in_a_ring(step: Step) -> Answer:
     model = ready(step, "ring_fp32")
     before = {name: x.clone() for name, x in step.batch.items()}
     with chunks_forced(step.chunks):
-        sharded = hf_ring_attn.shard(step.batch, config=step.ring)
+        layout = "balanced" if step.chunks else step.ring.layout
+        sharded = hf_ring_attn.shard(step.batch, config=replace(step.ring, layout=layout))
     assert sharded.ring.size == 1 or sharded.layout.chunks == (step.chunks or 2)
     assert bool(sharded.layout.owners) == bool(step.chunks and sharded.ring.size > 1)
     assert all(torch.equal(x, before[name]) for name, x in step.batch.items()), "shard() changed the batch"
@@ -186,14 +187,14 @@ def gradients_that_ranks_lack(batch: Batch) -> tuple[Tensor, Tensor | None]:
     return module.used.grad, module.frozen.grad
 
 
-def compiled(batches: list[Batch]) -> list[Answer]:
+def compiled(batches: list[Batch], ring: RingConfig | None = None) -> list[Answer]:
     """torch.compile of the whole model: what it keeps of one batch must not reach the next, of other documents."""
     model = ready(Step(why=""), "ring_fp32")
     torch._dynamo.reset()
     fast: Any = torch.compile(model, backend="eager")
     answers = []
     for batch in batches:
-        sharded = hf_ring_attn.shard(batch, model=fast)
+        sharded = hf_ring_attn.shard(batch, model=fast, config=ring)
         with sharded:
             out = fast(**sharded.inputs)
         out.loss.backward()
@@ -229,8 +230,9 @@ def fsdp2(
         model = ready(step, "ring_fp32")
         hf_ring_attn.integration.accelerate.settle(accelerator, model)
         mesh = accelerator.torch_device_mesh[shards.axes]
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
+        for part in reversed(list(model.modules())):  # as accelerate wraps: mixers of Mamba by themselves, too
+            if type(part).__name__ in model._no_split_modules:
+                fully_shard(part, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []

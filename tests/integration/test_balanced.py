@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,8 +12,9 @@ import compile_jobs
 from comparison import Ranks, assert_equal_runs, without_ring
 from compile_jobs import Compiled
 from hf_ring_attn import RingConfig, errors
+from hf_ring_attn.layout import positions
 from hf_ring_attn.testing import relative_error
-from plain_jobs import Step, by_itself, packed, tokens
+from plain_jobs import Batch, Step, by_itself, packed, tokens
 from runs import Mesh, Rows, Run
 from test_plain_loop import LONGER
 
@@ -37,9 +40,48 @@ def test_inputs_are_the_tokens_at_the_positions(ranks: Ranks, world_size: int, c
 def test_a_zigzag_may_be_demanded(ranks: Ranks) -> None:
     for _, places, count, _ in ranks(2).run(jobs.share, LONGER, 4, RingConfig(layout="zigzag")):
         assert (count, len(places)) == (2, 50)
-    text = r"layout='best' is not possible: it must be one of \('auto', 'zigzag'\)"
+    text = r"layout='best' is not possible: it must be one of \('auto', 'zigzag', 'balanced'\)"
     with pytest.raises(errors.BadOption, match=text):
         RingConfig(layout="best")  # type: ignore[arg-type]
+
+
+def test_a_loop_of_ones_own_keeps_the_zigzag(ranks: Ranks) -> None:
+    """It may index something of its own by `positions`, and no shape would tell that these are other tokens."""
+    for rank, (_, places, _, _) in enumerate(ranks(2).run(jobs.share, LONGER, 4, RingConfig())):
+        assert torch.equal(places[places < 97], positions(97, rank=rank, world_size=2))
+
+
+TWO_LAYOUTS = (
+    "hf_ring_attn.positions was asked where a ring of 2 holds the tokens of a row: it tells the zigzag. But packed "
+    "rows may be dealt in other chunks in this process (RingConfig(layout='balanced'), which Trainer and SFTTrainer "
+    "take by themselves), and what is indexed by zigzag places would belong to other tokens. Use sharded.positions, of "
+    "each sharded batch, or set RingConfig(layout='zigzag')."
+)
+EVEN = packed(49, 48)
+"""Two documents with which a zigzag leaves no rank more work."""
+
+
+@pytest.mark.parametrize("batch", [LONGER, EVEN], ids=["dealt", "not dealt"])
+def test_zigzag_places_and_balanced_rows_are_refused(ranks: Ranks, batch: Batch) -> None:
+    """Whichever comes first, and by the first such batch, whether that very one is dealt or not."""
+    assert ranks(2).run(jobs.by_zigzag_after_balanced, batch) == ["TwoLayouts: " + TWO_LAYOUTS] * 2
+    stops = "RefusedElsewhere: the ring stops because a rank of it refused its batch:\n"
+    for who, length in (((0, 1), 97), ((1,), 97), ((0, 1), 100)):
+        listing = "\n".join(f"  rank {rank}: {TWO_LAYOUTS}" for rank in who)
+        assert ranks(2).run(jobs.balanced_after_zigzag, batch, who, length) == [stops + listing] * 2
+
+
+def test_zigzag_places_beside_a_trainer_are_refused(ranks: Ranks) -> None:
+    for text in ranks(2).run(jobs.trained_after_zigzag, RUNS[0], Mesh(cp=2)):
+        assert text.startswith("RefusedElsewhere") and TWO_LAYOUTS in text
+    demanded = replace(RUNS[0], ring=RingConfig(layout="zigzag"), steps=1)
+    assert ranks(2).run(jobs.trained_after_zigzag, demanded, Mesh(cp=2)) == [""] * 2
+
+
+def test_zigzag_places_alone_are_not_refused(ranks: Ranks) -> None:
+    assert ranks(2).run(jobs.of_a_zigzag, LONGER) == [["", ""]] * 2
+    for batch, of in ((tokens(97), 2), (LONGER, 4), (LONGER, 1)):  # one document a row, or a ring of another size
+        assert ranks(2).run(jobs.balanced_after_zigzag, batch, (0, 1), 97, of) == [""] * 2
 
 
 def test_short_rows_keep_the_zigzag(ranks: Ranks) -> None:
@@ -50,7 +92,7 @@ def test_without_padding_by_the_ring(ranks: Ranks) -> None:
     """Chunks that do not divide the row are not taken, though they would be better."""
     batch = packed(61, 5, 5, 5, 5, 5, 9, 1)  # 96 = 3 * 32
     for wanted, got in ((16, 16), (32, 2)):
-        for _, places, count, _ in ranks(2).run(jobs.share, batch, wanted, RingConfig(pad=False)):
+        for _, places, count, _ in ranks(2).run(jobs.share, batch, wanted, RingConfig(layout="balanced", pad=False)):
             assert (count, len(places)) == (got, 48)
 
 
@@ -96,7 +138,9 @@ def test_other_chunks_need_no_other_graph(ranks: Ranks) -> None:
         (61, 5, 5, 5, 5, 5, 10), (5, 61, 5, 5, 5, 5, 10), (5, 5, 61, 5, 5, 5, 10), (10, 5, 5, 5, 5, 5, 61), (48, 48),
     ]  # fmt: skip
     batches = [packed(*lengths) for lengths in documents]
-    case = Compiled(why="", model="llama4", what="layers", batches=batches, graphs=None, dtype=torch.float32)
+    case = Compiled(
+        why="", model="llama4", what="layers", batches=batches, graphs=None, dtype=torch.float32, ring=jobs.BALANCED,
+    )  # fmt: skip
     for found in ranks(2).run(compile_jobs.with_chunks, case, 4):
         assert found.graphs[1:] == [found.graphs[1]] * (len(documents) - 1), found.graphs
         assert max(found.away) < 2e-5

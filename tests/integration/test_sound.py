@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 
 import hf_ring_attn
-import plain_jobs
-from comparison import Ranks, assert_equal_whole_answers
+from comparison import WITH_TOWERS, Ranks, alone, assert_towers_change_nothing
 from hf_ring_attn import errors
 from hf_ring_attn.testing import relative_error
 from plain_jobs import Batch, Step
 from tiny_models import BEFORE_IMAGE, IMAGE, tiny
 
-EXACT = 3e-6
-"""transformers keeps RMS norms, RoPE and the loss in float32, whatever the model's dtype."""
 FRAMES, MELS = 32, 8
 PLACES = {"voxtral": 4, "glm asr": 4, "flamingo": 8, "qwen2 audio": 8}
 """Tokens that stand for a sound of 32 frames."""
@@ -42,14 +37,12 @@ STEPS = [
     Step(why="padded", model="voxtral", batch=with_sound("voxtral", left=5, at=12)),
     Step(why="checkpointing", model="flamingo", batch=with_sound("flamingo"), checkpointing="recomputed"),
 ]
-alone = cache(plain_jobs.by_itself)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
 def test_sound_changes_nothing_about_the_answer(ranks: Ranks, step: Step, world_size: int) -> None:
-    for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
-        assert_equal_whole_answers(got, alone(step), step.batch, EXACT)
+    assert_towers_change_nothing(ranks, world_size, step)
 
 
 def test_sound_matters() -> None:
@@ -84,7 +77,7 @@ def test_a_loss_of_its_own_is_refused_and_logits_are_exact(ranks: Ranks) -> None
     with torch.no_grad():
         want = tiny("qwen2 audio").double()(**batch).logits
     for got in ranks(2).run(logits, "qwen2 audio", batch):
-        assert relative_error(got, want) < EXACT
+        assert relative_error(got, want) < WITH_TOWERS
 
 
 def test_sounds_that_a_model_puts_in_itself_are_refused(ranks: Ranks) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,16 +12,21 @@ from torch import Tensor
 
 import hf_ring_attn
 import plain_jobs
-from comparison import MESHES, Ranks, assert_equal_runs, assert_equal_whole_answers, without_ring
+from comparison import (
+    MESHES,
+    WITH_TOWERS,
+    Ranks,
+    alone,
+    assert_equal_runs,
+    assert_towers_change_nothing,
+    without_ring,
+)
 from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.testing import relative_error
 from jobs import train
 from plain_jobs import Batch, Step
 from runs import Mesh, Pictures, Run
 from tiny_models import BEFORE_IMAGE, IMAGE, VIDEO, VOCABULARY, tiny
-
-EXACT = 3e-6
-"""transformers keeps RMS norms, RoPE and the loss in float32, whatever the model's dtype."""
 
 
 def with_images(model: str, length: int = 23, left: int = 0, gap: int = 9) -> Batch:
@@ -102,14 +106,11 @@ TRAININGS = [
     ),
 ]
 
-alone = cache(plain_jobs.by_itself)
-
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
 def test_images_change_nothing_about_the_answer(ranks: Ranks, step: Step, world_size: int) -> None:
-    for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
-        assert_equal_whole_answers(got, alone(step), step.batch, EXACT)
+    assert_towers_change_nothing(ranks, world_size, step)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -153,7 +154,7 @@ def test_a_batch_without_images_is_cut_as_any_other(ranks: Ranks) -> None:
     with torch.no_grad():
         want = tiny("gemma3 vision").double()(**batch).logits
     for got in ranks(2).run(text_alone, batch):
-        assert relative_error(got, want) < EXACT
+        assert relative_error(got, want) < WITH_TOWERS
 
 
 def refused(batch: Batch, model: str) -> str:
