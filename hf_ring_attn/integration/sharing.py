@@ -57,8 +57,8 @@ class _Made:
 class Shared:
     """The gathered keys and values of one batch that are kept.
 
-    They go with the last layer that attends to them or, if that never runs, with their keys or the batch's context;
-    where checkpointing holds the keys, with the first layer that is computed again.
+    They go with the last layer that attends to them or, if that never runs, with the batch's context, with the first
+    layer that a checkpoint computes again, or with their keys, unless they are known by their bits.
     """
 
     def __init__(self) -> None:

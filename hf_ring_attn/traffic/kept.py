@@ -69,10 +69,10 @@ class _Made(NamedTuple):
 class Compared:
     """What the compiled layers of one batch keep for each other. They are told apart by their keys and values alone.
 
-    Tensors have no identity in a graph, and a compiler may write another one into the same memory unseen. So what a
-    layer attends to is compared with copies of what was gathered, bit by bit, on every rank; one on which they differ
-    makes all of them gather. This costs these copies (of a rank's own tokens), a message of 8 bytes and a stop of the
-    host for each layer that takes.
+    Tensors have no identity in a graph: a compiler computes the same keys in several places, and writes others into
+    their memory, unseen. So what a layer attends to is compared with copies of what was gathered, bit by bit, on every
+    rank; one on which they differ makes all of them gather. This costs these copies, of a rank's own tokens, and for
+    each layer that takes a message of 8 bytes and a stop of the host.
 
     Attributes:
         number: [1] int64 on the CPU.
