@@ -118,7 +118,7 @@ COMPILED = [
     pytest.param(replace(LAYERS, model="gemma3n"), False, id="layers of gemma3n"),
     pytest.param(replace(WHOLE, model="gemma3n"), False, marks=pytest.mark.full, id="whole of gemma3n"),
     pytest.param(replace(LAYERS, backend="aot_eager", graphs=None), False, marks=pytest.mark.full, id="layers, aot"),
-    pytest.param(replace(WHOLE, backend="aot_eager", graphs=None), False, id="whole, aot"),
+    pytest.param(replace(WHOLE, backend="aot_eager", graphs=None), False, marks=pytest.mark.full, id="whole, aot"),
 ]
 
 
