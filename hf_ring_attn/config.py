@@ -23,9 +23,10 @@ class RingConfig:
         backward: "ring" passes keys and values on, and the float32 sums of their gradients behind them;
             "gather" gathers keys and values again and reduce-scatters float32 gradients (more memory, fewer hops).
         heads_per_gather: how many key/value heads are gathered at a time; memory of the gathered keys and values is
-            proportional to it. None chooses by size, and lets layers that share keys and values (Gemma 3n, Gemma 4)
-            gather them once in a forward: then all their heads stay from the first of these layers to the last, one
-            set for each kind of mask. With a number nothing stays, and each of them gathers anew.
+            proportional to it. None chooses by size, and lets layers that share keys and values (Gemma 3n, Gemma 4),
+            compiled or not, gather them once in a forward: then all their heads stay from the first of these layers to
+            the last, one set for each kind of mask. A number bounds that memory: nothing stays, whatever the number,
+            and each of them gathers anew.
         traffic: "messages" sends by NCCL or gloo; "pulls" copies out of the other GPUs' memory, which is faster and
             needs NVIDIA GPUs of one machine, and memory for two copies of a rank's keys and values of one layer and for
             their float32 gradients; "auto" pulls where that is possible. No bit of any result depends on it.

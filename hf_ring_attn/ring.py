@@ -18,7 +18,7 @@ from .comm import Ring
 from .kernels import KERNELS, Kernel, Params, accumulate_dtype
 from .layout import Layout
 from .tables import Plan, Tables
-from .traffic import Kept, Traffic, seen_by_heads, traffic_of
+from .traffic import Kept, Role, Traffic, kept_for, seen_by_heads, traffic_of
 
 _attentions = 0
 
@@ -30,17 +30,17 @@ def attentions() -> int:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, params: Params, *, kernel: str, backward: str = "ring",
-    heads_per_gather: int | None = None, traffic: str = "auto", kept: Kept | None = None,
+    heads_per_gather: int | None = None, traffic: str = "auto", kept: Kept | Role | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of local tokens under a plan; shapes as in `ring_attention`, T the same on every rank.
 
     ``kernel`` is the name of a kernel that was chosen for these inputs. Differentiable in q, k, v and the sinks.
     ``kept``: where what is gathered is left, or was by an attention with these options, keys, values and plan, on every
-    rank alike. Not for compiled code, which may run an op twice, or not at all.
+    rank alike; in compiled code, which may run an op twice or not at all, the layer's role.
     """
     out, lse = torch.ops.hf_ring_attn.ring_flash_attn_fwd(
         q, k, v, params.sinks, plan.tiles, plan.stops, params.scale, params.softcap, params.deterministic, plan.ring,
-        kernel, backward, heads_per_gather or 0, traffic, 0 if kept is None else kept.number,
+        kernel, backward, heads_per_gather or 0, traffic, *((None, None) if kept is None else (kept.number, kept.role)),
     )  # fmt: skip
     return out, lse
 
@@ -51,7 +51,7 @@ def attend(
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, table: Tensor, stops: Tensor, scale: float,
     softcap: float | None, deterministic: bool, ring: str, kernel: str, backward: str, heads_per_gather: int,
-    traffic: str, kept: int = 0,
+    traffic: str, kept: Tensor | None = None, role: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     global _attentions
     _attentions += 1
@@ -59,7 +59,8 @@ def _forward_op(
     with torch.autocast(q.device.type, enabled=False):  # it would round a kernel's float32 sums to 16 bits
         road = traffic_of(Ring(ring), q.device, traffic)
         tables = Tables.of(table, stops, road.ring.size)
-        return forward(road, KERNELS[kernel], q, k, v, tables, params, heads_per_gather, Kept.of(kept))
+        known = kept_for(kept, role, road.ring, tables, k, v)
+        return forward(road, KERNELS[kernel], q, k, v, tables, params, heads_per_gather, known)
 
 
 @torch.library.custom_op("hf_ring_attn::ring_flash_attn_bwd", mutates_args=())
@@ -94,7 +95,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, table, stops, *rest, _kept = inputs
+    q, k, v, sinks, table, stops, *rest, _kept, _role = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -107,7 +108,7 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
         dout, q, k, v, out, lse, sinks, *ctx.plan, *ctx.rest
     )
     dsinks = dsinks if sinks is not None else None
-    return (dq, dk, dv, dsinks, *[None] * len((*ctx.plan, *ctx.rest)), None)
+    return (dq, dk, dv, dsinks, *[None] * len((*ctx.plan, *ctx.rest)), None, None)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -17,6 +17,8 @@ from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Mask
 from hf_ring_attn.ring import attend
 from hf_ring_attn.tables import Plan
+from hf_ring_attn.traffic import Compared
+from hf_ring_attn.traffic.kept import MAKES, small
 from rank_functions import held
 
 LENGTH = 24
@@ -98,7 +100,8 @@ def test_the_ops_keep_what_they_promise_to_a_compiler(kv_heads: int, sinks: bool
     tables = (plan.tiles, plan.stops, 0.3, None, False, LOCAL, "reference", "ring", 0, "auto")
     leaves = [x if x is None else x.clone().requires_grad_() for x in (q, k, v, sink)]
     ops = torch.ops.hf_ring_attn
-    forward = torch.library.opcheck(ops.ring_flash_attn_fwd, (*leaves, *tables))
+    shares = (Compared().number, small(MAKES))
+    forward = torch.library.opcheck(ops.ring_flash_attn_fwd, (*leaves, *tables, *(shares if sinks else ())))
     out, lse = ops.ring_flash_attn_fwd(q, k, v, sink, *tables)
     backward = torch.library.opcheck(ops.ring_flash_attn_bwd, (dout, q, k, v, out, lse, sink, *tables))
     assert set(forward.values()) | set(backward.values()) == {"SUCCESS"}

@@ -21,6 +21,7 @@ from hf_ring_attn.traffic import (
     Messages,
     Sums,
     head_groups,
+    kept_for,
     lanes_of,
     pulls,
     seen_by_heads,
@@ -253,7 +254,8 @@ def test_a_gather_is_kept_once_all_of_it_has_come() -> None:
         assert kept.parts is not None and kept.parts[1:] == first
         road.gathered = mock.MagicMock(side_effect=AssertionError)
         assert list(seen_by_heads(road, None, (), k, -k, 1, kept)) == kept.parts
-        assert Kept.of(kept.number) is kept and Kept.of(0) is None
+        assert kept_for(kept.number, kept.role, road.ring, None, k, -k) is kept
+        assert kept_for(None, None, road.ring, None, k, -k) is None
 
 
 def test_lanes_of_unequal_heads_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ class MaskSpec(Opaque):
     Attributes:
         places: [T] int64, where this rank's tokens are in the row: a tensor, since a compiler makes a new graph for
             each layout that it looks into.
+        shared: where layers keep keys and values for each other; None: each gathers for itself.
     """
 
     def __init__(self, plan: Plan, layout: Layout, seen: Seen, config: RingConfig, scope: Scope | None) -> None:
@@ -54,6 +55,9 @@ class MaskSpec(Opaque):
         self.seen = seen
         self.config = config
         self.scope = scope
+        # Who says how many heads are gathered at a time bounds memory by it: then nothing stays.
+        keeps = scope is not None and scope.ring.size > 1 and config.heads_per_gather is None
+        self.shared = scope.shared if scope is not None and keeps else None
 
     def contiguous(self) -> MaskSpec:
         """Itself: generate() with a static cache calls this on every mask that was made ahead."""

@@ -16,7 +16,7 @@ from ..choice import kernel_for
 from ..kernels import Params, Request
 from ..mask import Band
 from ..ring import attend
-from ..traffic import Kept
+from ..traffic import Kept, Role
 from . import active, temperature
 from .active import MaskSpec
 from .report import say
@@ -91,16 +91,13 @@ def ring_attention_forward(
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
 
 
-def _kept(spec: MaskSpec, module: nn.Module, key: Tensor, value: Tensor, dtype: torch.dtype) -> Kept | None:
-    """Where layers with these keys and values find what the first of them gathered; None: this one gathers for itself.
-
-    In compiled code every layer does: tensors have no identity there, and no op may leave anything behind.
-    """
-    if torch.compiler.is_compiling() or spec.scope is None or spec.scope.ring.size == 1:
+def _kept(spec: MaskSpec, module: nn.Module, key: Tensor, value: Tensor, dtype: torch.dtype) -> Kept | Role | None:
+    """Where layers with these keys and values find what the first of them gathered; None: each gathers for itself."""
+    if spec.shared is None:
         return None
-    if spec.config.heads_per_gather is not None:
-        return None
-    return spec.scope.shared.kept(module, key, value, spec.plan, dtype)
+    if torch.compiler.is_compiling():
+        return spec.shared.traced(module)
+    return spec.shared.kept(module, key, value, spec.plan, dtype)
 
 
 _CAUSAL_OR_NOT = (

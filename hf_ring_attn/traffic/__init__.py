@@ -12,21 +12,24 @@ from ..comm import Ring
 from ..errors import NoPulls
 from .base import Hop, Sums, Traffic, lanes_of, visiting_order
 from .heads import head_groups, seen_by_heads
-from .kept import Kept
+from .kept import Compared, Kept, Role, kept_for
 from .messages import Messages
 
 if TYPE_CHECKING:
     from .pulls import Pulls
 
 __all__ = [
+    "Compared",
     "Hop",
     "Kept",
     "Messages",
+    "Role",
     "Sums",
     "Traffic",
     "buffer_bytes",
     "chosen",
     "head_groups",
+    "kept_for",
     "lanes_of",
     "seen_by_heads",
     "traffic_of",

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_ring_attn
 from balanced_jobs import chunks_forced
-from hf_ring_attn import RingConfig
+from hf_ring_attn import RingConfig, Sharded
 from hf_ring_attn.testing import relative_error
 from jobs import Outcome, train
 from plain_jobs import CHECKPOINTING, Batch, attempt, gradients_of
@@ -75,9 +75,18 @@ def fast(case: Compiled, backend: Any) -> Any:
 
 def step(model: Any, batch: Batch, case: Compiled, named: bool) -> dict[str, Tensor]:
     """The loss of the whole batch, and the gradients."""
+    return backward(model, *forward(model, batch, case, named))
+
+
+def forward(model: Any, batch: Batch, case: Compiled, named: bool) -> tuple[Sharded, Tensor]:
+    """The shard, and this rank's loss."""
     sharded = hf_ring_attn.shard(batch, model=model if named else None, config=case.ring)
     with sharded:
-        loss = model(**sharded.inputs).loss
+        return sharded, model(**sharded.inputs).loss
+
+
+def backward(model: Any, sharded: Sharded, loss: Tensor) -> dict[str, Tensor]:
+    """What `step` returns."""
     loss.backward()
     sharded.reduce_gradients(model)
     return {"loss": sharded.reduce(loss), **gradients_of(getattr(model, "_orig_mod", model))}

@@ -6,19 +6,23 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import compile_jobs
 import hf_ring_attn
-from hf_ring_attn import tables
+from compile_jobs import Compiled
+from hf_ring_attn import RingConfig, tables
 from hf_ring_attn.comm import Pending, Ring
-from hf_ring_attn.integration import masks
+from hf_ring_attn.integration import masks, sharing
 from hf_ring_attn.traffic import Kept
-from plain_jobs import Step, gradients_of, ready
+from plain_jobs import Batch, Step, gradients_of, ready
 
 
 @contextmanager
@@ -108,6 +112,7 @@ def measured(step: Step, few: bool = False) -> Found:
     model.train(bool(step.checkpointing))
     sharded = hf_ring_attn.shard(step.batch, config=step.ring)
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sharing, "_traced", False))  # by another test
         if few:
             stack.enter_context(sparse())
         stack.enter_context(sharded)
@@ -137,3 +142,61 @@ def gathers(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
     with wire.watched():
         answer = function(*args)
     return sum(doing == "gathered keys and values" for doing, _ in wire.messages), answer
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Beside:
+    """A batch of a compiled model (``got``) and of one that is not and whose layers gather for themselves (``each``):
+    what was sent forward and backward, and whether numbers are the same bits.
+
+    Args:
+        graphs: how many there were after it.
+        most, left: as in `Found`; left after the forward.
+    """
+
+    got: list[list[tuple[str, int]]]
+    each: list[list[tuple[str, int]]]
+    same: bool
+    graphs: int
+    most: int
+    left: int
+
+
+def compiled(case: Compiled, few: bool = False, given_up: bool = False) -> list[Beside]:
+    """Steps of a compiled model.
+
+    Args:
+        few: in sparse plans.
+        given_up: after the first batch the compiled model runs uncompiled on the last rank.
+    """
+    torch._dynamo.reset()
+    counter, wire, memory, found = CompileCounterWithBackend(case.backend), Wire(), Memory(), []
+    each = replace(case, ring=RingConfig(heads_per_gather=1))
+    last = dist.get_rank() + 1 == dist.get_world_size()
+    stance = "force_eager" if given_up and last else "default"
+
+    def step(model: Any, batch: Batch, of: Compiled) -> tuple[list[list[tuple[str, int]]], int, dict[str, Tensor]]:
+        with wire.watched():
+            there = compile_jobs.forward(model, batch, of, named=True)
+            messages = [[message for message in wire.taken() if "its batch" not in message[0]]]
+            left = memory.left()
+            numbers = compile_jobs.backward(model, *there)
+            return [*messages, wire.taken()], left, numbers
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sharing, "_traced", False))
+        if few:
+            stack.enter_context(sparse())
+        plain, quick = compile_jobs.ready(each), compile_jobs.fast(case, counter)
+        for model in (plain, quick):  # which are looked at, and checked, before anything is counted
+            step(model, case.batches[0], case)
+        for batch in case.batches:
+            other, _, want = step(plain, batch, each)
+            with memory.watched(), torch.compiler.set_stance(stance):
+                messages, left, got = step(quick, batch, case)
+            same = all(torch.equal(got[name], x) for name, x in want.items())
+            found.append(Beside(messages, other, same, counter.frame_count, memory.most, left))
+    return found
