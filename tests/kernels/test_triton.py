@@ -134,17 +134,27 @@ def why_not_interpreted() -> str | None:
     return None
 
 
+CASES_FILE, SCORES_FILE = (Path(__file__).with_name(name) for name in ("triton_cases.py", "triton_score_cases.py"))
+TABLE, BITS = "test_it_is_the_oracle", "test_a_chunk"
+RUNS = {
+    **{f"table, {n}": [f"{CASES_FILE}::{TABLE}[{case.why}]" for case in CASES[n::PARTS]] for n in range(PARTS)},
+    "bits": [str(CASES_FILE), "-k", BITS],
+    "rest": [str(CASES_FILE), "-k", f"not {TABLE} and not {BITS}"],
+    "score_mods": [str(SCORES_FILE), "-k", "all or takes or others"],
+    "score_mods, rest": [str(SCORES_FILE), "-k", "not (all or takes or others)"],
+}
+SELDOM = {f"table, {n}" for n in range(1, PARTS)} | {"bits", "score_mods, rest"}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(why_not_interpreted() is not None, reason=str(why_not_interpreted()))
-@pytest.mark.parametrize("part", range(PARTS + 2))
-def test_in_the_interpreter(part: int) -> None:
-    """triton_cases.py in a process of its own, since a process that has imported triton can no longer interpret it."""
-    file = Path(__file__).with_name("triton_cases.py")
-    table, bits = "test_it_is_the_oracle", "test_a_chunk"
-    rest = [[str(file), "-k", bits], [str(file), "-k", f"not {table} and not {bits}"]]
-    chosen = rest[part - PARTS] if part >= PARTS else [f"{file}::{table}[{case.why}]" for case in CASES[part::PARTS]]
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in SELDOM else name for name in RUNS]
+)
+def test_in_the_interpreter(name: str) -> None:
+    """Cases in processes of their own, since a process that has imported triton can no longer interpret it."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *RUNS[name]],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
