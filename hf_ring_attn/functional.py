@@ -97,7 +97,8 @@ def ring_attention(
             once. `hf_ring_attn.biases` has some. On a GPU ``triton`` serves those that add something by head and
             kv_idx - q_idx, and ``flex`` most others: in float32, with gradients of those tensors added up in no fixed
             order, so that their last bits differ from run to run. ``flex`` compiles each function once, so a Python
-            number in it that changes makes it another one: use a tensor. Elsewhere the reference does, in float64 (``deterministic=True``: on a GPU too, with the same bits from run to run).
+            number in it that changes makes it another one: use a tensor. Elsewhere the reference does, in float64
+            (``deterministic=True``: on a GPU too, with the same bits from run to run).
             torch.compile breaks its graph here.
         scale: factor of the scores; None: D ** -0.5.
         length: S, the tokens of the whole row. None: the ranks tell each other in one small collective, and find out

@@ -16,6 +16,7 @@ from .flash2 import Flash2
 from .flash4 import Flash4
 from .flex import Flex
 from .reference import Reference
+from .score_graph import text_of
 from .score_mod import PART, ScoreFunction, ScoreMod
 from .triton import Triton
 
@@ -66,7 +67,7 @@ def asking(request: Request, mod: ScoreMod, scale: float, softcap: float | None,
     assert isinstance(flex, Flex)
     if flex.unsupported(request) and KERNELS["triton"].unsupported(request):
         return request
-    graph = flex.text(mod, request.dtype, scale, softcap)
+    graph = text_of(mod) + flex.text(mod, request.dtype, scale, softcap)
     mod.kept[PART] = part
     return replace(request, asked=Asked(graph, code_of(mod.function), scale, softcap, weakref.ref(mod)))
 

@@ -48,6 +48,36 @@ def traced_from(mod: ScoreMod, dtype: torch.dtype, index: torch.dtype) -> fx.Gra
         raise Unfit(f"the score_mod cannot be written down as a graph ({type(error).__name__}: {error})") from error
 
 
+_KEY = "graph"
+
+
+def graph_of(mod: ScoreMod) -> fx.GraphModule:
+    """The function's graph in float64; kept with it, for as long as its call lasts.
+
+    Raises:
+        Unfit: as `traced_from`.
+    """
+    if _KEY not in mod.kept:
+        try:
+            mod.kept[_KEY] = traced_from(mod, torch.float64, torch.int64)
+        except Unfit as error:
+            mod.kept[_KEY] = error
+    known = mod.kept[_KEY]
+    if isinstance(known, Unfit):
+        raise known
+    graph: fx.GraphModule = known
+    return graph
+
+
+def text_of(mod: ScoreMod) -> str:
+    """What tells a function from those that compute something else, whatever its tensors hold."""
+    try:
+        code = graph_of(mod).code
+    except Unfit as error:
+        code = str(error)
+    return f"{code}{[(tuple(x.shape), str(x.dtype), x.requires_grad) for x in mod.captured]}"
+
+
 def of_scores_in(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes that differ from score to score."""
     found: dict[fx.Node, None] = {}

@@ -143,6 +143,21 @@ def test_it_refuses_all_others(function: object, why: str) -> None:
     assert why in reason, reason
 
 
+def test_functions_of_the_same_code_are_told_apart() -> None:
+    """flex can write neither down, and their code is the same: what served one must not serve the other."""
+
+    def made(by_distance: bool) -> Callable[..., Tensor]:
+        def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            far = (SLOPES * (q_idx - kv_idx)).sum()  # makes a vector for a score
+            return score + (far if by_distance else SLOPES[h] * q_idx + far)
+
+        return mod
+
+    assert reasons(made(True)) == []
+    (reason,) = reasons(made(False))
+    assert "depends on more than the head and" in reason
+
+
 def test_what_learns_has_no_fixed_order() -> None:
     fixed = SLOPES.detach()
     assert reasons(lambda s, b, h, i, j: s + fixed[h] * (i - j), deterministic=True) == []

@@ -74,10 +74,10 @@ class Triton(InOrder):
             if capability < LOWEST_CAPABILITY:
                 reasons.append(f"needs compute capability 8.0 or later, got {capability[0]}.{capability[1]}")
         if not reasons and request.asked is not None:
-            reasons += self._trials.reasons(request, partial(self._why_not, request, request.asked))
+            reasons += self._of_function(request, request.asked)
         return reasons
 
-    def _why_not(self, request: Request, asked: Asked) -> tuple[str, ...]:
+    def _of_function(self, request: Request, asked: Asked) -> tuple[str, ...]:
         mod = asked.mod()
         assert mod is not None, "a function is asked about while its call lasts"
         reason = why_not(mod)
@@ -85,7 +85,7 @@ class Triton(InOrder):
             return (f"of score_mods it takes those that add something by head and distance alone: {reason}",)
         if request.deterministic and any(x.requires_grad for x in mod.captured):
             return ("it adds the gradients of what a score_mod learns in no fixed order",)
-        return fails(self, request, asked, mod)
+        return self._trials.reasons(request, partial(fails, self, request, asked, mod))
 
     def rounds_gradients(self, request: Request) -> bool:
         return False

@@ -197,7 +197,7 @@ def _over_keys(
         if LEARNED:
             if MASKED:
                 tl.atomic_add(INTO_TABLE + index, dscores, mask=seen, sem="relaxed")
-            else:  # queries that do not exist add 0 to what the last one reads
+            else:  # queries that do not exist add 0 where the last one adds
                 tl.atomic_add(INTO_TABLE + index, dscores, sem="relaxed")
         if SOFTCAP:
             dscores = dscores * slope
@@ -232,7 +232,8 @@ def queries_kernel(
         DOUT, row, head, start, tokens, dout_row, dout_token, dout_head, DV, BLOCK_M, BLOCK_DV, False, True
     )
     at_lse = wide(row) * lse_row + wide(head) * lse_head
-    lse = tl.load(LSE + at_lse + queries, mask=queries < tokens, other=0.0)
+    # Queries that do not exist: probabilities of 0, also where a bias is large.
+    lse = tl.load(LSE + at_lse + queries, mask=queries < tokens, other=float("-inf"))
     delta = tl.load(DELTA + at_lse + queries, mask=queries < tokens, other=0.0)
     first, stop = load_bounds(BOUNDS, 0, row, queries, tokens, plane)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

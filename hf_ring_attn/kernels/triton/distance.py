@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..score_graph import SCALARS, Unfit, name_of, of_scores_in, traced_from
+from ..score_graph import SCALARS, Unfit, graph_of, name_of, of_scores_in
 from ..score_mod import Indices, Pull, ScoreMod
 from .places import lowest_distance
 from .tables import places_on
@@ -83,20 +83,12 @@ def _table(added: Tensor) -> Tensor:
 # ---- which functions depend on the distance alone -----------------------------------------------------------------
 
 Node = fx.Node
-_KEY = "by distance"
 
 
 def why_not(mod: ScoreMod) -> str | None:
     """Why the function's graph does not prove that it adds something by head and distance alone; None if it does."""
-    if _KEY not in mod.kept:
-        mod.kept[_KEY] = _why_not(mod)
-    reason: str | None = mod.kept[_KEY]
-    return reason
-
-
-def _why_not(mod: ScoreMod) -> str | None:
     try:
-        nodes = list(traced_from(mod, torch.float64, torch.int64).graph.nodes)
+        nodes = list(graph_of(mod).graph.nodes)
     except Unfit as error:
         return str(error)
     moving = dict.fromkeys(of_scores_in(nodes))
