@@ -23,7 +23,7 @@ from ..ring import attentions
 from ..tables import Plan
 from .opaque import Opaque
 from .overlays import Seen
-from .randomness import Alike
+from .randomness import RingRandomness
 from .sharing import Shared
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ class Scope:
     kernel: str = ""
     """The kernel that computed it, and below what its layers had: for the line at start."""
     features: set[str] = field(default_factory=set)
-    alike: Alike | None = None
-    """Of a late batch in a ring: what makes all ranks draw the same random numbers before that text model runs."""
+    randomness: RingRandomness | None = None
+    """Of a late batch in a ring: what makes all ranks draw the same random numbers around that text model."""
     shared: Shared = field(default_factory=Shared)
     """Gathered keys and values that several layers attend to."""
     ahead: Ahead = field(default_factory=Ahead)

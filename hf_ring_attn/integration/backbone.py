@@ -58,8 +58,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if scope is None or not scope.late:
         return None
     scope.inside = True
-    if scope.alike is not None:
-        scope.alike.give_back()
+    if scope.randomness is not None:
+        scope.randomness.apart()
     named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
     return (), cut(module, named, scope)
 
@@ -68,8 +68,8 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
     scope = active.current()
     if scope is not None:
         scope.inside = False
-        if scope.alike is not None:
-            scope.alike.share()
+        if scope.randomness is not None:
+            scope.randomness.together()
 
 
 def cut(text: nn.Module, named: dict[str, Any], scope: Scope) -> dict[str, Any]:

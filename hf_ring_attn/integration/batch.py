@@ -171,7 +171,7 @@ def shard(
     sharded = _cut(batch, whole, ring, config)
     if sharded.scope.late and ring.size > 1:
         seeds = ring.numbers(randomness.drawn(), ring.small_device(device), "told its seed")
-        sharded.scope.alike = randomness.Alike(seeds[0])
+        sharded.scope.randomness = randomness.RingRandomness(seeds[0], ring.rank)
     sharded.scope.sample = sample.Sample.of(batch, whole, sharded.scope)
     if model is not None:
         models.bind(model, sharded.scope)
@@ -274,14 +274,14 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
     drift.tell()
     if not scope.checked:  # a model that was bound by name needs no hooks
         watch()
-    if scope.alike is not None:
-        scope.alike.share()
+    if scope.randomness is not None:
+        scope.randomness.enter()
     try:
         with active.activate(scope):
             yield
     finally:
-        if scope.alike is not None:
-            scope.alike.give_back()
+        if scope.randomness is not None:
+            scope.randomness.leave()
         scope.shared.clear()
         for handle in handles:
             handle.remove()

@@ -75,7 +75,9 @@ def text_of(mod: ScoreMod) -> str:
         code = graph_of(mod).code
     except Unfit as error:
         code = str(error)
-    return f"{code}{[(tuple(x.shape), str(x.dtype), x.requires_grad) for x in mod.captured]}"
+    # Of what does not learn, such as a table over the row, only how many dims it has: rows of any length are one.
+    held = [(tuple(x.shape) if x.requires_grad else x.dim(), str(x.dtype), x.requires_grad) for x in mod.captured]
+    return f"{code}{held}"
 
 
 def of_scores_in(nodes: Iterable[fx.Node]) -> list[fx.Node]:

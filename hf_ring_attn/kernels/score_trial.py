@@ -70,6 +70,8 @@ def _failures(kernel: Kernel, request: Request, asked: Asked, mod: ScoreMod, dev
             break
     try:
         got = _answer(kernel, tensors, part, tried)
+    except torch.OutOfMemoryError:  # says nothing of the kernel
+        raise
     except Exception as error:  # noqa: BLE001  # a compiler may fail in any way; each is a reason
         return [f"a small attention with this score_mod failed: {type(error).__name__}: {error}"]
     errors = {name: _error(got[name], want[name]) for name in want}
@@ -119,11 +121,11 @@ def _answer(
     dq, dk, dv = (kernel.new_gradient(x) for x in (q, k, v))
     extra = mod.new_gradients()
     groups = k.shape[2]
-    step = groups if at_once or groups % 2 else groups // 2
+    step = groups if at_once else (groups + 1) // 2  # as in the lanes of a ring
     pieces = ((0, part.keys, part.forward),) if at_once else part.backward
     for first in range(0, groups, step):
-        lane = slice(first, first + step)
-        mine = slice(first * q.shape[2] // groups, (first + step) * q.shape[2] // groups)
+        lane = slice(first, min(first + step, groups))
+        mine = slice(lane.start * q.shape[2] // groups, lane.stop * q.shape[2] // groups)
         for start, stop, table in pieces:
             keys, values, of_k, of_v = (x[:, start:stop, lane] for x in (k, v, dk, dv))
             kernel.backward(

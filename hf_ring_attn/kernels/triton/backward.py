@@ -11,7 +11,7 @@ atomics multiplies five times a pair of blocks instead of seven, but measured sl
 import triton
 import triton.language as tl
 
-from .common import LENGTHS, load_bias, load_bounds, load_places, load_rows, tanh, visible, wide
+from .common import LENGTHS, LOG2E, load_bias, load_bounds, load_places, load_rows, tanh, visible, wide
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -32,7 +32,7 @@ def delta_kernel(
 
 @triton.jit
 def _weights(scores, lse, bias, factor, bend, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, BY_QUERY: tl.constexpr):
-    """exp(score - lse) of raw scores, and the derivative of the softcap; -lse and bias are given in powers of two."""
+    """exp(score - lse) of raw scores, and the softcap's derivative; -lse is in powers of two, natural with a bias."""
     slope = scores
     if BY_QUERY:
         lse = lse[:, None]
@@ -43,7 +43,8 @@ def _weights(scores, lse, bias, factor, bend, SOFTCAP: tl.constexpr, BIAS: tl.co
         slope = 1 - scores * scores
     if BIAS:  # as the forward rounds it
         scores = tl.fma(scores, factor, bias)
-        weights = tl.where(scores == float("-inf"), 0.0, tl.exp2(scores + lse))  # -lse of a query that sees none: inf
+        # -lse of a query that sees none is inf.
+        weights = tl.where(scores == float("-inf"), 0.0, tl.exp2((scores + lse) * LOG2E))
     else:
         weights = tl.exp2(tl.fma(scores, factor, lse))
     return weights, slope

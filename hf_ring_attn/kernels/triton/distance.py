@@ -7,7 +7,7 @@ captures. So a kernel knows distances and no function.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from ..score_graph import SCALARS, Unfit, graph_of, name_of, of_scores_in
-from ..score_mod import Indices, Pull, ScoreMod
+from ..score_mod import Indices, ScoreMod
 from .places import lowest_distance
 from .tables import places_on
 
-LOG2E = math.log2(math.e)
+TABLE_AT_ONCE = 2**22
+"""Numbers of a table that the function makes at a time: some copies of them, in float64, are there meanwhile."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,19 +28,20 @@ class Bias:
     """What is added to the scores of one attention.
 
     Args:
-        table: [H, L] float32, by query head and kv_idx - q_idx - lowest; in powers of two.
+        table: [H, L] float32, by query head and kv_idx - q_idx - lowest.
         lowest: the smallest distance of the table.
         q_places, k_places: [B, T], [B, S] int32, where in the row each token is.
-        learned: [H, L] float32, zeros, for the gradient of what is added (natural, not in powers of two); None where
-            nothing is learned.
+        learned: [H, L] float32, zeros, for the gradient of the table; None where nothing is learned.
     """
 
+    mod: ScoreMod
+    distances: Tensor
     table: Tensor
     lowest: int
     q_places: Tensor
     k_places: Tensor
-    learned: Tensor | None = None
-    pull: Pull | None = None
+    learned: Tensor | None
+    into: dict[str, Tensor]
 
     @classmethod
     def of(cls, mod: ScoreMod, q: Tensor, k: Tensor, tiles: Tensor, into: dict[str, Tensor] | None = None) -> Bias:
@@ -49,20 +51,12 @@ class Bias:
             into: where `finish` adds the gradients of captured tensors, named as by `ScoreMod.new_gradients`.
         """
         q_places, k_places, distances = places_on(tiles, q.device, q.shape[0], q.shape[1], k.shape[1])
-        lowest = lowest_distance(tiles)
-        numbers = torch.arange(q.shape[2], device=q.device)
-        at = Indices(
-            numbers[:1] * 0, numbers + mod.first_head, (-distances).clamp(min=0)[None], distances.clamp(min=0)[None]
-        )
-        scores = torch.zeros(1, q.shape[2], 1, len(distances), dtype=torch.float64, device=q.device)
+        table = torch.empty(q.shape[2], len(distances), dtype=torch.float32, device=q.device)
+        for heads, at in _pieces(mod, distances, q.shape[2]):
+            table[heads] = mod(_zeros(at), at)[0, :, 0].float()
         learns = into is not None and any(x.requires_grad for x in mod.values)
-        if not learns or into is None:
-            return cls(_table(mod(scores, at)), lowest, q_places, k_places)
-        with torch.inference_mode(False):
-            after, pull = mod.differentiable(scores, at, into)
-        return cls(
-            _table(after), lowest, q_places, k_places, torch.zeros_like(after[0, :, 0], dtype=torch.float32), pull
-        )
+        learned = torch.zeros_like(table) if learns else None
+        return cls(mod, distances, table, lowest_distance(tiles), q_places, k_places, learned, into or {})
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -70,46 +64,82 @@ class Bias:
         return self.table, self.q_places, self.k_places, self.lowest, self.table.shape[1]
 
     def finish(self) -> None:
-        """Takes ``learned`` back to the captured tensors."""
-        if self.learned is not None and self.pull is not None:
-            with torch.inference_mode(False):
-                self.pull(self.learned[None, :, None].double())
+        """Takes ``learned`` back to the captured tensors: the function runs again, and autograd follows it."""
+        if self.learned is None:
+            return
+        with torch.inference_mode(False):
+            for heads, at in _pieces(self.mod, self.distances, len(self.table)):
+                _, pull = self.mod.differentiable(_zeros(at), at, self.into)
+                pull(self.learned[heads][None, :, None].double())
 
 
-def _table(added: Tensor) -> Tensor:
-    return (added[0, :, 0] * LOG2E).float().contiguous()
+def _pieces(mod: ScoreMod, distances: Tensor, heads: int) -> Iterator[tuple[slice, Indices]]:
+    """Some heads at a time, with a pair of indices for each distance."""
+    queries, keys = (-distances).clamp(min=0)[None], distances.clamp(min=0)[None]
+    step = max(1, TABLE_AT_ONCE // len(distances))
+    row = torch.zeros(1, dtype=torch.int64, device=distances.device)
+    for first in range(0, heads, step):
+        last = min(first + step, heads)
+        numbers = torch.arange(mod.first_head + first, mod.first_head + last, device=distances.device)
+        yield slice(first, last), Indices(row, numbers, queries, keys)
+
+
+def _zeros(at: Indices) -> Tensor:
+    return torch.zeros(1, len(at.heads), *at.queries.shape, dtype=torch.float64, device=at.queries.device)
 
 
 # ---- which functions depend on the distance alone -----------------------------------------------------------------
 
 Node = fx.Node
+ADD, SUB = ({getattr(getattr(torch.ops.aten, name), kind) for kind in ("Tensor", "Scalar")} for name in ("add", "sub"))
+OF_DISTANCE = {getattr(torch.ops.aten, name).Tensor for name in ("sub", "lt", "le", "gt", "ge", "eq", "ne")}
+"""Of q_idx and kv_idx these tell nothing but their difference, or its sign."""
 
 
 def why_not(mod: ScoreMod) -> str | None:
-    """Why the function's graph does not prove that it adds something by head and distance alone; None if it does."""
+    """Why it is not proven that the function adds something by head and distance alone; None if it is."""
     try:
         nodes = list(graph_of(mod).graph.nodes)
     except Unfit as error:
         return str(error)
     moving = dict.fromkeys(of_scores_in(nodes))
+    writes = [name_of(node) for node in nodes if _writes(node)]
+    if writes:
+        return f"it writes into a tensor ({writes[0]}), which its graph does not follow"
     score, _, head, query, key = nodes[:SCALARS]
     answer, parts = nodes[-1].args[0], []
     while answer is not score:  # score + a - b ..., in any order
         term, rest = _split(answer, score, moving)
         if term is None:
-            return "it does more than to add something to a score"
+            return f"it does more than to add something to a score ({answer})"
         answer = term
         parts.append(rest)
     for part in parts:
         if not _by_distance(part, head, {query, key}, moving):
-            return "what it adds depends on more than the head and kv_idx - q_idx"
-    return None
+            return "what it adds depends on more than h and q_idx - kv_idx, which must stand in it as that difference"
+    return None if _passes_gradients_on(mod) else "the gradient of a score is not that of what it becomes"
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def _passes_gradients_on(mod: ScoreMod) -> bool:
+    """Whether the first score gets the gradient of what it becomes: a function may switch gradients off, or make them
+    by itself, and its graph does not show it."""
+    zero = torch.zeros(1, dtype=torch.int64, device=mod.device)
+    at = Indices(zero, zero, zero[None], zero[None])
+    with torch.inference_mode(False):
+        still = mod.with_values(mod.captured, [x.requires_grad for x in mod.captured])
+        _, pull = still.differentiable(_zeros(at), at, {})
+        return bool((pull(torch.ones_like(_zeros(at))) == 1).all())
 
 
 def _split(node: Any, score: Node, moving: dict[Node, None]) -> tuple[Any, Any]:
     """The term of a sum that the score is in, and the other; None and None of anything else, also of x - score."""
-    if isinstance(node, Node) and name_of(node) in ("add", "sub") and not node.kwargs:
-        orders = [node.args, node.args[::-1]] if name_of(node) == "add" else [node.args]
+    if isinstance(node, Node) and node.target in ADD | SUB and not node.kwargs:
+        orders = [node.args, node.args[::-1]] if node.target in ADD else [node.args]
         for term, rest in orders:
             if _depends(term, score, moving) and not _depends(rest, score, moving):
                 return term, rest
@@ -122,7 +152,7 @@ def _depends(node: Any, on: Node, moving: dict[Node, None]) -> bool:
 
 def _by_distance(node: Any, head: Node, ends: set[Node], moving: dict[Node, None]) -> bool:
     """Whether indices come into this by the head, and by the difference of one end and the other, alone."""
-    distances = {x for x in moving if name_of(x) == "sub" and not x.kwargs and set(x.args) == ends}
+    distances = {x for x in moving if x.target in OF_DISTANCE and not x.kwargs and set(x.args) == ends}
     return all(x.op != "placeholder" or x is head for x in _behind(node, distances, moving))
 
 

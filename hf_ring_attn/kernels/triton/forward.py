@@ -34,7 +34,7 @@ def _attend(
             scores = tl.where(seen, scores, float("-inf"))
         # Products and sums are spelled out below, so that both loops round alike: a row's bits must not depend on which
         # blocks had to be masked.
-        if BIAS:
+        if BIAS:  # natural, not in powers of two: a large bias has no digits to lose
             after = tl.maximum(largest, tl.max(scores, 1))
         else:
             after = tl.maximum(largest, tl.max(scores, 1) * factor)
@@ -42,10 +42,11 @@ def _attend(
         if MASKED or BIAS:
             shift = tl.where(after == float("-inf"), 0.0, after)  # a query that has seen nothing yet
         if BIAS:
-            weights = tl.exp2(scores - shift[:, None])
+            weights = tl.exp2((scores - shift[:, None]) * LOG2E)
+            decay = tl.exp2((largest - shift) * LOG2E)
         else:
             weights = tl.exp2(tl.fma(scores, factor, -shift[:, None]))
-        decay = tl.exp2(largest - shift)
+            decay = tl.exp2(largest - shift)
         total = tl.fma(total, decay, tl.sum(weights, 1))
         acc = acc * decay[:, None]
         v = load_rows(V, row, kv_head, start, keys, v_row, v_token, v_head, DV, BLOCK_N, BLOCK_DV, TMA, MASKED)
@@ -64,7 +65,8 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
     MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """See `launch.forward`. ``factor`` > 0 takes a score to powers of two; ``together`` key heads run side by side."""
+    """See `launch.forward`. ``factor`` > 0 scales a score, without a bias to powers of two; ``together`` key heads run
+    side by side."""
     pid = tl.program_id(0)
     side_by_side = together * group
     index = pid // side_by_side % programs
@@ -77,7 +79,9 @@ def forward_kernel(
     q = load_rows(Q, row, head, block * BLOCK_M, tokens, q_row, q_token, q_head, D, BLOCK_M, BLOCK_D, False, True)
     first, stop = load_bounds(BOUNDS, 0, row, queries, tokens, plane)
     if HAS_SINKS:  # a key without a value
-        largest = tl.zeros([BLOCK_M], tl.float32) + tl.load(SINKS + head).to(tl.float32) * LOG2E
+        largest = tl.zeros([BLOCK_M], tl.float32) + tl.load(SINKS + head).to(tl.float32)
+        if not BIAS:
+            largest = largest * LOG2E
         total = tl.full([BLOCK_M], 1.0, tl.float32)
     else:
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -104,7 +108,10 @@ def forward_kernel(
         )  # fmt: skip
 
     inside = queries < tokens
-    lse = (largest + tl.log2(total)) * LN2
+    if BIAS:
+        lse = largest + tl.log2(total) * LN2
+    else:
+        lse = (largest + tl.log2(total)) * LN2
     tl.store(LSE + (wide(row) * heads + head) * tokens + queries, lse, mask=inside)
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]
     column = tl.arange(0, BLOCK_DV)

@@ -70,9 +70,14 @@ class Problem:
 
     @property
     def factor_and_bend(self) -> tuple[float, float]:
-        """What takes a score to powers of two, and with a softcap what is applied before the tanh."""
-        scale, cap = self.params.scale, self.params.softcap
-        return (scale * LOG2E, 0.0) if cap is None else (cap * LOG2E, scale / cap)
+        """What scales a score, without a bias to powers of two, and with a softcap what is applied before the tanh."""
+        scale, cap, unit = self.params.scale, self.params.softcap, self.unit
+        return (scale * unit, 0.0) if cap is None else (cap * unit, scale / cap)
+
+    @property
+    def unit(self) -> float:
+        """Of the kernels' scores and log-sum-exps: powers of two; natural with a bias, whose digits that would cost."""
+        return LOG2E if self.bias is None else 1.0
 
     def table(self, bounds: Tensor) -> tuple[Any, ...]:
         """`Bias.arguments`; without one, others that stand in their places."""
@@ -159,7 +164,7 @@ def backward(
     if tiles.shape[0] == 0 or q.numel() == 0:
         return
     problem = Problem.of(q, k, v, tiles, params, into.extra)
-    dout, lse, delta = addressable(dout), (lse * -LOG2E).contiguous(), delta.contiguous()
+    dout, lse, delta = addressable(dout), (lse * -problem.unit).contiguous(), delta.contiguous()
     row = row or problem.row(descriptors_possible(problem.q, problem.k, problem.v, dout))
     with on(q.device):
         if row.values is None:
@@ -176,7 +181,7 @@ def add_dk_dv(
     problem: Problem, dout: Tensor, lse: Tensor, delta: Tensor, into: Gradients, blocks: Blocks, *, dk: bool = True,
     dv: bool = True,
 ) -> None:  # fmt: skip
-    """into.dk, into.dv += those of the tiles, or one of them; ``lse`` negated and in powers of two."""
+    """into.dk, into.dv += those of the tiles, or one of them; ``lse`` negated, in `Problem.unit`."""
     q, k, v = problem.q, problem.k, problem.v
     tma = descriptors_possible(q, dout)
     schedule, bounds = problem.schedule("keys", blocks, idle=False, streamed=(q, dout)), problem.bounds()
@@ -190,7 +195,7 @@ def add_dk_dv(
 
 
 def add_dq(problem: Problem, dout: Tensor, lse: Tensor, delta: Tensor, into: Gradients, blocks: Blocks) -> None:
-    """into.dq += that of the tiles, and what a bias learns; ``lse`` negated and in powers of two."""
+    """into.dq += that of the tiles, and what a bias learns; ``lse`` negated, in `Problem.unit`."""
     q, k, v = problem.q, problem.k, problem.v
     tma = descriptors_possible(k, v)
     schedule, bounds = problem.schedule("queries", blocks, idle=False, streamed=(k, v)), problem.bounds()
