@@ -202,20 +202,26 @@ class Ring:
             found += [part.view(x.shape).to(x.dtype) for part, x in zip(parts, run, strict=True)]
         return found
 
-    def agree(self, facts: dict[str, int], device: torch.device, todo: str, refusal: str | None = None) -> None:
+    def agree(
+        self, facts: dict[str, int], device: torch.device, todo: str, refusal: str | None = None,
+        any_of: Sequence[bool] = (),
+    ) -> list[bool]:  # fmt: skip
         """One small collective: all ranks hold the same facts, or all ranks raise.
 
         Args:
             facts: whole numbers by name, the same names on every rank.
             todo: what to do if they differ.
             refusal: why this rank refuses its batch, if it does; then every rank raises with that reason.
+            any_of: what may be so on one rank alone; as many on every rank.
+
+        Returns: of each of ``any_of``, whether it is so on any rank.
 
         Raises:
             RefusedElsewhere: some rank of the ring refused. RanksDiffer: the first fact that differs.
         """
         if self.size == 1:
-            return
-        row = torch.tensor([int(refusal is not None), *facts.values()], dtype=torch.int64, device=device)
+            return list(any_of)
+        row = torch.tensor([int(refusal is not None), *facts.values(), *any_of], dtype=torch.int64, device=device)
         table = self.gather(row, "compared its batch with the other ranks").wait()[0].tolist()
         if any(line[0] for line in table):
             texts: list[str | None] = [None] * self.size
@@ -223,9 +229,9 @@ class Ring:
                 dist.all_gather_object(texts, refusal, group=self.group)
             raise RefusedElsewhere({rank: text for rank, text in enumerate(texts) if text is not None})
         for column, name in enumerate(facts, start=1):
-            values: list[object] = [line[column] for line in table]
-            if len(set(values)) > 1:
-                raise RanksDiffer(name, values, todo)
+            if len({line[column] for line in table}) > 1:
+                raise RanksDiffer(name, [line[column] for line in table], todo)
+        return [any(line[1 + len(facts) + place] for line in table) for place in range(len(any_of))]
 
     def small_device(self, device: torch.device) -> torch.device:
         """Where small facts must lie to travel: on the GPU for NCCL, which knows no CPU tensors."""

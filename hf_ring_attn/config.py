@@ -35,8 +35,10 @@ class RingConfig:
             label smoothing and custom loss functions exact.
         layout: who holds which token of a batch. "zigzag": what `hf_ring_attn.positions` tells, for every batch.
             "balanced": where a zigzag would leave a rank with more than 1.1 times the mean's work, packed rows are
-            dealt other chunks, and ``sharded.positions`` alone tells where a rank's tokens are. "auto": balanced in
-            Trainer and SFTTrainer, which index nothing by a token's place; the zigzag in loops of one's own, which may.
+            dealt other chunks, and ``sharded.positions`` alone tells where a rank's tokens are; batches of images or
+            sound, those of `maybe_context_parallel`, and all once a rank has called `positions`, keep the zigzag.
+            "auto": balanced in Trainer and SFTTrainer, which index nothing by a token's place; the zigzag in loops of
+            one's own, which may.
         pad: pad rows to a multiple of 2 * ring size (of up to 16 * ring size, where ``layout`` deals more chunks) with
             tokens that nobody sees; False refuses other lengths.
         deterministic: demand the same bits from run to run.

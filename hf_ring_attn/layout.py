@@ -8,9 +8,11 @@ each is (`balance` chooses). A ring of one holds the row as it is.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,21 +171,26 @@ def _places(world_size: int, owners: Owners, device: torch.device) -> tuple[Tens
     return owner, number
 
 
-_SETTLED: dict[int, str] = {}
-"""How rows lie on rings of a size, as far as this process was told."""
+_TOLD: set[int] = set()
+"""Sizes of rings of which this process was told zigzag places."""
+_DEALT: dict[int, weakref.WeakSet[Any]] = {}
+"""By the size of a ring: what holds rows that lie otherwise on it, for as long as it lives."""
 
 
-def settle(world_size: int, arrangement: Literal["zigzag", "balanced"]) -> None:
-    """Notes that this process goes by one of these arrangements of rows on rings of this size.
+def zigzag_was_told(world_size: int) -> bool:
+    """Whether this process asked `positions` of rings of this size: it may index rows of a zigzag by them."""
+    return world_size in _TOLD
 
-    `positions` cannot know which batch it is asked about, so a process that is told zigzag places and has rows that may
-    be dealt in other chunks could index one by the other, and no shape would tell.
 
-    Raises:
-        TwoLayouts: it goes by the other one already.
-    """
-    if world_size > 1 and _SETTLED.setdefault(world_size, arrangement) != arrangement:
-        raise TwoLayouts(world_size)
+def note_dealt(holder: object, world_size: int) -> None:
+    """``holder`` has rows of a ring of this size that do not lie as a zigzag."""
+    _DEALT.setdefault(world_size, weakref.WeakSet()).add(holder)
+
+
+def _dealt_lives(world_size: int) -> bool:
+    if _DEALT.get(world_size):
+        gc.collect()  # one that only a cycle holds
+    return bool(_DEALT.get(world_size))
 
 
 def held_of_zigzag(length: int, rank: int, world_size: int) -> Tensor:
@@ -211,9 +218,12 @@ def positions(length: int, *, rank: int, world_size: int) -> Tensor:
 
     Raises:
         BadOption: for a rank outside the ring or a negative length.
-        TwoLayouts: packed rows may lie otherwise in this process (``RingConfig(layout="balanced")``, which Trainer
-            takes by itself). Where this was called first, such rows are refused.
+        TwoLayouts: there is a batch in this process whose rows lie otherwise (``RingConfig(layout="balanced")``, which
+            Trainer takes by itself). Batches that come after a call keep the zigzag.
     """
     held = held_of_zigzag(length, rank, world_size)
-    settle(world_size, "zigzag")
+    if _dealt_lives(world_size):
+        raise TwoLayouts(world_size)
+    if world_size > 1:
+        _TOLD.add(world_size)
     return held

@@ -31,9 +31,10 @@ class TwoLayouts(Refused):
     def __init__(self, world_size: int) -> None:
         super().__init__(
             f"hf_ring_attn.positions was asked where a ring of {world_size} holds the tokens of a row: it tells the "
-            "zigzag. But packed rows may be dealt in other chunks in this process (RingConfig(layout='balanced'), "
-            "which Trainer and SFTTrainer take by themselves), and what is indexed by zigzag places would belong to "
-            "other tokens. Use sharded.positions, of each sharded batch, or set RingConfig(layout='zigzag')."
+            "zigzag. But there is a packed batch whose tokens lie otherwise (RingConfig(layout='balanced'), which "
+            "Trainer and SFTTrainer take by themselves), and what is indexed by zigzag places would belong to other "
+            "tokens. Use sharded.positions, of each sharded batch; or keep the zigzag: call positions before the first "
+            "batch, or hf_ring_attn.configure(model, RingConfig(layout='zigzag'))."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from .. import errors
 from ..comm import Ring, fingerprint
 from ..config import RingConfig
-from ..layout import Layout
+from ..layout import Layout, note_dealt, zigzag_was_told
 from ..ring import gather_sequence
-from . import active, drift, masks, models, randomness, sample, selfcheck
-from .report import announce
+from . import active, drift, masks, models, randomness, sample, selfcheck, sharing
+from .report import announce, warn
 from .rows import KERNEL_HINTS, PADDING, Facts, Whole, tokens_of, whole_rows
 
 if TYPE_CHECKING:
@@ -120,10 +120,11 @@ def shard(
     Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents are
     read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. With
     RingConfig(layout="balanced"), where a zigzag gives some rank much more work than others, ranks hold other chunks
-    (`Sharded.positions` tells which). A batch with images or sound is cut later, where the text model inside begins:
-    towers see all on every rank, and draw the same random numbers there. With labels, shift_labels are made from the
-    whole row before it is cut, and num_items_in_batch is the batch's own or the number of labelled tokens of the whole
-    batch, over W, so that out.loss is this rank's share times W.
+    (`Sharded.positions` tells which), unless a rank was told zigzag places by `hf_ring_attn.positions`. A batch with
+    images or sound keeps the zigzag and is cut later, where the text model inside begins: towers see all on every
+    rank. In its context ranks draw the same random numbers, but for that text model. With labels, shift_labels are made
+    from the whole row before it is cut, and num_items_in_batch is the batch's own or the number of labelled tokens of
+    the whole batch, over W, so that out.loss is this rank's share times W.
 
     Args:
         batch: what the model would get, whole: input_ids or inputs_embeds, and any of labels, shift_labels,
@@ -136,8 +137,6 @@ def shard(
     Raises:
         BadBatch, UnevenLength: on every rank, if any rank's batch cannot be sharded exactly.
         RanksDiffer: on every rank, if the ranks hold different batches.
-        TwoLayouts, or RefusedElsewhere that holds its text: on every rank, if packed rows may be balanced and some rank
-            was told zigzag places by `hf_ring_attn.positions`.
     """
     ring = find_ring(group)
     if config is None:
@@ -161,14 +160,25 @@ def shard(
         facts["layout"] = zlib.crc32(repr(whole.layout.owners).encode())
     except errors.Refused as error:
         refusal = error
+    once = [zigzag_was_told(ring.size), sharing.compiled_here()]
     try:
-        ring.agree(facts, ring.small_device(device), _SAME_BATCH, None if refusal is None else str(refusal))
+        told, compiled = ring.agree(
+            facts, ring.small_device(device), _SAME_BATCH, None if refusal is None else str(refusal), once
+        )
     except errors.RefusedElsewhere as elsewhere:
         raise elsewhere from refusal
     if refusal is not None:
         raise refusal
+    if compiled:
+        sharing.go_by_bits()
+    if told and whole.layout.owners:
+        warn(_ZIGZAG)
+        zigzag = replace(config, layout="zigzag")
+        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), zigzag)
 
     sharded = _cut(batch, whole, ring, config)
+    if whole.layout.owners:
+        note_dealt(sharded.scope, ring.size)
     if sharded.scope.late and ring.size > 1:
         seeds = ring.numbers(randomness.drawn(), ring.small_device(device), "told its seed")
         sharded.scope.randomness = randomness.RingRandomness(seeds[0], ring.rank)
@@ -180,6 +190,10 @@ def shard(
     return sharded
 
 
+_ZIGZAG = (
+    "packed rows keep the zigzag, though other chunks would share their work better: hf_ring_attn.positions was called "
+    "on some rank, and tells that. With sharded.positions in its place rows are balanced."
+)
 TOLD = (
     "labels", "shift_labels", "position_ids", "attention_mask", "block_sequence_ids", "token_type_ids",
     "mm_token_type_ids", "num_items_in_batch", "pixel_values", "pixel_values_videos", "image_grid_thw",

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import errors
 from ..balance import balanced
 from ..config import RingConfig
-from ..layout import Layout, settle
+from ..layout import Layout
 
 IGNORED = -100
 PADDING = {
@@ -86,7 +86,7 @@ def whole_rows(
         late: it is cut where the text model begins, though it holds no images.
 
     Raises:
-        BadBatch, BadShape, UnevenLength: it cannot be cut exactly. TwoLayouts: see `_arranged`.
+        BadBatch, BadShape, UnevenLength: it cannot be cut exactly.
     """
     rows, length = tokens.shape[:2]
     if layout.padded != length and not config.pad:
@@ -129,17 +129,12 @@ def whole_rows(
 
 
 def _arranged(facts: Facts, layout: Layout, config: RingConfig) -> Layout:
-    """Who holds which token of a batch: the zigzag ``layout``, or what balances its documents, and its facts padded so.
-
-    Raises:
-        TwoLayouts: rows of several documents may be balanced, but this process was told the places of a zigzag.
-    """
+    """Who holds which token of a batch: the zigzag ``layout``, or what balances its documents, with facts padded so."""
     if config.layout != "balanced" or layout.world_size == 1 or facts.documents is None:
         return layout
     documents = facts.documents[:, : layout.length]
     if bool((documents == documents[:, :1]).all()):
         return layout
-    settle(layout.world_size, "balanced")  # before it is known whether this one is: no later batch is a surprise
     chosen = balanced(documents, layout, config.pad)
     if chosen.padded != layout.padded:
         for name, value in (("documents", -1), ("hidden", False), ("positions", 0), ("blocks", -1)):

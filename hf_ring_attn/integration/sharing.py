@@ -7,11 +7,13 @@ compiled code, where tensors are no objects, the same bits (`Compared`). So a ma
 traffic or memory, and never the answer.
 
 Objects cost nothing and bits a small message, which all ranks must send. A compiler may give a layer up on one rank and
-not on another, so once one was traced all layers of the process, compiled or not, go by their bits.
+not on another. So where anything was compiled on some rank before a batch, or a layer with a role was traced since, all
+layers of all ranks, compiled or not, go by their bits.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -106,7 +108,19 @@ class Shared:
 
 
 _traced = False
-"""Whether a layer with a role was ever traced in this process. On each rank alike: it is at first, on all of them."""
+"""Whether layers go by their bits. On each rank alike: it is agreed at each batch, and at first all of them trace."""
+
+
+def compiled_here() -> bool:
+    """Whether this process has compiled anything, and so perhaps given up a layer that others compile."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return _traced or (dynamo is not None and bool(dynamo.counters["frames"]["total"]))
+
+
+def go_by_bits() -> None:
+    """From here on, on every rank."""
+    global _traced
+    _traced = True
 
 
 # A compiler runs it where it traces a call, and leaves nothing of it in its graph.

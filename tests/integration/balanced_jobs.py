@@ -14,6 +14,7 @@ from torch import Tensor
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig, balance, layout
+from hf_ring_attn.integration import batch as of_batch
 from hf_ring_attn.integration import rows
 from hf_ring_attn.layout import Layout
 from jobs import Outcome, launched, train
@@ -57,7 +58,7 @@ def unlike(batch: Batch) -> str:
 @contextmanager
 def settled_on_nothing() -> Iterator[None]:
     """This process was told nothing of how rows lie; nor, afterwards, what it was told meanwhile."""
-    with mock.patch.dict(layout._SETTLED, clear=True):
+    with mock.patch.object(layout, "_TOLD", set()), mock.patch.object(layout, "_DEALT", {}):
         yield
 
 
@@ -78,18 +79,31 @@ def asked(length: int = 97, of: int = 0) -> object:
     return hf_ring_attn.positions(length, rank=0 if of else dist.get_rank(), world_size=of or dist.get_world_size())
 
 
-def by_zigzag_after_balanced(batch: Batch) -> str:
-    return attempted(lambda: hf_ring_attn.shard(batch, config=BALANCED), asked)
+def by_zigzag_after_balanced(batch: Batch) -> list[str]:
+    """While there is such a batch, and once there is none."""
+    held: list[Any] = []
+
+    def dealt() -> None:
+        held[:] = [hf_ring_attn.shard(batch, config=BALANCED)]
+
+    return [attempted(dealt, asked), attempted(dealt, held.clear, asked)]
 
 
-def balanced_after_zigzag(batch: Batch, who: tuple[int, ...], length: int = 97, of: int = 0) -> str:
-    """``who``: the ranks that ask for zigzag places."""
-    first = (lambda: asked(length, of)) if dist.get_rank() in who else (lambda: None)
-    return attempted(first, lambda: hf_ring_attn.shard(batch, config=BALANCED))
+def balanced_after_zigzag(batch: Batch, who: tuple[int, ...], of: int = 0) -> list[bool]:
+    """Which of two batches lie as a zigzag; ``who``: the ranks that ask for its places after the first."""
+    with settled_on_nothing(), chunks_forced(4):
+        found = [hf_ring_attn.shard(batch, config=BALANCED).layout.owners == ()]
+        if dist.get_rank() in who:
+            asked(of=of)
+        return [*found, hf_ring_attn.shard(batch, config=BALANCED).layout.owners == ()]
 
 
-def trained_after_zigzag(run: Run, mesh: Mesh) -> str:
-    return attempted(asked, lambda: train(run, mesh))
+def trained_after_zigzag(run: Run, mesh: Mesh) -> tuple[Outcome, list[str]]:
+    """And what was said."""
+    said: list[str] = []
+    with settled_on_nothing(), chunks_forced(4), mock.patch.object(of_batch, "warn", said.append):
+        asked()
+        return train(run, mesh), said
 
 
 def of_a_zigzag(batch: Batch) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 import compile_jobs
 import hf_ring_attn
@@ -22,7 +23,7 @@ from hf_ring_attn import RingConfig, tables
 from hf_ring_attn.comm import Pending, Ring
 from hf_ring_attn.integration import masks, sharing
 from hf_ring_attn.traffic import Kept
-from plain_jobs import Batch, Step, gradients_of, ready
+from plain_jobs import Batch, Step, gradients_of, ready, tokens
 
 
 @contextmanager
@@ -200,3 +201,15 @@ def compiled(case: Compiled, few: bool = False, given_up: bool = False) -> list[
             same = all(torch.equal(got[name], x) for name, x in want.items())
             found.append(Beside(messages, other, same, counter.frame_count, memory.most, left))
     return found
+
+
+def by_bits(who: int) -> tuple[bool, bool]:
+    """Whether layers go by their bits after a batch, before and once rank ``who`` alone has compiled anything."""
+    found = []
+    with mock.patch.object(sharing, "_traced", False), mock.patch.dict(counters["frames"], clear=True):
+        for compiles in (False, dist.get_rank() == who):
+            if compiles:
+                torch.compile(torch.sin, backend="eager")(torch.ones(3))
+            hf_ring_attn.shard(tokens(9))
+            found.append(sharing._traced)
+    return found[0], found[1]
