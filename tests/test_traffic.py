@@ -258,6 +258,13 @@ def test_a_gather_is_kept_once_all_of_it_has_come() -> None:
         assert kept_for(None, None, road.ring, None, k, -k) is None
 
 
+def test_the_first_lane_has_the_most_heads() -> None:
+    """Buffers take their room from it."""
+    for heads in range(1, 20):
+        sizes = [lane.stop - lane.start for lane in lanes_of(heads, 4)]
+        assert sum(sizes) == heads and sizes == sorted(sizes, reverse=True)
+
+
 def test_lanes_of_unequal_heads_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three heads the second lane, of one, wrote over the values' sums of the first while others still read them."""
     monkeypatch.setattr(pulls, "ROUND", 64)

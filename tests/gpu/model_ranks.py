@@ -90,7 +90,9 @@ def main() -> None:
                 far = {name: x for name, x in found.items() if not x <= BOUND}
             except hf_ring_attn.errors.RingAttentionError as error:
                 far = {str(error): torch.inf}
-            wrong += [f"{step.model}, {step.why}: {far}"] if far else []
+            if far:
+                wrong.append(f"{step.model}, {step.why}: {far}")
+                sys.stderr.write(f"rank {ring.rank}: {wrong[-1]}\n")  # at once: a job may be stopped before its end
         for name in BY_DOCUMENT:
             apart = by_document(name, device)
             wrong += [f"{name}, packed: {apart:.1e}"] if not apart <= BOUND else []

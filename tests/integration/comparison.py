@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,21 @@ from runs import Mesh, Run
 
 Ranks = Callable[[int], LiveRanks]
 
-MESHES = (Mesh(cp=2), pytest.param(Mesh(cp=4), marks=pytest.mark.full), Mesh(dp=2, cp=2))
+MESHES = (Mesh(cp=2), Mesh(dp=2, cp=2), Mesh(cp=4))
 LOSS = 1e-5
 """Relative bound of losses, grad norms and metrics."""
 PARAMETER = 1e-6
 """Absolute bound of parameters after ten steps, which move them by 0.01 to 0.2; 1e-7 is what is found."""
 UPDATE = 1e-3
 """Relative bound of how far the steps move each tensor: the smallest move by 1e-5, where float32 has steps of 1e-8."""
+
+
+def by_turns(cases: Sequence[Any], meshes: Sequence[Mesh] = MESHES) -> list[Any]:
+    """The parameters (case, mesh) of each case on each mesh; without --full on the first or the second, by turns."""
+    return [
+        pytest.param(case, mesh, id=f"{case.why}-{mesh}", marks=() if mesh is meshes[turn % 2] else pytest.mark.full)
+        for turn, case in enumerate(cases) for mesh in meshes
+    ]  # fmt: skip
 
 
 @cache

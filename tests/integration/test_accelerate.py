@@ -45,7 +45,10 @@ def model(attention: str = "ring_fp32") -> LlamaForCausalLM:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (4, 2)], ids=["cp 2", "dp 2 x cp 2"])
+@pytest.mark.parametrize(
+    ("world_size", "replicas"),
+    [pytest.param(2, 1, id="cp 2", marks=pytest.mark.full), pytest.param(4, 2, id="dp 2 x cp 2")],
+)
 def test_accelerate_on_ranks(world_size: int, replicas: int) -> None:
     environment = {
         **os.environ,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comparison import MESHES, Ranks, assert_equal_runs, without_ring
+from comparison import Ranks, assert_equal_runs, by_turns, without_ring
 from hf_ring_attn import RingConfig
 from jobs import train
 from runs import Mesh, Rows, Run
@@ -57,8 +57,7 @@ RUNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.why)
+@pytest.mark.parametrize(("run", "mesh"), by_turns(RUNS))
 def test_a_ring_evaluates_as_one_process_does(ranks: Ranks, run: Run, mesh: Mesh) -> None:
     outcomes = ranks(mesh.size).run(train, run, mesh)
     want = without_ring(ranks, run, mesh)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from comparison import LOSS, MESHES, PARAMETER, Ranks
+from comparison import LOSS, PARAMETER, Ranks, by_turns
 from runs import Mesh
 from sft_jobs import NUMBERS, STEPS, Case, DeclaredExact, Outcome, OwnLoss, half, one_step, trained
 
@@ -58,8 +58,7 @@ def in_one_process(ranks: Ranks, case: Case, mesh: Mesh) -> Outcome:
     return ranks(1).run(trained, case, mesh.alone)[0]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
+@pytest.mark.parametrize(("case", "mesh"), by_turns(CASES))
 def test_sft_in_a_ring_is_sft_in_one_process(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     compare(ranks, case, mesh)
 
@@ -100,8 +99,7 @@ ADDED = Case(  # by TRL alone: without it patched, gradients differed by 2e-5 he
 BOTH = Case("both", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}, kind=MIXTRAL, means=True)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=4)], ids=str)
-@pytest.mark.parametrize("case", [EXPERTS, ADDED, MEANS, BOTH], ids=lambda case: case.why)
+@pytest.mark.parametrize(("case", "mesh"), by_turns([EXPERTS, ADDED, MEANS, BOTH], [Mesh(cp=2), Mesh(cp=4)]))
 def test_losses_that_are_no_sums_over_tokens(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     """Without replicas: what they would average is not what one process has of all rows together."""
     compare(ranks, case, mesh)

@@ -13,12 +13,12 @@ from torch import Tensor
 import hf_ring_attn
 import plain_jobs
 from comparison import (
-    MESHES,
     WITH_TOWERS,
     Ranks,
     alone,
     assert_equal_runs,
     assert_towers_change_nothing,
+    by_turns,
     without_ring,
 )
 from hf_ring_attn import RingConfig, errors
@@ -107,14 +107,13 @@ TRAININGS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
 def test_images_change_nothing_about_the_answer(ranks: Ranks, step: Step, world_size: int) -> None:
     assert_towers_change_nothing(ranks, world_size, step)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("run", TRAININGS, ids=lambda run: run.why)
+@pytest.mark.parametrize(("run", "mesh"), by_turns(TRAININGS))
 def test_a_trainer_trains_on_images(ranks: Ranks, run: Run, mesh: Mesh) -> None:
     outcomes = ranks(mesh.size).run(train, run, mesh)
     assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size

@@ -143,7 +143,7 @@ RUNS = {
     "score_mods": [str(SCORES_FILE), "-k", "all or takes or others"],
     "score_mods, rest": [str(SCORES_FILE), "-k", "not (all or takes or others)"],
 }
-SELDOM = {f"table, {n}" for n in range(1, PARTS)} | {"bits", "score_mods, rest"}
+SELDOM = {f"table, {n}" for n in range(1, PARTS)} | {"bits", "rest", "score_mods, rest"}
 
 
 @pytest.mark.slow
