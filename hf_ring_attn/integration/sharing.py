@@ -99,7 +99,7 @@ class Shared:
         """The same for a layer that a compiler is tracing."""
         role = self._role(module)
         if role is not None:
-            _note()
+            go_by_bits()
         return role
 
     def _role(self, module: nn.Module) -> Role | None:
@@ -117,15 +117,10 @@ def compiled_here() -> bool:
     return _traced or (dynamo is not None and bool(dynamo.counters["frames"]["total"]))
 
 
-def go_by_bits() -> None:
-    """From here on, on every rank."""
-    global _traced
-    _traced = True
-
-
 # A compiler runs it where it traces a call, and leaves nothing of it in its graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _note() -> bool:
+def go_by_bits() -> bool:
+    """From here on, on every rank."""
     global _traced
     _traced = True
     return True
