@@ -2,12 +2,13 @@
 
 Tiny models of every kind in a ring, over NCCL where there are GPUs, in float32, against transformers' own attention on
 one device: hybrids, experts with their auxiliary loss, windows, sinks, latent attention; whole rows, padded and packed
-ones. Windows and short documents make sparse plans.
+ones; and towers that draw random numbers. Windows and short documents make sparse plans.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "integration")]
 
 import hf_ring_attn  # noqa: E402  only after the paths
+import test_randomness as towers  # noqa: E402  only after the paths
 from hf_ring_attn.bench.world import world  # noqa: E402  only after the paths
 from hf_ring_attn.testing import relative_error  # noqa: E402  only after the paths
 from hybrid_jobs import HYBRIDS  # noqa: E402  only after the paths
@@ -56,7 +58,8 @@ def errors(got: Answer, want: Answer, real: torch.Tensor) -> dict[str, float]:
     found = {"loss": relative_error(got.loss, want.loss), "logits": relative_error(got.logits[real], want.logits[real])}
     for kind in ("gradients", "exact"):
         mine, theirs = getattr(got, kind), getattr(want, kind)
-        assert mine.keys() == theirs.keys()
+        # Towers may have weights without a gradient, which a ring gives zeros.
+        assert all(name in theirs or not gradient.any() for name, gradient in mine.items())
         floor = FLOOR * float(torch.stack([x.norm() for x in theirs.values()]).norm())
         found[kind] = max(float((mine[n] - x).norm()) / max(float(x.norm()), floor) for n, x in theirs.items())
     return found
@@ -74,6 +77,18 @@ def by_document(name: str, device: torch.device) -> float:
         model = ready(step, None)
         want = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
     return relative_error(got, want)
+
+
+def by_a_tower(step: Step, device: torch.device) -> dict[str, float]:
+    """`errors` of a model whose tower draws on the GPU, against one process seeded as the ring was."""
+    batch = {n: x.to(device, torch.float32 if x.is_floating_point() else None) for n, x in step.batch.items()}
+    step = replace(step, batch=batch, dtype=torch.float32, device=str(device))
+    got, seeds = towers.in_a_ring(step)
+    first = torch.tensor(seeds, device=device)
+    dist.broadcast(first, 0)
+    want = towers.by_itself(step, int(first[0]), int(first[3]))
+    mask = step.batch.get("attention_mask", torch.ones_like(step.batch["input_ids"]))
+    return errors(got, want, mask.bool())
 
 
 def main() -> None:
@@ -96,11 +111,14 @@ def main() -> None:
         for name in BY_DOCUMENT:
             apart = by_document(name, device)
             wrong += [f"{name}, packed: {apart:.1e}"] if not apart <= BOUND else []
+        for step in towers.STEPS:
+            far = {name: x for name, x in by_a_tower(step, device).items() if not x <= BOUND}
+            wrong += [f"{step.model}, {step.why}: {far}"] if far else []
         texts: list[list[str]] = [[]] * ring.size
         dist.all_gather_object(texts, wrong)
         if ring.rank == 0:
             lines = [f"rank {rank}: {line}" for rank, some in enumerate(texts) for line in some]
-            text = "\n".join([*lines, f"{len(cases) + len(BY_DOCUMENT)} cases, {len(lines)} wrong"])
+            text = "\n".join([*lines, f"{len(cases) + len(BY_DOCUMENT) + len(towers.STEPS)} cases, {len(lines)} wrong"])
             sys.stdout.write(text + "\n")
     sys.exit(any(texts))
 

@@ -21,4 +21,4 @@ def test_pulls_and_messages_have_the_same_right_bits_every_time(ranks: int) -> N
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     run = subprocess.run([*launcher, str(program)], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "cases and 2 x 50 passes, 0 wrong" in run.stdout
+    assert "cases and 4 x 50 passes, 0 wrong" in run.stdout

@@ -145,7 +145,8 @@ def _call(job: Job, tokens: int) -> Any:
         random(heads, job.width), random(kv_heads, job.width), random(kv_heads, value_dim), random(heads, value_dim),
     )  # fmt: skip
     table = torch.tensor([Tile(0, 0, tokens, 0, 0, tokens, 0, lo=0, hi=UNBOUNDED)])
-    params = Params(job.width**-0.5, score_mod=ScoreMod.of(_slopes(heads), q.device) if job.bias else None)
+    mod = ScoreMod.of(_slopes(heads), q.device) if job.bias else None
+    params = Params(job.width**-0.5, score_mod=mod and mod.with_values(mod.captured, [False] * len(mod.captured)))
     row = Row(job.blocks, job.blocks, job.blocks)
     if job.what == "forward":
         return lambda: launch.forward(q, k, v, table, params, row)
