@@ -37,7 +37,7 @@ from tiny_models import MODELS  # noqa: E402  only after the paths
 
 DOCUMENTS = (5, 20, 3, 30, 9)
 BATCHES: dict[str, Batch] = {"whole": tokens(67), "padded": padded(67, right=20), "packed": packed(*DOCUMENTS)}
-BY_DOCUMENT = (*HYBRIDS, "gpt_oss")
+BY_DOCUMENT = (*HYBRIDS, "gpt_oss", "afmoe")
 """Their packed rows are compared with each document alone, since transformers' own code mixes the documents."""
 BOUND, FLOOR = 5e-5, 0.05
 """Relative; a parameter's gradient counts for at least this share of the gradient of all, as in the sweep."""
