@@ -73,7 +73,10 @@ class _Backward:
         there."""
         parts = []
         tables = self.tables
-        gathered = seen_by_heads(self.traffic, tables.exchange, tables.owners, self.k, self.v, heads_per_gather)
+        gathered = seen_by_heads(
+            self.traffic, tables.exchange, tables.owners, self.q, self.k, self.v, heads_per_gather,
+            most=tables.most,
+        )  # fmt: skip
         self._prepare()
         wide = accumulate_dtype(self.q.dtype)
         for heads, k, v in gathered:

@@ -118,11 +118,8 @@ class Layout:
         """The padded row from all ranks' tokens: [W, B, T, ...] in rank order to [B, W * T, ...] in row order."""
         if self.world_size == 1:
             return gathered[0]
-        ranks, batch, tokens, *rest = gathered.shape
-        owner, number = _places(self.world_size, self.owners, gathered.device)
-        pieces = gathered.unflatten(2, (self.chunks, tokens // self.chunks))[owner, :, number]
-        merged: Tensor = pieces.transpose(0, 1).reshape(batch, ranks * tokens, *rest)
-        return merged
+        pieces = gathered.unflatten(2, (self.chunks, gathered.shape[2] // self.chunks))
+        return torch.cat([pieces[rank, :, number] for rank, number in _places(self.world_size, self.owners)], 1)
 
     def split(self, row: Tensor) -> Tensor:
         """The opposite of `merge`: [B, W * T, ...] in row order to [W, B, T, ...] in rank order."""
@@ -159,16 +156,14 @@ def _held(world_size: int, owners: Owners, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _places(world_size: int, owners: Owners, device: torch.device) -> tuple[Tensor, Tensor]:
+def _places(world_size: int, owners: Owners) -> tuple[tuple[int, int], ...]:
     """Of each chunk of the row: its owner, and which of the owner's chunks it is."""
     places = sorted(
         (chunk, rank, number)
         for rank, held in enumerate(chunks_of(world_size, owners))
         for number, chunk in enumerate(held)
     )
-    with torch.inference_mode(False):
-        _, owner, number = torch.tensor(places, device=device).unbind(1)
-    return owner, number
+    return tuple((rank, number) for _, rank, number in places)
 
 
 _TOLD: set[int] = set()

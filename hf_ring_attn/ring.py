@@ -124,7 +124,9 @@ def forward(
     per_key_head = heads // k.shape[2]
     out = q.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q.dtype))
-    seen = seen_by_heads(traffic, tables.exchange, tables.owners, k, v, heads_per_gather, kept)
+    seen = seen_by_heads(
+        traffic, tables.exchange, tables.owners, q, k, v, heads_per_gather, kept, most=tables.most
+    )  # fmt: skip
     for group, keys, values in seen:
         mine = slice(group.start * per_key_head, group.stop * per_key_head)
         _, lse[:, mine] = kernel.forward(

@@ -39,7 +39,8 @@ class Plan:
     Args:
         ring: the name of the ring.
         tiles: [N, 9], the sections of `Tables` one after the other.
-        stops: int64 on the CPU, where in ``tiles`` each section ends, and then whether the plan is sparse.
+        stops: int64 on the CPU, where in ``tiles`` each section ends, and then, of a sparse plan, how many keys a rank
+            sees at most; 0 of others.
         holes: as in `Request`.
     """
 
@@ -57,10 +58,10 @@ class Plan:
         """
         share = SPARSE_SHARE if sparse_share is None else sparse_share
         few = _sparse(layout, mask, share) if ring.size > 1 else None
-        sections = _dense(layout, mask) if few is None else few
+        most, sections = (0, _dense(layout, mask)) if few is None else few
         lengths = [len(section) for section in sections]
         lengths += [0] * (4 + 2 * ring.size - len(sections) if ring.size > 1 else 0)
-        stops = torch.tensor([*itertools.accumulate(lengths), few is not None])
+        stops = torch.tensor([*itertools.accumulate(lengths), most])
         return cls(ring.name, torch.cat(sections), stops, mask.holes)
 
 
@@ -86,6 +87,7 @@ class Tables:
         backward: tiles against the keys of rank 0, 1, ...; segments: of these keys. None in a sparse plan.
         exchange: of a sparse plan: who is sent which keys.
         owners: as in `Layout`, for a gather of the whole row; () in a sparse plan, which needs none.
+        most: of a sparse plan: how many keys a rank sees at most.
     """
 
     forward: Tensor
@@ -95,6 +97,7 @@ class Tables:
     segments: Sequence[Segments] = ()
     exchange: Exchange | None = None
     owners: Owners = ()
+    most: int = 0
 
     @classmethod
     def of(cls, table: Tensor, stops: Tensor, ring_size: int) -> Tables:
@@ -107,7 +110,8 @@ class Tables:
             if ring_size == 1:
                 known = cls(forward, queries, keys, [forward], [keys])
             elif stops[-1]:
-                known = cls(forward, queries, keys, exchange=Exchange.of(rest[0], rest[1], ring_size))
+                exchange = Exchange.of(rest[0], rest[1], ring_size)
+                known = cls(forward, queries, keys, exchange=exchange, most=int(stops[-1]))
             else:
                 *rest, owners = rest
                 of_ranks = [Segments.of(x) for x in rest[ring_size:]]
@@ -136,8 +140,9 @@ def _dense(layout: Layout, mask: Mask) -> list[Tensor]:
     return sections
 
 
-def _sparse(layout: Layout, mask: Mask, share: float) -> list[Tensor] | None:
-    """Five sections; None where some rank sees more than this share of the other ranks' keys."""
+def _sparse(layout: Layout, mask: Mask, share: float) -> tuple[int, list[Tensor]] | None:
+    """How many keys a rank sees at most, 1 or more, and five sections; None where some rank sees more than this share
+    of the other ranks' keys."""
     ranks = range(layout.world_size)
     seen: list[tuple[Run, ...]] = []
     for rank in ranks:
@@ -149,7 +154,7 @@ def _sparse(layout: Layout, mask: Mask, share: float) -> list[Tensor] | None:
     queries, keys = layout.runs(), seen[layout.rank]
     sends = [(rank, *piece[:2]) for rank in ranks for piece in _pieces(seen[rank], queries)]
     receives = [(rank, to, length) for rank in ranks for _, length, to in _pieces(keys, layout.runs(rank))]
-    return [
+    return max(1, *(sum(run.length for run in runs) for runs in seen)), [
         tiles(mask, queries, keys, KEY_BLOCK), _local_segments(mask, layout, layout.rank, keys=False),
         _segments(mask, keys, keys=True),
         *(_columns(torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)) for rows in (sends, receives)),

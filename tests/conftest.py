@@ -14,8 +14,9 @@ import torch
 
 from hf_ring_attn.testing import LiveRanks
 
-TEST_SECONDS = 120
-"""No test takes longer. Ranks that hang are reported before, by name, at LiveRanks' own limit."""
+TEST_SECONDS, GPU_TEST_SECONDS = 120, 400
+"""No test takes longer; on a GPU dozens of kernels may be compiled. Ranks that hang are reported before, by name, at
+LiveRanks' own limit."""
 
 _stderr = pytest.StashKey[int]()
 
@@ -45,7 +46,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """End the whole run, with every thread's stack, when a test hangs: nothing softer ends a stuck collective."""
-    faulthandler.dump_traceback_later(TEST_SECONDS, exit=True, file=item.config.stash[_stderr])
+    seconds = TEST_SECONDS if item.get_closest_marker("gpu") is None else GPU_TEST_SECONDS
+    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[_stderr])
     try:
         return (yield)
     finally:

@@ -28,6 +28,7 @@ from hf_ring_attn.traffic import (
     traffic_of,
     visiting_order,
 )
+from hf_ring_attn.traffic.heads import QUERIES, SCORES
 from hf_ring_attn.traffic.packing import Packing
 from hf_ring_attn.traffic.pulls import Pulls
 
@@ -141,11 +142,12 @@ def test_groups_are_large_enough_to_launch_and_small_enough_to_hide() -> None:
     ring.__dict__.update(size=4)
     road = Messages(ring)
     assert (road.groups, road.bytes_per_gather) == (2, 2**28)
-    k = torch.empty(1, 2**20, 8, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, 2**20, 128, 128, dtype=torch.bfloat16, device="meta")
 
-    def largest(length: int, heads: int = 8, asked: int = 0) -> int:
-        part = k[:, :length, :heads]
-        groups = head_groups(part, part, road, asked)
+    def largest(length: int, heads: int = 8, asked: int = 0, each: int = 4, chunks: int = 2, seen: int = 0) -> int:
+        """``each``: query heads of a key head; ``seen``: of the row's keys, if not all."""
+        part, q = k[:, :length, :heads], k[:, :length, :1].expand(-1, -1, each * heads, -1)
+        groups = head_groups(q, part, part, road, asked, seen or 4 * length, length // chunks)
         assert groups[0].start == 0 and groups[-1].stop == heads
         assert all(one.stop == other.start for one, other in itertools.pairwise(groups))
         return max(int(group.stop - group.start) for group in groups)
@@ -154,6 +156,14 @@ def test_groups_are_large_enough_to_launch_and_small_enough_to_hide() -> None:
     assert largest(2**16) == 2**28 // (4 * 2**16 * 256 * 2) == 2
     assert largest(2**20) == 1 and largest(0) == 4
     assert largest(2**10, asked=3) == 3 and largest(2**20, asked=8) == 8
+
+    road.bytes_per_gather = 2**26
+    assert largest(2**15) == 1 and largest(2**13) == 4, "by bytes"
+    # With one query head for each key head, or with more chunks, so few bytes would leave little to a launch.
+    assert largest(2**14, heads=128, each=1) == QUERIES // 2**13 == 4 > 2**26 // (4 * 2**14 * 256 * 2)
+    assert largest(2**13, heads=128, each=1) == SCORES // (2**12 * 4 * 2**13) == 16
+    assert largest(2**15, chunks=16) == QUERIES // (4 * 2**11) == 4
+    assert largest(2**15, seen=2**15) == 2**26 // (2**15 * 256 * 2) == 4, "of a sparse plan the keys that arrive count"
 
 
 def test_a_rank_meets_the_one_before_it_first() -> None:
@@ -247,13 +257,13 @@ def test_a_gather_is_kept_once_all_of_it_has_come() -> None:
     k = torch.arange(24.0).view(1, 4, 3, 2)
     with without_a_gpu() as road:
         kept = Kept()
-        half = seen_by_heads(road, None, (), k, -k, 1, kept)
+        half = seen_by_heads(road, None, (), k, k, -k, 1, kept)
         next(half)
         assert kept.parts is None
         first = [next(half), *half]
         assert kept.parts is not None and kept.parts[1:] == first
         road.gathered = mock.MagicMock(side_effect=AssertionError)
-        assert list(seen_by_heads(road, None, (), k, -k, 1, kept)) == kept.parts
+        assert list(seen_by_heads(road, None, (), k, k, -k, 1, kept)) == kept.parts
         assert kept_for(kept.number, kept.role, road.ring, None, k, -k) is kept
         assert kept_for(None, None, road.ring, None, k, -k) is None
 

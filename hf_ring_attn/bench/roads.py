@@ -86,13 +86,15 @@ def _road(work: Workload, plan: Plan, kernel: str, tokens: int, share: float, ch
 class Alone(Played):
     """One rank of a ring whose messages have all arrived: what its own work costs, on one device. A `Traffic`."""
 
+    groups, bytes_per_gather = 2, 64 * 2**20  # as pulls
+
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
         kept: dict[int, Sums] = {}
         return self.walk(lanes, lambda source, lane: kept.setdefault(lane.start, new(source, lane)))
 
 
-def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str) -> Road:
-    """One rank of a ring of ``ring_size``, by the code of the real one."""
+def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str, heads_per_gather: int = 0) -> Road:
+    """One rank of a ring of ``ring_size``, by the code of the real one on GPUs of one machine."""
     layout = Layout(work.tokens, ring_size, rank)
     q, _, _, dout = work.inputs(layout.local_length, 1)
     _, *row, _ = work.inputs(layout.padded, 0)
@@ -103,7 +105,7 @@ def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str) -> R
     params, computing = work.params(), KERNELS[kernel]
 
     def one_way() -> tuple[Tensor, Tensor]:
-        return forward(traffic, computing, q, k, v, tables, params, 0)
+        return forward(traffic, computing, q, k, v, tables, params, heads_per_gather)
 
     def both() -> object:
         out, lse = one_way()

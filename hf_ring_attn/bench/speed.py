@@ -82,7 +82,9 @@ def _contestants(
     yield ONE, lambda: roads.one_device(work, kernel)
     if ring.size == 1 and ring_size > 1:
         rank = ring_size // 2
-        yield f"rank {rank} of {ring_size}", lambda: roads.without_traffic(work, ring_size, rank, kernel)
+        for heads in dict.fromkeys(one.heads_per_gather for one in chosen):
+            name = f"rank {rank} of {ring_size}" + (f" heads {heads}" if heads else "")
+            yield name, functools.partial(roads.without_traffic, work, ring_size, rank, kernel, heads)
     for one in chosen if ring.size > 1 else ():
         yield one.name, functools.partial(roads.in_ring, work, ring, kernel, one)
     for peer in against:

@@ -36,7 +36,7 @@ class Traffic(Protocol):
 
     ``groups`` and ``bytes_per_gather``: the heads of a gather are divided into so many groups at least, and into more
     where that keeps the gathered keys and values of one below so many bytes. All but the first travel while others are
-    attended, but small groups cost more to launch.
+    attended, but small groups cost more to launch (`head_groups`).
     """
 
     ring: Ring

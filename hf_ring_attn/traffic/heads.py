@@ -9,30 +9,53 @@ from torch import Tensor
 
 from ..comm import Ring
 from ..exchange import Exchange
-from ..layout import Owners
+from ..layout import Owners, chunks_of
 from .base import Traffic
 from .kept import Kept, Part
 
+QUERIES, SCORES = 2**15, 2**31
+"""What one launch for a chunk of tokens and a group of heads has at least, if there are so many heads: two blocks of
+queries for each multiprocessor of a large GPU, and work for about a millisecond there, ten times what launching takes.
+Where each query head has keys of its own (128 heads of 192/128 at 32K tokens), groups by bytes alone cost a quarter of
+the forward's speed on an H200: 192 blocks take as long as 264."""
 
-def head_groups(k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int) -> list[slice]:
-    """The key/value heads in groups of ``heads_per_gather``; 0: as `Traffic` has it. The same on every rank."""
-    batch, tokens, heads, _ = k.shape
+
+def head_groups(
+    q: Tensor, k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int, keys: int, chunk: int
+) -> list[slice]:
+    """The key/value heads in groups of ``heads_per_gather``; 0: as `Traffic` has it, and none too small to launch.
+
+    Args:
+        q, k, v: of a rank's tokens, [B, T, ...]. Only shapes count, so the groups are the same on every rank.
+        keys: how many of each head arrive.
+        chunk: tokens of a kernel's call.
+    """
+    batch, _, heads, width = k.shape
     if not heads_per_gather:
-        bytes_per_head = traffic.ring.size * batch * tokens * (k.shape[3] + v.shape[3]) * k.element_size()
-        most = traffic.bytes_per_gather // max(1, bytes_per_head)
-        heads_per_gather = max(1, min(-(-heads // traffic.groups), most))
+        bytes_per_head = batch * keys * (width + v.shape[3]) * k.element_size()
+        queries_per_head = max(1, batch * chunk * q.shape[2] // heads)
+        most = max(
+            traffic.bytes_per_gather // max(1, bytes_per_head),
+            -(-QUERIES // queries_per_head),
+            -(-SCORES // (queries_per_head * max(1, keys))),
+        )
+        heads_per_gather = min(-(-heads // traffic.groups), most)
     return [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
 
 
 def seen_by_heads(
-    traffic: Traffic, exchange: Exchange | None, owners: Owners, k: Tensor, v: Tensor, heads_per_gather: int,
-    kept: Kept | None = None,
+    traffic: Traffic, exchange: Exchange | None, owners: Owners, q: Tensor, k: Tensor, v: Tensor,
+    heads_per_gather: int, kept: Kept | None = None, *, most: int = 0,
 ) -> Iterator[Part]:  # fmt: skip
     """The keys and values [B, S, heads, ...] of a plan's forward, a few heads at a time: the whole row's, or those that
-    this rank's queries see. Where ``kept`` has them nothing travels; where it is empty they are left there."""
+    this rank's queries q see, ``most`` on some rank. Where ``kept`` has them nothing travels; where it is empty they
+    are left there."""
     if kept is not None and kept.parts is not None:
         return iter(kept.parts)
-    ring, groups = traffic.ring, head_groups(k, v, traffic, heads_per_gather)
+    ring, tokens = traffic.ring, k.shape[1]
+    keys = ring.size * tokens if exchange is None else most
+    chunk = tokens // len(chunks_of(ring.size, owners)[ring.rank])
+    groups = head_groups(q, k, v, traffic, heads_per_gather, keys, chunk)
     if exchange is None:
         parts = traffic.gathered(k, v, groups, owners, keep=kept is not None)
     else:

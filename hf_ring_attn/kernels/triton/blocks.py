@@ -59,7 +59,10 @@ TABLE: dict[tuple[str, int, int], Row] = {
     ("other", 4, 256): Row(_TINY, _TINY, _TINY),
 }
 
-WITH_BIAS: dict[tuple[str, int, int], Row] = {}
+WITH_BIAS: dict[tuple[str, int, int], Row] = {
+    ("hopper", 2, 64): Row(Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1), Blocks(128, 128, 8, 1)),
+    ("hopper", 2, 128): Row(Blocks(64, 32, 4, 2), Blocks(64, 64, 4, 1), Blocks(128, 128, 8, 1)),
+}
 """The same with a bias by distance, where that takes other blocks: its places take registers."""
 
 INTERPRETER = Row(Blocks(32, 16, 1, 1), Blocks(16, 32, 1, 1), Blocks(32, 16, 1, 1))
