@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args, overload
 
 import torch
@@ -13,11 +12,11 @@ from .choice import kernel_for
 from .comm import Ring, fingerprint
 from .config import RingConfig, Traffic
 from .errors import BadOption, BadShape, RanksDiffer
-from .kernels import Params, Part, Request, ScoreFunction, ScoreMod, asking, named
-from .layout import Layout, Run, held_of_zigzag
-from .mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask, tiles
+from .kernels import Params, Request, ScoreFunction, ScoreMod
+from .layout import Layout, held_of_zigzag
+from .mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
 from .ring import attend
-from .scored import attend_scored
+from .scored import attend_scored, kernel_for_scores
 from .tables import Plan
 
 if TYPE_CHECKING:
@@ -135,10 +134,11 @@ def ring_attention(
         config.deterministic, mask.holes, mod is not None,
     )  # fmt: skip
     scale = head_dim**-0.5 if scale is None else scale
-    if mod is not None and {"flex", "triton"} & set(named(config.kernel)):
-        request = asking(request, mod, scale, softcap, partial(_part, mask, batch, length))
-    kernel = kernel_for(ring.name, config.kernel, request)
     params = Params(scale, softcap, sinks, config.deterministic, mod)
+    if mod is None:
+        kernel = kernel_for(ring.name, config.kernel, request)
+    else:
+        kernel = kernel_for_scores(ring.name, config.kernel, request, params, mask, batch, length)
     real = torch.nonzero(layout.positions() < length).flatten().to(q.device)
     short = len(held) < layout.local_length
     if short:
@@ -193,23 +193,6 @@ def _documents(documents: Tensor | None, batch: int, layout: Layout) -> Tensor |
     if documents.shape not in ((layout.length,), (batch, layout.length)):
         raise BadShape("documents", tuple(documents.shape), f"it must be [{batch}, {layout.length}], the whole row")
     return layout.pad(documents.to("cpu", torch.int64).expand(batch, -1), 1, -1)
-
-
-PART_ROWS, PART_QUERIES, PART_KEYS = 2, 200, 320
-
-
-def _part(mask: Mask, batch: int, length: int) -> Part:
-    """The first tokens of a few rows, from the first that sees anything; keys in two pieces for the backward."""
-    rows = mask.terms[0][1][: min(batch, PART_ROWS)]
-    start = min((queries[0].start for queries, _ in rows if queries), default=0)
-    queries, keys = min(PART_QUERIES, length - start), min(PART_KEYS, length - start)
-
-    def seen(first: int, stop: int) -> Tensor:
-        table = tiles(mask, [Run(0, start, queries)], [Run(0, start + first, stop - first)])
-        return table[table[:, 0] < len(rows)]
-
-    pieces = [(0, keys // 2), (keys // 2, keys)]
-    return Part(len(rows), queries, keys, seen(0, keys), tuple((a, b, seen(a, b)) for a, b in pieces if a < b))
 
 
 def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *options: Any) -> int:

@@ -24,8 +24,14 @@ _attentions = 0
 
 
 def attentions() -> int:
-    """How many times the op's forward ran in this process. The op counts, since compiled code runs nothing else."""
+    """How many times the ring's forward ran in this process."""
     return _attentions
+
+
+def count_attention() -> None:
+    """The op itself counts, since compiled code runs nothing else."""
+    global _attentions
+    _attentions += 1
 
 
 def attend(
@@ -53,8 +59,7 @@ def _forward_op(
     softcap: float | None, deterministic: bool, ring: str, kernel: str, backward: str, heads_per_gather: int,
     traffic: str, kept: Tensor | None = None, role: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    global _attentions
-    _attentions += 1
+    count_attention()
     params = Params(scale, softcap, sinks, deterministic)
     with torch.autocast(q.device.type, enabled=False):  # it would round a kernel's float32 sums to 16 bits
         road = traffic_of(Ring(ring), q.device, traffic)

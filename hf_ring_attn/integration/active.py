@@ -19,6 +19,7 @@ from .. import errors
 from ..comm import Ring
 from ..config import RingConfig
 from ..layout import Layout
+from ..mask import Mask
 from ..ring import attentions
 from ..tables import Plan
 from .opaque import Opaque
@@ -39,6 +40,7 @@ class MaskSpec(Opaque):
     opaque object, whose scope leads back to it.
 
     Args:
+        mask: of the whole rows.
         seen: which keys a query sees, as the model asked for it.
         scope: the sharded batch it belongs to; None for a ring of one that needs none.
 
@@ -48,8 +50,11 @@ class MaskSpec(Opaque):
         shared: where layers keep keys and values for each other; None: each gathers for itself.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, seen: Seen, config: RingConfig, scope: Scope | None) -> None:
+    def __init__(
+        self, plan: Plan, layout: Layout, mask: Mask, seen: Seen, config: RingConfig, scope: Scope | None
+    ) -> None:
         self.plan = plan
+        self.mask = mask
         self.layout = layout
         self.places = layout.positions()
         self.seen = seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .. import errors
 from ..choice import kernel_for
-from ..kernels import Params, Request
+from ..kernels import Params, Request, ScoreFunction, ScoreMod
 from ..mask import Band
 from ..ring import attend
+from ..scored import attend_scored, kernel_for_scores
 from ..traffic import Kept, Role
 from . import active, temperature
 from .active import MaskSpec
@@ -29,7 +31,6 @@ REFUSED_ARGUMENTS = {
     "indices": "sparse attention over chosen indices (DeepSeek V3.2 and kin) is not supported",
     "block_indices": "sparse attention over chosen blocks is not supported",
     "head_mask": "masking of heads is not supported",
-    "score_mod": "a function of scores is not supported inside a model; hf_ring_attn.ring_attention takes one",
 }
 
 
@@ -44,6 +45,7 @@ def ring_attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreFunction | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer; runs in the ring if and only if its mask is our spec.
@@ -51,6 +53,9 @@ def ring_attention_forward(
     Args:
         query: [B, H, T, D]; key: [B, G, T, D]; value: [B, G, T, Dv].
         s_aux, sinks: [H] sink logits, under either of the names that models use.
+        score_mod: as in `ring_attention`; b counts the batch's rows, q_idx and kv_idx the tokens of a row, padding
+            among them. A model hands on to its layers what its call is given beside its inputs; a layer of one's own
+            may give each its own function.
 
     Returns:
         [B, T, H, Dv] contiguous in query's dtype, and None for the weights, which never exist.
@@ -59,6 +64,8 @@ def ring_attention_forward(
         Refused: for what a ring cannot do exactly.
     """
     if not isinstance(attention_mask, MaskSpec):
+        if score_mod is not None:
+            _refuse(errors.UnsupportedArgument, type(module).__name__, "score_mod", _SCORED_LOCALLY)
         return _local(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, sinks, kwargs)
     spec, where = attention_mask, type(module).__name__
     if dropout:
@@ -83,12 +90,36 @@ def ring_attention_forward(
         sinks if s_aux is None else s_aux,
         spec.config.deterministic,
     )
-    out, _ = attend(
-        q, k, v, spec.plan, params, kernel=_kernel(spec, params, q, k, v), backward=spec.config.backward,
-        heads_per_gather=spec.config.heads_per_gather, traffic=spec.config.traffic,
-        kept=_kept(spec, module, key, value, k.dtype),
-    )  # fmt: skip
+    if score_mod is not None:
+        out = _scored(spec, score_mod, params, q, k, v)
+    else:
+        out, _ = attend(
+            q, k, v, spec.plan, params, kernel=_kernel(spec, params, q, k, v), backward=spec.config.backward,
+            heads_per_gather=spec.config.heads_per_gather, traffic=spec.config.traffic,
+            kept=_kept(spec, module, key, value, k.dtype),
+        )  # fmt: skip
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
+
+
+_SCORED_LOCALLY = (
+    "with a mask that is not the ring's (cached decoding, a vision tower) transformers' own attention would run, which "
+    "leaves it out. Pass it to the layers of a text model, called with whole rows (use_cache=False)"
+)
+
+
+# A function of the user's own is run and looked into at every call: a compiler's graph ends before it.
+@torch.compiler.disable(reason="hf_ring_attn runs a score_mod outside of graphs")  # type: ignore[untyped-decorator]
+def _scored(spec: MaskSpec, function: ScoreFunction, params: Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    config, length = spec.config, spec.layout.length
+    params = replace(params, score_mod=ScoreMod.of(function, q.device, config.deterministic))
+    request = replace(Request(*_facts(spec, params, q, k, v)), score_mod=True)
+    kernel = kernel_for_scores(spec.plan.ring, config.kernel, request, params, spec.mask, q.shape[0], length)
+    _note(spec.scope is not None, kernel, request)
+    out: Tensor = attend_scored(
+        q, k, v, spec.plan, params, kernel=kernel, backward=config.backward, heads_per_gather=config.heads_per_gather,
+        traffic=config.traffic,
+    )[0]  # fmt: skip
+    return out
 
 
 def _kept(spec: MaskSpec, module: nn.Module, key: Tensor, value: Tensor, dtype: torch.dtype) -> Kept | Role | None:
@@ -113,15 +144,19 @@ def _is_causal(spec: MaskSpec) -> bool:
 
 def _kernel(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:
     """The kernel's name."""
-    asked = (
-        spec.scope is not None, spec.plan.ring, spec.config.kernel, q.device.type, q.dtype, q.shape[2], k.shape[2],
-        q.shape[3], v.shape[3], params.softcap is not None, params.sinks is not None, params.deterministic,
-        spec.plan.holes,
-    )  # fmt: skip
+    asked = (spec.scope is not None, spec.plan.ring, spec.config.kernel, *_facts(spec, params, q, k, v))
     if not torch.compiler.is_dynamo_compiling():
         return _chosen(*asked)
     name: str = _chosen_once(*asked)
     return name if name else _refuse(_chosen, *asked)
+
+
+def _facts(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Of a `Request`, each one: a compiler keeps numbers and dtypes, and no object of ours."""
+    return (
+        q.device.type, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], params.softcap is not None,
+        params.sinks is not None, params.deterministic, spec.plan.holes,
+    )  # fmt: skip
 
 
 # A compiler runs it once for each set of arguments, all of which it guards, and keeps the name; it would break its
@@ -140,20 +175,22 @@ def _refuse(refusal: Callable[..., Any], *facts: Any) -> Any:
     raise refusal(*facts)
 
 
-def _chosen(
-    scoped: bool, ring: str, name: str, device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int,
-    value_dim: int, softcap: bool, sinks: bool, deterministic: bool, holes: bool,
-) -> str:  # fmt: skip
+def _chosen(scoped: bool, ring: str, name: str, *facts: Any) -> str:
     """The kernel's name for a layer, noted for the line at start."""
-    request = Request(device, dtype, heads, kv_heads, head_dim, value_dim, softcap, sinks, deterministic, holes)
+    request = Request(*facts)
     kernel = kernel_for(ring, name, request)
+    _note(scoped, kernel, request)
+    return kernel
+
+
+def _note(scoped: bool, kernel: str, request: Request) -> None:
+    """For the line at start."""
     scope = active.current()
     if not scoped:
         say(f"no ring active; kernel {kernel}")
     elif scope is not None:  # not in a recompute
         scope.kernel = kernel
-        scope.features.update(name for name, is_there in (("softcap", softcap), ("sinks", sinks)) if is_there)
-    return kernel
+        scope.features.update(name for name in ("softcap", "sinks", "score_mod") if getattr(request, name))
 
 
 def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

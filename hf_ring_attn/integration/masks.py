@@ -158,7 +158,7 @@ def _spec(scope: active.Scope, seen: Seen, batch: int) -> MaskSpec:
 
     terms = both(terms_of(seen, alike), (Term(ids=scope.documents),))
     mask = Mask.of_terms(terms, batch, scope.layout.padded, scope.hidden)
-    return MaskSpec(_plan(scope.ring.name, scope.layout, mask), scope.layout, seen, scope.config, scope)
+    return MaskSpec(_plan(scope.ring.name, scope.layout, mask), scope.layout, mask, seen, scope.config, scope)
 
 
 def _chunks(size: int, batch: int, length: int, hidden: Tensor | None, positions: Tensor | None) -> Terms:
@@ -207,8 +207,8 @@ def _spec_of_whole_rows(
         terms = both(terms, (Term(ids=layout.pad(torch.zeros(batch, length, dtype=torch.int64), 1, -1)),))
     mask = Mask.of_terms(terms, batch, layout.padded, hidden)
     if scope is None:
-        return MaskSpec(_plan(LOCAL, layout, mask), layout, seen, models.ring_config(config), None)
-    return MaskSpec(_plan(scope.ring.name, layout, mask), layout, seen, scope.config, scope)
+        return MaskSpec(_plan(LOCAL, layout, mask), layout, mask, seen, models.ring_config(config), None)
+    return MaskSpec(_plan(scope.ring.name, layout, mask), layout, mask, seen, scope.config, scope)
 
 
 # ---- masks that are handed on ----------------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ import torch
 from hf_ring_attn.bench.clock import Call, in_turns
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.biases import Alibi, RelativeBias
-from hf_ring_attn.functional import _part
 from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking, choose
 from hf_ring_attn.kernels.base import Gradients
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Mask, tiles
+from hf_ring_attn.scored import part_of
 
 
 def passes(name: str, function: Any, tokens: int, heads: tuple[int, int], width: int, device: str) -> dict[str, Call]:
@@ -39,7 +39,7 @@ def passes(name: str, function: Any, tokens: int, heads: tuple[int, int], width:
     if function is not None:
         mod = ScoreMod.of(function.to(device), q.device)
         request = Request(device, q.dtype, *heads, width, width, False, False, False, score_mod=True)
-        assert choose(name, asking(request, mod, width**-0.5, None, partial(_part, mask, 1, tokens))) is kernel
+        assert choose(name, asking(request, mod, width**-0.5, None, partial(part_of, mask, 1, tokens))) is kernel
         mod = mod.with_values(mod.captured, [x.requires_grad for x in mod.captured])
         extra = mod.new_gradients()
     params = Params(width**-0.5, score_mod=mod)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from hf_ring_attn.bench.replay import Answer, Road, replay
 from hf_ring_attn.biases import Alibi, RelativeBias
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.functional import _part, ring_attention
+from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking, choose
+from hf_ring_attn.scored import part_of
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, inputs, packed, relative_error, sliding
 from kernel_answers import mask_of
 
@@ -91,7 +92,7 @@ def played(kernel: Any, case: Case, function: nn.Module, dtype: torch.dtype, siz
             "cuda", dtype, case.heads, case.kv_heads, case.head_dim, case.value_dim, case.softcap is not None,
             case.sinks, False, score_mod=True,
         )  # fmt: skip
-        part = partial(_part, mask_of(case, x["documents"]), case.batch, case.length)
+        part = partial(part_of, mask_of(case, x["documents"]), case.batch, case.length)
         asked = asking(request, mod, case.head_dim**-0.5, case.softcap, part)
         assert choose(kernel.name, asked) is kernel
     mod = mod.with_values(mod.captured, [y.requires_grad for y in mod.captured])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_ring_attn import errors
+from hf_ring_attn import errors, ring_attention
+from hf_ring_attn.biases import Alibi
 from hf_ring_attn.integration.active import MaskSpec
 from hf_ring_attn.integration.attention import ring_attention_forward
 from hf_ring_attn.integration.masks import ring_mask
@@ -133,6 +134,20 @@ def test_arguments_that_it_cannot_honour(why: str) -> None:
     with pytest.raises(errors.UnsupportedArgument) as refusal:
         ring_attention_forward(Layer(), *qkv(), causal(), **given)
     assert text in str(refusal.value)
+
+
+def test_a_score_mod_where_transformers_would_attend() -> None:
+    for mask in (None, torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)):
+        with pytest.raises(errors.UnsupportedArgument, match="score_mod: with a mask that is not") as refusal:
+            ring_attention_forward(Layer(), *qkv(), mask, score_mod=Alibi(4))
+        assert "use_cache=False" in str(refusal.value)
+
+
+def test_a_layer_hands_its_score_mod_on() -> None:
+    q, k, v = qkv()
+    out, _ = ring_attention_forward(Layer(), q, k, v, causal(), score_mod=Alibi(q.shape[1]))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    assert torch.equal(out, ring_attention(q, k, v, score_mod=Alibi(q.shape[2])))
 
 
 def test_keys_of_another_length() -> None:

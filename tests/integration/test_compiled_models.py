@@ -44,6 +44,7 @@ CASES = [
         graphs=[1, 2, 2, 2],
     ),
     replace(WHOLE, why="chunks, whose masks break the graph", model="llama4", graphs=None),
+    replace(WHOLE, why="learned biases, which break the graph", model="learned biases", graphs=None),
 ]  # fmt: skip
 
 

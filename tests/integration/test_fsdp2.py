@@ -36,6 +36,12 @@ def test_sinks_train_as_in_one_process(ranks: Ranks, shards: Shards) -> None:
     assert any("sinks" in name for name in parameters)
 
 
+def test_learned_biases_train_as_in_one_process(ranks: Ranks) -> None:
+    """A score_mod captures parameters that FSDP2 has gathered for the time of a layer."""
+    parameters = compare(ranks, SHARDS[0], BOUND, "learned biases", torch.float64, "recomputed")
+    assert {"slopes", "weight"} == {name.split(".")[-1] for name in parameters if ".self_attn.bias." in name}
+
+
 def compare(
     ranks: Ranks, shards: Shards, bound: float, model: str, dtype: torch.dtype, checkpointing: str = ""
 ) -> dict[str, Tensor]:

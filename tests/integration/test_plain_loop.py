@@ -59,6 +59,12 @@ STEPS = [
         exact=SOFTMAX,
     ),
     Step(why="experts without such a loss", model="afmoe", dtype=torch.float32, exact=2e-5),
+    Step(why="learned biases", model="learned biases", batch=padded(23, left=4, right=6)),
+    Step(why="learned biases, packed, recomputed", model="learned biases", batch=packed(9, 3, 11),
+         checkpointing="recomputed"),
+    Step(why="learned biases, four chunks", model="learned biases", batch=LONGER, chunks=4),
+    Step(why="learned biases, reentrant, by gather", model="learned biases", checkpointing="reentrant",
+         ring=RingConfig(backward="gather", heads_per_gather=1)),
     Step(why="learned positions", model="gpt2"),
     Step(why="values narrower than keys", model="deepseek_v3"),
     Step(why="chunks and temperatures", model="llama4", exact=SOFTMAX),
@@ -101,6 +107,15 @@ def test_eight_ranks_share_packed_rows(ranks: Ranks, chunks: int) -> None:
     step = Step(why="", batch=LONGER, chunks=chunks)
     for got in ranks(8).run(plain_jobs.in_a_ring, step):
         assert_equal_answers(got, alone(Step(why="", batch=LONGER)), step)
+
+
+def test_a_call_of_a_model_takes_a_score_mod_for_all_layers(ranks: Ranks) -> None:
+    batch = packed(9, 3, 11)
+    want, slopes = plain_jobs.with_alibi(batch)
+    for got, gradient in ranks(2).run(plain_jobs.with_alibi, batch):
+        assert relative_error(got, want) < 1e-11
+        assert relative_error(gradient, slopes) < LOSS
+    assert relative_error(alone(Step(why="", batch=batch)).logits, want) > 0.1
 
 
 def test_two_batches_alive(ranks: Ranks) -> None:

@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from biased_models import BiasedLlama
+
 VOCABULARY = 97
 # Weights large enough that attention looks at some tokens and not at others: with 0.02 all scores are nearly 0.
 SIZES = {
@@ -32,8 +34,9 @@ SHARED = {
 }  # fmt: skip
 """Two layers make keys and values, and four attend to theirs."""
 
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
     "llama": ("LlamaForCausalLM", {}, "sdpa"),
+    "learned biases": (BiasedLlama, {}, "sdpa"),
     "mistral": ("MistralForCausalLM", {"sliding_window": 7}, "sdpa"),
     "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 7, "query_pre_attn_scalar": 8}, "eager"),
     "gemma3": ("Gemma3ForCausalLM", {"sliding_window": 7, "query_pre_attn_scalar": 8}, "eager"),
@@ -218,13 +221,13 @@ def tiny(name: str, attention: str | None = None, **config: Any) -> PreTrainedMo
             if parameter.dim() > 1 and not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.2)
         return model
-    kind, own, reference = MODELS[name]
-    return build(kind, attention or reference, **{**SIZES, **own, **config})
+    one, own, reference = MODELS[name]
+    return build(one, attention or reference, **{**SIZES, **own, **config})
 
 
-def build(kind: str, attention: str = "ring_fp32", **config: Any) -> PreTrainedModel:
-    """A model by its class's name, with a config of its class."""
+def build(kind: str | type[PreTrainedModel], attention: str = "ring_fp32", **config: Any) -> PreTrainedModel:
+    """A model by its class, or its class's name in transformers, with a config of its class."""
     torch.manual_seed(0)
-    model_class: Any = getattr(transformers, kind)
+    model_class: Any = getattr(transformers, kind) if isinstance(kind, str) else kind
     model: PreTrainedModel = model_class._from_config(model_class.config_class(**config), attn_implementation=attention)
     return model

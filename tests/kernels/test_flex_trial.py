@@ -15,12 +15,12 @@ from torch import Tensor
 from flex_cases import on_cpu
 from hf_ring_attn.biases import Alibi
 from hf_ring_attn.errors import UnsupportedAttention
-from hf_ring_attn.functional import _part
 from hf_ring_attn.kernels import Request, ScoreMod, asking, choose
 from hf_ring_attn.kernels import flex as room
 from hf_ring_attn.kernels.flex.leaves import gathered
 from hf_ring_attn.kernels.flex.places import Places
 from hf_ring_attn.mask import CAUSAL, Band, Mask
+from hf_ring_attn.scored import part_of
 from score_mods import Scaled
 from test_flex import REQUEST
 from test_flex_graph import CPU, HEADS, PAIRS
@@ -48,7 +48,7 @@ def reasons(
     mod = ScoreMod.of(function, CPU)
     request = replace(REQUEST, device="cpu", dtype=dtype, heads=4, kv_heads=2, head_dim=6, value_dim=5)
     with on_cpu(tried) as flex:
-        asked = asking(request, mod, 0.4, None, partial(_part, MASK, 1, 300))
+        asked = asking(request, mod, 0.4, None, partial(part_of, MASK, 1, 300))
         assert asked.asked is not None
         return flex.unsupported(asked)
 
@@ -146,7 +146,7 @@ def test_a_trial_asks_about_pairs_that_are_seen_and_no_others() -> None:
     """A function's tensors may end where its mask does: on a GPU reading beyond them ends the process."""
     documents = torch.tensor([[-1] * 7 + [0] * 40 + [1] * 3 + [2] * 350, [-1] * 9 + [0] * 391])
     mask = Mask.of(Band(0, 11), 3, 400, torch.cat((documents, documents[:1])))
-    part = _part(mask, 3, 390)
+    part = part_of(mask, 3, 390)
     assert (part.rows, part.queries, part.keys) == (2, 200, 320)
     table = torch.cat((part.forward, *(table for _, _, table in part.backward)))
     first, last = table[:, 3], table[:, 3] + table[:, 2]
@@ -157,14 +157,14 @@ def test_a_trial_asks_about_pairs_that_are_seen_and_no_others() -> None:
     mod = ScoreMod.of(lambda s, b, h, i, j: s + only[i - j] + counts[(j - 7).clamp(max=49)], CPU)
     request = replace(REQUEST, device="cpu", dtype=torch.float32, heads=4, kv_heads=2, head_dim=6, value_dim=5)
     with on_cpu(tried=True) as flex:
-        assert flex.unsupported(asking(request, mod, 0.4, None, partial(_part, mask, 3, 390))) == []
+        assert flex.unsupported(asking(request, mod, 0.4, None, partial(part_of, mask, 3, 390))) == []
 
 
 def test_short_rows_and_rows_of_padding_have_a_part_too() -> None:
     for length in (1, 2, 100):
-        part = _part(Mask.of(CAUSAL, 1, length), 1, length)
+        part = part_of(Mask.of(CAUSAL, 1, length), 1, length)
         assert part.queries == part.keys == length and len(part.forward) == 1
-    empty = _part(Mask.of(CAUSAL, 1, 8, torch.full((1, 8), -1)), 1, 8)
+    empty = part_of(Mask.of(CAUSAL, 1, 8, torch.full((1, 8), -1)), 1, 8)
     assert not len(empty.forward)
 
 
@@ -177,7 +177,7 @@ def test_a_function_is_tried_once_and_asked_about_by_its_graph() -> None:
                 bias.slopes.mul_(0.9)
             request = replace(REQUEST, device="cpu", dtype=torch.float32)
             mod = ScoreMod.of(bias, CPU)
-            assert choose("flex", asking(request, mod, 0.4, None, partial(_part, MASK, 1, length))) is flex
+            assert choose("flex", asking(request, mod, 0.4, None, partial(part_of, MASK, 1, length))) is flex
     assert count.call_count == 1
 
 
@@ -199,7 +199,7 @@ def test_a_function_of_the_same_graph_and_other_code_is_tried_too() -> None:
     def asked(function: Callable[..., Any]) -> Request:
         mods.append(ScoreMod.of(function, CPU))
         request = replace(REQUEST, device="cpu", dtype=torch.float32)
-        found: Request = asking(request, mods[-1], 0.4, None, partial(_part, MASK, 1, 8))
+        found: Request = asking(request, mods[-1], 0.4, None, partial(part_of, MASK, 1, 8))
         return found
 
     mods: list[ScoreMod] = []

@@ -17,8 +17,9 @@ from checks import UNROUNDED
 from flex_cases import Played, distances
 from hf_ring_attn.bench.replay import Road, replay
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.functional import _part, ring_attention
+from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Kernel, Request, ScoreMod, asking
+from hf_ring_attn.scored import part_of
 from hf_ring_attn.testing import Case, inputs, packed, relative_error, sliding
 from kernel_answers import mask_of, on, params_of
 from rank_functions import poisoned_memory
@@ -91,7 +92,7 @@ def reasons(function: object, deterministic: bool = False) -> list[str]:
     request = Request(DEVICE.type, torch.float32, 4, 2, 16, 16, False, False, deterministic, score_mod=True)
     mod = ScoreMod.of(function, DEVICE)  # type: ignore[arg-type]
     case = Case(why="small", length=40)
-    asked = asking(request, mod, 0.25, None, partial(_part, mask_of(case, None), 1, case.length))
+    asked = asking(request, mod, 0.25, None, partial(part_of, mask_of(case, None), 1, case.length))
     assert asked.asked is not None
     return TRITON.unsupported(asked)
 
