@@ -1,6 +1,6 @@
 """Attention over a sequence that two processes share, without transformers: a window, grouped heads, gradients.
 
-    torchrun --nproc_per_node 2 examples/attention_only.py
+torchrun --nproc_per_node 2 examples/attention_only.py
 """
 
 from __future__ import annotations

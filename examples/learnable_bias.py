@@ -1,6 +1,6 @@
 """Learnable biases on scores, of a sequence that two processes share: T5's and one of your own, in three steps.
 
-    torchrun --nproc_per_node 2 examples/learnable_bias.py
+torchrun --nproc_per_node 2 examples/learnable_bias.py
 """
 
 from __future__ import annotations

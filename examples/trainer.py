@@ -21,9 +21,7 @@ def main(attention: str = "ring_fp32") -> None:
         gradient_accumulation_steps=2, per_device_eval_batch_size=2, learning_rate=1e-2, logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
-    trainer = Trainer(
-        small_llama(attention), options, train_dataset=Rows(6, 1001), eval_dataset=Rows(3, 1001, skip=6)
-    )
+    trainer = Trainer(small_llama(attention), options, train_dataset=Rows(6, 1001), eval_dataset=Rows(3, 1001, skip=6))
     trainer.train()
     trainer.evaluate()
     if trainer.is_world_process_zero():

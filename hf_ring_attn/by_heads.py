@@ -40,9 +40,7 @@ def by_heads(
     parts = [ranges] * len(heads) + [_groups(ranges, total // x.shape[2]) for x in shared]
     whole = _to_heads([*heads, *shared], parts, rows)
     mine, common = whole[: len(heads)], whole[len(heads) :]
-    common = [
-        _for_heads(x, lo, hi, total // given.shape[2]) for x, given in zip(common, shared, strict=True)
-    ]
+    common = [_for_heads(x, lo, hi, total // given.shape[2]) for x, given in zip(common, shared, strict=True)]
     own = [weight[lo:hi] for weight in weights]
     out = _of_documents(rows, mine, common, own, compute) if lo < hi else _of_none(mine, common, own, compute)
     return _to_tokens(out, ranges, rows)

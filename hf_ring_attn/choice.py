@@ -6,10 +6,13 @@ import functools
 import zlib
 
 import torch
+from torch import Tensor
 
 from . import errors, trial
 from .comm import Ring
-from .kernels import KERNELS, Request, choose
+from .kernels import KERNELS, Params, Part, Request, asking, choose, named
+from .layout import Run
+from .mask import Mask, tiles
 
 _SAME_KERNEL = (
     "Kernels differ in the order of their sums and in the memory order of gradients that travel, so install the same "
@@ -46,3 +49,35 @@ def kernel_for(ring: str, name: str, request: Request) -> str:
     if refusal is not None:
         raise refusal
     return chosen
+
+
+def kernel_for_scores(
+    ring: str, name: str, request: Request, params: Params, mask: Mask, batch: int, length: int
+) -> str:
+    """As `kernel_for`, for the ``score_mod`` of ``params``, which kernels may try on a part of this attention.
+
+    Args:
+        mask: of ``batch`` whole rows of ``length`` tokens.
+    """
+    mod = params.score_mod
+    assert mod is not None, "without a score_mod a request says all"
+    if {"flex", "triton"} & set(named(name)):
+        request = asking(request, mod, params.scale, params.softcap, functools.partial(part_of, mask, batch, length))
+    return kernel_for(ring, name, request)
+
+
+PART_ROWS, PART_QUERIES, PART_KEYS = 2, 200, 320
+
+
+def part_of(mask: Mask, batch: int, length: int) -> Part:
+    """The first tokens of a few rows, from the first that sees anything; keys in two pieces for the backward."""
+    rows = mask.terms[0][1][: min(batch, PART_ROWS)]
+    start = min((queries[0].start for queries, _ in rows if queries), default=0)
+    queries, keys = min(PART_QUERIES, length - start), min(PART_KEYS, length - start)
+
+    def seen(first: int, stop: int) -> Tensor:
+        table = tiles(mask, [Run(0, start, queries)], [Run(0, start + first, stop - first)])
+        return table[table[:, 0] < len(rows)]
+
+    pieces = [(0, keys // 2), (keys // 2, keys)]
+    return Part(len(rows), queries, keys, seen(0, keys), tuple((a, b, seen(a, b)) for a, b in pieces if a < b))

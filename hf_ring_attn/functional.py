@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args, ove
 import torch
 from torch import Tensor
 
-from .choice import kernel_for
+from .choice import kernel_for, kernel_for_scores
 from .comm import Ring, fingerprint
 from .config import RingConfig, Traffic
 from .errors import BadOption, BadShape, RanksDiffer
@@ -16,7 +16,7 @@ from .kernels import Params, Request, ScoreFunction, ScoreMod
 from .layout import Layout, held_of_zigzag
 from .mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
 from .ring import attend
-from .scored import attend_scored, kernel_for_scores
+from .scored import attend_scored
 from .tables import Plan
 
 if TYPE_CHECKING:

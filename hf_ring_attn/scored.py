@@ -7,7 +7,6 @@ selective checkpointing computes it again.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,46 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .backward import gradients
-from .choice import kernel_for
 from .comm import Ring
-from .kernels import KERNELS, Params, Part, Request, asking, named
-from .layout import Run
-from .mask import Mask, tiles
+from .kernels import KERNELS, Params
 from .ring import count_attention, forward
 from .tables import Plan, Tables
 from .traffic import traffic_of
-
-
-def kernel_for_scores(
-    ring: str, name: str, request: Request, params: Params, mask: Mask, batch: int, length: int
-) -> str:
-    """As `choice.kernel_for`, for the ``score_mod`` of ``params``, which kernels may try on a part of this attention.
-
-    Args:
-        mask: of ``batch`` whole rows of ``length`` tokens.
-    """
-    mod = params.score_mod
-    assert mod is not None, "without a score_mod a request says all"
-    if {"flex", "triton"} & set(named(name)):
-        request = asking(request, mod, params.scale, params.softcap, partial(part_of, mask, batch, length))
-    return kernel_for(ring, name, request)
-
-
-PART_ROWS, PART_QUERIES, PART_KEYS = 2, 200, 320
-
-
-def part_of(mask: Mask, batch: int, length: int) -> Part:
-    """The first tokens of a few rows, from the first that sees anything; keys in two pieces for the backward."""
-    rows = mask.terms[0][1][: min(batch, PART_ROWS)]
-    start = min((queries[0].start for queries, _ in rows if queries), default=0)
-    queries, keys = min(PART_QUERIES, length - start), min(PART_KEYS, length - start)
-
-    def seen(first: int, stop: int) -> Tensor:
-        table = tiles(mask, [Run(0, start, queries)], [Run(0, start + first, stop - first)])
-        return table[table[:, 0] < len(rows)]
-
-    pieces = [(0, keys // 2), (keys // 2, keys)]
-    return Part(len(rows), queries, keys, seen(0, keys), tuple((a, b, seen(a, b)) for a, b in pieces if a < b))
 
 
 class _Job(NamedTuple):

@@ -267,9 +267,7 @@ def dense(case: Case, given: Inputs, mod: Mod, out: Tensor | None = None) -> dic
     answer = torch.einsum("bhts,bshd->bthd", weights[..., : case.length], v)
     wanted, dout = {**leaves, **mod.captured}, given["dout"].double()
     if out is None:
-        gradients = torch.autograd.grad(
-            answer, list(wanted.values()), dout, allow_unused=True, materialize_grads=True
-        )
+        gradients = torch.autograd.grad(answer, list(wanted.values()), dout, allow_unused=True, materialize_grads=True)
     else:  # d_weights less delta, where the rounded out makes another delta: Dao et al. 2022, appendix B
         d_weights = torch.einsum("bthd,bshd->bhts", dout, v)
         d_weights = torch.nn.functional.pad(d_weights, (0, changed.shape[3] - case.length))

@@ -110,9 +110,7 @@ def alone(row: Row) -> Answer:
         for count in counts:
             part = {name: leaves[name][at : at + 1, start : start + count] for name in TOKENS}
             mixed.append(convolved(part["x"], leaves["kernel"], leaves["bias"]))
-            results.append(
-                scanned([part["value"], part["rate"]], [part["query"], part["key"]], [leaves["skip"]])
-            )
+            results.append(scanned([part["value"], part["rate"]], [part["query"], part["key"]], [leaves["skip"]]))
             start += count
     outs = [torch.cat(x, 1)[0].unflatten(0, (2, row.length)) for x in (mixed, results)]
     gradients = torch.autograd.grad(outs, list(leaves.values()), [given["d_mixed"], given["d_scanned"]])
@@ -135,9 +133,7 @@ def _share(row: Row) -> Answer:
     # Padding holds large numbers: where one reaches a token, it shows.
     leaves = {name: layout.shard(layout.pad(given[name], 1, 1e6), 1).requires_grad_() for name in TOKENS}
     leaves |= {name: given[name].requires_grad_() for name in WEIGHTS}
-    mixed = sequence.along(
-        leaves["x"], rows, WIDTH - 1, lambda x: convolved(x, leaves["kernel"], leaves["bias"])
-    )
+    mixed = sequence.along(leaves["x"], rows, WIDTH - 1, lambda x: convolved(x, leaves["kernel"], leaves["bias"]))
     result = by_heads.by_heads(
         rows, [leaves["value"], leaves["rate"]], [leaves["query"], leaves["key"]], [leaves["skip"]], scanned
     )

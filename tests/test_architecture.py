@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sequence": BASE | {"comm", "layout", "exchange"},  # layers beside attention: which tokens go where
     "by_heads": BASE | {"sequence"},  # and which heads
     "tables": BASE | {"layout", "mask", "comm", "exchange"},
-    "choice": BASE | {"comm", "kernels", "trial"},
+    "choice": CORE | {"trial"},
     "traffic": BASE | {"comm", "layout", "exchange"},  # roads: how bytes move, whatever they mean
     "backward": CORE | {"tables", "traffic"},
     "ring": CORE | {"backward", "tables", "traffic"},

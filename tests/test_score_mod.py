@@ -138,9 +138,7 @@ def test_captured_gradients_are_summed_without_rounding(
 
 
 def test_captured_gradients_are_rounded_once_to_their_own_dtype(ranks: Ranks) -> None:
-    for name, got in zip(
-        NARROW, ranks(1).run(in_narrow, WIDE, torch.bfloat16, torch.bfloat16, RING)[0], strict=True
-    ):
+    for name, got in zip(NARROW, ranks(1).run(in_narrow, WIDE, torch.bfloat16, torch.bfloat16, RING)[0], strict=True):
         mod = MODS[name](Builder(WIDE, torch.bfloat16, torch.float64))
         want = dense(WIDE, narrow_inputs(WIDE, torch.bfloat16), mod, got["out"])
         for key in mod.captured:

@@ -64,9 +64,7 @@ def _peak(run: Callable[[], object], device: torch.device) -> float:
     return float(torch.cuda.max_memory_allocated() - before)
 
 
-def _seconds(
-    run: Callable[[], object], count: int, device: torch.device, largest: Callable[[float], float]
-) -> float:
+def _seconds(run: Callable[[], object], count: int, device: torch.device, largest: Callable[[float], float]) -> float:
     """Seconds of one call, from the mean of ``count`` that follow each other as layers do."""
     if device.type != "cuda":
         largest(0.0)

@@ -64,7 +64,9 @@ def measure(
             rate = [flops * road.share / seconds / 1e12 for seconds in measured.seconds]
             reference = [flops / seconds / 1e12 for seconds in alone.seconds]
             row[kind] = {
-                "seconds": measured.seconds, "tflops": statistics.median(rate), "peak_bytes": measured.peak_bytes,
+                "seconds": measured.seconds,
+                "tflops": statistics.median(rate),
+                "peak_bytes": measured.peak_bytes,
                 "share": statistics.median(a / b for a, b in zip(rate, reference, strict=True)),
             }
         options = ours.get(name)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .. import errors
-from ..choice import kernel_for
+from ..choice import kernel_for, kernel_for_scores
 from ..kernels import Params, Request, ScoreFunction, ScoreMod
 from ..mask import Band
 from ..ring import attend
-from ..scored import attend_scored, kernel_for_scores
+from ..scored import attend_scored
 from ..traffic import Kept, Role
 from . import active, temperature
 from .active import MaskSpec

@@ -80,9 +80,7 @@ def _takes_tokens(model: PreTrainedModel) -> bool:
 
 
 def _attention_of(original: Callable[..., str]) -> Callable[..., str]:
-    def get_correct_attn_implementation(
-        self: Any, requested_attention: str | None, is_init_check: bool = False
-    ) -> str:
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention == NAME and (table := _table(type(self))) is not None:
             why = f"its code takes its attention from a table of its own ({table}), not from transformers' interface"
             raise errors.UnsupportedModel(type(self).__name__, [why])

@@ -207,5 +207,3 @@ def _mask(original: Callable[..., Any]) -> Any:
         return share
 
     return create_recurrent_attention_mask
-
-

@@ -181,9 +181,7 @@ class _Check:
         where = self._first_difference(row, mine, places, least)
         kind = _class(self.model.get_submodule(where))
         tokens = mine.scope.layout.length
-        raise errors.SelfCheckFailed(
-            _name(self.model), self.ring.size, tokens, found.tokens, tolerance, where, kind
-        )
+        raise errors.SelfCheckFailed(_name(self.model), self.ring.size, tokens, found.tokens, tolerance, where, kind)
 
     # ---- runs ----
 

@@ -109,9 +109,7 @@ class Compared:
         return known.kept if known is not None and everywhere.all() else None
 
 
-def kept_for(
-    number: Tensor | None, role: Tensor | None, ring: Ring, plan: object, k: Tensor, v: Tensor
-) -> Kept | None:
+def kept_for(number: Tensor | None, role: Tensor | None, ring: Ring, plan: object, k: Tensor, v: Tensor) -> Kept | None:
     """What an op was told of by these two, for these keys and values; None: it gathers, and keeps nothing."""
     keeper = None if number is None else _ALIVE.get(int(number))
     if isinstance(keeper, Compared):

@@ -19,11 +19,11 @@ import torch
 from hf_ring_attn.bench.clock import Call, in_turns
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.biases import Alibi, RelativeBias
+from hf_ring_attn.choice import part_of
 from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking, choose
 from hf_ring_attn.kernels.base import Gradients
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Mask, tiles
-from hf_ring_attn.scored import part_of
 
 
 def passes(name: str, function: Any, tokens: int, heads: tuple[int, int], width: int, device: str) -> dict[str, Call]:

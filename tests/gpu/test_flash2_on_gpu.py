@@ -222,9 +222,7 @@ def test_the_public_function_takes_it_and_heads_first_tensors(documents: tuple[t
     out.backward(dout)
 
     wide = [y.double().requires_grad_() for y in (*tensors.values(), sinks.detach())]
-    want = ring_attention(
-        *wide[:3], sinks=wide[3], documents=x["documents"], config=RingConfig(kernel="reference")
-    )
+    want = ring_attention(*wide[:3], sinks=wide[3], documents=x["documents"], config=RingConfig(kernel="reference"))
     want.backward(dout.double())
     assert relative_error(out, want) < 0.0078
     got: list[Tensor | None] = [leaf.grad.transpose(1, 2) for leaf in leaves.values() if leaf.grad is not None]
@@ -267,9 +265,7 @@ with_package = pytest.mark.skipif(bool(NO_PACKAGE), reason=f"the flash-attn pack
 def test_the_package_is_as_near(case: Case, softcap: float | None, size: int) -> None:
     kernel, case = Flash2([Package()]), replace(case, softcap=softcap)
     assert kernel.unsupported(replace(REQUEST, softcap=True, deterministic=True)) == []
-    got, again = (
-        answer(kernel, case, size, torch.bfloat16, plain_mask(case), deterministic=True) for _ in range(2)
-    )
+    got, again = (answer(kernel, case, size, torch.bfloat16, plain_mask(case), deterministic=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     errors = far(got, exact(case, torch.bfloat16), torch.bfloat16)
     assert max(errors.values()) < 1, errors

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from hf_ring_attn.bench.replay import Answer, Road, replay
 from hf_ring_attn.biases import Alibi, RelativeBias
+from hf_ring_attn.choice import part_of
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking, choose
-from hf_ring_attn.scored import part_of
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, inputs, packed, relative_error, sliding
 from kernel_answers import mask_of
 

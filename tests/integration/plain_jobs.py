@@ -146,8 +146,7 @@ def with_alibi(batch: Batch) -> tuple[Tensor, Tensor]:
     with sharded:
         out = model(**sharded.inputs, score_mod=bias)
     out.loss.backward()
-    sharded.reduce_gradients(model)
-    sharded.reduce_gradients(bias)
+    sharded.reduce_gradients(nn.ModuleList([model, bias]))
     return sharded.gather(out.logits).detach(), gradients_of(bias)["slopes"]
 
 

@@ -95,4 +95,3 @@ def with_pictures(dataset: Dataset, prompt: str, none: int = 0) -> Dataset:
         made.append({**row, "images": images})
     features = Features({**dataset.features, "images": List(Image())})
     return Dataset.from_list(made, features=features)
-

@@ -257,8 +257,10 @@ DIFFERENT = {
     "kinds of tokens": ([{"input_ids": IDS, "token_type_ids": IDS + n} for n in (0, 1)], "the same token_type_ids"),
     "items of a step": ([tokens(8) | {"num_items_in_batch": n} for n in (9, 10)], "the same num_items_in_batch"),
     "an entry of one's own": (
-        [{**tokens(8), "note": "x", "weights": torch.ones(2), "shares": [torch.ones(1), (torch.zeros(2) + n,)]}
-         for n in (0, 1)],
+        [
+            {**tokens(8), "note": "x", "weights": torch.ones(2), "shares": [torch.ones(1), (torch.zeros(2) + n,)]}
+            for n in (0, 1)
+        ],
         "the same other inputs (note, shares, weights), but got rank 0: ",
     ),
     "a number of one's own": ([{**tokens(8), "alpha": n} for n in (0.5, 1)], "the same other inputs (alpha), but got"),

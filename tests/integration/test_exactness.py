@@ -25,6 +25,7 @@ MOBILE = {
     "embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 
+
 def with_convolution(model: Any) -> Any:
     model.model.layers[0].mlp.mixer = nn.Conv1d(32, 32, 3, padding=1)
     return model

@@ -186,9 +186,7 @@ def test_under_fsdp2_such_a_row_is_refused(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("kind", "size"), [*((kind, 2) for kind in GOOD), *((kind, 4) for kind in ("llama", "gpt_oss", "experts", "FSDP2"))]
 )
-def test_a_right_model_passes_in_two_forwards_and_trains_with_the_same_bits(
-    ranks: Ranks, kind: str, size: int
-) -> None:
+def test_a_right_model_passes_in_two_forwards_and_trains_with_the_same_bits(ranks: Ranks, kind: str, size: int) -> None:
     """Loss, gradients, buffers, random numbers, flags and counters of two steps, with the check and without it."""
     checked, unchecked = ranks(size).run(jobs.trained, kind, True), ranks(size).run(jobs.trained, kind, False)
     for one, other in zip(checked, unchecked, strict=True):

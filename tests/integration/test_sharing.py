@@ -34,7 +34,10 @@ STEPS = [
     *(Step(why=f"{model}, recomputed", model=model, batch=PACKED, checkpointing="recomputed") for model in MODELS),
     *(Step(why=f"{model}, reentrant", model=model, batch=PADDED, checkpointing="reentrant") for model in MODELS),
     Step(
-        why="recomputed, with what attention computed", model="gemma4", batch=PACKED, checkpointing="recomputed",
+        why="recomputed, with what attention computed",
+        model="gemma4",
+        batch=PACKED,
+        checkpointing="recomputed",
         ring=RingConfig(save_attention=True),
     ),
     Step(why="backward by gather", model="gemma4", batch=PADDED, ring=RingConfig(backward="gather")),

@@ -95,14 +95,19 @@ STEPS = [
 TRAININGS = [
     Run(why="Gemma 3", model="gemma3 vision", rows=Pictures(), evaluated=Pictures(count=5, seed=2)),
     Run(
-        why="Qwen3-VL, checkpointing, accumulation", model="qwen3 vision", rows=Pictures(qwen=True),
+        why="Qwen3-VL, checkpointing, accumulation",
+        model="qwen3 vision",
+        rows=Pictures(qwen=True),
         evaluated=Pictures(count=5, seed=2, qwen=True),
         # Small steps: at 0.02 the gradient grows, and with it any two orders of float32 sums part.
         arguments={"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "learning_rate": 0.002},
     ),
     Run(
-        why="Qwen2.5-VL, gathered loss", model="qwen2.5 vision", rows=Pictures(qwen=True),
-        evaluated=Pictures(count=5, seed=2, qwen=True), ring=RingConfig(loss="gathered"),
+        why="Qwen2.5-VL, gathered loss",
+        model="qwen2.5 vision",
+        rows=Pictures(qwen=True),
+        evaluated=Pictures(count=5, seed=2, qwen=True),
+        ring=RingConfig(loss="gathered"),
     ),
 ]
 

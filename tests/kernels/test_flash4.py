@@ -43,9 +43,7 @@ def whole(case: Case, size: int) -> Case:
     return replace(case, length=length, documents=tuple(documents))
 
 
-def answers(
-    case: Case, size: int, road: Road = "ring", sides: tuple[int, int] = (3, 4)
-) -> tuple[Answer, Answer, Fake]:
+def answers(case: Case, size: int, road: Road = "ring", sides: tuple[int, int] = (3, 4)) -> tuple[Answer, Answer, Fake]:
     x = inputs(case, torch.float32)
     mask = mask_of(case, x["documents"])
     params = Params(case.head_dim**-0.5 if case.scale is None else case.scale, case.softcap, x["sinks"])

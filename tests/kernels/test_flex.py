@@ -271,4 +271,3 @@ def test_without_a_gpu_auto_takes_the_reference() -> None:
     assert Flex().unsupported(REQUEST) == ["needs a GPU, and torch finds none"]
     with pytest.raises(UnsupportedAttention, match="flex: needs a GPU, got tensors on cpu"):
         ring_attention(**qkv(), score_mod=Alibi(4), config=RingConfig(kernel="flex"))
-

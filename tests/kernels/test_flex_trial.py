@@ -14,13 +14,13 @@ from torch import Tensor
 
 from flex_cases import on_cpu
 from hf_ring_attn.biases import Alibi
+from hf_ring_attn.choice import part_of
 from hf_ring_attn.errors import UnsupportedAttention
 from hf_ring_attn.kernels import Request, ScoreMod, asking, choose
 from hf_ring_attn.kernels import flex as room
 from hf_ring_attn.kernels.flex.leaves import gathered
 from hf_ring_attn.kernels.flex.places import Places
 from hf_ring_attn.mask import CAUSAL, Band, Mask
-from hf_ring_attn.scored import part_of
 from score_mods import Scaled
 from test_flex import REQUEST
 from test_flex_graph import CPU, HEADS, PAIRS
@@ -42,9 +42,7 @@ def lying(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) ->
     return scaled
 
 
-def reasons(
-    function: Callable[..., Any], tried: bool = True, dtype: torch.dtype = torch.float32
-) -> list[str]:
+def reasons(function: Callable[..., Any], tried: bool = True, dtype: torch.dtype = torch.float32) -> list[str]:
     mod = ScoreMod.of(function, CPU)
     request = replace(REQUEST, device="cpu", dtype=dtype, heads=4, kv_heads=2, head_dim=6, value_dim=5)
     with on_cpu(tried) as flex:

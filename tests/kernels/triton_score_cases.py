@@ -16,10 +16,10 @@ from torch import Tensor
 from checks import UNROUNDED
 from flex_cases import Played, distances
 from hf_ring_attn.bench.replay import Road, replay
+from hf_ring_attn.choice import part_of
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Kernel, Request, ScoreMod, asking
-from hf_ring_attn.scored import part_of
 from hf_ring_attn.testing import Case, inputs, packed, relative_error, sliding
 from kernel_answers import mask_of, on, params_of
 from rank_functions import poisoned_memory

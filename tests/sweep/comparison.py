@@ -197,7 +197,7 @@ def _judge(entry: Entry, row: Row, result: tuple[Outcome, Answer | None]) -> Out
 
 
 def gradient_errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
-    """"gradients": the largest over parameters of norm(got - want) / max(norm(want), FLOOR * norm(all of want))."""
+    """ "gradients": the largest over parameters of norm(got - want) / max(norm(want), FLOOR * norm(all of want))."""
     floor = FLOOR * float(torch.stack([x.double().norm() for x in want.values()]).norm())
     return {"gradients": max(_parameter_errors(got, want, floor).values(), default=torch.inf)}
 

@@ -109,4 +109,3 @@ def _joined_rows(row: int, at: Rectangle, queries: int, keys: int) -> Rectangle:
     """A rectangle of a batch row in tensors whose rows lie one after the other."""
     q, k = row * queries, row * keys
     return Rectangle(at.q_start + q, at.q_stop + q, at.k_start + k, at.k_stop + k)
-

@@ -1,14 +1,23 @@
+"""How fast gathered tokens are put together: by an index, and as `Layout.merge` does."""
+
+from __future__ import annotations
+
 import torch
 from triton.testing import do_bench
+
 from hf_ring_attn.layout import Layout
-for shape in ((12,192),(4,128)):
-    for W in (2,8):
-        x = torch.randn(W, 1, 32768//W, *shape, device="cuda", dtype=torch.bfloat16)
-        L = Layout(32768, W, 0)
-        order = torch.argsort(torch.cat([L.positions(r) for r in range(W)])[:: 32768//(2*W)]).cuda()
-        def index():
-            p = x.unflatten(2,(2,-1)).transpose(1,2).flatten(0,1)
-            return x.unflatten(2,(2,-1))[order//2, :, order%2].transpose(0,1).flatten(1,2)
-        ok = torch.equal(index(), L.merge(x))
-        a, b = do_bench(index), do_bench(lambda: L.merge(x))
-        print(f"merge {tuple(x.shape)}: index {a:.3f} ms, now {b:.3f} ms, {2*x.nbytes/b/1e6:.0f} GB/s, equal {ok}", flush=True)
+
+for heads, width in ((12, 192), (4, 128)):
+    for size in (2, 8):
+        gathered = torch.randn(size, 1, 32768 // size, heads, width, device="cuda", dtype=torch.bfloat16)
+        layout = Layout(32768, size, 0)
+        places = torch.cat([layout.positions(rank) for rank in range(size)])[:: 32768 // (2 * size)]
+        order = places.argsort().cuda()
+
+        def by_index(x: torch.Tensor = gathered, at: torch.Tensor = order) -> torch.Tensor:
+            return x.unflatten(2, (2, -1))[at // 2, :, at % 2].transpose(0, 1).flatten(1, 2)
+
+        same = torch.equal(by_index(), layout.merge(gathered))
+        before, now = do_bench(by_index), do_bench(lambda x=gathered, of=layout: of.merge(x))
+        rate = 2 * gathered.nbytes / now / 1e6
+        print(f"{tuple(gathered.shape)}: index {before:.3f} ms, now {now:.3f} ms, {rate:.0f} GB/s, equal {same}")
