@@ -129,6 +129,35 @@ class Pictures(Rows):
         return batch
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sounds(Rows):
+    """Samples with a sound each, which stands at so many `places`, in other places of each row.
+
+    ``mask``: under which name the model takes a mask of frames; "": it takes none.
+    """
+
+    length: int = 23
+    places: int
+    mask: str = ""
+    frames: int = 32
+    mels: int = 8
+
+    def make(self) -> list[Row]:
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = []
+        for index in range(self.count):
+            ids = torch.randint(1, BEFORE_IMAGE, (self.length,), generator=generator)
+            at = 3 + index % 12
+            ids[at : at + self.places] = IMAGE
+            row = {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100)}
+            row["labels"][: index * 5 % 17] = -100  # another number of labels in each row
+            row["input_features"] = torch.randn(self.mels, self.frames, generator=generator)
+            if self.mask:
+                row[self.mask] = torch.ones(self.frames, dtype=torch.int64)
+            rows.append(row)
+        return rows
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Run:
     """One use of Trainer, on any mesh.

@@ -6,10 +6,20 @@ import pytest
 import torch
 
 import hf_ring_attn
-from comparison import WITH_TOWERS, Ranks, alone, assert_towers_change_nothing
+from comparison import (
+    WITH_TOWERS,
+    Ranks,
+    alone,
+    assert_equal_runs,
+    assert_towers_change_nothing,
+    by_turns,
+    without_ring,
+)
 from hf_ring_attn import errors
 from hf_ring_attn.testing import relative_error
+from jobs import train
 from plain_jobs import Batch, Step
+from runs import Mesh, Run, Sounds
 from tiny_models import BEFORE_IMAGE, IMAGE, tiny
 
 FRAMES, MELS = 32, 8
@@ -43,6 +53,20 @@ STEPS = [
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
 def test_sound_changes_nothing_about_the_answer(ranks: Ranks, step: Step, world_size: int) -> None:
     assert_towers_change_nothing(ranks, world_size, step)
+
+
+TRAININGS = [
+    Run(why=model, model=model, rows=Sounds(**sizes), evaluated=Sounds(count=5, seed=2, **sizes))  # type: ignore[arg-type]
+    for model in ("voxtral", "glm asr", "flamingo")
+    for sizes in ({"places": PLACES[model], "mask": MASKS.get(model, "")},)
+]
+
+
+@pytest.mark.parametrize(("run", "mesh"), by_turns(TRAININGS))
+def test_a_trainer_trains_on_sound(ranks: Ranks, run: Run, mesh: Mesh) -> None:
+    outcomes = ranks(mesh.size).run(train, run, mesh)
+    assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    assert_equal_runs(outcomes[0], without_ring(ranks, run, mesh))
 
 
 def test_sound_matters() -> None:
