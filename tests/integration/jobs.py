@@ -221,7 +221,7 @@ def train(
             trainer.evaluate()
         outcome = Outcome(
             ring_size=1 if (group := ring_group(trainer.accelerator)) is None else group.size(),
-            log=[_numbers(entry) for entry in trainer.state.log_history],
+            log=numbers(trainer.state.log_history),
             parameters={name: p.detach() for name, p in trained.items()},
             updates={name: p.detach() - before[name] for name, p in trained.items()},
             steps=watcher.steps,
@@ -234,12 +234,18 @@ def train(
             found = trainer.predict(rows)
             outcome.predictions = torch.as_tensor(found.predictions)
             outcome.label_ids = None if found.label_ids is None else torch.as_tensor(found.label_ids)
-            outcome.log.append(_numbers(found.metrics or {}))
+            outcome.log += numbers([found.metrics or {}])
         return outcome
 
 
-def _numbers(entry: dict[str, Any]) -> dict[str, float]:
-    """Of a log entry what does not depend on the clock or on the number of processes."""
-    kept = {n: x for n, x in entry.items() if n in LOGGED or n.startswith(("eval_", "test_"))}
+def numbers(log: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Of each entry what does not depend on the clock or on the number of processes."""
     clock = ("_runtime", "_per_second", "_time")
-    return {name: float(x) for name, x in kept.items() if not name.endswith(clock)}
+    return [
+        {
+            name: float(x)
+            for name, x in entry.items()
+            if (name in LOGGED or name.startswith(("eval_", "test_"))) and not name.endswith(clock)
+        }
+        for entry in log
+    ]

@@ -10,6 +10,7 @@ import torch
 import vision_models
 from comparison import Ranks
 from hf_ring_attn.testing import relative_error
+from runs import Mesh
 from vision_models import KINDS, LENGTH, Answer
 
 alone = cache(vision_models.alone)
@@ -44,6 +45,21 @@ def test_on_four_ranks_with_padding(ranks: Ranks, name: str) -> None:
     real[1, -5:] = False
     for got in ranks(4).run(vision_models.in_a_ring, name, 5):
         assert_equal(got, want, bound_of(name), real)
+
+
+TRAINED = ("Idefics 3", "InternVL", "Qwen2-VL", "Llama 4", "Gemma 4, images both ways")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in TRAINED else pytest.param(name, marks=pytest.mark.full) for name in KINDS]
+)
+def test_a_trainer_trains_a_family(ranks: Ranks, name: str) -> None:
+    want = vision_models.trained(name, Mesh())
+    assert len(want) == 5 and {"loss", "grad_norm", "eval_loss"} <= {key for entry in want for key in entry}
+    for got in ranks(2).run(vision_models.trained, name, Mesh(cp=2)):
+        assert len(got) == len(want)
+        for mine, theirs in zip(got, want, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hf_ring_attn
+from hf_ring_attn.integration.accelerate import ring_group
+from jobs import a_folder, launched, numbers, trainer_of
 from plain_jobs import Batch, gradients_of, own_loss
+from runs import Mesh, Row, Rows, Run
 from sweep.configs import randomise, shrunk
 
 LENGTH = 23
@@ -153,9 +156,9 @@ def prefix(length: int) -> Tensor:
     return (torch.arange(LENGTH) >= length).long().repeat(2, 1)
 
 
-def batch_of(kind: Kind, flipped: bool = False, right: int = 0) -> Batch:
-    """Two rows; ``flipped``: with their images exchanged; ``right``: padding after the second."""
-    ids = torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+def batch_of(kind: Kind, flipped: bool = False, right: int = 0, seed: int = 2) -> Batch:
+    """Two rows; ``flipped``: with their images exchanged; ``right``: padding after the second; ``seed``: of text."""
+    ids = torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     for row, start in zip(ids, kind.starts, strict=True):
         row[start : start + kind.tokens] = IMAGE
     batch = {"input_ids": ids, **kind.images()}
@@ -217,3 +220,38 @@ def in_a_ring(name: str, right: int = 0) -> Answer:
     with again, torch.no_grad():
         loss = again.reduce(made(**again.inputs).loss)
     return logits.detach(), loss, gradients_of(made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Rows):
+    """Samples that are batches: two rows of a family, with other text, images and labels in each."""
+
+    kind: str
+
+    def make(self) -> list[Row]:
+        batches = [
+            labelled(batch_of(KINDS[self.kind], flipped=bool(at % 2), seed=self.seed + at)) for at in range(self.count)
+        ]
+        for at, batch in enumerate(batches):
+            batch["labels"][1, : 3 * at] = -100
+        return batches
+
+    def collate(self, rows: list[Row]) -> Row:
+        (batch,) = rows
+        return batch
+
+
+def trained(name: str, mesh: Mesh) -> list[dict[str, float]]:
+    """What Trainer logs of three steps and an evaluation."""
+    arguments = {
+        "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "learning_rate": 0.002, "eval_steps": 3,
+        "include_num_input_tokens_seen": "no",
+    }  # fmt: skip
+    rows, others = Pairs(kind=name, count=3), Pairs(kind=name, count=2, seed=7)
+    run = Run(why=name, rows=rows, evaluated=others, steps=3, arguments=arguments)
+    with launched(mesh), a_folder(None) as folder:
+        made = build(KINDS[name], "ring_fp32" if mesh.cp > 1 else "eager")
+        trainer = trainer_of(run, mesh, folder, model=made)
+        assert mesh.cp == 1 or ring_group(trainer.accelerator).size() == mesh.cp  # type: ignore[union-attr]
+        trainer.train()
+        return numbers(trainer.state.log_history)
