@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import weakref
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import errors, trial
-from .comm import Ring
-from .kernels import KERNELS, Params, Part, Request, asking, choose, named
+from .comm import Ring, fingerprint
+from .kernels import KERNELS, Params, Part, Request, ScoreMod, asking, choose, named, text_of
 from .layout import Run
 from .mask import Mask, tiles
 
@@ -49,6 +51,42 @@ def kernel_for(ring: str, name: str, request: Request) -> str:
     if refusal is not None:
         raise refusal
     return chosen
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Functions of scores, and the rings whose ranks have been found to have the same."""
+
+
+def facts_of(mod: ScoreMod | None) -> dict[str, int]:
+    """What ranks must agree on. Reads every tensor that the function uses, on the host."""
+    used = () if mod is None else (*mod.captured, *mod.fixed)
+    code = 0 if mod is None else 1 + zlib.crc32(text_of(mod).encode())
+    numbers = zlib.crc32(repr([fingerprint(x) for x in used]).encode())
+    return {
+        "score_mod (a fingerprint of what it computes)": code,
+        "what the score_mod uses (a fingerprint of its tensors)": numbers,
+    }
+
+
+def agree_on_scores(ring: Ring, mod: ScoreMod, device: torch.device) -> None:
+    """Makes sure, once for each function, that all ranks have the same, with the same numbers. A collective.
+
+    Raises:
+        RanksDiffer: on every rank.
+    """
+    try:
+        known = _KNOWN.setdefault(mod.function, set())
+    except TypeError:  # it cannot be remembered
+        known = set()
+    if ring.size > 1 and ring.name not in known:
+        ring.agree(facts_of(mod), ring.small_device(device), _SAME_FUNCTION)
+        known.add(ring.name)
+
+
+_SAME_FUNCTION = (
+    "Every rank computes with its own copy of the function and of what it uses: seed a learned bias alike, or make it "
+    "a part of the model."
+)
 
 
 def kernel_for_scores(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args, ove
 import torch
 from torch import Tensor
 
-from .choice import kernel_for, kernel_for_scores
+from .choice import facts_of, kernel_for, kernel_for_scores
 from .comm import Ring, fingerprint
 from .config import RingConfig, Traffic
 from .errors import BadOption, BadShape, RanksDiffer
@@ -211,7 +211,7 @@ def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tenso
         "softcap (in millionths)": 0 if softcap is None else int(softcap * 1e6),
         "scale (in billionths, 0 for the default)": 0 if scale is None else int(scale * 1e9),
         "use of sinks": int(sinks is not None),
-        "score_mod (a fingerprint of its code and of the shapes it uses)": 0 if mod is None else mod.fingerprint(),
+        **facts_of(mod),
         "backward ('ring': 0, 'gather': 1)": int(config.backward == "gather"),
         "heads_per_gather": config.heads_per_gather or 0,
         "traffic ('auto': 0, 'messages': 1, 'pulls': 2)": get_args(Traffic).index(config.traffic),

@@ -15,10 +15,52 @@ from torch.autograd.function import once_differentiable
 
 from .backward import gradients
 from .comm import Ring
-from .kernels import KERNELS, Params
+from .errors import ScoreModChanged
+from .kernels import KERNELS, Params, ScoreMod, text_of
 from .ring import count_attention, forward
 from .tables import Plan, Tables
 from .traffic import traffic_of
+
+
+class _State(NamedTuple):
+    """What a function was in the forward. It is run again in the backward, and may have changed: an attribute that it
+    reads, a list that it takes a tensor from, the tensor itself."""
+
+    mod: ScoreMod
+    text: str
+    versions: list[int]
+
+    @classmethod
+    def of(cls, mod: ScoreMod) -> _State:
+        return cls(mod, text_of(mod), [_version(x) for x in (*mod.captured, *mod.fixed)])
+
+    def check(self) -> None:
+        """
+        Raises:
+            ScoreModChanged: the function is another one by now.
+        """
+        then, name = self.mod, self.mod.name
+        now = _State.of(ScoreMod.of(then.function, then.device or torch.device("cpu"), then.deterministic))
+        pairs = list(zip((*then.captured, *then.fixed), (*now.mod.captured, *now.mod.fixed), strict=False))
+        for number, (was, tensor) in enumerate(pairs):
+            if was is tensor and now.versions[number] != self.versions[number]:
+                raise ScoreModChanged(name, f"a tensor of shape {tuple(was.shape)} that it uses was written")
+        if now.text != self.text:
+            raise ScoreModChanged(name, "it computes something else")
+        if not all(_stands_for(tensor, was) for was, tensor in pairs):
+            raise ScoreModChanged(name, "it uses other tensors")
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _stands_for(now: Tensor, then: Tensor) -> bool:
+    """A function may have made a tensor anew, with the same numbers."""
+    if now is then:
+        return True
+    alike = now.shape == then.shape and now.dtype == then.dtype and now.device == then.device
+    return not then.requires_grad and alike and torch.equal(now, then)
 
 
 class _Job(NamedTuple):
@@ -56,6 +98,8 @@ class _Scored(torch.autograd.Function):
         ctx.mark_non_differentiable(lse)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *captured)
         ctx.job = job
+        assert job.params.score_mod is not None
+        ctx.state = _State.of(job.params.score_mod) if any(ctx.needs_input_grad) else None
         return out, lse
 
     @staticmethod
@@ -63,6 +107,7 @@ class _Scored(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
         job: _Job = ctx.job
+        ctx.state.check()
         params = _with(job.params, sinks, captured, ctx.needs_input_grad[5:])
         mod = params.score_mod
         assert mod is not None

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from checks import Ranks
 from hf_ring_attn.biases import Alibi, RelativeBias
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.errors import BadScoreMod, RanksDiffer, UnsupportedAttention
+from hf_ring_attn.errors import BadScoreMod, RanksDiffer, ScoreModChanged, UnsupportedAttention
 from hf_ring_attn.functional import ring_attention
 from rank_functions import held, qkv
 from score_mods import places
@@ -249,12 +249,53 @@ def test_a_function_that_takes_another_tensor_later_is_refused() -> None:
 
     def changing(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         calls.append(1)
-        return score * (first if len(calls) < 4 else second)[h]
+        return score * (first if len(calls) < 5 else second)[h]
 
     out = out_of(**qkv(), score_mod=changing)
-    assert len(calls) == 3, "to see what it uses, to see its graph, forward"
-    with pytest.raises(BadScoreMod, match="changing uses a tensor"):
+    assert len(calls) == 4, "to see what it uses, that it has gradients, its graph, forward"
+    with pytest.raises(ScoreModChanged, match="changing is another one in the backward than in the forward: it uses"):
         torch.autograd.grad(out.sum(), first)
+
+
+class Reads(nn.Module):
+    """A function of what may be changed after the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes, self.factor, self.places = nn.Parameter(torch.rand(4)), 2.0, torch.arange(8)
+
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - self.slopes[h] * self.factor * (q_idx - self.places[kv_idx])
+
+
+CHANGES: dict[str, tuple[Callable[[Reads], object], str]] = {
+    "a number": (lambda mod: setattr(mod, "factor", 3.0), "it computes something else"),
+    "numbers in place": (lambda mod: mod.places.add_(1), "a tensor of shape (8,) that it uses was written"),
+    "another tensor": (lambda mod: setattr(mod, "places", torch.arange(1, 9)), "it uses other tensors"),
+    "another parameter": (lambda mod: setattr(mod, "slopes", nn.Parameter(torch.rand(4))), "it uses other tensors"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_function_that_changed_before_the_backward_is_refused(what: str) -> None:
+    """The backward runs it again: with what it is by then, gradients would be those of another attention."""
+    change, text = CHANGES[what]
+    mod = Reads()
+    out = out_of(**qkv(), score_mod=mod)
+    change(mod)
+    with pytest.raises(ScoreModChanged) as error:
+        out.sum().backward()
+    assert str(error.value).startswith(
+        f"the score_mod Reads is another one in the backward than in the forward: {text}. The backward runs it again, "
+    )
+
+
+def test_a_tensor_made_anew_with_the_same_numbers_is_no_change() -> None:
+    mod = Reads()
+    out = out_of(**qkv(), score_mod=mod)
+    mod.places = torch.arange(8)
+    out.sum().backward()
+    assert mod.slopes.grad is not None and mod.slopes.grad.any()
 
 
 @pytest.mark.parametrize("kernel", ["flash4", "flash2"])
@@ -277,4 +318,4 @@ def called_differently() -> str:
 def test_ranks_with_other_functions_all_say_so(ranks: Ranks) -> None:
     first, second = ranks(2).run(called_differently)
     assert first == second
-    assert first.startswith("the ranks of one ring must hold the same score_mod (a fingerprint of its code and of the ")
+    assert first.startswith("the ranks of one ring must hold the same score_mod (a fingerprint of what it computes), ")

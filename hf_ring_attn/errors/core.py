@@ -47,6 +47,15 @@ class BadScoreMod(Refused):
         )
 
 
+class ScoreModChanged(Refused):
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(
+            f"the score_mod {name} is another one in the backward than in the forward: {what}. The backward runs it "
+            "again, so what it uses must stay until then: give each layer a function of its own, and each batch its "
+            "own tensors."
+        )
+
+
 class UnsupportedAttention(Refused):
     """Raised with every reason at once when a kernel cannot honour a request."""
 

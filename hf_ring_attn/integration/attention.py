@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .. import errors
-from ..choice import kernel_for, kernel_for_scores
+from ..choice import agree_on_scores, kernel_for, kernel_for_scores
+from ..comm import Ring
 from ..kernels import Params, Request, ScoreFunction, ScoreMod
 from ..mask import Band
 from ..ring import attend
@@ -111,7 +112,9 @@ _SCORED_LOCALLY = (
 @torch.compiler.disable(reason="hf_ring_attn runs a score_mod outside of graphs")  # type: ignore[untyped-decorator]
 def _scored(spec: MaskSpec, function: ScoreFunction, params: Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     config, length = spec.config, spec.layout.length
-    params = replace(params, score_mod=ScoreMod.of(function, q.device, config.deterministic))
+    mod = ScoreMod.of(function, q.device, config.deterministic)
+    agree_on_scores(Ring(spec.plan.ring), mod, q.device)
+    params = replace(params, score_mod=mod)
     request = replace(Request(*_facts(spec, params, q, k, v)), score_mod=True)
     kernel = kernel_for_scores(spec.plan.ring, config.kernel, request, params, spec.mask, q.shape[0], length)
     _note(spec.scope is not None, kernel, request)

@@ -17,7 +17,7 @@ from .flash4 import Flash4
 from .flex import Flex
 from .reference import Reference
 from .score_graph import text_of
-from .score_mod import PART, ScoreFunction, ScoreMod
+from .score_mod import PART, ScoreFunction, ScoreMod, in_score_mod
 from .triton import Triton
 
 KERNELS: dict[str, Kernel] = {
@@ -39,7 +39,9 @@ __all__ = [
     "accumulate_dtype",
     "asking",
     "choose",
+    "in_score_mod",
     "named",
+    "text_of",
 ]
 
 

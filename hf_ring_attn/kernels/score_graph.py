@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import BadScoreMod
-from .score_mod import ScoreMod, run_one
+from .score_mod import ScoreMod, in_fixed_order, run_one
 
 SCALARS = 5
 """score, b, h, q_idx, kv_idx: the first nodes of a graph, before the captured tensors."""
@@ -40,7 +40,7 @@ def traced_from(mod: ScoreMod, dtype: torch.dtype, index: torch.dtype) -> fx.Gra
 
     numbers = [torch.zeros((), dtype=index, device=device) for _ in range(SCALARS - 1)]
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with in_fixed_order(mod.deterministic), torch.inference_mode(False), torch.no_grad():
             return make_fx(one)(torch.zeros((), dtype=dtype, device=device), *numbers, *values)
     except BadScoreMod:
         raise

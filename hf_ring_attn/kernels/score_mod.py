@@ -8,7 +8,6 @@ edge and a sum over many tokens loses nothing to their number. A gradient that w
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -66,6 +65,7 @@ class ScoreMod:
     Args:
         function: as the user wrote it.
         captured: every tensor of floating-point numbers that it uses and did not make.
+        fixed: every other tensor that it uses and did not make.
         values: what to use in their place, all float64; those that require a gradient are leaves.
         first_head: the number of the first query head that it is asked about.
         deterministic: run it, and its backward, with torch's deterministic algorithms.
@@ -80,6 +80,7 @@ class ScoreMod:
     deterministic: bool = False
     device: torch.device | None = None
     kept: dict[str, Any] = field(default_factory=dict)
+    fixed: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, function: ScoreFunction, device: torch.device, deterministic: bool = False) -> ScoreMod:
@@ -92,14 +93,15 @@ class ScoreMod:
         watch = _Watch()
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         score = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device=device)
-        with _deterministic(deterministic), torch.no_grad():
+        with in_fixed_order(deterministic), torch.no_grad():
             try:
                 _run(function, watch, score, Indices(zero, zero, zero, zero))
             except BadScoreMod:
                 raise
             except Exception as error:
                 raise BadScoreMod(_name(function), f"cannot be run for many scores at once ({error})") from error
-        mod = cls(function, tuple(watch.outside.values()), deterministic=deterministic, device=device)
+        outside, fixed = tuple(watch.outside.values()), tuple(watch.fixed.values())
+        mod = cls(function, outside, deterministic=deterministic, device=device, fixed=fixed)
         mod.with_values(mod.captured, [x.requires_grad for x in mod.captured]).differentiable(
             score, Indices(zero, zero, zero, zero), {}
         )
@@ -112,11 +114,9 @@ class ScoreMod:
         leaves = [x.view_as(x).requires_grad_() if need else x for x, need in zip(wide, require_grad, strict=True)]
         return replace(self, values=tuple(leaves))
 
-    def fingerprint(self) -> int:
-        """A whole number above 0 that differs where the function's code or its tensors' shapes or dtypes do."""
-        code = getattr(self.function, "__code__", None)
-        shapes = [(tuple(x.shape), str(x.dtype), x.requires_grad) for x in self.captured]
-        return 1 + zlib.crc32(f"{_name(self.function)} {code and code.co_code.hex()} {shapes}".encode())
+    @property
+    def name(self) -> str:
+        return _name(self.function)
 
     def of_heads(self, heads: slice) -> ScoreMod:
         return replace(self, first_head=self.first_head + (heads.start or 0))
@@ -140,23 +140,23 @@ class ScoreMod:
 
     def __call__(self, scores: Tensor, at: Indices) -> Tensor:
         """The scores [b, H, t, s] after the function, in the dtype that they come in."""
-        with _deterministic(self.deterministic), torch.no_grad():
-            return _run(self.function, self._watch(), scores.double(), at).to(scores.dtype).contiguous()
+        with in_fixed_order(self.deterministic), torch.no_grad():
+            return self._of(scores.double(), at).to(scores.dtype).contiguous()
 
     def differentiable(self, scores: Tensor, at: Indices, sums: dict[str, Tensor]) -> tuple[Tensor, Pull]:
         """As a call; and what makes the gradient before the function of that after it, and adds those of the captured
         tensors to ``sums``, where they are named as by `new_gradients`."""
         wanted = {_key(i): x for i, x in enumerate(self.values) if _key(i) in sums}
-        with _deterministic(self.deterministic), torch.enable_grad():
+        with in_fixed_order(self.deterministic), torch.enable_grad():
             before = scores.double().detach().requires_grad_()
-            after = _run(self.function, self._watch(), before, at)
+            after = self._of(before, at)
             self._refuse_strangers(after, before)
 
         def pull(d_after: Tensor) -> Tensor:
             leaves = [before, *wanted.values()]
             if not after.requires_grad:
                 return torch.zeros_like(d_after)
-            with _deterministic(self.deterministic):
+            with in_fixed_order(self.deterministic):
                 found: tuple[Tensor | None, ...] = torch.autograd.grad(
                     after, leaves, d_after.double(), allow_unused=True
                 )
@@ -168,8 +168,16 @@ class ScoreMod:
 
         return after.detach().to(scores.dtype).contiguous(), pull
 
-    def _watch(self) -> _Watch:
-        return _Watch({id(was): now for was, now in zip(self.captured, self.values, strict=True)})
+    def _of(self, scores: Tensor, at: Indices) -> Tensor:
+        watch = _Watch({id(was): now for was, now in zip(self.captured, self.values, strict=True)})
+        try:
+            return _run(self.function, watch, scores, at)
+        except (BadScoreMod, torch.OutOfMemoryError):  # the latter says nothing of the function
+            raise
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            rows, heads, queries, keys = scores.shape
+            asked = f"{rows} rows, {heads} heads, {queries} queries and {keys} keys"
+            raise BadScoreMod(self.name, f"failed for a block of {asked} of this attention ({error})") from error
 
     def _refuse_strangers(self, after: Tensor, before: Tensor) -> None:
         known = {id(before), *(id(x) for x in self.values)}
@@ -183,12 +191,13 @@ class ScoreMod:
 
 class _Watch(TorchFunctionMode):
     """Replaces tensors by others in all that torch is asked for. Those from outside that it was not told of are
-    widened, and noted in ``outside`` by their id."""
+    noted by their id: in ``outside``, and widened; in ``fixed`` those that are no floating-point numbers."""
 
     def __init__(self, instead: dict[int, Tensor] | None = None) -> None:
         super().__init__()
         self.instead = dict(instead or {})
         self.outside: dict[int, Tensor] = {}
+        self.fixed: dict[int, Tensor] = {}
         self.known: dict[int, Any] = {}  # kept alive, so that no other gets its id
 
     def know(self, value: Any) -> None:
@@ -211,6 +220,8 @@ class _Watch(TorchFunctionMode):
             if value.is_floating_point() and id(value) not in self.known and id(value) not in self.instead:
                 self.outside[id(value)] = value
                 self.instead[id(value)] = value.double()
+            elif not value.is_floating_point() and id(value) not in self.known:
+                self.fixed[id(value)] = value
             return self.instead.get(id(value), value)
         if isinstance(value, (tuple, list)):
             parts = [self._replaced(one) for one in value]
@@ -235,10 +246,23 @@ def run_one(mod: ScoreMod, scalars: Sequence[Tensor], values: Sequence[Tensor]) 
     return _one(mod.function, _Watch(instead), *scalars)
 
 
+_running = 0
+
+
+def in_score_mod() -> bool:
+    """Whether a function of scores is being run, so that a module that is called is a part of it."""
+    return _running > 0
+
+
 def _one(function: ScoreFunction, watch: _Watch, *scalars: Tensor) -> Tensor:
+    global _running
     watch.know(scalars)
-    with watch:
-        result: Any = function(*scalars)
+    _running += 1
+    try:
+        with watch:
+            result: Any = function(*scalars)
+    finally:
+        _running -= 1
     if not isinstance(result, Tensor) or result.dim() or not result.is_floating_point():
         got = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise BadScoreMod(_name(function), f"returned {got} for one score")
@@ -273,7 +297,7 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
+def in_fixed_order(wanted: bool) -> Iterator[None]:
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted:
         torch.use_deterministic_algorithms(True)
