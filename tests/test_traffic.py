@@ -28,7 +28,7 @@ from hf_ring_attn.traffic import (
     traffic_of,
     visiting_order,
 )
-from hf_ring_attn.traffic.heads import QUERIES, SCORES
+from hf_ring_attn.traffic.heads import LARGEST, QUERIES, SCORES
 from hf_ring_attn.traffic.packing import Packing
 from hf_ring_attn.traffic.pulls import Pulls
 
@@ -162,6 +162,7 @@ def test_groups_are_large_enough_to_launch_and_small_enough_to_hide() -> None:
     # With one query head for each key head, or with more chunks, so few bytes would leave little to a launch.
     assert largest(2**14, heads=128, each=1) == QUERIES // 2**13 == 4 > 2**26 // (4 * 2**14 * 256 * 2)
     assert largest(2**13, heads=128, each=1) == SCORES // (2**12 * 4 * 2**13) == 16
+    assert largest(2**17, heads=128, each=1, chunks=64) == LARGEST // (2**19 * 256 * 2) == 4 < QUERIES // 2**11
     assert largest(2**15, chunks=16) == QUERIES // (4 * 2**11) == 4
     assert largest(2**15, seen=2**15) == 2**26 // (2**15 * 256 * 2) == 4, "of a sparse plan the keys that arrive count"
 

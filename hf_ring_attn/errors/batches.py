@@ -111,6 +111,16 @@ class LayerWithoutSpec(Refused):
         )
 
 
+class ScoreModDropped(Refused):
+    def __init__(self, model: str, scored: int, plain: int) -> None:
+        got = f"{scored} of its {scored + plain} attentions" if plain else "none of its attentions"
+        super().__init__(
+            f"{model} was called with a score_mod, which reached {got}: its layers do not hand on what a call is "
+            "given, or attend elsewhere. Give it to the attention layers themselves: override their forward and pass "
+            "score_mod to the attention function, ALL_ATTENTION_FUNCTIONS['ring_fp32']."
+        )
+
+
 class RecurrentLayerWithoutMask(Refused):
     def __init__(self, module: str) -> None:
         super().__init__(

@@ -109,6 +109,9 @@ class Scope:
     sample: Sample | None = None
     before: int = 0
     """Attentions that ran before this batch, or belong to another one inside its context."""
+    scored: int = 0
+    plain: int = 0
+    """Attentions of the row that ran in this context, with a score_mod and without; no compiled ones without."""
     called: bool = False
     """Whether any model was called in this context."""
     attends: bool = True
@@ -117,8 +120,8 @@ class Scope:
     """The outermost models that were."""
     configs: list[Any] = field(default_factory=list)
     """The transformers configs in them."""
-    reduced: bool = False
-    """Whether `Sharded.reduce_gradients` averaged its gradients."""
+    reduced: set[int] = field(default_factory=set)
+    """Identities of the parameters whose gradients `Sharded.reduce_gradients` averaged."""
     checked: set[int] = field(default_factory=set)
     """Identities of the modules and configs that were looked at."""
     share_of_whole: float = 1.0

@@ -20,7 +20,7 @@ from ..mask import Band
 from ..ring import attend
 from ..scored import attend_scored
 from ..traffic import Kept, Role
-from . import active, temperature
+from . import active, drift, temperature
 from .active import MaskSpec
 from .report import say
 
@@ -114,6 +114,9 @@ def _scored(spec: MaskSpec, function: ScoreFunction, params: Params, q: Tensor, 
     config, length = spec.config, spec.layout.length
     mod = ScoreMod.of(function, q.device, config.deterministic)
     agree_on_scores(Ring(spec.plan.ring), mod, q.device)
+    scope = active.current()
+    if scope is not None:
+        drift.watch_learned(mod.name, mod.captured, scope)
     params = replace(params, score_mod=mod)
     request = replace(Request(*_facts(spec, params, q, k, v)), score_mod=True)
     kernel = kernel_for_scores(spec.plan.ring, config.kernel, request, params, spec.mask, q.shape[0], length)
@@ -194,6 +197,8 @@ def _note(scoped: bool, kernel: str, request: Request) -> None:
     elif scope is not None:  # not in a recompute
         scope.kernel = kernel
         scope.features.update(name for name in ("softcap", "sinks", "score_mod") if getattr(request, name))
+        scope.scored += request.score_mod
+        scope.plain += not request.score_mod
 
 
 def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from .. import errors
 from ..comm import Ring, fingerprint
 from ..config import RingConfig
+from ..kernels import in_score_mod
 from ..layout import Layout, note_dealt, zigzag_was_told
 from ..ring import gather_sequence
-from . import active, drift, masks, models, randomness, sample, selfcheck, sharing
+from . import active, drift, handed, masks, models, randomness, sample, selfcheck, sharing
 from .report import announce, warn
 from .rows import KERNEL_HINTS, PADDING, Facts, Whole, tokens_of, whole_rows
 
@@ -92,10 +93,10 @@ class Sharded:
 
     def reduce_gradients(self, model: nn.Module) -> None:
         """Averages gradients over the ring, in float32, for a model that neither DDP nor FSDP wraps."""
-        self.scope.reduced = True
         if self.ring.size == 1:
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.scope.reduced.update(map(id, trained))
         # A rank without a gradient (an unused expert, say) still has to take part in the sum.
         gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
         for parameter, mean in zip(trained, self.ring.means(gradients), strict=True):
@@ -263,16 +264,20 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
     """The context of a sharded batch: makes its ring active, and binds every model at its first call inside."""
 
     handles: list[RemovableHandle] = []
+    called: list[RemovableHandle] = []
 
     # Not compiled: a model that is compiled in place, and not named to `shard`, would trace them.
     @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
     def before(module: nn.Module, _inputs: Any) -> None:
-        # A module without weights is no model: the activation that a layer makes anew for each call, a loss.
-        if id(module) not in scope.checked and next(module.parameters(), None) is not None:
+        # A module without weights is no model: the activation that a layer makes anew for each call, a loss. Nor is
+        # what a score_mod is made of.
+        known = id(module) in scope.checked or in_score_mod()
+        if not known and next(module.parameters(), None) is not None:
             models.bind(module, scope)
             selfcheck.check(module, scope, share)
             drift.watch(module, scope)
             masks.make_ahead(module, scope)
+            called.extend(handed.watch(module, scope))
             if _holds_compiled(module):  # which would trace the hook, and compile anew for that of each batch
                 handles.pop().remove()
                 handles.append(module.register_forward_hook(after, always_call=True))
@@ -288,6 +293,8 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
     drift.tell()
     if not scope.checked:  # a model that was bound by name needs no hooks
         watch()
+    for model in scope.models:
+        called.extend(handed.watch(model, scope))
     if scope.randomness is not None:
         scope.randomness.enter()
     try:
@@ -297,7 +304,7 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
         if scope.randomness is not None:
             scope.randomness.leave()
         scope.shared.clear()
-        for handle in handles:
+        for handle in (*handles, *called):
             handle.remove()
     announce(scope)
 

@@ -7,44 +7,63 @@ called is known only when the next batch comes.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from .active import Scope
 from .report import warn
 
 AVERAGING = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}
-_last: list[tuple[weakref.ref[nn.Module], Scope, int]] = []
-"""The model that ran last, its batch, and how often its weights had been written until then."""
+_last: list[tuple[str, list[weakref.ref[Tensor]], Scope, int]] = []
+"""What trains in the last batch, by its name and its tensors, and how often these had been written until then."""
 
 
 def averages_gradients(model: nn.Module) -> bool:
     """Whether some wrapper in or around ``model`` combines gradients over ranks."""
-    if any(cls.__name__ in AVERAGING for module in model.modules() for cls in type(module).__mro__):
+    if AVERAGING & _classes(model):
         return True
     return any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+
+
+def _classes(model: nn.Module) -> set[str]:
+    return {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
 
 
 def watch(model: nn.Module, scope: Scope) -> None:
     """Notes a model that trains in a ring with nothing that would average its gradients."""
     if scope.ring.size > 1 and model.training and not averages_gradients(model):
-        _last[:] = [(weakref.ref(model), scope, _writes(model))]
+        _note(type(model).__name__, model.parameters(), scope)
 
 
-def _writes(model: nn.Module) -> int:
-    return sum(parameter._version for parameter in model.parameters() if parameter.requires_grad)
+def watch_learned(name: str, captured: Iterable[Tensor], scope: Scope) -> None:
+    """Notes what a score_mod learns that belongs to no model: a wrapper of a model does not average its gradient."""
+    models = list(scope.models)
+    if scope.ring.size == 1 or any("FSDPModule" in _classes(model) for model in models):
+        return  # FSDP's weights have no identity while they are gathered
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    own = [x for x in captured if x.is_leaf and x.requires_grad and id(x) not in known]
+    if own:
+        _note(f"what the score_mod {name} learns", own, scope)
+
+
+def _note(name: str, tensors: Iterable[Tensor], scope: Scope) -> None:
+    trained = [x for x in tensors if x.requires_grad]
+    references = [weakref.ref(x) for x in trained]
+    _last[:] = [one for one in _last if one[2] is scope and one[1] != references]
+    _last.append((name, references, scope, sum(x._version for x in trained)))
 
 
 def tell() -> None:
     """Warns, once, if the last batch was followed by a step with gradients that differ from rank to rank."""
     while _last:
-        reference, scope, written = _last.pop()
-        model = reference()
+        name, references, scope, written = _last.pop()
+        trained = [x for x in (reference() for reference in references) if x is not None]
         # Weights that nobody has written since: gradients are still being added up, or there is no training.
-        if model is None or scope.reduced or _writes(model) == written:
+        if sum(x._version for x in trained) == written or all(id(x) in scope.reduced for x in trained):
             continue
         warn(
-            f"{type(model).__name__} trained in a ring of {scope.ring.size}, but neither DDP nor FSDP wraps it and "
-            "sharded.reduce_gradients(model) was not called: each rank holds the gradient of its own tokens only, so "
-            "the replicas drift apart. Call it after backward, once the gradients of a step are complete."
+            f"{name} trained in a ring of {scope.ring.size}, but neither DDP nor FSDP wraps it and "
+            "sharded.reduce_gradients(module) was not called with it: each rank holds the gradient of its own tokens "
+            "only, so the replicas drift apart. Call it after backward, once the gradients of a step are complete."
         )

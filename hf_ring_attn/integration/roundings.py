@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels import in_score_mod
+
 EXACT = 1e-4
 """Relative error of a token's output that sums in another order may make in float32 (transformers' norms and softmaxes
 are computed in it for float64 models too). What is found is 1e-7 to 1e-5; a defect makes 1e-2 and more."""
@@ -37,6 +39,8 @@ def outputs(see: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
     """Shows each floating-point tensor that a module without children returns; what ``see`` returns takes its place."""
 
     def after(module: nn.Module, _args: Any, output: Any) -> Any:
+        if in_score_mod():  # its modules compute one score, under vmap
+            return None
         if isinstance(output, Tensor) and output.is_floating_point() and not module._modules:
             return see(output)
         return None

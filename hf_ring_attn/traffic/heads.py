@@ -18,6 +18,8 @@ QUERIES, SCORES = 2**15, 2**31
 queries for each multiprocessor of a large GPU, and work for about a millisecond there, ten times what launching takes.
 Where each query head has keys of its own (128 heads of 192/128 at 32K tokens), groups by bytes alone cost a quarter of
 the forward's speed on an H200: 192 blocks take as long as 264."""
+LARGEST = 2**30
+"""Bytes that a group may have for the sake of its launch: a gather holds two groups or three."""
 
 
 def head_groups(
@@ -34,12 +36,9 @@ def head_groups(
     if not heads_per_gather:
         bytes_per_head = batch * keys * (width + v.shape[3]) * k.element_size()
         queries_per_head = max(1, batch * chunk * q.shape[2] // heads)
-        most = max(
-            traffic.bytes_per_gather // max(1, bytes_per_head),
-            -(-QUERIES // queries_per_head),
-            -(-SCORES // (queries_per_head * max(1, keys))),
-        )
-        heads_per_gather = min(-(-heads // traffic.groups), most)
+        by_bytes, largest = traffic.bytes_per_gather // max(1, bytes_per_head), LARGEST // max(1, bytes_per_head)
+        to_launch = max(-(-QUERIES // queries_per_head), -(-SCORES // (queries_per_head * max(1, keys))))
+        heads_per_gather = min(-(-heads // traffic.groups), max(1, by_bytes, min(to_launch, largest)))
     return [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
 
 

@@ -34,7 +34,7 @@ class BiasedAttention(LlamaAttention):
             seen = at[:, None] >= at
         head = torch.arange(self.config.num_attention_heads, device=x.device)[:, None, None]
         bias: Tensor = self.bias(torch.zeros((), dtype=x.dtype, device=x.device), None, head, at[:, None], at[None])
-        return bias.expand(x.shape[0], -1, -1, -1).masked_fill(~seen, torch.finfo(x.dtype).min)
+        return bias.expand(x.shape[0], -1, -1, -1).masked_fill(~seen, -torch.inf)
 
 
 class BiasedLlama(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers' own

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 import hf_ring_attn
 from balanced_jobs import chunks_forced
 from hf_ring_attn import RingConfig, errors
-from hf_ring_attn.biases import Alibi
 from hf_ring_attn.integration import report
 from jobs import launched
 from runs import Mesh
@@ -137,17 +136,6 @@ def in_a_ring(step: Step) -> Answer:
     own_loss(logits, step.batch).backward()
     sharded.reduce_gradients(model)
     return Answer(sharded.reduce(out.loss), logits.detach(), gradients, gradients_of(model))
-
-
-def with_alibi(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits of a model whose call is given learned slopes for all layers, and the slopes' gradient."""
-    model, bias = ready(Step(why=""), "ring_fp32"), Alibi(4, learnable=True).double()
-    sharded = hf_ring_attn.shard(batch)
-    with sharded:
-        out = model(**sharded.inputs, score_mod=bias)
-    out.loss.backward()
-    sharded.reduce_gradients(nn.ModuleList([model, bias]))
-    return sharded.gather(out.logits).detach(), gradients_of(bias)["slopes"]
 
 
 # ---- several things at once ----------------------------------------------------------------------------------------

@@ -134,15 +134,6 @@ def test_eight_ranks_share_packed_rows(ranks: Ranks, chunks: int) -> None:
         assert_equal_answers(got, alone(Step(why="", batch=LONGER)), step)
 
 
-def test_a_call_of_a_model_takes_a_score_mod_for_all_layers(ranks: Ranks) -> None:
-    batch = packed(9, 3, 11)
-    want, slopes = plain_jobs.with_alibi(batch)
-    for got, gradient in ranks(2).run(plain_jobs.with_alibi, batch):
-        assert relative_error(got, want) < 1e-11
-        assert relative_error(gradient, slopes) < LOSS
-    assert relative_error(alone(Step(why="", batch=batch)).logits, want) > 0.1
-
-
 def test_two_batches_alive(ranks: Ranks) -> None:
     batches = tokens(23), packed(30, 7)
     for found in ranks(2).run(plain_jobs.two_batches_alive, *batches):

@@ -59,7 +59,7 @@ RUNS = [
         why="experts with their auxiliary loss, tokens not averaged over devices", model="mixtral", rows=PROMPTS,
         arguments={"average_tokens_across_devices": False},
     ),
-    Run(why="learned biases", model="learned biases", rows=PROMPTS),
+    Run(why="learned biases", model="learned biases", rows=Rows(shortest=9, pad_to="left")),
     Run(why="backward by gather, head by head", rows=PROMPTS, ring=RingConfig(backward="gather", heads_per_gather=1)),
     Run(why="gathered loss", rows=Rows(labelled="answers", length=23), ring=GATHERED),
     Run(
