@@ -93,10 +93,11 @@ def ring_attention(
             and kv_idx count tokens from the beginning of the whole row. It is asked about visible pairs only. The
             tensors that it uses, wherever it has them from (closures, modules, globals), are those of the whole row and
             the same on every rank; those that require a gradient get this rank's share of it, as sinks do, rounded
-            once. `hf_ring_attn.biases` has some. On a GPU ``triton`` serves those that add something by head and
-            kv_idx - q_idx, and ``flex`` most others: in float32, with gradients of those tensors added up in no fixed
-            order, so that their last bits differ from run to run. ``flex`` compiles each function once, so a Python
-            number in it that changes makes it another one: use a tensor. Elsewhere the reference does, in float64
+            once. The backward runs it again, so what it uses must stay until then. `hf_ring_attn.biases` has some. On a
+            GPU ``triton`` serves those that add something by head and kv_idx - q_idx, and ``flex`` most others: in
+            float32, with gradients of those tensors added up in no fixed order, so that their last bits differ from run
+            to run. ``flex`` compiles each function once, so a Python number in it that changes makes it another one:
+            use a tensor. Elsewhere the reference does, in float64
             (``deterministic=True``: on a GPU too, with the same bits from run to run).
             torch.compile breaks its graph here.
         scale: factor of the scores; None: D ** -0.5.
@@ -112,6 +113,7 @@ def ring_attention(
     Raises:
         BadShape, BadOption: for inputs that do not fit together.
         BadScoreMod: score_mod is not such a function, or uses a gradient in a way that would lose it.
+        ScoreModChanged: in the backward: it is another function by then.
         RanksDiffer: on every rank, if ranks were called differently (found only without ``length``).
         UnsupportedAttention: with every reason, if no kernel can compute this exactly.
     """

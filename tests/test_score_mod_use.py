@@ -294,8 +294,7 @@ def test_a_tensor_made_anew_with_the_same_numbers_is_no_change() -> None:
     mod = Reads()
     out = out_of(**qkv(), score_mod=mod)
     mod.places = torch.arange(8)
-    out.sum().backward()
-    assert mod.slopes.grad is not None and mod.slopes.grad.any()
+    assert torch.autograd.grad(out.sum(), mod.slopes)[0].any()
 
 
 @pytest.mark.parametrize("kernel", ["flash4", "flash2"])

@@ -49,9 +49,14 @@ def watch_learned(name: str, captured: Iterable[Tensor], scope: Scope) -> None:
 
 def _note(name: str, tensors: Iterable[Tensor], scope: Scope) -> None:
     trained = [x for x in tensors if x.requires_grad]
-    references = [weakref.ref(x) for x in trained]
-    _last[:] = [one for one in _last if one[2] is scope and one[1] != references]
-    _last.append((name, references, scope, sum(x._version for x in trained)))
+    if any(known is scope and of == name and _same(references, trained) for of, references, known, _ in _last):
+        return
+    _last[:] = [one for one in _last if one[2] is scope]
+    _last.append((name, [weakref.ref(x) for x in trained], scope, sum(x._version for x in trained)))
+
+
+def _same(references: list[weakref.ref[Tensor]], tensors: list[Tensor]) -> bool:
+    return len(references) == len(tensors) and all(one() is x for one, x in zip(references, tensors, strict=True))
 
 
 def tell() -> None:
