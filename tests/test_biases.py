@@ -15,7 +15,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from checks import Ranks
 from hf_ring_attn.biases import Alibi, RelativeBias, alibi_slopes, relative_buckets
-from hf_ring_attn.errors import BadOption
+from hf_ring_attn.errors import BadOption, BadScoreMod
 from hf_ring_attn.functional import ring_attention
 from rank_functions import held
 
@@ -125,6 +125,16 @@ def test_numbers_that_make_no_bias_are_refused(make: Any, text: str) -> None:
     with pytest.raises(BadOption) as error:
         make()
     assert str(error.value) == text
+
+
+def test_too_few_slopes_are_refused_by_name() -> None:
+    q, k, v = (torch.rand(1, 8, 4, 8) for _ in range(3))
+    with pytest.raises(BadScoreMod) as error:
+        ring_attention(q, k, v, score_mod=Alibi(2))
+    assert str(error.value).startswith(
+        "the score_mod Alibi failed for a block of 1 rows, 4 heads, 8 queries and 8 keys of this attention (index 2 is "
+        "out of bounds"
+    )
 
 
 def test_slopes_are_trained_and_saved_only_where_asked() -> None:
