@@ -47,7 +47,7 @@ class _State(NamedTuple):
                 raise ScoreModChanged(name, f"a tensor of shape {tuple(was.shape)} that it uses was written")
         if now.text != self.text:
             raise ScoreModChanged(name, "it computes something else")
-        if not all(_stands_for(tensor, was) for was, tensor in pairs):
+        if len(now.versions) != len(self.versions) or not all(_stands_for(tensor, was) for was, tensor in pairs):
             raise ScoreModChanged(name, "it uses other tensors")
 
 

@@ -38,12 +38,14 @@ def watch(model: nn.Module, scope: Scope) -> None:
 
 def watch_learned(name: str, captured: Iterable[Tensor], scope: Scope) -> None:
     """Notes what a score_mod learns that belongs to no model: a wrapper of a model does not average its gradient."""
+    own = [x for x in captured if x.is_leaf and x.requires_grad]
+    if scope.ring.size == 1 or not own:
+        return
     models = list(scope.models)
-    if scope.ring.size == 1 or any("FSDPModule" in _classes(model) for model in models):
-        return  # FSDP's weights have no identity while they are gathered
     known = {id(parameter) for model in models for parameter in model.parameters()}
-    own = [x for x in captured if x.is_leaf and x.requires_grad and id(x) not in known]
-    if own:
+    own = [x for x in own if id(x) not in known]
+    # FSDP's weights have no identity while they are gathered.
+    if own and not any("FSDPModule" in _classes(model) for model in models):
         _note(f"what the score_mod {name} learns", own, scope)
 
 
