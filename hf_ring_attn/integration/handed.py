@@ -35,4 +35,6 @@ def watch(model: nn.Module, scope: Scope) -> list[RemovableHandle]:
         if plain or not scored:
             raise errors.ScoreModDropped(type(model).__name__, scored, plain)
 
-    return [model.register_forward_pre_hook(before), model.register_forward_hook(after, with_kwargs=True)]
+    # First: accelerate's loop leaves the context, and so takes these hooks away, in a hook after the forward.
+    first = model.register_forward_hook(after, with_kwargs=True, prepend=True)
+    return [model.register_forward_pre_hook(before), first]
