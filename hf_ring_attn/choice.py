@@ -61,10 +61,11 @@ def facts_of(mod: ScoreMod | None) -> dict[str, int]:
     """What ranks must agree on. Reads every tensor that the function uses, on the host."""
     used = () if mod is None else (*mod.captured, *mod.fixed)
     code = 0 if mod is None else 1 + zlib.crc32(text_of(mod).encode())
-    numbers = zlib.crc32(repr([fingerprint(x) for x in used]).encode())
     return {
         "score_mod (a fingerprint of what it computes)": code,
-        "what the score_mod uses (a fingerprint of its tensors)": numbers,
+        "what the score_mod uses (a fingerprint of its tensors)": fingerprint(
+            torch.tensor([fingerprint(x) for x in used], dtype=torch.int64)
+        ),
     }
 
 

@@ -17,6 +17,7 @@ from ..layout import Layout
 from ..ring import attend, forward
 from ..tables import Plan, Tables
 from ..traffic import Hop, Sums
+from ..traffic.base import PULLED
 from ..traffic.played import Played
 from .clock import Call
 from .workload import Workload
@@ -86,7 +87,7 @@ def _road(work: Workload, plan: Plan, kernel: str, tokens: int, share: float, ch
 class Alone(Played):
     """One rank of a ring whose messages have all arrived: what its own work costs, on one device. A `Traffic`."""
 
-    groups, bytes_per_gather = 2, 64 * 2**20  # as pulls
+    groups, bytes_per_gather = 2, PULLED
 
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
         kept: dict[int, Sums] = {}

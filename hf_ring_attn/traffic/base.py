@@ -13,6 +13,9 @@ from .kept import Part
 
 Sums = tuple[Tensor, Tensor]
 
+PULLED = 64 * 2**20
+"""`Traffic.bytes_per_gather` where keys are pulled, which takes no multiprocessors: measured, see recipes/results."""
+
 
 class Hop(NamedTuple):
     """A few heads of one rank's keys, where this rank adds to their gradients.

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..comm import Ring
 from ..errors import LeftHalfway
 from ..layout import Owners, chunks_of
-from .base import Hop, Sums, visiting_order
+from .base import PULLED, Hop, Sums, visiting_order
 from .kept import Part
 from .packing import Packing
 
@@ -59,7 +59,7 @@ class Shared:
 class Pulls:
     """See the module and `Traffic`. One for each ring and device, since its buffers are used by turns."""
 
-    groups, bytes_per_gather = 2, 64 * 2**20
+    groups, bytes_per_gather = 2, PULLED
 
     def __init__(self, ring: Ring, device: torch.device) -> None:
         self.ring = ring

@@ -40,6 +40,13 @@ def without_ring(ranks: Ranks, run: Run, mesh: Mesh) -> Outcome:
     return ranks(mesh.alone.size).run(train, run, mesh.alone)[0]
 
 
+def in_rings(ranks: Ranks, run: Run, mesh: Mesh) -> list[Outcome]:
+    """What every rank saw of a run whose rings are those of the mesh."""
+    outcomes = ranks(mesh.size).run(train, run, mesh)
+    assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    return outcomes
+
+
 def assert_equal_runs(got: Outcome, want: Outcome) -> None:
     assert len(got.log) == len(want.log)
     for at, (one, other) in enumerate(zip(got.log, want.log, strict=True)):

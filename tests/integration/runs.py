@@ -98,29 +98,48 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures(Rows):
-    """Samples with an image each, at another place in each row; of Qwen's kind (`qwen`) or Gemma 3's."""
+class Placed(Rows):
+    """Samples with something beside the text, for which placeholders stand at another place in each row."""
 
     length: int = 23
-    qwen: bool = False
+
+    def placeholders(self) -> list[int]:
+        raise NotImplementedError
+
+    def beside(self, ids: Tensor, generator: torch.Generator) -> Row:
+        """The other inputs of a row."""
+        raise NotImplementedError
 
     def make(self) -> list[Row]:
         generator = torch.Generator().manual_seed(self.seed)
         rows = []
         for index in range(self.count):
             ids = torch.randint(1, BEFORE_IMAGE, (self.length,), generator=generator)
-            at = 3 + index % 12
-            ids[at], ids[at + 1 : at + 5] = BEFORE_IMAGE, IMAGE
+            at, stand = 3 + index % 12, self.placeholders()
+            ids[at : at + len(stand)] = torch.tensor(stand)
             row = {"input_ids": ids, "labels": ids.masked_fill(ids >= BEFORE_IMAGE, -100)}
             row["labels"][: index * 5 % 17] = -100  # another number of labels in each row
-            kinds = (ids == IMAGE).long()
-            if self.qwen:
-                row |= {"mm_token_type_ids": kinds.int(), "image_grid_thw": torch.tensor([1, 4, 4])}
-                row["pixel_values"] = torch.randn(16, 96, generator=generator)
-            else:
-                row |= {"token_type_ids": kinds, "pixel_values": torch.randn(3, 16, 16, generator=generator)}
-            rows.append(row)
+            rows.append(row | self.beside(ids, generator))
         return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures(Placed):
+    """Samples with an image each, of Qwen's kind (`qwen`) or Gemma 3's."""
+
+    qwen: bool = False
+
+    def placeholders(self) -> list[int]:
+        return [BEFORE_IMAGE, *[IMAGE] * 4]
+
+    def beside(self, ids: Tensor, generator: torch.Generator) -> Row:
+        kinds = (ids == IMAGE).long()
+        if self.qwen:
+            pixels = torch.randn(16, 96, generator=generator)
+            return {
+                "mm_token_type_ids": kinds.int(), "image_grid_thw": torch.tensor([1, 4, 4]), "pixel_values": pixels,
+            }  # fmt: skip
+        return {"token_type_ids": kinds, "pixel_values": torch.randn(3, 16, 16, generator=generator)}
 
     def collate(self, rows: list[Row]) -> Row:
         batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -130,32 +149,23 @@ class Pictures(Rows):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sounds(Rows):
-    """Samples with a sound each, which stands at so many `places`, in other places of each row.
+class Sounds(Placed):
+    """Samples with a sound each, which stands at so many `places`.
 
     ``mask``: under which name the model takes a mask of frames; "": it takes none.
     """
 
-    length: int = 23
     places: int
     mask: str = ""
     frames: int = 32
     mels: int = 8
 
-    def make(self) -> list[Row]:
-        generator = torch.Generator().manual_seed(self.seed)
-        rows = []
-        for index in range(self.count):
-            ids = torch.randint(1, BEFORE_IMAGE, (self.length,), generator=generator)
-            at = 3 + index % 12
-            ids[at : at + self.places] = IMAGE
-            row = {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100)}
-            row["labels"][: index * 5 % 17] = -100  # another number of labels in each row
-            row["input_features"] = torch.randn(self.mels, self.frames, generator=generator)
-            if self.mask:
-                row[self.mask] = torch.ones(self.frames, dtype=torch.int64)
-            rows.append(row)
-        return rows
+    def placeholders(self) -> list[int]:
+        return [IMAGE] * self.places
+
+    def beside(self, ids: Tensor, generator: torch.Generator) -> Row:
+        sound = {"input_features": torch.randn(self.mels, self.frames, generator=generator)}
+        return sound | ({self.mask: torch.ones(self.frames, dtype=torch.int64)} if self.mask else {})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 
-from comparison import Ranks, assert_equal_runs, by_turns, without_ring
+from comparison import Ranks, assert_equal_runs, by_turns, in_rings, without_ring
 from hf_ring_attn import RingConfig
 from jobs import train
 from runs import Mesh, Rows, Run
@@ -79,9 +79,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("run", "mesh"), by_turns(RUNS))
 def test_a_ring_trains_as_one_process_does(ranks: Ranks, run: Run, mesh: Mesh) -> None:
-    outcomes = ranks(mesh.size).run(train, run, mesh)
-    want = without_ring(ranks, run, mesh)
-    assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    outcomes, want = in_rings(ranks, run, mesh), without_ring(ranks, run, mesh)
     assert_equal_runs(outcomes[0], want)
     assert outcomes[0].generated == want.generated
     assert len(want.generated) == (2 if run.generates else 0)
