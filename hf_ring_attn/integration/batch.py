@@ -264,7 +264,7 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
     """The context of a sharded batch: makes its ring active, and binds every model at its first call inside."""
 
     handles: list[RemovableHandle] = []
-    called: list[RemovableHandle] = []
+    watched: list[handed.Undo] = []
 
     # Not compiled: a model that is compiled in place, and not named to `shard`, would trace them.
     @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
@@ -277,7 +277,7 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
             selfcheck.check(module, scope, share)
             drift.watch(module, scope)
             masks.make_ahead(module, scope)
-            called.extend(handed.watch(module, scope))
+            watched.extend(handed.watch(module, scope, inside=True))
             if _holds_compiled(module):  # which would trace the hook, and compile anew for that of each batch
                 handles.pop().remove()
                 handles.append(module.register_forward_hook(after, always_call=True))
@@ -294,7 +294,7 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
     if not scope.checked:  # a model that was bound by name needs no hooks
         watch()
     for model in scope.models:
-        called.extend(handed.watch(model, scope))
+        watched.extend(handed.watch(model, scope))
     if scope.randomness is not None:
         scope.randomness.enter()
     try:
@@ -304,8 +304,10 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
         if scope.randomness is not None:
             scope.randomness.leave()
         scope.shared.clear()
-        for handle in (*handles, *called):
+        for handle in handles:
             handle.remove()
+        for undo in watched:
+            undo()
     announce(scope)
 
 

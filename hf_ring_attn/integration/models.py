@@ -94,7 +94,7 @@ def bind(model: nn.Module, scope: Scope) -> None:
         return
     reasons = list(dict.fromkeys(_reasons(model, scope)))
     if reasons:
-        raise errors.UnsupportedModel(_name(model), reasons)
+        raise errors.UnsupportedModel(name_of(model), reasons)
     if scope.has_labels and scope.ring.size > 1:
         _refuse_loss(model)
     rope.install(model)
@@ -105,7 +105,7 @@ def bind(model: nn.Module, scope: Scope) -> None:
     _ADMITTED.setdefault(model, set()).add(case)
 
 
-def _name(model: nn.Module) -> str:
+def name_of(model: nn.Module) -> str:
     """Of the model inside DDP and other wrappers, which is the one that the user made."""
     return type(next((module for module in model.modules() if "config" in module.__dict__), model)).__name__
 

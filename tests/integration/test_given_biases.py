@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -72,13 +73,19 @@ def test_the_self_check_leaves_a_bias_as_it_is() -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def called(kind: str) -> None:
+def called(kind: str, compiled: str = "", named: bool = False) -> None:
+    torch._dynamo.reset()
     config: dict[str, Any] = {**SIZES, "state_size": 4}
     model = build(kind, **config)
     hf_ring_attn.configure(model, hf_ring_attn.RingConfig())
-    sharded = hf_ring_attn.shard(tokens(24))
+    call: Any = model
+    if compiled == "in place":
+        model.compile(backend="eager")
+    elif compiled:
+        call = torch.compile(model, backend="eager")
+    sharded = hf_ring_attn.shard(tokens(24), model=call if named else None)
     with sharded:
-        model(**sharded.inputs, score_mod=Alibi(4))
+        call(**sharded.inputs, score_mod=Alibi(4))
 
 
 DROPPED = {
@@ -95,6 +102,15 @@ def test_models_that_do_not_hand_it_on_are_refused(ranks: Ranks, kind: str) -> N
         name, text = refusal
         assert name == "ScoreModDropped"
         assert text.startswith(f"{kind} was called with a score_mod, which {DROPPED[kind]}: its layers do not hand on")
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("compiled", ["in place", "wrapped"])
+def test_so_are_they_compiled(ranks: Ranks, compiled: str, named: bool) -> None:
+    for refusal in ranks(2).run(attempt, called, "NemotronForCausalLM", compiled, named):
+        assert refusal is not None
+        assert refusal[0] == "ScoreModDropped"
+        assert refusal[1].startswith("NemotronForCausalLM was called with a score_mod, which reached 0 of its 2 ")
 
 
 def other_numbers() -> None:
