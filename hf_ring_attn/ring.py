@@ -20,6 +20,9 @@ from .layout import Layout
 from .tables import Plan, Tables
 from .traffic import Kept, Role, Traffic, kept_for, seen_by_heads, traffic_of
 
+UNSAFE = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+"""Tags of ops that communicate: inductor leaves them out of its CUDA graphs."""
+
 _attentions = 0
 
 
@@ -53,7 +56,7 @@ def attend(
 
 # The op's name holds "flash_attn" because selective checkpointing policies (TRL's) keep the outputs of ops so named:
 # then recomputing a layer neither gathers nor attends again.
-@torch.library.custom_op("hf_ring_attn::ring_flash_attn_fwd", mutates_args=())
+@torch.library.custom_op("hf_ring_attn::ring_flash_attn_fwd", mutates_args=(), tags=UNSAFE)
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, table: Tensor, stops: Tensor, scale: float,
     softcap: float | None, deterministic: bool, ring: str, kernel: str, backward: str, heads_per_gather: int,
@@ -68,7 +71,7 @@ def _forward_op(
         return forward(road, KERNELS[kernel], q, k, v, tables, params, heads_per_gather, known)
 
 
-@torch.library.custom_op("hf_ring_attn::ring_flash_attn_bwd", mutates_args=())
+@torch.library.custom_op("hf_ring_attn::ring_flash_attn_bwd", mutates_args=(), tags=UNSAFE)
 def _backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None,
     table: Tensor, stops: Tensor, scale: float, softcap: float | None, deterministic: bool, ring: str, kernel: str,

@@ -1,4 +1,4 @@
-"""The roads of a ring: who meets whose keys, and sums that come home complete. Messages here; pulls need GPUs."""
+"""The roads of a ring: who meets whose keys, and sums that come home complete. Messages; test_pulls.py has pulls."""
 
 from __future__ import annotations
 
@@ -14,23 +14,11 @@ from torch import Tensor
 
 from checks import Ranks
 from hf_ring_attn.comm import LOCAL, Pending, Ring
-from hf_ring_attn.errors import LeftHalfway, NoPulls
+from hf_ring_attn.errors import NoPulls
 from hf_ring_attn.layout import Layout, Owners, chunks_of
-from hf_ring_attn.traffic import (
-    Kept,
-    Messages,
-    Sums,
-    head_groups,
-    kept_for,
-    lanes_of,
-    pulls,
-    seen_by_heads,
-    traffic_of,
-    visiting_order,
-)
+from hf_ring_attn.traffic import Messages, Sums, head_groups, lanes_of, traffic_of, visiting_order
 from hf_ring_attn.traffic.heads import LARGEST, QUERIES, SCORES
 from hf_ring_attn.traffic.packing import Packing
-from hf_ring_attn.traffic.pulls import Pulls
 
 CPU = torch.device("cpu")
 
@@ -224,97 +212,8 @@ def laid_out(batch: int, heads: int, groups: list[slice], owners: Owners) -> Non
                 assert all(torch.equal(x, y[:, :, group]) for x, y in zip(pair, whole, strict=True))
 
 
-@contextmanager
-def without_a_gpu(ranks: int = 1) -> Iterator[Pulls]:
-    """Pulls of a ring of one, or of more that are all this one, without streams and signals, with memory on the CPU."""
-
-    class Memory:
-        def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
-            self.size, self.handle = size, mock.MagicMock()
-            self.views: dict[Packing, object] = {}
-            self.mine = torch.zeros(size, dtype=torch.uint8)
-            self.of = [self.mine] * ranks
-
-    cuda = {name: mock.MagicMock() for name in ("Stream", "stream", "current_stream", "Event", "synchronize")}
-    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(pulls, "Shared", Memory):
-        road = Pulls(Ring(LOCAL), CPU)
-        if ranks > 1:
-            road.ring = mock.MagicMock(rank=0, size=ranks)
-        road.outboxes = Memory(Ring(LOCAL), 1, CPU)  # type: ignore[assignment]
-        yield road
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_what_is_to_be_kept_is_not_written_over(keep: bool) -> None:
-    """A gather pulls into two rooms by turns, unless all that it brings is to stay."""
-    k = torch.arange(24.0).view(1, 4, 3, 2)
-    with without_a_gpu() as road:
-        parts = list(road.gathered(k, -k, [slice(head, head + 1) for head in range(3)], keep=keep))
-    same = [torch.equal(keys, k[:, :, group]) and torch.equal(values, -k[:, :, group]) for group, keys, values in parts]
-    assert same == [keep, True, True]
-
-
-def test_a_gather_is_kept_once_all_of_it_has_come() -> None:
-    k = torch.arange(24.0).view(1, 4, 3, 2)
-    with without_a_gpu() as road:
-        kept = Kept()
-        half = seen_by_heads(road, None, (), k, k, -k, 1, kept)
-        next(half)
-        assert kept.parts is None
-        first = [next(half), *half]
-        assert kept.parts is not None and kept.parts[1:] == first
-        road.gathered = mock.MagicMock(side_effect=AssertionError)
-        assert list(seen_by_heads(road, None, (), k, k, -k, 1, kept)) == kept.parts
-        assert kept_for(kept.number, kept.role, road.ring, None, k, -k) is kept
-        assert kept_for(None, None, road.ring, None, k, -k) is None
-
-
 def test_the_first_lane_has_the_most_heads() -> None:
     """Buffers take their room from it."""
     for heads in range(1, 20):
         sizes = [lane.stop - lane.start for lane in lanes_of(heads, 4)]
         assert sum(sizes) == heads and sizes == sorted(sizes, reverse=True)
-
-
-def test_lanes_of_unequal_heads_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three heads the second lane, of one, wrote over the values' sums of the first while others still read them."""
-    monkeypatch.setattr(pulls, "ROUND", 64)
-    k, lanes = torch.randn(1, 40, 3, 2), [slice(0, 2), slice(2, 3)]
-    left = []
-    with without_a_gpu(ranks=2) as road:
-        for hop in road.hops(k, k, lanes, lambda _source, lane: (torch.randn_like(k[:, :, lane]),) * 2):
-            left += [hop.sums] if hop.source == 1 else []
-        assert road.outboxes is not None
-        memory = road.outboxes.mine
-    assert len(left) == 2
-    begin = 0
-    for dk, dv in left:
-        for x in (dk, dv):
-            assert torch.equal(memory[begin : begin + x.nbytes].view(x.dtype).view(x.shape), x)
-            begin += x.nbytes
-        begin = len(memory) // 2
-
-
-@pytest.mark.parametrize("way", ["a gather", "a walk"])
-def test_after_a_pull_that_ended_halfway_the_next_is_refused(way: str) -> None:
-    """Signals of the one would be taken for those of the other, and memory be read too early."""
-    k = torch.arange(24.0).view(1, 4, 3, 2)
-    halves, new = [slice(0, 2), slice(2, 3)], mock.MagicMock()
-
-    def start(road: Pulls) -> Iterator[tuple[Tensor, Tensor]]:
-        if way == "a gather":
-            return ((keys, values) for _, keys, values in road.gathered(k, -k, halves))
-        return ((hop.k, hop.v) for hop in road.hops(k, -k, halves, new))
-
-    with without_a_gpu() as road:
-        for _ in range(3):
-            pairs = list(start(road))
-            assert torch.equal(torch.cat([keys for keys, _ in pairs], 2), k)
-            assert torch.equal(torch.cat([values for _, values in pairs], 2), -k)
-        next(start(road))
-        with pytest.raises(LeftHalfway, match="ended half-way on this rank, by an error that was caught"):
-            start(road)
-    with without_a_gpu() as road:
-        start(road)  # as if the first allocation after it failed
-        with pytest.raises(LeftHalfway):
-            start(road)

@@ -91,7 +91,13 @@ class Alone(Played):
 
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
         kept: dict[int, Sums] = {}
-        return self.walk(lanes, lambda source, lane: kept.setdefault(lane.start, new(source, lane)))
+
+        def sums(source: int, lane: slice) -> Sums:
+            if lane.start not in kept:  # a real rank begins its sums once, too
+                kept[lane.start] = new(source, lane)
+            return kept[lane.start]
+
+        return self.walk(lanes, sums)
 
 
 def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str, heads_per_gather: int = 0) -> Road:

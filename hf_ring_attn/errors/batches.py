@@ -20,6 +20,14 @@ class MixedDocuments(BadBatch):
         )
 
 
+class NotEntered(Refused):
+    def __init__(self, method: str) -> None:
+        super().__init__(
+            f"sharded.{method}() was called, but the model did not run in the context of the sharded batch, so each "
+            "rank attended to its own tokens alone. Call it there: `with sharded: out = model(**sharded.inputs)`."
+        )
+
+
 # ---- masks and models -----------------------------------------------------------------------------------------------
 
 
@@ -93,12 +101,35 @@ class SelfCheckRaised(Refused):
         )
 
 
+_UNCHECKED = "hf_ring_attn.configure(model, RingConfig(self_check=False)) trains it unchecked, at your own risk."
+
+
 class SelfCheckNotRun(Refused):
-    def __init__(self, model: str, tokens: int, error: str) -> None:
+    def __init__(self, model: str, rows: int, tokens: int, error: str) -> None:
+        row = "a row" if rows == 1 else f"{rows} rows"
         super().__init__(
-            f"the self-check could not run {model} on a row of {tokens} random tokens: {error}. FSDP2 cannot go on "
-            "after a forward that failed. hf_ring_attn.configure(model, RingConfig(self_check=False)) trains the model "
-            "unchecked, at your own risk."
+            f"the self-check could not run {model} on {row} of {tokens} random tokens: {error}. So it is not known "
+            f"whether its answer in a ring is that of one process. {_UNCHECKED}"
+        )
+
+
+class NothingToCheck(Refused):
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model} returned nothing that the self-check can compare with one process: no output with an entry for "
+            "each token. Return the logits or the last hidden state beside what is computed of them. " + _UNCHECKED
+        )
+
+
+class PooledOutput(Refused):
+    """An output that has no entry for each token is not that of one process."""
+
+    def __init__(self, model: str, output: str, ring_size: int) -> None:
+        super().__init__(
+            f"{model} returns {output!r}, which has no entry for each token, and in a ring of {ring_size} it is not "
+            "what one process gives: it is made of the first tokens, the last ones or their mean, and each rank takes "
+            "its own. Leave it out (add_pooling_layer=False, say), and compute it from whole sequences: "
+            f"sharded.gather(out.last_hidden_state). {_UNCHECKED}"
         )
 
 
@@ -153,12 +184,38 @@ class NoRingAttention(Refused):
         )
 
 
+_OWN_LOOP = "in your own loop leave labels out of the batch, and compute the loss on sharded.gather(out.logits)."
+
+
 class LossNotSharded(Refused):
-    def __init__(self, what: str) -> None:
+    """``gathers``: `loss="gathered"` computes it, which takes the loss of a causal language model."""
+
+    def __init__(self, what: str, gathers: bool = False) -> None:
+        trainer = (
+            "Use the gathered loss: hf_ring_attn.configure(model, RingConfig(loss='gathered')) with "
+            "transformers.Trainer (SFTTrainer makes no logits)"
+            if gathers
+            else "No trainer can train it in a ring yet"
+        )
+        super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {trainer}; {_OWN_LOOP}")
+
+
+class UnknownForward(Refused):
+    def __init__(self, model: str, parent: str) -> None:
         super().__init__(
-            f"{what} cannot be computed exactly from one rank's tokens. Use the gathered loss: "
-            "hf_ring_attn.configure(model, RingConfig(loss='gathered')) with Trainer; in your own loop leave labels "
-            "out of the batch, and compute the loss on sharded.gather(out.logits)."
+            f"{model} has a forward of its own around that of {parent}, and may change its loss in a way that one "
+            "rank's tokens do not tell. If it leaves the loss as it is, say so with the class attribute "
+            f"`ring_fp32_exact = True` on {model}; else {_OWN_LOOP}"
+        )
+
+
+class LossWithoutLabels(Refused):
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model} returned a loss, but the batch has no labels: it was computed of one rank's tokens from other "
+            "inputs (start_positions of question answering, say, or targets of your own), and the loss of the whole "
+            "row is not the mean of such losses. Give the targets as labels [B, S] to a causal language model; else "
+            "return no loss, and compute it from whole sequences: sharded.gather(out.logits)."
         )
 
 

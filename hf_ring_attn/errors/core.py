@@ -72,6 +72,17 @@ class NoPulls(Refused):
         )
 
 
+class CapturedGraph(Refused):
+    def __init__(self, ring_size: int) -> None:
+        super().__init__(
+            f"attention in a ring of {ring_size} was called while a CUDA graph was being captured. It must run anew "
+            "each time: ranks that pull take turns between buffers, and a graph that is replayed would read what "
+            "another attention left there, without a word; with messages it was never tried. Use torch.compile without "
+            "CUDA graphs (not mode='reduce-overhead', and 'max-autotune-no-cudagraphs' in place of 'max-autotune'), or "
+            "leave attention out of the graph."
+        )
+
+
 class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(

@@ -112,6 +112,8 @@ class Scope:
     scored: int = 0
     plain: int = 0
     """Attentions of the row that ran in this context, with a score_mod and without; no compiled ones without."""
+    entered: bool = False
+    """Whether its context was."""
     called: bool = False
     """Whether any model was called in this context."""
     attends: bool = True

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import errors
-from ..comm import Ring, fingerprint
+from ..comm import Ring
 from ..config import RingConfig
 from ..kernels import in_score_mod
 from ..layout import Layout, note_dealt, zigzag_was_told
 from ..ring import gather_sequence
-from . import active, drift, handed, masks, models, randomness, sample, selfcheck, sharing
+from . import active, alike, drift, handed, masks, models, randomness, sample, selfcheck, sharing
 from .report import announce, warn
-from .rows import KERNEL_HINTS, PADDING, Facts, Whole, tokens_of, whole_rows
+from .rows import PADDING, Facts, Whole, tokens_of, whole_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,6 +75,7 @@ class Sharded:
 
     def reduce(self, loss: Tensor) -> Tensor:
         """The loss of the whole batch from each rank's ``out.loss``: their mean, detached, the same on every rank."""
+        self._refuse_unused("reduce")
         return self.ring.mean(loss.detach())
 
     def gather(self, x: Tensor) -> Tensor:
@@ -93,6 +94,7 @@ class Sharded:
 
     def reduce_gradients(self, model: nn.Module) -> None:
         """Averages gradients over the ring, in float32, for a model that neither DDP nor FSDP wraps."""
+        self._refuse_unused("reduce_gradients")
         if self.ring.size == 1:
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -101,6 +103,10 @@ class Sharded:
         gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
         for parameter, mean in zip(trained, self.ring.means(gradients), strict=True):
             parameter.grad = mean
+
+    def _refuse_unused(self, method: str) -> None:
+        if self.ring.size > 1 and not self.scope.entered:
+            raise errors.NotEntered(method)
 
 
 def shard(
@@ -143,20 +149,14 @@ def shard(
     if config is None:
         config = RingConfig() if model is None else models.options_of(model)
     refusal: errors.Refused | None = None
-    others = _others(batch)
-    rest = f"other inputs ({', '.join(others)})" if others else "other inputs"
-    facts = dict.fromkeys(("options (RingConfig)", "rows", "tokens", "input_ids", *TOLD, rest, "layout"), 0)
-    facts["options (RingConfig)"] = zlib.crc32(repr(config).encode())
+    facts = alike.facts_of(config, batch)
     device = torch.device("cpu")
     try:
         tokens = tokens_of(batch)
         device = tokens.device
         facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
-            facts["input_ids"] = fingerprint(tokens)
-            for name in TOLD:
-                facts[name] = _number(batch.get(name))
-            facts[rest] = _number({name: batch[name] for name in others})
+            facts.update(alike.fingerprints(batch, tokens))
         whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), config)
         facts["layout"] = zlib.crc32(repr(whole.layout.owners).encode())
     except errors.Refused as error:
@@ -164,7 +164,7 @@ def shard(
     once = [zigzag_was_told(ring.size), sharing.compiled_here()]
     try:
         told, compiled = ring.agree(
-            facts, ring.small_device(device), _SAME_BATCH, None if refusal is None else str(refusal), once
+            facts, ring.small_device(device), alike.TODO, None if refusal is None else str(refusal), once
         )
     except errors.RefusedElsewhere as elsewhere:
         raise elsewhere from refusal
@@ -195,31 +195,6 @@ _ZIGZAG = (
     "packed rows keep the zigzag, though other chunks would share their work better: hf_ring_attn.positions was called "
     "on some rank, and tells that. With sharded.positions in its place rows are balanced."
 )
-TOLD = (
-    "labels", "shift_labels", "position_ids", "attention_mask", "block_sequence_ids", "token_type_ids",
-    "mm_token_type_ids", "num_items_in_batch", "pixel_values", "pixel_values_videos", "image_grid_thw",
-    "video_grid_thw", "input_features", "second_per_grid_ts", "image_sizes", "pixel_attention_mask",
-)  # fmt: skip
-"""Inputs that ranks compare one by one, so that the one that differs can be named."""
-
-
-def _others(batch: Mapping[str, Any]) -> list[str]:
-    """The other inputs that ranks must hold alike: all but hints, which are not passed on."""
-    known = {"input_ids", *TOLD, *KERNEL_HINTS}
-    if batch.get("input_ids") is None:
-        known.add("inputs_embeds")  # the tokens, then
-    return sorted(name for name, x in batch.items() if name not in known and x is not None)
-
-
-def _number(x: Any) -> int:
-    """A fingerprint of tensors and numbers, nested ones too; of anything else 0."""
-    if x is None or isinstance(x, Tensor):
-        return fingerprint(x)
-    if isinstance(x, int | float):
-        return fingerprint(torch.tensor(x))
-    parts = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (tuple, list)) else ()
-    numbers = [(zlib.crc32(str(name).encode()), _number(part)) for name, part in parts]
-    return fingerprint(torch.tensor(numbers, dtype=torch.int64)) if numbers else 0
 
 
 def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) -> Sharded:
@@ -248,12 +223,6 @@ def _cut(batch: Mapping[str, Any], whole: Whole, ring: Ring, config: RingConfig)
         inputs["num_items_in_batch"] = items / ring.size
     inputs["use_cache"] = False
     return Sharded(inputs, scope)
-
-
-_SAME_BATCH = (
-    "Every rank of a ring must be given the same whole batch: with your own DataLoader, seed its shuffling and leave "
-    "out a DistributedSampler over these ranks; with an IterableDataset set dispatch_batches=False."
-)
 
 
 _NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=model)"
@@ -291,6 +260,7 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
         handles.append(torch.nn.modules.module.register_module_forward_pre_hook(before))
 
     drift.tell()
+    scope.entered = True
     if not scope.checked:  # a model that was bound by name needs no hooks
         watch()
     for model in scope.models:

@@ -1,8 +1,9 @@
 """Where two runs of one model on one row differ: of each token by how much, and in which module first.
 
 One run is of the whole row, the other of this rank's share of it. Tensors are paired by their names and shapes: along
-one dim the one has the row's tokens and the other the share's, and all other dims are alike. What has no such dim
-(scalars, pooled outputs, the tokens of one expert) is left out.
+one dim the one has the row's tokens and the other the share's, and all other dims are alike. What has no such dim is
+one answer for the whole row, if the model returns it (a pooled output), and is left out inside (the tokens of one
+expert); scalars always are.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class Places:
         found = len(unlike) == 1 and (whole[unlike[0]], share[unlike[0]]) == (self.length, self.local)
         return unlike[0] if found else None
 
-    def errors(self, whole: Any, share: Any, again: Any = None) -> Tensor:
+    def errors(self, whole: Any, share: Any, again: Any = None, pooled: bool = True) -> Tensor:
         """[T] float64 on the CPU: how far each token of a share's outputs is from the row's, by their norms.
 
-        The largest of all outputs that are pairs. If none is, outputs of the same shape (one answer for the whole row,
-        which every rank should have) count for all tokens; without these it is nan. With ``again``, outputs of a second
-        run of the whole row, these are compared instead, at the same places.
+        The largest of all outputs that are pairs; with ``pooled``, outputs of the same shape (one answer for the whole
+        row, which every rank should have) count for all tokens. Without any it is nan. With ``again``, outputs of a
+        second run of the whole row, these are compared instead, at the same places.
         """
         wholes, shares = dict(tensors_of(whole)), dict(tensors_of(share))
         others = shares if again is None else dict(tensors_of(again))
@@ -77,12 +78,20 @@ class Places:
             if dim is not None:
                 want, got = wholes[name].index_select(dim, self.there), others[name].index_select(dim, at)
                 found[here] = found[here].fmax(relative(got, want, dim).double().cpu())
-        if all(dim is None for dim in pairs.values()):
-            for name in pairs:
-                if wholes[name].dim() and wholes[name].shape == shares[name].shape:
-                    error = relative(others[name][None], wholes[name][None], 0)
-                    found[here] = found[here].fmax(error.double().cpu())
+        for error in self.pooled_errors(whole, share, again).values() if pooled else ():
+            found[here] = found[here].fmax(torch.tensor(error, dtype=torch.float64))
         return found
+
+    def pooled_errors(self, whole: Any, share: Any, again: Any = None) -> dict[str, float]:
+        """Of outputs without a dim of tokens, by name: how far they are from the row's."""
+        wholes, shares = dict(tensors_of(whole)), dict(tensors_of(share))
+        others = shares if again is None else dict(tensors_of(again))
+        alike = (name for name, x in wholes.items() if name in shares and x.shape == shares[name].shape)
+        return {
+            name.removeprefix("."): float(relative(others[name][None], wholes[name][None], 0))
+            for name in alike
+            if wholes[name].dim() and wholes[name].is_floating_point() and wholes[name].numel()
+        }
 
 
 def relative(got: Tensor, want: Tensor, dim: int) -> Tensor:

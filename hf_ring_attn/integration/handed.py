@@ -1,13 +1,16 @@
-"""A score_mod that the call of a model is given must reach its attention: some models do not hand on what they get."""
+"""What the call of a model is given must reach its attention, and the loss that it returns must be of the whole row.
+
+Some models do not hand a score_mod on; and some compute a loss of other inputs than labels, which nobody shared out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import errors
 from .active import Scope
@@ -15,11 +18,21 @@ from .models import name_of
 
 Undo = Callable[[], None]
 
+
+def _has_loss(output: Any) -> bool:
+    """Whether a model's output is a loss or begins with one: by its name, or as a number where the name is missing."""
+    if isinstance(output, Mapping):
+        return output.get("loss") is not None
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    return isinstance(first, Tensor) and first.dim() == 0 and first.is_floating_point()
+
+
 _BY_HOST = "hf_ring_attn looks at what a model's call was given"
 
 
 def watch(model: nn.Module, scope: Scope, inside: bool = False) -> list[Undo]:
-    """Refuses a call of ``model`` whose score_mod did not reach all of its attentions. Returns what undoes it.
+    """Refuses a call of ``model`` whose score_mod did not reach all of its attentions, and one that returns a loss
+    though the batch has no labels. Returns what undoes it.
 
     Args:
         inside: it is in its call already.
@@ -31,7 +44,9 @@ def watch(model: nn.Module, scope: Scope, inside: bool = False) -> list[Undo]:
         began[:] = [(scope.plain, scope.scored)]
 
     @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
-    def after(_model: nn.Module, _args: Any, given: dict[str, Any], _output: Any) -> None:
+    def after(_model: nn.Module, _args: Any, given: dict[str, Any], output: Any) -> None:
+        if scope.ring.size > 1 and not scope.has_labels and _has_loss(output):
+            raise errors.LossWithoutLabels(name_of(model))
         if given.get("score_mod") is None:
             return
         plain, scored = scope.plain - began[0][0], scope.scored - began[0][1]

@@ -123,9 +123,14 @@ def _refuse_loss(model: nn.Module) -> None:
         return
     # transformers falls back to the causal loss where it knows no loss of that name (GPT2LMHeadModel, say).
     causal = LOSS_MAPPING.get(str(head.loss_type), ForCausalLMLoss) is ForCausalLMLoss
-    forward = inspect.unwrap(type(head).forward)
-    if not causal or "loss_function" not in forward.__code__.co_names:
+    forwards = [cls for cls in type(head).__mro__ if "forward" in vars(cls)]
+    known = (cls for cls in forwards if "loss_function" in inspect.unwrap(vars(cls)["forward"]).__code__.co_names)
+    owner = next(known, None)
+    if not causal or owner is None:
         raise errors.LossNotSharded(f"the loss of {type(head).__name__}, which is no causal language model's,")
+    for cls in forwards[: forwards.index(owner)]:
+        if not vars(cls).get("ring_fp32_exact", False):
+            raise errors.UnknownForward(cls.__name__, owner.__name__)
 
 
 def refuse(config: Any, scope: Scope) -> None:

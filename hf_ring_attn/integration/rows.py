@@ -72,6 +72,8 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
         if isinstance(tokens, Tensor):
             if tokens.dim() != (2 if name == "input_ids" else 3):
                 raise errors.BadShape(name, tuple(tokens.shape), "it must be [B, S] (inputs_embeds: [B, S, width])")
+            if not len(tokens):
+                raise errors.BadShape(name, tuple(tokens.shape), "it must have a row at least")
             return tokens
     raise errors.BadBatch(f"the batch holds neither input_ids nor inputs_embeds, only {sorted(batch)}.")
 
@@ -148,7 +150,11 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
     labels = inputs.get("labels")
     if labels is not None:
         if tuple(labels.shape) != (rows, length):
-            need = f"a ring needs one label a token, [{rows}, {length}]: a causal language model's"
+            need = (
+                f"a ring needs one label a token, [{rows}, {length}]: a causal language model's. One label a row "
+                "(sequence classification, reward models) is of one token or of a mean of all, which each rank would "
+                "take of its own: compute it in your own loop from sharded.gather(out.last_hidden_state)"
+            )
             raise errors.BadShape("labels", tuple(labels.shape), need)
         if "shift_labels" not in inputs:
             inputs["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)

@@ -30,10 +30,12 @@ def row_length(world_size: int) -> int:
 class Sample:
     """What the check's row is to have in common with the user's batch.
 
-    ``tokens``: the first tokens of its first row, by input; ``others``: its inputs without tokens. ``first``: the first
-    position id, None if the batch has none; ``masked``: whether it has a 2-D mask; ``hides``: on the left, the right.
+    ``rows``: how many it has; ``tokens``: the first tokens of its first row, by input; ``others``: its inputs without
+    tokens. ``first``: the first position id, None if the batch has none; ``masked``: whether it has a 2-D mask;
+    ``hides``: on the left, the right.
     """
 
+    rows: int
     length: int
     tokens: dict[str, Tensor]
     others: dict[str, Any]
@@ -56,16 +58,17 @@ class Sample:
             others = {n: x for n, x in others.items() if not FEATURES.search(n) and next(tensors_of(x), None) is None}
         count, positions = row_length(scope.ring.size), batch.get("position_ids")
         return cls(
+            rows,
             length,
             {name: x[:1, :count].detach().clone() for name, x in tokens.items()},
-            {name: x[:1] if isinstance(x, Tensor) and x.dim() else x for name, x in others.items()},
+            others,
             None if positions is None or scope.late else int(positions.flatten()[0]),
             batch.get("attention_mask") is not None,
             (False, False) if hidden is None else (bool(hidden[:, 0].any()), bool(hidden[:, length - 1].any())),
         )
 
-    def row(self, model: nn.Module, world_size: int, labelled: bool, seed: int) -> dict[str, Any]:
-        """A row for ``model`` with the inputs of the user's batch, the same on every rank."""
+    def row(self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1) -> dict[str, Any]:
+        """A row for ``model``, or several, with the inputs of the user's batch, the same on every rank."""
         generator = torch.Generator().manual_seed(seed)
         config = next(models.configs_of(model))
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -75,16 +78,16 @@ class Sample:
             count = min(count, max(reach - (self.first or 0), self.length))
         row: dict[str, Any] = {}
         for name, x in self.tokens.items():
-            row[name] = x[:, torch.arange(count) % x.shape[1]]
+            row[name] = x[:, torch.arange(count) % x.shape[1]].expand(rows, *[-1] * (x.dim() - 1))
         device = next(iter(row.values())).device
         ids = row.get("input_ids")
         words = _words(config, ids, list(models.configs_of(model)))
-        random = words[torch.randint(len(words), (1, count), generator=generator)]
+        random = words[torch.randint(len(words), (rows, count), generator=generator)]
         if ids is not None:
             row["input_ids"] = random.to(device=device, dtype=ids.dtype)
         if self.first is not None:
-            row["position_ids"] = torch.arange(self.first, self.first + count, device=device)[None]
-        mask = torch.ones(1, count, dtype=torch.int64)
+            row["position_ids"] = torch.arange(self.first, self.first + count, device=device).expand(rows, -1)
+        mask = torch.ones(rows, count, dtype=torch.int64)
         if self.masked:
             left, right = self.hides
             mask[:, : 3 * left] = 0
@@ -94,7 +97,8 @@ class Sample:
             labels = random.clone()
             labels[:, :5] = IGNORED  # another number of labels on each rank
             row["labels"] = labels.masked_fill(mask == 0, IGNORED).to(device)
-        return {**self.others, **row, "use_cache": False}
+        others = {name: x[:rows] if isinstance(x, Tensor) and x.dim() else x for name, x in self.others.items()}
+        return {**others, **row, "use_cache": False}
 
 
 def _words(config: Any, ids: Tensor | None, configs: list[Any]) -> Tensor:

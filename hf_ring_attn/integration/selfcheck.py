@@ -27,13 +27,12 @@ from ..comm import LOCAL, Ring
 from ..config import RingConfig
 from . import active, models
 from .differences import Places, Recorder, relative, spread, tensors_of
-from .report import warn
 from .roundings import CHAOS, EXACT, LOSS, outputs, rounded_anew
 from .roundings import tolerance as tolerance_of
 from .sample import Sample, row_length
 from .untouched import untouched
 
-ROWS = 3
+TRIES = 3
 """Random rows that must all disagree. Where rounding sends a token to another expert, another row does without."""
 
 _SAME_WEIGHTS = (
@@ -64,9 +63,10 @@ def check(model: nn.Module, scope: active.Scope, share: Share) -> None:
 
     Raises:
         SelfCheckFailed, SelfCheckRaised: on every rank, if the model's answer in the ring is not that to the whole row.
-        LossNotSharded: on every rank, if only its loss is another one.
+        LossNotSharded, PooledOutput: on every rank, if only its loss, or only what has no entry for each token, is not.
         RefusedElsewhere: on every rank, if the model failed on some ranks only. RanksDiffer: if their weights differ.
-        SelfCheckNotRun: it failed on the whole row, and FSDP2 cannot go on after that; else this is a warning.
+        SelfCheckNotRun: it failed on a whole row, and on as many as the batch has (not tried under FSDP2, which cannot
+            go on after a forward that failed). NothingToCheck: it returned nothing that could be compared.
         Refused: what the ring refuses in any forward.
     """
     sample, ring = scope.sample, scope.ring
@@ -149,21 +149,26 @@ class _Check:
 
     def run(self) -> str:
         """The verdict in words."""
+        try:
+            return self._compare(1)
+        except errors.SelfCheckNotRun:
+            if self.sharding is not None or self.sample.rows == 1:
+                raise
+        return self._compare(self.sample.rows)  # pairs of rows, say, of which one is preferred
+
+    def _compare(self, rows: int) -> str:
         tolerance, found = 0.0, _Found(0.0, 0.0, 0.0, 0.0)
-        for seed in range(ROWS):
-            row = self._row(seed)
+        for seed in range(TRIES):
+            row = self._row(seed, rows)
             mine = self._shared(row, self.ring)
             dtypes: set[torch.dtype] = set()
             with outputs(lambda x: dtypes.add(x.dtype)):  # noqa: B023  it is called in this turn only
-                whole = self._whole(row)
-                if whole is None:
-                    return "not possible"
+                whole = self._whole(row, rows)
                 share = self._sharded(mine)
             places = Places.of(mine.scope.layout, mine.scope.hidden, self.device)
             found = self._table(places.errors(whole, share), whole, share, dtypes)
             if math.isnan(found.tokens):
-                warn(f"{_name(self.model)} returned nothing that the self-check can compare: it was not checked.")
-                return "not possible"
+                raise errors.NothingToCheck(_name(self.model))
             least = tolerance_of(found.spacing, self.device)
             if found.within(least):
                 return "passed"
@@ -178,6 +183,7 @@ class _Check:
                 f"the loss of {_name(self.model)} (the self-check found {found.got:.6g} in the ring, {found.want:.6g} "
                 "in one process)"
             )
+        self._refuse_pooled(whole, share, places, tolerance)
         where = self._first_difference(row, mine, places, least)
         kind = _class(self.model.get_submodule(where))
         tokens = mine.scope.layout.length
@@ -185,8 +191,8 @@ class _Check:
 
     # ---- runs ----
 
-    def _row(self, seed: int) -> dict[str, Any]:
-        row = self.sample.row(self.model, self.ring.size, self.labelled, seed)
+    def _row(self, seed: int, rows: int) -> dict[str, Any]:
+        row = self.sample.row(self.model, self.ring.size, self.labelled, seed, rows)
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in row.items()}
 
     def _alone(self, row: Mapping[str, Any]) -> active.Scope:
@@ -205,8 +211,8 @@ class _Check:
         with active.activate(scope):
             return self.model(**inputs)
 
-    def _whole(self, row: Mapping[str, Any]) -> Any:
-        """The model's outputs for the whole row; None, with a warning, if it cannot take such a row."""
+    def _whole(self, row: Mapping[str, Any], rows: int) -> Any:
+        """The model's outputs for the whole row."""
         answer: Any = None
         failure: Exception | None = None
         try:
@@ -221,11 +227,7 @@ class _Check:
             return answer
         if isinstance(failure, errors.Refused):
             raise failure
-        tokens = row_length(self.ring.size)
-        if self.sharding is not None:
-            raise errors.SelfCheckNotRun(_name(self.model), tokens, str(text)) from failure
-        warn(f"{_name(self.model)} was not checked: the self-check could not run it on {tokens} random tokens: {text}")
-        return None
+        raise errors.SelfCheckNotRun(_name(self.model), rows, row_length(self.ring.size), str(text)) from failure
 
     def _sharded(self, mine: Sharded) -> Any:
         try:
@@ -262,6 +264,15 @@ class _Check:
         odd = max(rings, key=_Found.loss)
         tokens = torch.tensor([ring.tokens for ring in rings], dtype=torch.float64).max()  # nan if any is nan
         return _Found(float(tokens), odd.want, odd.got, max(ring.spacing for ring in rings))
+
+    def _refuse_pooled(self, whole: Any, share: Any, places: Places, tolerance: float) -> None:
+        """Where every token is right, it is an output without tokens that differs."""
+        if self._table(places.errors(whole, share, pooled=False), whole, share).tokens > tolerance:
+            return
+        names, apart = zip(*places.pooled_errors(whole, share).items(), strict=True)
+        first = next((n for n, error in enumerate(apart) if not error <= tolerance), len(names) - 1)
+        name = names[min(int(self._everywhere([float(first)]).min()), len(names) - 1)]
+        raise errors.PooledOutput(_name(self.model), name, self.ring.size)
 
     def _refuse_other_weights(self, whole: Any, least: float) -> None:
         """Every rank has made the whole row alone, so their answers to it are the same, if their weights are."""

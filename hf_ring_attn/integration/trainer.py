@@ -70,9 +70,9 @@ def _refuse_loss(trainer: Any, options: Any) -> None:
     """Before the first step, once all of the trainer is set up."""
     if options.loss == "sharded":
         if trainer.label_smoother is not None:
-            raise errors.LossNotSharded("label smoothing (label_smoothing_factor)")
+            raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
         if trainer.compute_loss_func is not None:
-            raise errors.LossNotSharded("compute_loss_func")
+            raise errors.LossNotSharded("compute_loss_func", gathers=True)
     if not trainer.model_accepts_loss_kwargs and not _takes_any(trainer):
         raise errors.LossNotSharded(f"the loss of {type(trainer.model).__name__}, which takes no num_items_in_batch,")
     if trainer.label_smoother is not None and not _counts(trainer):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm import Ring
-from ..errors import NoPulls
+from ..errors import CapturedGraph, NoPulls
 from .base import Hop, Sums, Traffic, lanes_of, visiting_order
 from .heads import head_groups, seen_by_heads
 from .kept import Compared, Kept, Role, kept_for
@@ -45,7 +45,10 @@ def traffic_of(ring: Ring, device: torch.device, road: str = "auto") -> Traffic:
 
     Raises:
         NoPulls: on every rank, if pulls were asked for by name and cannot be.
+        CapturedGraph: a ring of several ranks in a CUDA graph, by any road.
     """
+    if ring.size > 1 and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CapturedGraph(ring.size)
     if ring.size == 1 or road == "messages" or (road == "auto" and device.type != "cuda"):
         return Messages(ring)
     group, found = _PULLS.get((ring.name, device), (None, ""))

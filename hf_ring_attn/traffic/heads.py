@@ -11,6 +11,7 @@ from ..comm import Ring
 from ..exchange import Exchange
 from ..layout import Owners, chunks_of
 from .base import Traffic
+from .halfway import halfway_of
 from .kept import Kept, Part
 
 QUERIES, SCORES = 2**15, 2**31
@@ -63,5 +64,8 @@ def seen_by_heads(
 
 
 def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[Part]:
-    for group, arrived in ring.by_heads((k, v), groups, functools.partial(exchange.take, ring)):
+    halfway = halfway_of(ring)
+    send = halfway.sending(functools.partial(exchange.take, ring))
+    for group, arrived in ring.by_heads((k, v), groups, send):
         yield group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1])
+    halfway.end()  # by now a backward has given the last gradients back, too

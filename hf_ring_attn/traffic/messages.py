@@ -9,7 +9,10 @@ from torch import Tensor
 from ..comm import Pending, Ring
 from ..layout import Layout, Owners
 from .base import Hop, Sums, visiting_order
+from .halfway import halfway_of
 from .kept import Part
+
+KEYS = "passed keys and values on"
 
 
 class Messages:
@@ -24,33 +27,33 @@ class Messages:
         self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False
     ) -> Iterator[Part]:
         layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank, owners)
-        for group, (keys, values) in self.ring.by_heads((k, v), groups):
+        halfway = halfway_of(self.ring)
+        for group, (keys, values) in self.ring.by_heads((k, v), groups, halfway.sending(self.ring.gather)):
             yield group, layout.merge(keys), layout.merge(values)
+        halfway.end()
 
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
-        keys = None if self.ring.size == 1 else self._passed_on(k, v)
-        return self._walk(k, v, lanes, new, keys)
-
-    def _walk(
-        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], keys: Pending | None
-    ) -> Iterator[Hop]:
         sources = visiting_order(self.ring)
-        sums: list[Pending | None] = [None] * len(lanes)
-        for step, source in enumerate(sources):
-            last = step + 1 == len(sources)
-            here = (k, v)
-            if keys is not None:
-                here = _pair(keys)
-                keys = self._passed_on(*here) if step + 2 < len(sources) else None
-            for number, lane in enumerate(lanes):
-                arrived = sums[number]
-                total = new(source, lane) if arrived is None else _pair(arrived)
-                yield Hop(source, lane, here[0][:, :, lane], here[1][:, :, lane], total)
-                if not last:
-                    sums[number] = self.ring.send_on(total, "passed gradients on")
+        halfway = halfway_of(self.ring)
+        send_on = halfway.sending(self.ring.send_on)
 
-    def _passed_on(self, k: Tensor, v: Tensor) -> Pending:
-        return self.ring.send_on((k, v), "passed keys and values on")
+        def walk(keys: Pending | None) -> Iterator[Hop]:
+            sums: list[Pending | None] = [None] * len(lanes)
+            for step, source in enumerate(sources):
+                last = step + 1 == len(sources)
+                here = (k, v)
+                if keys is not None:
+                    here = _pair(keys)
+                    keys = send_on(here, KEYS) if step + 2 < len(sources) else None
+                for number, lane in enumerate(lanes):
+                    arrived = sums[number]
+                    total = new(source, lane) if arrived is None else _pair(arrived)
+                    yield Hop(source, lane, here[0][:, :, lane], here[1][:, :, lane], total)
+                    if not last:
+                        sums[number] = send_on(total, "passed gradients on")
+            halfway.end()
+
+        return walk(None if self.ring.size == 1 else send_on((k, v), KEYS))
 
 
 def _pair(pending: Pending) -> Sums:

@@ -16,6 +16,7 @@ What keeps ranks from reading too early or writing too soon:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,14 +25,14 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ..comm import Ring
-from ..errors import LeftHalfway
 from ..layout import Owners, chunks_of
 from .base import PULLED, Hop, Sums, visiting_order
+from .halfway import halfway_of
 from .kept import Part
 from .packing import Packing
 
 LOST_AFTER_MS = 600_000
-"""A rank that waits longer for another one ends with an error of CUDA."""
+"""`Pulls.lost_after_ms` where torch does not tell a process group's timeout; NCCL's default."""
 
 BARRIER = 0
 READY = 1
@@ -57,7 +58,13 @@ class Shared:
 
 
 class Pulls:
-    """See the module and `Traffic`. One for each ring and device, since its buffers are used by turns."""
+    """See the module and `Traffic`. One for each ring and device, since its buffers are used by turns.
+
+    Attributes:
+        lost_after_ms: a rank that waits longer for another one ends with an error of CUDA.
+        held: what queued copies read and write. After an error in the middle of an op they are queued still, and
+            whoever got their memory would be written over: it stays until the process group ends.
+    """
 
     groups, bytes_per_gather = 2, PULLED
 
@@ -68,7 +75,9 @@ class Pulls:
         self.keys_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.sums_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.ops = itertools.count()
-        self.halfway = False
+        self.halfway = halfway_of(ring)
+        self.lost_after_ms = _lost_after_ms(ring, device)
+        self.held: dict[object, object] = {}
         self.keys: list[Shared] = []
         self.outboxes: Shared | None = None
 
@@ -85,9 +94,9 @@ class Pulls:
         """
         shared = Shared(self.ring, ROUND, self.device)
         shared.mine.fill_(self.ring.rank)
-        shared.handle.barrier(BARRIER, LOST_AFTER_MS)
+        shared.handle.barrier(BARRIER, self.lost_after_ms)
         seen = [int(x[-1]) for x in shared.of]
-        shared.handle.barrier(BARRIER, LOST_AFTER_MS)
+        shared.handle.barrier(BARRIER, self.lost_after_ms)
         if seen != list(range(self.ring.size)):
             raise RuntimeError(f"wrong bytes from the other ranks: {seen}")
 
@@ -102,6 +111,7 @@ class Pulls:
         rooms = len(groups) if keep else min(2, len(groups))
         rows = [packing.empty(k, number, size) for number in range(rooms)]  # the first are the largest
         shared = self._publish(k, v, packing)
+        self.held["rows"] = rows
         order = [(self.ring.rank + step) % size for step in range(size)]  # its own first, then each rank another one's
         read: list[Any] = []
 
@@ -121,40 +131,46 @@ class Pulls:
                 self._compute().wait_event(arrived)
                 yield group, *packing.apart(row, number)
                 read.append(self._event(self._compute()))
-            self.halfway = False
+            self._end()
 
         return arriving(pull(0))
 
     def _publish(self, k: Tensor, v: Tensor, packing: Packing) -> list[list[tuple[Tensor, ...]]]:
         """Writes keys and values where all ranks can read them. Returns every rank's, readable on `keys_stream`."""
-        if self.halfway:  # its signals are still on their way, and would be taken for those of this one
-            raise LeftHalfway()
-        self.halfway = True
+        self.halfway.begin()
         self._make_room(packing.stops[-1], 0)
         shared = self.keys[next(self.ops) % 2]
         if packing not in shared.views:
             if len(shared.views) >= PACKINGS:
                 shared.views.clear()
             shared.views[packing] = packing.views(shared.of)
+        # The op before this one may have been another stream's; if it was this one's, it has waited for all that.
+        self._compute().wait_stream(self.keys_stream)
         packing.write(shared.mine, k, v)
         self.keys_stream.wait_stream(self._compute())
         with torch.cuda.stream(self.keys_stream):
-            shared.handle.barrier(BARRIER, LOST_AFTER_MS)
+            shared.handle.barrier(BARRIER, self.lost_after_ms)
         return shared.views[packing]
+
+    def _end(self) -> None:
+        self.held.clear()
+        self.halfway.end()
 
     # ---- the ring --------------------------------------------------------------------------------------------------
 
     def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
         *others, own = visiting_order(self.ring)
         packing = Packing.of(k, v, lanes)
-        landings = [[packing.empty(k, number, 1) for _ in range(2)] for number in range(len(lanes))]
+        rooms = min(2, len(others))
+        landings = [[packing.empty(k, number, 1) for _ in range(rooms)] for number in range(len(lanes))]
         shared = self._publish(k, v, packing)
+        self.held["landings"] = landings
         read: dict[tuple[int, int], Any] = {}
 
         def pull(step: int, lane: int) -> tuple[Tensor, Any]:
             if step >= 2:
                 self.keys_stream.wait_event(read.pop((step - 2, lane)))
-            landing = landings[lane][step % 2]
+            landing = landings[lane][step % rooms]
             with torch.cuda.stream(self.keys_stream):
                 landing.copy_(shared[lane][others[step]][0])
                 return landing, self._event(self.keys_stream)
@@ -167,8 +183,8 @@ class Pulls:
             for step, source in enumerate(others):
                 for number, lane in enumerate(lanes):
                     landing, arrived = keys.pop((step, number))
-                    self._compute().wait_event(arrived)
                     sums = self._arrived(coming[number]) or new(source, lane)
+                    self._compute().wait_event(arrived)  # new sums are cleared meanwhile
                     yield Hop(source, lane, *packing.apart(landing, number), sums)
                     read[step, number] = self._event(self._compute())
                     if step + 2 < len(others):
@@ -181,7 +197,7 @@ class Pulls:
             with torch.cuda.stream(self.sums_stream):
                 for number in range(len(lanes)):
                     self._wait_for_signal(self._next, TAKEN + number)
-            self.halfway = False
+            self._end()
 
         return walk()
 
@@ -198,17 +214,18 @@ class Pulls:
         box = slice(lane * room, lane * room + size)
         flat = torch.empty(size, dtype=torch.uint8, device=self.device)
         arriving = _like(flat, sums)
+        self.held[lane] = arriving, sums
         self.sums_stream.wait_stream(self._compute())
         with torch.cuda.stream(self.sums_stream):
             if not first:
                 self._wait_for_signal(self._next, TAKEN + lane)
             for into, x in zip(_like(self.outboxes.mine[box], sums), sums, strict=True):
                 into.copy_(x)
-            self.outboxes.handle.put_signal(self._next, READY + lane, LOST_AFTER_MS)
+            self.outboxes.handle.put_signal(self._next, READY + lane, self.lost_after_ms)
             self._wait_for_signal(self._previous, READY + lane)
             flat.copy_(self.outboxes.of[self._previous][box])
-            self.outboxes.handle.put_signal(self._previous, TAKEN + lane, LOST_AFTER_MS)
-            return _Coming(arriving, self._event(self.sums_stream), sums)
+            self.outboxes.handle.put_signal(self._previous, TAKEN + lane, self.lost_after_ms)
+            return _Coming(arriving, self._event(self.sums_stream))
 
     def _arrived(self, coming: _Coming | None) -> Sums | None:
         if coming is None:
@@ -218,7 +235,7 @@ class Pulls:
 
     def _wait_for_signal(self, rank: int, channel: int) -> None:
         assert self.outboxes is not None
-        self.outboxes.handle.wait_signal(rank, channel, LOST_AFTER_MS)
+        self.outboxes.handle.wait_signal(rank, channel, self.lost_after_ms)
 
     # ---- small things ----------------------------------------------------------------------------------------------
 
@@ -258,11 +275,10 @@ class Pulls:
 
 
 class _Coming(NamedTuple):
-    """Sums on their way; ``left`` are those that left before, whose memory is read until these have arrived."""
+    """Sums on their way."""
 
     sums: Sums
     arrived: Any
-    left: Sums
 
 
 def _like(flat: Tensor, sums: Sums) -> Sums:
@@ -270,3 +286,12 @@ def _like(flat: Tensor, sums: Sums) -> Sums:
     first, second = sums
     one, other = flat.split([first.nbytes, second.nbytes])
     return one.view(first.dtype).view(first.shape), other.view(second.dtype).view(second.shape)
+
+
+def _lost_after_ms(ring: Ring, device: torch.device) -> int:
+    """How long the process group waits for a rank, as ddp_timeout sets it: pulls are no less patient than messages."""
+    try:
+        seconds = ring.group._get_backend(device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # private in torch, and not every backend has it
+        return LOST_AFTER_MS
+    return max(1, math.ceil(seconds * 1000))  # 0 would be for ever

@@ -182,7 +182,8 @@ def gradients_that_ranks_lack(batch: Batch) -> tuple[Tensor, Tensor | None]:
     module = OneUnused()
     if dist.get_rank() == 1:
         module.used.grad = torch.full((3,), 6.0, dtype=torch.float64)
-    hf_ring_attn.shard(batch).reduce_gradients(module)
+    with hf_ring_attn.shard(batch) as sharded:
+        sharded.reduce_gradients(module)
     assert module.used.grad is not None
     return module.used.grad, module.frozen.grad
 

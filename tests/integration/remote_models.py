@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 HEADS, WIDTH, WORDS, LONGEST = 4, 32, 97, 256
@@ -148,7 +148,9 @@ class RemoteModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transfor
 
     def __init__(self, config: RemoteConfig) -> None:
         super().__init__(config)
-        mixes: dict[str, Callable[[], nn.Module]] = {"shift": Shift, "convolution": Blur, "sum": Sum}
+        mixes: dict[str, Callable[[], nn.Module]] = {
+            "shift": Shift, "pairs, shifted": Shift, "convolution": Blur, "sum": Sum
+        }  # fmt: skip
         attends = {"past": AttendPast, "alibi": AttendAlibi, "nearby": AttendNearby}
         self.embed = Embed(config.planted)
         self.layers = nn.ModuleList(
@@ -171,10 +173,12 @@ class RemoteModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transfor
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         labels: Tensor | None = None, use_cache: bool | None = None, **kwargs: Any,
-    ) -> CausalLMOutputWithPast:  # fmt: skip
+    ) -> CausalLMOutputWithPast | BaseModelOutputWithPooling:  # fmt: skip
         planted = self.config.planted
         if planted == "wants 30" and input_ids.shape[1] < 30:
             raise IndexError("wants 30")
+        if planted.startswith("pairs"):
+            input_ids.unflatten(0, (2, -1))
         if planted == "raises in a ring" and input_ids.shape[1] < 20:
             raise IndexError("too short")
         if planted == "raises on one rank" and torch.distributed.get_rank() == 1:
@@ -193,12 +197,14 @@ class RemoteModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transfor
         logits = self.head(self.norm(x))
         if planted == "pooled":
             return CausalLMOutputWithPast(logits=logits.mean(1))
+        if planted == "pooled beside":
+            return BaseModelOutputWithPooling(last_hidden_state=logits, pooler_output=logits[:, 0].tanh())
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=WORDS, **kwargs)
             if planted == "loss":
                 loss = loss + 0.01 * logits.mean(1).square().sum()  # as an auxiliary loss of experts is made
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
+        return CausalLMOutputWithPast(loss=loss, logits=None if planted == "a loss alone" else logits)
 
 
 def remote(planted: str = "", attention: str = "ring_fp32", at: int = 1) -> Any:

@@ -19,7 +19,7 @@ import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
 from hf_ring_attn.integration import report
 from hf_ring_attn.integration.loss import HANDED_OVER, gathered
-from plain_jobs import CHECKPOINTING, Batch, padded, tokens, told
+from plain_jobs import CHECKPOINTING, Batch, padded, tokens
 from remote_models import remote
 from tiny_models import SIZES, build, tiny
 
@@ -191,19 +191,6 @@ def with_other_weights() -> tuple[str, str]:
     except RingAttentionError as error:
         return type(error).__name__, str(error)
     return "", ""
-
-
-def warned(planted: str, batch: Batch) -> list[str]:
-    """What a forward warned of, twice, and whatever it raised itself."""
-
-    def forwards() -> None:
-        model = remote(planted).eval()
-        for _ in range(2):
-            sharded = hf_ring_attn.shard(batch)
-            with sharded:
-                model(**sharded.inputs)
-
-    return told(forwards)
 
 
 def said(config: RingConfig) -> list[str]:

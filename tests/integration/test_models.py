@@ -21,6 +21,7 @@ OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0}
 BERT = {"attention_probs_dropout_prob": 0.0}
 NO_INTERFACE = "its code does not use transformers' attention interface, so its attention would stay on each rank"
 GATHERED_INSTEAD = "cannot be computed exactly from one rank's tokens. Use the gathered loss: hf_ring_attn.configure("
+IN_A_LOOP = "cannot be computed exactly from one rank's tokens. No trainer can train it in a ring yet; in your own loop"
 
 FORWARDS = [
     Forward(
@@ -84,7 +85,7 @@ FORWARDS = [
     Forward(
         why="labels of a masked language model", kind="BertForMaskedLM", error="LossNotSharded",
         config=BERT,
-        text=f"the loss of BertForMaskedLM, which is no causal language model's, {GATHERED_INSTEAD}",
+        text=f"the loss of BertForMaskedLM, which is no causal language model's, {IN_A_LOOP}",
     ),
     Forward(
         why="a causal loss behind attention that sees both ways", kind="BertLMHeadModel", error="LossNotSharded",

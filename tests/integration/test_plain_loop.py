@@ -13,8 +13,9 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.testing import relative_error
 from plain_jobs import Answer, Step, packed, padded, tokens
 
-SOFTMAX = 2e-6
-"""Bound where transformers takes its softmax (or, in Llama 4, RoPE) in float32, whatever the model's dtype."""
+SOFTMAX = 5e-6
+"""Bound where transformers takes its softmax (or, in Llama 4, RoPE) in float32, whatever the model's dtype: what that
+rounds depends on the processor (2.04e-6 on an AMD EPYC, in a ring of one too)."""
 UNSCALED = 3e-5
 """The same in Gemma 4, which does not scale its scores."""
 LOSS = 1e-6

@@ -33,7 +33,6 @@ PLANTED = {
     "nearby": "its module 'layers.1.attend' (AttendNearby)",
     "past": "its module 'layers.1.attend' (AttendPast)",
     "mean": ITSELF,
-    "pooled": ITSELF,
 }
 """What is planted, and what must be named."""
 
@@ -99,7 +98,17 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(ranks: Ranks, size: int) -
     for error, text, steps in ranks(size).run(jobs.refused, "loss"):
         assert (error, steps) == ("LossNotSharded", 0)
         assert text.startswith("the loss of RemoteModel (the self-check found 6.")
-        assert "in one process) cannot be computed exactly from one rank's tokens. Use the gathered loss" in text
+        assert "in one process) cannot be computed exactly from one rank's tokens. No trainer can train it" in text
+
+
+@pytest.mark.parametrize("planted", ["pooled", "pooled beside"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_answer_for_the_whole_row_that_differs_is_named(ranks: Ranks, planted: str, dtype: torch.dtype) -> None:
+    """Each rank's first tokens made BERT's pooler_output, silently, beside tokens that were right."""
+    output = {"pooled": "logits", "pooled beside": "pooler_output"}[planted]
+    for error, text, steps in ranks(2).run(jobs.refused, planted, dtype):
+        assert (error, steps) == ("PooledOutput", 0)
+        assert text.startswith(f"RemoteModel returns '{output}', which has no entry for each token, and in a ring of 2")
 
 
 def test_positions_counted_by_the_padding_are_seen_once_there_is_padding(ranks: Ranks) -> None:
@@ -161,23 +170,28 @@ def test_one_rank_that_fails_stops_all(ranks: Ranks) -> None:
         assert text.endswith("  rank 1: IndexError: not here")
 
 
-def test_a_row_that_the_model_does_not_take_is_said_once(ranks: Ranks) -> None:
-    """A row of 26 tokens, where the batch has 40."""
-    for texts in ranks(2).run(jobs.warned, "wants 30", tokens(70)):
-        assert texts == [
-            "RemoteModel was not checked: the self-check could not run it on 26 random tokens: IndexError: wants 30"
-        ]
-
-
-def test_under_fsdp2_such_a_row_is_refused(ranks: Ranks) -> None:
-    """Its state is not that of a new step after a forward that failed half way."""
-    for error, text, _ in ranks(2).run(jobs.refused, "wants 30", batch=tokens(70), wrap="FSDP2"):
-        assert error == "SelfCheckNotRun"
+@pytest.mark.parametrize(("wrap", "rows"), [("", "2 rows"), ("DDP", "2 rows"), ("FSDP2", "a row")])
+def test_a_model_that_takes_no_such_row_is_refused(ranks: Ranks, wrap: str, rows: str) -> None:
+    """Under FSDP2 its state is not that of a new step after a forward that failed half way, so there is one try."""
+    for error, text, steps in ranks(2).run(jobs.refused, "wants 30", batch=tokens(70), wrap=wrap):
+        assert (error, steps) == ("SelfCheckNotRun", 0)
         assert text == (
-            "the self-check could not run RemoteModel on a row of 26 random tokens: IndexError: wants 30. FSDP2 cannot "
-            "go on after a forward that failed. hf_ring_attn.configure(model, RingConfig(self_check=False)) trains the "
-            "model unchecked, at your own risk."
+            f"the self-check could not run RemoteModel on {rows} of 26 random tokens: IndexError: wants 30. So it is "
+            "not known whether its answer in a ring is that of one process. hf_ring_attn.configure(model, "
+            "RingConfig(self_check=False)) trains it unchecked, at your own risk."
         )
+
+
+def test_a_model_of_pairs_of_rows_is_given_as_many_as_the_batch_has(ranks: Ranks) -> None:
+    assert ranks(2).run(jobs.refused, "pairs") == [("", "", 2)] * 2
+    for error, _, steps in ranks(2).run(jobs.refused, "pairs, shifted"):
+        assert (error, steps) == ("SelfCheckFailed", 0)
+
+
+def test_a_model_that_returns_nothing_to_compare_is_refused(ranks: Ranks) -> None:
+    for error, text, steps in ranks(2).run(jobs.refused, "a loss alone"):
+        assert (error, steps) == ("NothingToCheck", 0)
+        assert text.startswith("RemoteModel returned nothing that the self-check can compare with one process")
 
 
 # ---- right models ----------------------------------------------------------------------------------------------------
@@ -205,7 +219,10 @@ def test_models_that_take_images_are_checked_with_text(ranks: Ranks, model: str)
 
 def test_the_row_has_no_special_tokens() -> None:
     """A placeholder of an image would ask for one."""
-    vision, sample = tiny("gemma3 vision", "ring_fp32"), Sample(23, {"input_ids": IDS}, {}, None, False, (False, False))
+    vision, sample = (
+        tiny("gemma3 vision", "ring_fp32"),
+        Sample(1, 23, {"input_ids": IDS}, {}, None, False, (False, False)),
+    )
     drawn = torch.cat([sample.row(vision, 64, False, seed)["input_ids"] for seed in range(3)])
     assert set(range(VOCABULARY)) - set(drawn.flatten().tolist()) >= {IMAGE, BEFORE_IMAGE}
     assert len(drawn.unique()) > VOCABULARY - 8

@@ -1,0 +1,64 @@
+"""What ends half-way must not be mistaken for what comes next.
+
+Ranks tell messages and signals apart by their order alone. After an error that was caught in the middle of an
+attention, other ranks would take those of the next one for the rest of it: wrong numbers without a word, or a wait for
+ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import ParamSpec
+
+from ..comm import Pending, Ring
+from ..errors import LeftHalfway, PeerLost
+
+P = ParamSpec("P")
+
+
+class Halfway:
+    """Whether a ring is in the middle of an attention, as this rank sees it: something was sent, not all has come."""
+
+    def __init__(self) -> None:
+        self.inside = False
+
+    def begin(self) -> None:
+        """
+        Raises:
+            LeftHalfway: what began before has not ended.
+        """
+        self._check()
+        self.inside = True
+
+    def sending(self, send: Callable[P, Pending]) -> Callable[P, Pending]:
+        """Begins with the first message by ``send``: where none has left, nothing is half-way. Raises as `begin`."""
+        self._check()
+
+        def sent(*args: P.args, **kwargs: P.kwargs) -> Pending:
+            before, self.inside = self.inside, True
+            try:
+                return send(*args, **kwargs)
+            except PeerLost:
+                raise
+            except Exception:  # no room for it, say: this message has not left
+                self.inside = before
+                raise
+
+        return sent
+
+    def end(self) -> None:
+        self.inside = False
+
+    def _check(self) -> None:
+        if self.inside:
+            raise LeftHalfway()
+
+
+def halfway_of(ring: Ring) -> Halfway:
+    """The one of a ring, whatever its roads. A new process group starts afresh; a ring of one has nobody to fool."""
+    return Halfway() if ring.size == 1 else _KNOWN.setdefault(ring.group, Halfway())
+
+
+_KNOWN: weakref.WeakKeyDictionary[object, Halfway] = weakref.WeakKeyDictionary()
+"""By process group. Weak, since gloo's threads end with their group, and must before the process does."""
