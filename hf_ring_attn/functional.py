@@ -18,6 +18,7 @@ from .mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
 from .ring import attend
 from .scored import attend_scored
 from .tables import Plan
+from .traffic import halfway_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -116,11 +117,13 @@ def ring_attention(
         ScoreModChanged: in the backward: it is another function by then.
         RanksDiffer: on every rank, if ranks were called differently (found only without ``length``).
         UnsupportedAttention: with every reason, if no kernel can compute this exactly.
+        LeftHalfway: an error ended an earlier attention of this ring half-way.
     """
     _check_shapes(q, k, v, sinks)
     _check_options(window, softcap)
     mod = None if score_mod is None else ScoreMod.of(score_mod, q.device, config.deterministic)
     ring = Ring.of(group)
+    halfway_of(ring).check()  # what is compared below would be taken for the rest of that attention
     if length is None:
         length = _agreed_length(ring, q, k, v, documents, causal, window, softcap, sinks, scale, config, mod)
     layout = Layout(length, ring.size, ring.rank)

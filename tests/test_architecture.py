@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ring": CORE | {"backward", "tables", "traffic"},
     "trial": CORE | {"backward", "ring", "tables", "traffic"},  # the real ring's code, with ranks that are played
     "scored": CORE | {"backward", "ring", "tables", "traffic"},
-    "functional": CORE | {"choice", "ring", "scored", "tables"},
+    "functional": CORE | {"choice", "ring", "scored", "tables", "traffic"},
     "biases": {"errors"},  # functions for users: they know no ring
     "integration": RING,
     "testing": RING,

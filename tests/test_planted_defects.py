@@ -93,7 +93,8 @@ def sharded_loss(defect: str | None) -> dict[str, Tensor]:
     total = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=rows.IGNORED, reduction="sum")
     loss = total / sharded.inputs["num_items_in_batch"]
     (gradient,) = torch.autograd.grad(loss, table)
-    return {"loss": sharded.reduce(loss), "gradient": sharded.ring.mean(gradient)}
+    with sharded:
+        return {"loss": sharded.reduce(loss), "gradient": sharded.ring.mean(gradient)}
 
 
 def loss_of_the_row(ranks: Ranks, world_size: int, defect: str | None) -> float:

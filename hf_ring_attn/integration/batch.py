@@ -18,6 +18,7 @@ from ..config import RingConfig
 from ..kernels import in_score_mod
 from ..layout import Layout, note_dealt, zigzag_was_told
 from ..ring import gather_sequence
+from ..traffic import halfway_of
 from . import active, alike, drift, handed, masks, models, randomness, sample, selfcheck, sharing
 from .report import announce, warn
 from .rows import PADDING, Facts, Whole, tokens_of, whole_rows
@@ -144,8 +145,10 @@ def shard(
     Raises:
         BadBatch, UnevenLength: on every rank, if any rank's batch cannot be sharded exactly.
         RanksDiffer: on every rank, if the ranks hold different batches.
+        LeftHalfway: an error ended an earlier attention of this ring half-way.
     """
     ring = find_ring(group)
+    halfway_of(ring).check()  # what is compared below would be taken for the rest of that attention
     if config is None:
         config = RingConfig() if model is None else models.options_of(model)
     refusal: errors.Refused | None = None

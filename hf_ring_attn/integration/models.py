@@ -107,7 +107,12 @@ def bind(model: nn.Module, scope: Scope) -> None:
 
 def name_of(model: nn.Module) -> str:
     """Of the model inside DDP and other wrappers, which is the one that the user made."""
-    return type(next((module for module in model.modules() if "config" in module.__dict__), model)).__name__
+    return class_of(next((module for module in model.modules() if "config" in module.__dict__), model))
+
+
+def class_of(module: nn.Module) -> str:
+    """The name of a module's class as its author wrote it: fully_shard makes a subclass."""
+    return next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP")).__name__
 
 
 def _head(model: nn.Module) -> Any:

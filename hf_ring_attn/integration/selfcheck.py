@@ -168,7 +168,7 @@ class _Check:
             places = Places.of(mine.scope.layout, mine.scope.hidden, self.device)
             found = self._table(places.errors(whole, share), whole, share, dtypes)
             if math.isnan(found.tokens):
-                raise errors.NothingToCheck(_name(self.model))
+                raise errors.NothingToCheck(models.name_of(self.model))
             least = tolerance_of(found.spacing, self.device)
             if found.within(least):
                 return "passed"
@@ -180,14 +180,16 @@ class _Check:
         self._refuse_other_weights(whole, least)
         if found.tokens <= tolerance:
             raise errors.LossNotSharded(
-                f"the loss of {_name(self.model)} (the self-check found {found.got:.6g} in the ring, {found.want:.6g} "
-                "in one process)"
+                f"the loss of {models.name_of(self.model)} (the self-check found {found.got:.6g} in the ring, "
+                f"{found.want:.6g} in one process)"
             )
         self._refuse_pooled(whole, share, places, tolerance)
         where = self._first_difference(row, mine, places, least)
-        kind = _class(self.model.get_submodule(where))
+        kind = models.class_of(self.model.get_submodule(where))
         tokens = mine.scope.layout.length
-        raise errors.SelfCheckFailed(_name(self.model), self.ring.size, tokens, found.tokens, tolerance, where, kind)
+        raise errors.SelfCheckFailed(
+            models.name_of(self.model), self.ring.size, tokens, found.tokens, tolerance, where, kind
+        )
 
     # ---- runs ----
 
@@ -227,7 +229,9 @@ class _Check:
             return answer
         if isinstance(failure, errors.Refused):
             raise failure
-        raise errors.SelfCheckNotRun(_name(self.model), rows, row_length(self.ring.size), str(text)) from failure
+        raise errors.SelfCheckNotRun(
+            models.name_of(self.model), rows, row_length(self.ring.size), str(text)
+        ) from failure
 
     def _sharded(self, mine: Sharded) -> Any:
         try:
@@ -236,7 +240,7 @@ class _Check:
             raise
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            raise errors.SelfCheckRaised(_name(self.model), self.ring.size, text) from error
+            raise errors.SelfCheckRaised(models.name_of(self.model), self.ring.size, text) from error
 
     # ---- comparisons ----
 
@@ -272,7 +276,7 @@ class _Check:
         names, apart = zip(*places.pooled_errors(whole, share).items(), strict=True)
         first = next((n for n, error in enumerate(apart) if not error <= tolerance), len(names) - 1)
         name = names[min(int(self._everywhere([float(first)]).min()), len(names) - 1)]
-        raise errors.PooledOutput(_name(self.model), name, self.ring.size)
+        raise errors.PooledOutput(models.name_of(self.model), name, self.ring.size)
 
     def _refuse_other_weights(self, whole: Any, least: float) -> None:
         """Every rank has made the whole row alone, so their answers to it are the same, if their weights are."""
@@ -304,16 +308,6 @@ class _Check:
 
 
 # ---- small things ----------------------------------------------------------------------------------------------------
-
-
-def _name(model: nn.Module) -> str:
-    """Of the model inside wrappers, which is the one that the user made."""
-    return _class(next((module for module in model.modules() if "config" in module.__dict__), model))
-
-
-def _class(module: nn.Module) -> str:
-    """The name of a module's class as its author wrote it: fully_shard makes a subclass."""
-    return next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP")).__name__
 
 
 def _loss(outputs: Any) -> float:

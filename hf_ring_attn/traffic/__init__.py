@@ -11,6 +11,7 @@ import torch
 from ..comm import Ring
 from ..errors import CapturedGraph, NoPulls
 from .base import Hop, Sums, Traffic, lanes_of, visiting_order
+from .halfway import halfway_of
 from .heads import head_groups, seen_by_heads
 from .kept import Compared, Kept, Role, kept_for
 from .messages import Messages
@@ -28,6 +29,7 @@ __all__ = [
     "Traffic",
     "buffer_bytes",
     "chosen",
+    "halfway_of",
     "head_groups",
     "kept_for",
     "lanes_of",

@@ -24,16 +24,13 @@ class Halfway:
         self.inside = False
 
     def begin(self) -> None:
-        """
-        Raises:
-            LeftHalfway: what began before has not ended.
-        """
-        self._check()
+        """Raises as `check`."""
+        self.check()
         self.inside = True
 
     def sending(self, send: Callable[P, Pending]) -> Callable[P, Pending]:
-        """Begins with the first message by ``send``: where none has left, nothing is half-way. Raises as `begin`."""
-        self._check()
+        """Begins with the first message by ``send``: where none has left, nothing is half-way. Raises as `check`."""
+        self.check()
 
         def sent(*args: P.args, **kwargs: P.kwargs) -> Pending:
             before, self.inside = self.inside, True
@@ -50,7 +47,11 @@ class Halfway:
     def end(self) -> None:
         self.inside = False
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """
+        Raises:
+            LeftHalfway: what began before has not ended.
+        """
         if self.inside:
             raise LeftHalfway()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from transformers import LlamaForCausalLM
 
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError
+from hf_ring_attn.comm import Ring
+from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.testing import LiveRanks
 from plain_jobs import Batch, tokens
 from tiny_models import SIZES, build, tiny
@@ -149,3 +152,27 @@ def test_a_loss_outside_the_context_is_not_reduced(ranks: Ranks, method: str) ->
     for error in ranks(2).run(forgotten, method):
         assert error.startswith(f"NotEntered: sharded.{method}() was called, but the model did not run in the context")
     assert forgotten(method) == ""
+
+
+# ---- a batch after an attention that ended half-way ------------------------------------------------------------------
+
+
+def sharded_after_an_error() -> tuple[str, int]:
+    """What the next batch raises, and how many messages left before that."""
+    group = torch.distributed.new_group()
+    model, messages = tiny("llama", "ring_fp32"), []
+    with hf_ring_attn.shard(IDS, group) as sharded:
+        model(**sharded.inputs)
+        with mock.patch.object(Reference, "forward", side_effect=MemoryError), pytest.raises(MemoryError):
+            model(**sharded.inputs)
+    with mock.patch.object(Ring, "gather", side_effect=lambda *_: messages.append(0)):
+        try:
+            hf_ring_attn.shard(IDS, group)
+        except RingAttentionError as error:
+            return type(error).__name__, len(messages)
+    return "", len(messages)
+
+
+def test_no_batch_is_compared_after_an_attention_that_ended_halfway(ranks: Ranks) -> None:
+    """Others would take what is compared for the keys that they wait for."""
+    assert ranks(2).run(sharded_after_an_error) == [("LeftHalfway", 0)] * 2
