@@ -14,7 +14,7 @@ import torch
 
 from hf_ring_attn.testing import LiveRanks
 
-TEST_SECONDS, GPU_TEST_SECONDS = 120, 400
+TEST_SECONDS, GPU_TEST_SECONDS = 240, 400
 """No test takes longer; on a GPU dozens of kernels may be compiled. Ranks that hang are reported before, by name, at
 LiveRanks' own limit."""
 

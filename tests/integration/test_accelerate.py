@@ -61,7 +61,7 @@ def test_accelerate_on_ranks(world_size: int, replicas: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     run = subprocess.run(
         [*command, str(HERE / "accelerate_ranks.py")],
-        env=environment, capture_output=True, text=True, timeout=110, check=False,
+        env=environment, capture_output=True, text=True, timeout=220, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("passed all") == world_size
