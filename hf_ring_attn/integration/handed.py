@@ -20,11 +20,16 @@ Undo = Callable[[], None]
 
 
 def _has_loss(output: Any) -> bool:
-    """Whether a model's output is a loss or begins with one: by its name, or as a number where the name is missing."""
+    """Whether a model's output is a loss or begins with one, or holds one by its name or under any other: a number that
+    can be differentiated. The auxiliary loss of experts is of whole rows (`experts`)."""
     if isinstance(output, Mapping):
-        return output.get("loss") is not None
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
-    return isinstance(first, Tensor) and first.dim() == 0 and first.is_floating_point()
+        others = (x for name, x in output.items() if name != "aux_loss" and _is_number(x))
+        return output.get("loss") is not None or any(x.requires_grad for x in others)
+    return _is_number(output[0] if isinstance(output, (tuple, list)) and output else output)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
 
 
 _BY_HOST = "hf_ring_attn looks at what a model's call was given"

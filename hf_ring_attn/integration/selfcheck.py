@@ -273,10 +273,10 @@ class _Check:
         """Where every token is right, it is an output without tokens that differs."""
         if self._table(places.errors(whole, share, pooled=False), whole, share).tokens > tolerance:
             return
-        names, apart = zip(*places.pooled_errors(whole, share).items(), strict=True)
-        first = next((n for n, error in enumerate(apart) if not error <= tolerance), len(names) - 1)
-        name = names[min(int(self._everywhere([float(first)]).min()), len(names) - 1)]
-        raise errors.PooledOutput(models.name_of(self.model), name, self.ring.size)
+        pooled = places.pooled_errors(whole, share)
+        first = next((n for n, error in enumerate(pooled.values()) if not error <= tolerance), len(pooled))
+        first = min(int(self._everywhere([float(first)]).min()), len(pooled))  # of another ring, perhaps
+        raise errors.PooledOutput(models.name_of(self.model), [*pooled, "an output"][first], self.ring.size)
 
     def _refuse_other_weights(self, whole: Any, least: float) -> None:
         """Every rank has made the whole row alone, so their answers to it are the same, if their weights are."""
