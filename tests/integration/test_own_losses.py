@@ -64,7 +64,7 @@ def error_of(make: Callable[[], Any], batch: Batch, compiled: bool = False) -> s
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 def test_a_loss_of_other_inputs_than_labels_is_refused(ranks: Ranks, compiled: bool) -> None:
-    """It was that of each rank's tokens, silently: 3.05 in a ring of two for 3.61."""
+    """It was that of each rank's tokens, silently."""
     for error in ranks(2).run(error_of, asks, QUESTION, compiled):
         assert error.startswith("LossWithoutLabels: LlamaForQuestionAnswering returned a loss, but the batch has no ")
     assert error_of(asks, QUESTION, compiled) == ""  # one process
@@ -148,7 +148,7 @@ def forgotten(method: str) -> str:
 
 @pytest.mark.parametrize("method", ["reduce", "reduce_gradients"])
 def test_a_loss_outside_the_context_is_not_reduced(ranks: Ranks, method: str) -> None:
-    """Each rank attended to its own tokens, and the mean of their losses looked right: 4.168 for 4.167."""
+    """Each rank attended to its own tokens, and the mean of their losses looked right."""
     for error in ranks(2).run(forgotten, method):
         assert error.startswith(f"NotEntered: sharded.{method}() was called, but the model did not run in the context")
     assert forgotten(method) == ""
