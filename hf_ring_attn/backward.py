@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Literal, NamedTuple
 
 import torch
@@ -57,15 +58,18 @@ class _Backward:
         def new(source: int, heads: slice) -> Sums:
             return self._new_sums(self.k[:, :, heads], self.v[:, :, heads], segments[source])
 
-        hops = self.traffic.hops(self.k, self.v, lanes, new)
-        self._prepare()
-        lane = {heads.start: self._queries(heads) for heads in lanes}
+        # A score_mod's gradients are of all heads: two lanes would add to them at once.
+        abreast = self.kernel.abreast and self.params.score_mod is None
         home = []
-        for hop in hops:
-            keys = hop.k, hop.v, segments[hop.source]
-            self._add(lane[hop.heads.start], *keys, self.tables.backward[hop.source], hop.sums)
-            if hop.source == rank:
-                home.append(self._finished(*keys, hop.sums, self.k.dtype))
+        with closing(self.traffic.hops(self.k, self.v, lanes, new, abreast)) as hops:
+            self._prepare()
+            lane = {heads.start: self._queries(heads) for heads in lanes}
+            for hop in hops:
+                keys = hop.k, hop.v, segments[hop.source]
+                with hop.at:
+                    self._add(lane[hop.heads.start], *keys, self.tables.backward[hop.source], hop.sums)
+                    if hop.source == rank:
+                        home.append(self._finished(*keys, hop.sums, self.k.dtype))
         return home
 
     def by_gather(self, heads_per_gather: int) -> list[Sums]:
@@ -79,7 +83,7 @@ class _Backward:
         )  # fmt: skip
         self._prepare()
         wide = accumulate_dtype(self.q.dtype)
-        for heads, k, v in gathered:
+        for heads, k, v, _ in gathered:
             keys = k, v, self.tables.keys
             sums = self._new_sums(*keys)
             self._add(self._queries(heads), *keys, self.tables.forward, sums)

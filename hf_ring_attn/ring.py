@@ -8,6 +8,7 @@ There is no branch for a kind of mask here: tiles say what meets what.
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -133,13 +134,16 @@ def forward(
     out = q.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q.dtype))
     seen = seen_by_heads(
-        traffic, tables.exchange, tables.owners, q, k, v, heads_per_gather, kept, most=tables.most
+        traffic, tables.exchange, tables.owners, q, k, v, heads_per_gather, kept, most=tables.most,
+        abreast=kernel.abreast and params.score_mod is None,
     )  # fmt: skip
-    for group, keys, values in seen:
-        mine = slice(group.start * per_key_head, group.stop * per_key_head)
-        _, lse[:, mine] = kernel.forward(
-            q[:, :, mine], keys, values, tables.forward, params.of_heads(mine), out[:, :, mine]
-        )
+    with closing(seen):
+        for part in seen:
+            mine = slice(part.heads.start * per_key_head, part.heads.stop * per_key_head)
+            with part.at:
+                _, lse[:, mine] = kernel.forward(
+                    q[:, :, mine], part.k, part.v, tables.forward, params.of_heads(mine), out[:, :, mine]
+                )
     return out, lse
 
 

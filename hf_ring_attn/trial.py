@@ -7,7 +7,7 @@ before the first step: a wrong gradient leaves the loss of that step as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 
 import torch
@@ -124,7 +124,9 @@ class _Road(Played):
         super().__init__(layout, row)
         self._arriving, self._began = arriving, began
 
-    def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
+    def hops(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], abreast: bool = False
+    ) -> Generator[Hop]:
         def sums(source: int, lane: slice) -> Sums:
             at = source, lane.start
             found = self._arriving.get(at) if source == self.ring.rank else None

@@ -20,7 +20,7 @@ from hf_ring_attn.kernels import Params
 from hf_ring_attn.ring import attend
 from hf_ring_attn.tables import Plan
 from hf_ring_attn.traffic import Compared, Kept, Role
-from hf_ring_attn.traffic.kept import COMPARED, LAST, MAKES, TAKES, small
+from hf_ring_attn.traffic.kept import COMPARED, LAST, MAKES, TAKES, Part, small
 from test_compile import plan_of, share
 
 # ---- three layers in one graph ---------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def made(dtype: torch.dtype = torch.float32) -> tuple[Compared, Tensor, Tensor, 
     k[0, 0, 0, 0] = 0
     kept = compared.kept(MAKES, RING, PLAN, k, v)
     assert kept is not None
-    list(kept.filling(iter([(slice(0, 2), k, v)])))
+    list(kept.filling([Part(slice(0, 2), k, v)]))
     return compared, k, v, kept
 
 

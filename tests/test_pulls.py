@@ -51,7 +51,7 @@ def test_what_is_to_be_kept_is_not_written_over(keep: bool) -> None:
     k = torch.arange(24.0).view(1, 4, 3, 2)
     with without_a_gpu() as road:
         parts = list(road.gathered(k, -k, [slice(head, head + 1) for head in range(3)], keep=keep))
-    same = [torch.equal(keys, k[:, :, group]) and torch.equal(values, -k[:, :, group]) for group, keys, values in parts]
+    same = [torch.equal(part.k, k[:, :, part.heads]) and torch.equal(part.v, -k[:, :, part.heads]) for part in parts]
     assert same == [keep, True, True]
 
 
@@ -97,7 +97,7 @@ def test_after_a_pull_that_ended_halfway_the_next_is_refused(way: str) -> None:
 
     def start(road: Pulls) -> Iterator[tuple[Tensor, Tensor]]:
         if way == "a gather":
-            return ((keys, values) for _, keys, values in road.gathered(k, -k, halves))
+            return ((part.k, part.v) for part in road.gathered(k, -k, halves))
         return ((hop.k, hop.v) for hop in road.hops(k, -k, halves, new))
 
     with without_a_gpu() as road:

@@ -105,7 +105,8 @@ def gathered(heads: int, groups: list[slice], more: bool) -> list[tuple[slice, T
     owners = (*range(ring.size), *range(ring.size), *reversed(range(ring.size)), *range(ring.size)) if more else ()
     layout = Layout(24, ring.size, ring.rank, owners)
     k = (layout.positions()[None, :, None, None] + torch.arange(heads)[:, None] * 100).float()
-    return [(group, x.clone(), y.clone()) for group, x, y in Messages(ring).gathered(k, -k[..., :1], groups, owners)]
+    parts = Messages(ring).gathered(k, -k[..., :1], groups, owners)
+    return [(part.heads, part.k.clone(), part.v.clone()) for part in parts]
 
 
 @pytest.mark.parametrize("more", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +32,7 @@ class Measured(NamedTuple):
 def in_turns(
     calls: Mapping[str, Call], rounds: int, device: torch.device, largest: Callable[[float], float]
 ) -> dict[str, Measured]:
-    """Each call's seconds, the calls taken in turn ``rounds`` times.
+    """Each call's seconds, the calls taken in turns, each ``rounds`` times.
 
     Args:
         largest: the largest of what all ranks give it; also keeps them in step.
@@ -44,10 +45,11 @@ def in_turns(
             peaks[name] = int(largest(_peak(call.run, device)))
             counts[name] = max(1, math.ceil(SECONDS_PER_TURN / largest(_seconds(call.run, 1, device, largest))))
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            with call.inside():
-                seconds[name].append(largest(_seconds(call.run, counts[name], device, largest)))
+    for turn in range(rounds):
+        # In another order each time, alike on all ranks: a chip at its power limit is slower after a long call.
+        for name in random.Random(turn).sample(list(calls), len(calls)):
+            with calls[name].inside():
+                seconds[name].append(largest(_seconds(calls[name].run, counts[name], device, largest)))
     return {name: Measured(seconds[name], peaks[name]) for name in calls}
 
 

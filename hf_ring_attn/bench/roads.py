@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -13,11 +13,13 @@ from torch import Tensor
 from ..backward import gradients
 from ..comm import LOCAL, Ring
 from ..kernels import KERNELS
-from ..layout import Layout
+from ..layout import Layout, Owners
 from ..ring import attend, forward
 from ..tables import Plan, Tables
 from ..traffic import Hop, Sums
+from ..traffic.abreast import Abreast
 from ..traffic.base import PULLED
+from ..traffic.kept import Part
 from ..traffic.played import Played
 from .clock import Call
 from .workload import Workload
@@ -89,15 +91,37 @@ class Alone(Played):
 
     groups, bytes_per_gather = 2, PULLED
 
-    def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
-        kept: dict[int, Sums] = {}
+    def __init__(self, layout: Layout, row: Sequence[Tensor]) -> None:
+        super().__init__(layout, row)
+        self._device = row[0].device
+        self.abreast = self._device.type == "cuda"
+        self._other = torch.cuda.Stream(self._device) if self.abreast else None
 
-        def sums(source: int, lane: slice) -> Sums:
-            if lane.start not in kept:  # a real rank begins its sums once, too
-                kept[lane.start] = new(source, lane)
-            return kept[lane.start]
+    def gathered(
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False, abreast: bool = False
+    ) -> Generator[Part]:
+        with self._streams(abreast) as streams:
+            for number, part in enumerate(super().gathered(k, v, groups, owners, keep)):
+                yield part._replace(at=streams.turn(number))
 
-        return self.walk(lanes, sums)
+    def hops(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], abreast: bool = False
+    ) -> Generator[Hop]:
+        with self._streams(abreast) as streams:
+            at = {lane.start: streams.turn(number) for number, lane in enumerate(lanes)}
+            kept: dict[int, Sums] = {}
+
+            def sums(source: int, lane: slice) -> Sums:
+                if lane.start not in kept:  # a real rank begins its sums once, too
+                    with at[lane.start]:
+                        kept[lane.start] = new(source, lane)
+                return kept[lane.start]
+
+            for hop in self.walk(lanes, sums):
+                yield hop._replace(at=at[hop.heads.start])
+
+    def _streams(self, abreast: bool) -> Abreast:
+        return Abreast(self._other if abreast else None, self._device)
 
 
 def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str, heads_per_gather: int = 0) -> Road:

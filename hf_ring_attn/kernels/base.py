@@ -194,6 +194,8 @@ class Request:
 class InOrder:
     """Accumulators in the order of their tensors, for kernels that have no order of their own."""
 
+    abreast = False
+
     def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
         return torch.zeros(chunk.shape, dtype=accumulate_dtype(chunk.dtype), device=chunk.device)
 
@@ -205,9 +207,15 @@ class InOrder:
 
 
 class Kernel(Protocol):
-    """What every kernel offers. `kernels.reference` is the definition the others are tested against."""
+    """What every kernel offers. `kernels.reference` is the definition the others are tested against.
+
+    Attributes:
+        abreast: it is faster in calls for some heads and for others that overlap on two streams; whatever it keeps from
+            call to call is complete for both.
+    """
 
     name: str
+    abreast: bool
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, out: Tensor | None = None

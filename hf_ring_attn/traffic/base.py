@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..comm import Ring
 from ..layout import Owners
+from .abreast import HERE, At
 from .kept import Part
 
 Sums = tuple[Tensor, Tensor]
@@ -25,6 +26,7 @@ class Hop(NamedTuple):
         heads: which of the key heads.
         k, v: [B, T, heads, ...] of that rank, not always contiguous.
         sums: of dk and dv, opaque, with what the ranks before this one have added; to be added to in place.
+        at: as in `Part`.
     """
 
     source: int
@@ -32,6 +34,7 @@ class Hop(NamedTuple):
     k: Tensor
     v: Tensor
     sums: Sums
+    at: At = HERE
 
 
 class Traffic(Protocol):
@@ -39,31 +42,37 @@ class Traffic(Protocol):
 
     ``groups`` and ``bytes_per_gather``: the heads of a gather are divided into so many groups at least, and into more
     where that keeps the gathered keys and values of one below so many bytes. All but the first travel while others are
-    attended, but small groups cost more to launch (`head_groups`).
+    attended, but small groups cost more to launch (`head_groups`). ``abreast``: it has streams for what is asked for
+    abreast; else that is brought as ever.
     """
 
     ring: Ring
     groups: int
     bytes_per_gather: int
+    abreast: bool
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False
-    ) -> Iterator[Part]:
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False, abreast: bool = False
+    ) -> Generator[Part]:
         """Keys and values [B, S, heads, ...] of the whole row in order, a group of heads at a time, the next group on
         its way meanwhile. The first sets out at once, before the iterator is asked for it.
 
         Args:
             owners: of the row's chunks, as in `Layout`.
             keep: without it the memory of a group may hold another one once the next is asked for.
+            abreast: parts may be read on streams of their own, which are joined when the iterator ends or is closed.
         """
         ...
 
-    def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
+    def hops(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], abreast: bool = False
+    ) -> Generator[Hop]:
         """Walks the ring: every rank's keys once, lane by lane, this rank's own last. The first set out at once.
 
         Sums start at the rank after the one whose keys they belong to, with ``new(source, lane)``, and move on when
         the walk is resumed: those of one lane travel while the other lane is computed. They are home when their owner
-        adds to them, so nothing is left to wait for at the end.
+        adds to them, so nothing is left to wait for at the end. ``abreast``: lanes may be added to on streams of their
+        own, as in `gathered`.
         """
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from torch import Tensor
 
@@ -21,18 +21,24 @@ Where each query head has keys of its own (128 heads of 192/128 at 32K tokens), 
 the forward's speed on an H200: 192 blocks take as long as 264."""
 LARGEST = 2**30
 """Bytes that a group may have for the sake of its launch: a gather holds two groups or three."""
+FIRST = 4
+"""The first group abreast has this part of the others' heads: they come while it is attended."""
 
 
 def head_groups(
-    q: Tensor, k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int, keys: int, chunk: int
-) -> list[slice]:
+    q: Tensor, k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int, keys: int, chunk: int,
+    abreast: bool = False,
+) -> list[slice]:  # fmt: skip
     """The key/value heads in groups of ``heads_per_gather``; 0: as `Traffic` has it, and none too small to launch.
 
     Args:
         q, k, v: of a rank's tokens, [B, T, ...]. Only shapes count, so the groups are the same on every rank.
         keys: how many of each head arrive.
         chunk: tokens of a kernel's call.
+        abreast: as in `Traffic.gathered`. Then the first group, for which everyone waits, is a small one: what its
+            launch leaves idle, the next one's fills.
     """
+    first = 0
     batch, _, heads, width = k.shape
     if not heads_per_gather:
         bytes_per_head = batch * keys * (width + v.shape[3]) * k.element_size()
@@ -40,32 +46,35 @@ def head_groups(
         by_bytes, largest = traffic.bytes_per_gather // max(1, bytes_per_head), LARGEST // max(1, bytes_per_head)
         to_launch = max(-(-QUERIES // queries_per_head), -(-SCORES // (queries_per_head * max(1, keys))))
         heads_per_gather = min(-(-heads // traffic.groups), max(1, by_bytes, min(to_launch, largest)))
-    return [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
+        first = heads_per_gather // FIRST if abreast else 0
+    rest = [slice(h, min(h + heads_per_gather, heads)) for h in range(first, heads, heads_per_gather)]
+    return [slice(0, first), *rest] if first else rest
 
 
 def seen_by_heads(
     traffic: Traffic, exchange: Exchange | None, owners: Owners, q: Tensor, k: Tensor, v: Tensor,
-    heads_per_gather: int, kept: Kept | None = None, *, most: int = 0,
-) -> Iterator[Part]:  # fmt: skip
+    heads_per_gather: int, kept: Kept | None = None, *, most: int = 0, abreast: bool = False,
+) -> Generator[Part]:  # fmt: skip
     """The keys and values [B, S, heads, ...] of a plan's forward, a few heads at a time: the whole row's, or those that
     this rank's queries q see, ``most`` on some rank. Where ``kept`` has them nothing travels; where it is empty they
-    are left there."""
+    are left there. ``abreast``: as in `Traffic.gathered`; to be closed then, also after an error."""
     if kept is not None and kept.parts is not None:
-        return iter(kept.parts)
+        return (part for part in kept.parts)
     ring, tokens = traffic.ring, k.shape[1]
     keys = ring.size * tokens if exchange is None else most
     chunk = tokens // len(chunks_of(ring.size, owners)[ring.rank])
-    groups = head_groups(q, k, v, traffic, heads_per_gather, keys, chunk)
+    abreast = abreast and traffic.abreast and exchange is None
+    groups = head_groups(q, k, v, traffic, heads_per_gather, keys, chunk, abreast)
     if exchange is None:
-        parts = traffic.gathered(k, v, groups, owners, keep=kept is not None)
+        parts = traffic.gathered(k, v, groups, owners, keep=kept is not None, abreast=abreast)
     else:
         parts = _exchanged(ring, exchange, k, v, groups)
     return parts if kept is None else kept.filling(parts)
 
 
-def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]) -> Iterator[Part]:
+def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]) -> Generator[Part]:
     halfway = halfway_of(ring)
     send = halfway.sending(functools.partial(exchange.take, ring))
     for group, arrived in ring.by_heads((k, v), groups, send):
-        yield group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1])
+        yield Part(group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1]))
     halfway.end()  # by now a backward has given the last gradients back, too

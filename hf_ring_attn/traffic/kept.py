@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm import Ring
+from .abreast import HERE, At
 
-Part = tuple[slice, Tensor, Tensor]
+
+class Part(NamedTuple):
+    """A group of key heads, and the keys and values [B, S, heads, ...] that they have.
+
+    Args:
+        at: they have come on the stream that this sets; whoever reads them queues that inside of it.
+    """
+
+    heads: slice
+    k: Tensor
+    v: Tensor
+    at: At = HERE
+
 
 MAKES, TAKES, LAST = 1, 2, 3
 """The roles of layers that share: others attend to its keys and values; it attends to another one's; and is the last
@@ -39,11 +52,11 @@ class Kept:
         self.parts: list[Part] | None = None
         self.number = _numbered(self)
 
-    def filling(self, gathered: Iterator[Part]) -> Iterator[Part]:
+    def filling(self, gathered: Iterable[Part]) -> Generator[Part]:
         """The same parts, which are kept once all of them have come."""
         parts = []
         for part in gathered:
-            parts.append(part)
+            parts.append(part._replace(at=HERE))
             yield part
         self.parts = parts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from torch import Tensor
 
@@ -18,26 +18,28 @@ KEYS = "passed keys and values on"
 class Messages:
     """See the module and `Traffic`."""
 
-    groups, bytes_per_gather = 2, 256 * 2**20
+    groups, bytes_per_gather, abreast = 2, 256 * 2**20, False
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False
-    ) -> Iterator[Part]:
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False, abreast: bool = False
+    ) -> Generator[Part]:
         layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank, owners)
         halfway = halfway_of(self.ring)
         for group, (keys, values) in self.ring.by_heads((k, v), groups, halfway.sending(self.ring.gather)):
-            yield group, layout.merge(keys), layout.merge(values)
+            yield Part(group, layout.merge(keys), layout.merge(values))
         halfway.end()
 
-    def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
+    def hops(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], abreast: bool = False
+    ) -> Generator[Hop]:
         sources = visiting_order(self.ring)
         halfway = halfway_of(self.ring)
         send_on = halfway.sending(self.ring.send_on)
 
-        def walk(keys: Pending | None) -> Iterator[Hop]:
+        def walk(keys: Pending | None) -> Generator[Hop]:
             sums: list[Pending | None] = [None] * len(lanes)
             for step, source in enumerate(sources):
                 last = step + 1 == len(sources)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ class Played:
         row: k and v of the whole row, [B, padded, heads, width].
     """
 
-    groups, bytes_per_gather = 1, 2**40
+    groups, bytes_per_gather, abreast = 1, 2**40, False
 
     def __init__(self, layout: Layout, row: Sequence[Tensor]) -> None:
         self.ring = Ring.played(layout.world_size, layout.rank)
@@ -27,12 +27,12 @@ class Played:
         self._of_ranks = [layout.split(x) for x in row]
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False
-    ) -> Iterator[Part]:
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False, abreast: bool = False
+    ) -> Generator[Part]:
         for group in groups:
-            yield group, self._row[0][:, :, group], self._row[1][:, :, group]
+            yield Part(group, self._row[0][:, :, group], self._row[1][:, :, group])
 
-    def walk(self, lanes: list[slice], sums: Callable[[int, slice], Sums]) -> Iterator[Hop]:
+    def walk(self, lanes: list[slice], sums: Callable[[int, slice], Sums]) -> Generator[Hop]:
         """The hops of a `Traffic`, with ``sums(source, lane)`` to add to."""
         for source in visiting_order(self.ring):
             for lane in lanes:

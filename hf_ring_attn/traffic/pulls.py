@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..comm import Ring
 from ..layout import Owners, chunks_of
+from .abreast import Abreast
 from .base import PULLED, Hop, Sums, visiting_order
 from .halfway import halfway_of
 from .kept import Part
@@ -66,11 +67,12 @@ class Pulls:
             whoever got their memory would be written over: it stays until the process group ends.
     """
 
-    groups, bytes_per_gather = 2, PULLED
+    groups, bytes_per_gather, abreast = 2, PULLED, True
 
     def __init__(self, ring: Ring, device: torch.device) -> None:
         self.ring = ring
         self.device = device
+        self.other_stream: Any = torch.cuda.Stream(device)
         # Before the attention's blocks in the queue: a signal waits for one of them at most.
         self.keys_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.sums_stream: Any = torch.cuda.Stream(device, priority=-1)
@@ -103,13 +105,13 @@ class Pulls:
     # ---- keys and values -------------------------------------------------------------------------------------------
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False
-    ) -> Iterator[Part]:
+        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False, abreast: bool = False
+    ) -> Generator[Part]:
         size = self.ring.size
         held = chunks_of(size, owners)
         packing = Packing.of(k, v, groups, len(held[0]))
         rooms = len(groups) if keep else min(2, len(groups))
-        rows = [packing.empty(k, number, size) for number in range(rooms)]  # the first are the largest
+        rows = [packing.empty(k, packing.largest(range(room, len(groups), rooms)), size) for room in range(rooms)]
         shared = self._publish(k, v, packing)
         self.held["rows"] = rows
         order = [(self.ring.rank + step) % size for step in range(size)]  # its own first, then each rank another one's
@@ -123,14 +125,18 @@ class Pulls:
                 packing.lay_down(row, shared[number], order, held)
                 return row, self._event(self.keys_stream)
 
-        def arriving(ahead: tuple[Tensor, Any]) -> Iterator[Part]:
-            for number, group in enumerate(groups):
-                row, arrived = ahead
-                if number + 1 < len(groups):
-                    ahead = pull(number + 1)
-                self._compute().wait_event(arrived)
-                yield group, *packing.apart(row, number)
-                read.append(self._event(self._compute()))
+        def arriving(ahead: tuple[Tensor, Any]) -> Generator[Part]:
+            with self._streams(abreast) as streams:
+                for number, group in enumerate(groups):
+                    at = streams.turn(number)
+                    row, arrived = ahead
+                    if number + 1 < len(groups):
+                        ahead = pull(number + 1)
+                    with at:
+                        self._compute().wait_event(arrived)
+                    yield Part(group, *packing.apart(row, number), at)
+                    with at:
+                        read.append(self._event(self._compute()))
             self._end()
 
         return arriving(pull(0))
@@ -158,7 +164,9 @@ class Pulls:
 
     # ---- the ring --------------------------------------------------------------------------------------------------
 
-    def hops(self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums]) -> Iterator[Hop]:
+    def hops(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], abreast: bool = False
+    ) -> Generator[Hop]:
         *others, own = visiting_order(self.ring)
         packing = Packing.of(k, v, lanes)
         rooms = min(2, len(others))
@@ -177,22 +185,28 @@ class Pulls:
 
         keys = {(step, lane): pull(step, lane) for step in range(min(2, len(others))) for lane in range(len(lanes))}
 
-        def walk() -> Iterator[Hop]:
+        def walk() -> Generator[Hop]:
             coming: list[_Coming | None] = [None] * len(lanes)
             room = 0
-            for step, source in enumerate(others):
-                for number, lane in enumerate(lanes):
-                    landing, arrived = keys.pop((step, number))
-                    sums = self._arrived(coming[number]) or new(source, lane)
-                    self._compute().wait_event(arrived)  # new sums are cleared meanwhile
-                    yield Hop(source, lane, *packing.apart(landing, number), sums)
-                    read[step, number] = self._event(self._compute())
-                    if step + 2 < len(others):
-                        keys[step + 2, number] = pull(step + 2, number)
-                    room = room or self._room(sums, len(lanes))
-                    coming[number] = self._moved_on(sums, number, room, first=step == 0)
-            for number, lane in enumerate(lanes):
-                yield Hop(own, lane, k[:, :, lane], v[:, :, lane], self._arrived(coming[number]) or new(own, lane))
+            with self._streams(abreast) as streams:
+                turns = [(number, lane, streams.turn(number)) for number, lane in enumerate(lanes)]
+                for step, source in enumerate(others):
+                    for number, lane, at in turns:
+                        landing, arrived = keys.pop((step, number))
+                        with at:
+                            sums = self._arrived(coming[number]) or new(source, lane)
+                            self._compute().wait_event(arrived)  # new sums are cleared meanwhile
+                        yield Hop(source, lane, *packing.apart(landing, number), sums, at)
+                        with at:
+                            read[step, number] = self._event(self._compute())
+                            if step + 2 < len(others):
+                                keys[step + 2, number] = pull(step + 2, number)
+                            room = room or self._room(sums, len(lanes))
+                            coming[number] = self._moved_on(sums, number, room, first=step == 0)
+                for number, lane, at in turns:
+                    with at:
+                        sums = self._arrived(coming[number]) or new(own, lane)
+                    yield Hop(own, lane, k[:, :, lane], v[:, :, lane], sums, at)
             # The next rank has copied the last sums once it says so. Only the next op's first sums wait for that.
             with torch.cuda.stream(self.sums_stream):
                 for number in range(len(lanes)):
@@ -246,6 +260,9 @@ class Pulls:
     @property
     def _previous(self) -> int:
         return (self.ring.rank - 1) % self.ring.size
+
+    def _streams(self, abreast: bool) -> Abreast:
+        return Abreast(self.other_stream if abreast else None, self.device)
 
     def _compute(self) -> Any:
         return torch.cuda.current_stream(self.device)

@@ -84,7 +84,7 @@ class Memory:
         def watching(kept: Kept, gathered: Any) -> Iterator[Any]:
             alive.add(kept)
             for part in filling(kept, gathered):
-                self.storages += [weakref.ref(x.untyped_storage()) for x in part[1:]]
+                self.storages += [weakref.ref(x.untyped_storage()) for x in (part.k, part.v)]
                 self.most = max(self.most, len(alive))
                 yield part
 

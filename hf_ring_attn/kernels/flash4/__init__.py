@@ -34,6 +34,7 @@ class Flash4:
     """
 
     name = "flash4"
+    abreast = True
 
     def __init__(self, untested: bool = False, library: Library | None = None) -> None:
         self.untested = untested

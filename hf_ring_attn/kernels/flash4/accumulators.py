@@ -96,19 +96,30 @@ def _order(library: Library, place: Place, side: int, device: torch.device) -> T
     return orders[key]
 
 
-@lru_cache(maxsize=256)
 def _index(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
     """The tokens that lie in segments, counted through all rows, and where each lies in the blocks."""
+    here, there, copied = _indices(blocks, device)
+    if copied is not None:  # maybe asked for on another stream than before
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(copied)
+        here.record_stream(stream)
+    return here, there
+
+
+@lru_cache(maxsize=256)
+def _indices(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+    """As `_index`, two views of one tensor, and when they will have been copied."""
     tokens, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
     for segment in blocks.segments:
         start = segment.row * blocks.tokens + segment.start
         tokens.append(torch.arange(start, start + segment.length))
         places.append(torch.arange(segment.block * blocks.side, segment.block * blocks.side + segment.length))
     both = torch.stack([torch.cat(tokens), torch.cat(places)])
-    if device.type == "cuda":
-        both = both.pin_memory()  # else the copy would wait for all that the GPU has been given to do
-    here, there = both.to(device, non_blocking=True)
-    return here, there
+    if device.type != "cuda":
+        return both[0], both[1], None
+    # Pinned, else the copy would wait for all that the GPU has been given to do.
+    here, there = both.pin_memory().to(device, non_blocking=True)
+    return here, there, torch.cuda.current_stream(device).record_event()
 
 
 @lru_cache(maxsize=256)

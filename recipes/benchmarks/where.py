@@ -1,0 +1,149 @@
+"""Where the time of a ring's attention goes, on every rank: in its kernels, or between them.
+
+    torchrun --nproc_per_node 4 recipes/benchmarks/where.py --tokens 32768 65536 131072 [--one-stream] [--save FOLDER]
+
+Three roads in turns, forward and backward: the ring; one rank's work without traffic, on all GPUs at once (what the
+ring would take if nothing had to travel); and Ulysses. From torch's profiler, for each road: milliseconds a call, those
+in which an attention kernel of the forward or of the backward ran, those in which none did but copies and small
+kernels, and those of waiting. Attention kernels that take longer than alone share their chip, its memory or its
+power with something; gaps are waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from hf_ring_attn.bench import roads
+from hf_ring_attn.bench.peers import PEERS
+from hf_ring_attn.bench.provenance import facts
+from hf_ring_attn.bench.speed import largest_over
+from hf_ring_attn.bench.workload import Workload
+from hf_ring_attn.bench.world import world
+from hf_ring_attn.choice import kernel_for
+from hf_ring_attn.comm import Ring
+from hf_ring_attn.kernels import KERNELS
+
+ATTENTION = {"forward": re.compile(r"FlashAttentionForwardSm"), "backward": re.compile(r"FlashAttentionBackwardSm")}
+"""Names of flash-attn-4's kernels."""
+WAITING = re.compile(r"signal|barrier")
+"""Of kernels that do nothing but wait for another rank, or tell it something."""
+CALLS = 4
+
+Interval = tuple[float, float]
+
+
+class Spent(NamedTuple):
+    """Milliseconds a call. ``forward``, ``backward``: some attention kernel of that pass runs; ``other``: none, but
+    something else; ``waiting``: nothing, or nothing but waits for another rank."""
+
+    total: float
+    forward: float
+    backward: float
+    other: float
+    waiting: float
+
+
+def covered(intervals: Iterable[Interval]) -> float:
+    """The length of a union of intervals."""
+    length, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        length += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return length
+
+
+def spent(events: Iterable[tuple[str, Interval]], calls: int) -> Spent:
+    """Of the events of a device, in milliseconds."""
+    every = list(events)
+    of = {kind: [at for name, at in every if pattern.search(name)] for kind, pattern in ATTENTION.items()}
+    if not all(of.values()):
+        names = sorted({name[:60] for name, _ in every})
+        raise RuntimeError(f"no attention kernels were found among {', '.join(names)}")
+    working = [at for name, at in every if not WAITING.search(name)]
+    total = max(stop for _, (_, stop) in every) - min(start for _, (start, _) in every)
+    forward, both, some = covered(of["forward"]), covered([*of["forward"], *of["backward"]]), covered(working)
+    return Spent(*(x / calls for x in (total, forward, both - forward, some - both, total - some)))
+
+
+def measured(road: roads.Road, ring: Ring, device: torch.device) -> Spent:
+    road.both.run()
+    torch.cuda.synchronize()
+    largest_over(ring, device)(0.0)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host gets ahead; left out below
+        for _ in range(CALLS):
+            road.both.run()
+        torch.cuda.synchronize()
+    events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
+    on_device = [
+        (event.name(), (event.start_ns() / 1e6, (event.start_ns() + event.duration_ns()) / 1e6))
+        for event in events
+        if event.device_type() == torch.profiler.DeviceType.CUDA and "spin" not in event.name()
+    ]
+    return spent(on_device, CALLS)
+
+
+def compared(work: Workload, ring: Ring, rounds: int) -> list[dict[str, Any]]:
+    """One row for each road and rank, medians of rounds. A collective."""
+    kernel = kernel_for(ring.name, "flash4", work.request())
+    by_name = {
+        "ring": roads.in_ring(work, ring, kernel, roads.Options()),
+        "without traffic": roads.without_traffic(work, ring.size, ring.rank, kernel),
+        **{name: make() for name, make in PEERS["ulysses"](work) if "flash" in name},
+    }
+    found: dict[str, list[Spent]] = {name: [] for name in by_name}
+    for _ in range(rounds):
+        for name, road in by_name.items():
+            found[name].append(measured(road, ring, work.device))
+    mine = [
+        {"tokens": work.tokens, "road": name, "rank": ring.rank}
+        | {field: statistics.median(getattr(one, field) for one in some) for field in Spent._fields}
+        for name, some in found.items()
+    ]
+    rows: list[list[dict[str, Any]]] = [[]] * ring.size
+    dist.all_gather_object(rows, mine)
+    order = list(by_name)
+    return sorted(itertools.chain(*rows), key=lambda row: (order.index(row["road"]), row["rank"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65536])
+    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), help="of queries, and of keys and values")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one-stream", action="store_true", help="nothing abreast")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
+    given = parser.parse_args()
+    with world(None) as (ring, device):
+        if ring.size == 1:
+            parser.error("start this with torchrun, on several GPUs")
+        KERNELS["flash4"].abreast = not given.one_stream
+        head, rows = facts(), []
+        for tokens in given.tokens:
+            work = Workload(tokens, device, *given.heads, given.width, given.width)
+            found = compared(work, ring, given.rounds)
+            rows += found
+            if ring.rank == 0:
+                for row in found:
+                    spent_here = ", ".join(f"{field} {row[field]:.2f}" for field in Spent._fields)
+                    print(f"{tokens:>9,} {row['road']:24s} rank {row['rank']}: {spent_here} ms", flush=True)
+                if given.save:
+                    given.save.mkdir(parents=True, exist_ok=True)
+                    name = f"where_{ring.size}{'_one_stream' if given.one_stream else ''}.json"
+                    (given.save / name).write_text(json.dumps({**head, "calls": CALLS, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
