@@ -63,7 +63,7 @@ class Trace(TorchDispatchMode):
     """Of all ranks."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.after: list[tuple[int, ...]] = [()]
         self.seen_by_host = 0
         self.stream_of: list[Stream | None] = [None]

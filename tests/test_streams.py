@@ -3,6 +3,9 @@ who waits for whom. tests/gpu has fifty passes on real ones, where the times dec
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,6 +23,16 @@ from stream_trace import Event, Stream, Trace, rank
 HEADS, KV_HEADS, WIDTH = 4, 4, 4
 
 
+def attend(road: pulls.Pulls, kernel: Flash4, length: int, heads_per_gather: int = 0) -> None:
+    """Forward and backward of a row."""
+    layout = Layout(length, road.ring.size, road.ring.rank)
+    plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 1, length), sparse_share=0)
+    tables = Tables.of(plan.tiles, plan.stops, road.ring.size)
+    q, k, v, dout = (torch.zeros(1, layout.local_length, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    out, lse = forward(road, kernel, q, k, v, tables, Params(0.5), heads_per_gather)
+    gradients(road, kernel, dout, q, k, v, out, lse, tables, Params(0.5), "ring", 0, {})
+
+
 def races(
     ranks: int, lengths: tuple[int, ...] = (24, 24, 48), abreast: bool = True, heads_per_gather: int = 0
 ) -> list[str]:
@@ -30,14 +43,7 @@ def races(
         kernel.abreast = abreast
         with rank(trace, number, ranks) as road:
             for length in lengths:
-                layout = Layout(length, ranks, number)
-                plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 1, length), sparse_share=0)
-                tables = Tables.of(plan.tiles, plan.stops, ranks)
-                q, k, v, dout = (torch.zeros(1, layout.local_length, heads, WIDTH) for heads in (HEADS, KV_HEADS) * 2)
-                dout = torch.zeros_like(q)
-                params = Params(0.5)
-                out, lse = forward(road, kernel, q, k, v, tables, params, heads_per_gather)
-                gradients(road, kernel, dout, q, k, v, out, lse, tables, params, "ring", 0, {})
+                attend(road, kernel, length, heads_per_gather)
     return trace.races()
 
 
@@ -50,6 +56,24 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_two_accesses_are_in_order(ranks: int, abreast: bool) -> None:
     assert not races(ranks, abreast=abreast)
+
+
+def test_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one stream has been given to do, the other one's freed memory waits for."""
+    backward, calls = Flash4.backward, itertools.count()
+
+    def failing(self: Flash4, *args: Any) -> None:
+        if next(calls) == 5:
+            raise torch.OutOfMemoryError
+        backward(self, *args)
+
+    monkeypatch.setattr(Flash4, "backward", failing)
+    trace = Trace()
+    with rank(trace, 0, 3) as road:
+        with pytest.raises(torch.OutOfMemoryError):
+            attend(road, Flash4(library=Fake()), 24)
+        torch.zeros(1)  # in memory that was freed, maybe
+    assert not trace.races()
 
 
 MAIN, OTHER, KEYS, SUMS = range(4)

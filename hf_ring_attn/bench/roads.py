@@ -94,8 +94,7 @@ class Alone(Played):
     def __init__(self, layout: Layout, row: Sequence[Tensor]) -> None:
         super().__init__(layout, row)
         self._device = row[0].device
-        self.abreast = self._device.type == "cuda"
-        self._other = torch.cuda.Stream(self._device) if self.abreast else None
+        self._other = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def gathered(
         self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False, abreast: bool = False

@@ -42,14 +42,12 @@ class Traffic(Protocol):
 
     ``groups`` and ``bytes_per_gather``: the heads of a gather are divided into so many groups at least, and into more
     where that keeps the gathered keys and values of one below so many bytes. All but the first travel while others are
-    attended, but small groups cost more to launch (`head_groups`). ``abreast``: it has streams for what is asked for
-    abreast; else that is brought as ever.
+    attended, but small groups cost more to launch (`head_groups`).
     """
 
     ring: Ring
     groups: int
     bytes_per_gather: int
-    abreast: bool
 
     def gathered(
         self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False, abreast: bool = False
@@ -60,7 +58,8 @@ class Traffic(Protocol):
         Args:
             owners: of the row's chunks, as in `Layout`.
             keep: without it the memory of a group may hold another one once the next is asked for.
-            abreast: parts may be read on streams of their own, which are joined when the iterator ends or is closed.
+            abreast: parts may be read on streams of their own, where a road has such; they are joined when the iterator
+                ends or is closed.
         """
         ...
 

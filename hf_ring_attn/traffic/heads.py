@@ -21,24 +21,18 @@ Where each query head has keys of its own (128 heads of 192/128 at 32K tokens), 
 the forward's speed on an H200: 192 blocks take as long as 264."""
 LARGEST = 2**30
 """Bytes that a group may have for the sake of its launch: a gather holds two groups or three."""
-FIRST = 4
-"""The first group abreast has this part of the others' heads: they come while it is attended."""
 
 
 def head_groups(
-    q: Tensor, k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int, keys: int, chunk: int,
-    abreast: bool = False,
-) -> list[slice]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int, keys: int, chunk: int
+) -> list[slice]:
     """The key/value heads in groups of ``heads_per_gather``; 0: as `Traffic` has it, and none too small to launch.
 
     Args:
         q, k, v: of a rank's tokens, [B, T, ...]. Only shapes count, so the groups are the same on every rank.
         keys: how many of each head arrive.
         chunk: tokens of a kernel's call.
-        abreast: as in `Traffic.gathered`. Then the first group, for which everyone waits, is a small one: what its
-            launch leaves idle, the next one's fills.
     """
-    first = 0
     batch, _, heads, width = k.shape
     if not heads_per_gather:
         bytes_per_head = batch * keys * (width + v.shape[3]) * k.element_size()
@@ -46,9 +40,7 @@ def head_groups(
         by_bytes, largest = traffic.bytes_per_gather // max(1, bytes_per_head), LARGEST // max(1, bytes_per_head)
         to_launch = max(-(-QUERIES // queries_per_head), -(-SCORES // (queries_per_head * max(1, keys))))
         heads_per_gather = min(-(-heads // traffic.groups), max(1, by_bytes, min(to_launch, largest)))
-        first = heads_per_gather // FIRST if abreast else 0
-    rest = [slice(h, min(h + heads_per_gather, heads)) for h in range(first, heads, heads_per_gather)]
-    return [slice(0, first), *rest] if first else rest
+    return [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
 
 
 def seen_by_heads(
@@ -63,8 +55,7 @@ def seen_by_heads(
     ring, tokens = traffic.ring, k.shape[1]
     keys = ring.size * tokens if exchange is None else most
     chunk = tokens // len(chunks_of(ring.size, owners)[ring.rank])
-    abreast = abreast and traffic.abreast and exchange is None
-    groups = head_groups(q, k, v, traffic, heads_per_gather, keys, chunk, abreast)
+    groups = head_groups(q, k, v, traffic, heads_per_gather, keys, chunk)
     if exchange is None:
         parts = traffic.gathered(k, v, groups, owners, keep=kept is not None, abreast=abreast)
     else:

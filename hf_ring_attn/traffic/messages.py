@@ -18,7 +18,7 @@ KEYS = "passed keys and values on"
 class Messages:
     """See the module and `Traffic`."""
 
-    groups, bytes_per_gather, abreast = 2, 256 * 2**20, False
+    groups, bytes_per_gather = 2, 256 * 2**20
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring

@@ -42,10 +42,6 @@ class Packing:
         each = self.batch * self.tokens * (self.width + self.value_width) * self.dtype.itemsize
         return tuple(itertools.accumulate((heads * each for heads in self.heads), initial=0))
 
-    def largest(self, numbers: Iterable[int]) -> int:
-        """Which of these groups has the most heads."""
-        return max(numbers, key=self.heads.__getitem__)
-
     def shape(self, number: int) -> tuple[int, ...]:
         width = self.heads[number] * (self.width + self.value_width)
         if self.chunks:

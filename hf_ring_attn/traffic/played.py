@@ -19,7 +19,7 @@ class Played:
         row: k and v of the whole row, [B, padded, heads, width].
     """
 
-    groups, bytes_per_gather, abreast = 1, 2**40, False
+    groups, bytes_per_gather = 1, 2**40
 
     def __init__(self, layout: Layout, row: Sequence[Tensor]) -> None:
         self.ring = Ring.played(layout.world_size, layout.rank)

@@ -9,6 +9,8 @@ What keeps ranks from reading too early or writing too soon:
 - Keys and values lie in one of two buffers, by turns from op to op. A barrier of each op follows the writing and
   comes before the reading; that of the next op says that everyone has finished reading this one's, so the buffer
   after next may be written again.
+- Groups of heads, and lanes, may be attended on two streams by turns (see `abreast`); each waits for its own keys and
+  sums, and both are joined at the end of an op, so memory of either is free for the next one.
 - The sums of a lane lie in an outbox. READY says to the next rank that they are there, TAKEN to the one before that
   they have been copied, and the outbox may be written again.
 """
@@ -67,7 +69,7 @@ class Pulls:
             whoever got their memory would be written over: it stays until the process group ends.
     """
 
-    groups, bytes_per_gather, abreast = 2, PULLED, True
+    groups, bytes_per_gather = 2, PULLED
 
     def __init__(self, ring: Ring, device: torch.device) -> None:
         self.ring = ring
@@ -111,7 +113,7 @@ class Pulls:
         held = chunks_of(size, owners)
         packing = Packing.of(k, v, groups, len(held[0]))
         rooms = len(groups) if keep else min(2, len(groups))
-        rows = [packing.empty(k, packing.largest(range(room, len(groups), rooms)), size) for room in range(rooms)]
+        rows = [packing.empty(k, number, size) for number in range(rooms)]  # the first are the largest
         shared = self._publish(k, v, packing)
         self.held["rows"] = rows
         order = [(self.ring.rank + step) % size for step in range(size)]  # its own first, then each rank another one's

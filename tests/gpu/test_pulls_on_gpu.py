@@ -12,13 +12,21 @@ import torch
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_pulls_and_messages_have_the_same_right_bits_every_time(ranks: int) -> None:
+def told(program: str, ranks: int) -> str:
+    """What the ranks of a program say, all of whom must end well."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    program = Path(__file__).with_name("pulls_ranks.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    run = subprocess.run([*launcher, str(program)], capture_output=True, text=True, timeout=300, check=False)
+    path = str(Path(__file__).with_name(program))
+    run = subprocess.run([*launcher, path], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "cases and 4 x 50 passes, 0 wrong" in run.stdout
+    return run.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pulls_and_messages_have_the_same_right_bits_every_time(ranks: int) -> None:
+    assert "cases and 4 x 50 passes, 0 wrong" in told("pulls_ranks.py", ranks)
+
+
+def test_layers_around_attention_may_be_replayed_as_graphs() -> None:
+    assert "6 compiled batches, 0 wrong" in told("graph_ranks.py", 2)

@@ -1,0 +1,90 @@
+"""CUDA graphs, for tests/gpu/test_pulls_on_gpu.py: torchrun --nproc_per_node 2 tests/gpu/graph_ranks.py
+
+Layers around attention in a ring, compiled so that inductor replays what it can as CUDA graphs: outputs and gradients
+of batches that follow each other are those of the same layers without a compiler. And a graph that is captured around
+attention by hand is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_ring_attn.choice import kernel_for
+from hf_ring_attn.comm import Ring
+from hf_ring_attn.errors import CapturedGraph
+from hf_ring_attn.kernels import Params, Request
+from hf_ring_attn.layout import Layout
+from hf_ring_attn.mask import CAUSAL, Mask
+from hf_ring_attn.ring import attend
+from hf_ring_attn.tables import Plan
+
+LENGTH, HEADS, KV_HEADS, WIDTH, BATCHES = 2048, 8, 4, 64, 6
+BOUND = 1e-2
+"""Relative, in bfloat16: a compiler rounds in other places."""
+
+
+class Layers(nn.Module):
+    def __init__(self, plan: Plan, kernel: str) -> None:
+        super().__init__()
+        self.plan, self.kernel = plan, kernel
+        self.projections = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * WIDTH)
+        self.last = nn.Linear(HEADS * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.projections(x).unflatten(-1, (-1, WIDTH)).split([HEADS, KV_HEADS, KV_HEADS], 2)
+        params = Params(WIDTH**-0.5, deterministic=True)
+        out = attend(q.contiguous(), k.contiguous(), v.contiguous(), self.plan, params, kernel=self.kernel)[0]
+        found: Tensor = self.last(torch.nn.functional.gelu(out.flatten(2)))
+        return found
+
+
+def answer(layers: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """The output, and the gradients of all weights."""
+    layers.zero_grad()
+    out = run(x)
+    out.square().mean().backward()
+    return [out.detach().clone(), *(p.grad.clone() for p in layers.parameters() if p.grad is not None)]
+
+
+def main() -> None:
+    torch.cuda.set_device(dist.get_node_local_rank())
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=device)
+    ring = Ring.of(None)
+    layout = Layout(LENGTH, ring.size, ring.rank)
+    plan = Plan.of(ring, layout, Mask.of(CAUSAL, 1, LENGTH), sparse_share=0)
+    request = Request("cuda", torch.bfloat16, HEADS, KV_HEADS, WIDTH, WIDTH, False, False, True)
+    torch.manual_seed(0)
+    layers = Layers(plan, kernel_for(ring.name, "auto", request)).to(device, torch.bfloat16)
+    compiled = torch.compile(layers, mode="reduce-overhead", fullgraph=True)
+    wrong = []
+    torch.manual_seed(1 + ring.rank)
+    for number in range(BATCHES):
+        x = torch.randn(1, layout.local_length, WIDTH, device=device, dtype=torch.bfloat16) * (number + 1)
+        torch.compiler.cudagraph_mark_step_begin()
+        for got, want in zip(answer(layers, compiled, x), answer(layers, layers, x), strict=True):
+            far = float((got - want).norm() / want.norm())
+            wrong += [f"batch {number}: {far:.1e} from what it is without a compiler"] if not far < BOUND else []
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.no_grad(), torch.cuda.graph(graph):
+            layers(x)
+        wrong.append("a captured attention was not refused")
+    except CapturedGraph:
+        pass
+    texts: list[list[str]] = [[]] * ring.size
+    dist.all_gather_object(texts, wrong)
+    if ring.rank == 0:
+        lines = [f"rank {rank}: {line}" for rank, some in enumerate(texts) for line in some]
+        sys.stdout.write("\n".join([*lines, f"{BATCHES} compiled batches, {len(lines)} wrong"]) + "\n")
+    dist.destroy_process_group()
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
