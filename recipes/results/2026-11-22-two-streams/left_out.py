@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def attention_milliseconds(run: Any, calls: int = 3) -> dict[str, float]:
 
 def sampled(path: str) -> list[tuple[float, int, float, float, str]]:
     rows = []
-    for line in open(path).read().splitlines():  # noqa: SIM115
+    for line in Path(path).read_text().splitlines():
         parts = [part.strip() for part in line.split(",")]
         if len(parts) == 5:
             at = datetime.datetime.strptime(parts[0], "%Y/%m/%d %H:%M:%S.%f").timestamp()
