@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Literal, NamedTuple
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .kernels import Gradients, Kernel, Params, Place, accumulate_dtype
-from .layout import Layout
+from .layout import Layout, chunks_of
 from .tables import Segments, Tables
-from .traffic import Sums, Traffic, lanes_of, seen_by_heads
+from .traffic import Sums, Traffic, lanes_of, seen_by_heads, walk_groups
 
 
 def gradients(
@@ -20,10 +21,16 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv and dsinks; the gradients of what a score_mod captures are added to ``extra``, as in `Gradients`."""
     job = _Backward(traffic, kernel, tables, dout.contiguous(), q, k, v, out, lse, params, extra)
-    by_gather = tables.exchange is not None or (backward == "gather" and traffic.ring.size > 1)
-    parts = job.by_gather(heads_per_gather) if by_gather else job.by_ring()
-    dk, dv = (column[0] if len(column) == 1 else torch.cat(column, 2) for column in zip(*parts, strict=True))
-    return job.finished_dq(), dk, dv, _sinks_gradient(job.delta, lse, params.sinks)
+    if tables.exchange is not None or (backward == "gather" and traffic.ring.size > 1):
+        dq, dk, dv = job.by_gather(heads_per_gather)
+    else:
+        dq, dk, dv = job.by_ring()
+    return dq, dk, dv, _sinks_gradient(job.delta, lse, params.sinks)
+
+
+def _joined(groups: Sequence[tuple[Tensor, ...]]) -> Iterator[Tensor]:
+    """Tensors [B, T, heads, ...] from those of groups of heads that follow each other."""
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 2) for parts in zip(*groups, strict=True))
 
 
 def _sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
@@ -50,7 +57,18 @@ class _Backward:
         self.dout, self.q, self.k, self.v, self.out, self.lse = dout, q, k, v, out, lse
         self.of_q = self._place("q", q, tables.queries)
 
-    def by_ring(self) -> list[Sums]:
+    def by_ring(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv, a group of heads after the other."""
+        ring, wide = self.traffic.ring, accumulate_dtype(self.q.dtype)
+        chunk = self.k.shape[1] // len(chunks_of(ring.size, self.tables.owners)[ring.rank])
+        groups = walk_groups(self.q, self.k, self.v, chunk, wide.itemsize)
+        if ring.size == 1 or len(groups) == 1:
+            return self._walk()
+        self._make_delta()
+        dq, dk, dv = _joined([self._of_heads(heads)._walk() for heads in groups])
+        return dq, dk, dv
+
+    def _walk(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values visit every rank, and the sums of their gradients behind them; dq stays home."""
         segments, rank = self.tables.segments, self.traffic.ring.rank
         lanes = lanes_of(self.k.shape[2], self.traffic.ring.size)
@@ -70,9 +88,20 @@ class _Backward:
                     self._add(lane[hop.heads.start], *keys, self.tables.backward[hop.source], hop.sums)
                     if hop.source == rank:
                         home.append(self._finished(*keys, hop.sums, self.k.dtype))
-        return home
+        dk, dv = _joined(home)
+        return self._finished_dq(), dk, dv
 
-    def by_gather(self, heads_per_gather: int) -> list[Sums]:
+    def _of_heads(self, heads: slice) -> _Backward:
+        """Of these key heads and the query heads that read them."""
+        mine = self._read_by(heads)
+        part = _Backward(
+            self.traffic, self.kernel, self.tables, self.dout[:, :, mine], self.q[:, :, mine], self.k[:, :, heads],
+            self.v[:, :, heads], self.out[:, :, mine], self.lse[:, mine], self.params.of_heads(mine), self.extra,
+        )  # fmt: skip
+        part.delta = self.delta[:, mine]
+        return part
+
+    def by_gather(self, heads_per_gather: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values come again, a few heads at a time, as in the forward; their gradients go home and are summed
         there."""
         parts = []
@@ -90,24 +119,33 @@ class _Backward:
             # Not rounded yet, and no longer in a kernel's own order, which cannot be cut into ranks' shares.
             dk, dv = (self._home(x) for x in self._finished(*keys, sums, wide))
             parts.append((_rounded(dk, k.dtype), _rounded(dv, v.dtype)))
-        return parts
+        dk, dv = _joined(parts)
+        return self._finished_dq(), dk, dv
 
     def _prepare(self) -> None:
         """What needs no keys of others, while the first of them are on their way."""
-        self.delta = self.kernel.delta(self.dout, self.out)
+        self._make_delta()
         self.dq = self.kernel.new_gradient(self.q, self.of_q)
 
-    def finished_dq(self) -> Tensor:
+    def _make_delta(self) -> None:
+        if not hasattr(self, "delta"):
+            self.delta = self.kernel.delta(self.dout, self.out)
+
+    def _finished_dq(self) -> Tensor:
         return self.kernel.finish(self.dq, self.q.dtype, self.of_q)
 
     def _queries(self, heads: slice) -> _Queries:
         """The queries that read these key heads."""
-        per_key_head = self.q.shape[2] // self.k.shape[2]
-        mine = slice(heads.start * per_key_head, heads.stop * per_key_head)
+        mine = self._read_by(heads)
         return _Queries(
             self.q[:, :, mine], self.dout[:, :, mine], self.out[:, :, mine], self.lse[:, mine], self.delta[:, mine],
             self.kernel.of_heads(self.dq, mine), self.params.of_heads(mine),
         )  # fmt: skip
+
+    def _read_by(self, heads: slice) -> slice:
+        """The query heads of these key heads."""
+        per_key_head = self.q.shape[2] // self.k.shape[2]
+        return slice(heads.start * per_key_head, heads.stop * per_key_head)
 
     def _new_sums(self, k: Tensor, v: Tensor, segments: Segments) -> Sums:
         new = self.kernel.new_gradient

@@ -16,11 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checks import Ranks
+from hf_ring_attn.backward import gradients
 from hf_ring_attn.comm import LOCAL, Ring
 from hf_ring_attn.errors import LeftHalfway
+from hf_ring_attn.kernels import Params
+from hf_ring_attn.kernels.base import InOrder, row_products
+from hf_ring_attn.layout import Layout
+from hf_ring_attn.mask import CAUSAL, Mask
+from hf_ring_attn.tables import Plan, Tables
 from hf_ring_attn.traffic import Kept, Sums, kept_for, pulls, seen_by_heads
+from hf_ring_attn.traffic import heads as traffic_heads
 from hf_ring_attn.traffic.packing import Packing
 from hf_ring_attn.traffic.pulls import LOST_AFTER_MS, Pulls
+from live_bytes import peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -153,6 +161,45 @@ def test_memory_of_queued_copies_stays_after_an_error_and_goes_at_the_end(way: s
         # Two groups' or lanes' keys; and of a walk the sums of two lanes that left, and those of one that came.
         assert len(held) == (2 if way == "a gather" else 2 + 4 + 2)
         assert all(room() is not None for room in held)
+
+
+class Nothing(InOrder):
+    """A kernel that adds nothing: its accumulators alone take memory."""
+
+    name = "nothing"
+
+    def delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        return row_products(dout, out)
+
+    def backward(self, *_: object) -> None:
+        pass
+
+
+def peak_of_a_backward(groups: int) -> int:
+    """Bytes, buffers too, with 32 heads on one rank of four that walk the ring in so many groups."""
+    tokens, heads, width = 64, 32, 128
+    sums = tokens * heads * 2 * width * 4 // groups
+    q, k, v, out, dout = (torch.zeros(1, tokens, heads, width, dtype=torch.bfloat16) for _ in range(5))
+    with without_a_gpu(ranks=4) as road, mock.patch.multiple(traffic_heads, SUMS=sums, QUERIES=1, SCORES=1):
+        layout = Layout(4 * tokens, 4, 0)
+        plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 1, 4 * tokens), sparse_share=0)
+        tables = Tables.of(plan.tiles, plan.stops, 4)
+        lse = torch.zeros(1, heads, tokens)
+        kernel: Any = Nothing()
+        found: list[object] = []
+        return peak_bytes(
+            lambda: found.append(
+                gradients(road, kernel, dout, q, k, v, out, lse, tables, Params(1.0), "ring", 0, {})
+            )
+        )  # fmt: skip
+
+
+def test_heads_that_walk_apart_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each query head has keys of its own, float32 sums are most of what a backward holds."""
+    monkeypatch.setattr(pulls, "ROUND", 64)
+    together = peak_of_a_backward(1)
+    assert peak_of_a_backward(2) < 0.6 * together
+    assert peak_of_a_backward(4) < 0.4 * together
 
 
 # ---- the order of what is queued -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Mask
 from hf_ring_attn.ring import forward
 from hf_ring_attn.tables import Plan, Tables
-from hf_ring_attn.traffic import pulls
+from hf_ring_attn.traffic import heads, pulls
 from stream_trace import Event, Stream, Trace, rank
 
 HEADS, KV_HEADS, WIDTH = 4, 4, 4
@@ -56,6 +56,12 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_two_accesses_are_in_order(ranks: int, abreast: bool) -> None:
     assert not races(ranks, abreast=abreast)
+
+
+def test_also_where_heads_walk_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SUMS", "QUERIES", "SCORES"):
+        monkeypatch.setattr(heads, name, 1)
+    assert not races(3, (24, 24))
 
 
 def test_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from checks import Ranks
 from hf_ring_attn.comm import LOCAL, Pending, Ring
 from hf_ring_attn.errors import NoPulls
 from hf_ring_attn.layout import Layout, Owners, chunks_of
-from hf_ring_attn.traffic import Messages, Sums, head_groups, lanes_of, traffic_of, visiting_order
-from hf_ring_attn.traffic.heads import LARGEST, QUERIES, SCORES
+from hf_ring_attn.traffic import Messages, Sums, head_groups, lanes_of, traffic_of, visiting_order, walk_groups
+from hf_ring_attn.traffic.heads import LARGEST, QUERIES, SCORES, SUMS
 from hf_ring_attn.traffic.packing import Packing
 
 CPU = torch.device("cpu")
@@ -154,6 +154,26 @@ def test_groups_are_large_enough_to_launch_and_small_enough_to_hide() -> None:
     assert largest(2**17, heads=128, each=1, chunks=64) == LARGEST // (2**19 * 256 * 2) == 4 < QUERIES // 2**11
     assert largest(2**15, chunks=16) == QUERIES // (4 * 2**11) == 4
     assert largest(2**15, seen=2**15) == 2**26 // (2**15 * 256 * 2) == 4, "of a sparse plan the keys that arrive count"
+
+
+def test_heads_walk_together_as_far_as_their_sums_are_small_and_launches_would_be() -> None:
+    k = torch.empty(1, 2**20, 128, 128, dtype=torch.bfloat16, device="meta")
+
+    def sizes(length: int, heads: int = 8, each: int = 4, chunks: int = 2) -> list[int]:
+        part, q = k[:, :length, :heads], k[:, :length, :1].expand(-1, -1, each * heads, -1)
+        groups = walk_groups(q, part, part, length // chunks, 4)
+        assert groups[0].start == 0 and groups[-1].stop == heads
+        assert all(one.stop == other.start for one, other in itertools.pairwise(groups))
+        return [int(group.stop - group.start) for group in groups]
+
+    assert sizes(2**15) == sizes(2**16) == [8] and SUMS == 8 * 2**16 * 256 * 4
+    assert sizes(2**17) == [4, 4] and sizes(2**18) == sizes(2**19) == [2] * 4, "two lanes"
+    assert sizes(2**15, heads=32, each=1) == [16, 16]
+    odd = sizes(2**16, heads=100, each=1)
+    assert set(odd) == {7, 8} and len(odd) == 13, "of about one size"
+    assert sizes(2**14, heads=128, each=1) == [32] * 4, "by bytes"
+    assert sizes(2**16, heads=16, each=1, chunks=512) == [16] and 2 * QUERIES // 2**7 == 512, "two lanes of launches"
+    assert sizes(2**10, heads=128, each=1) == [128] and sizes(0) == [8] and sizes(2**20, heads=1) == [1]
 
 
 def test_a_rank_meets_the_one_before_it_first() -> None:

@@ -12,7 +12,7 @@ from ..comm import Ring
 from ..errors import CapturedGraph, NoPulls
 from .base import Hop, Sums, Traffic, lanes_of, visiting_order
 from .halfway import halfway_of
-from .heads import head_groups, seen_by_heads
+from .heads import head_groups, seen_by_heads, walk_groups
 from .kept import Compared, Kept, Role, kept_for
 from .messages import Messages
 
@@ -36,6 +36,7 @@ __all__ = [
     "seen_by_heads",
     "traffic_of",
     "visiting_order",
+    "walk_groups",
 ]
 
 _PULLS: dict[tuple[str, torch.device], tuple[object, Pulls | str]] = {}

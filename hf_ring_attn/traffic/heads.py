@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Generator
 
 from torch import Tensor
@@ -21,6 +22,9 @@ Where each query head has keys of its own (128 heads of 192/128 at 32K tokens), 
 the forward's speed on an H200: 192 blocks take as long as 264."""
 LARGEST = 2**30
 """Bytes that a group may have for the sake of its launch: a gather holds two groups or three."""
+SUMS = 2**29
+"""Bytes of dk's and dv's sums in one walk of the ring, if launches stay large; roads hold them up to three times. Those
+of Llama's eight key heads at 256K tokens on four GPUs are as many."""
 
 
 def head_groups(
@@ -38,9 +42,32 @@ def head_groups(
         bytes_per_head = batch * keys * (width + v.shape[3]) * k.element_size()
         queries_per_head = max(1, batch * chunk * q.shape[2] // heads)
         by_bytes, largest = traffic.bytes_per_gather // max(1, bytes_per_head), LARGEST // max(1, bytes_per_head)
-        to_launch = max(-(-QUERIES // queries_per_head), -(-SCORES // (queries_per_head * max(1, keys))))
+        to_launch = _to_launch(queries_per_head, keys)
         heads_per_gather = min(-(-heads // traffic.groups), max(1, by_bytes, min(to_launch, largest)))
     return [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
+
+
+def walk_groups(q: Tensor, k: Tensor, v: Tensor, chunk: int, itemsize: int) -> list[slice]:
+    """The key/value heads in groups of about one size, each of which walks the ring by itself: what a backward holds
+    grows with the heads of a group. One group where `SUMS` allows it.
+
+    Args:
+        q, k, v: of a rank's tokens, as in `head_groups`.
+        chunk: tokens of a kernel's call.
+        itemsize: bytes of a number of the sums.
+    """
+    batch, tokens, heads, width = k.shape
+    bytes_per_head = batch * tokens * (width + v.shape[3]) * itemsize
+    queries_per_head = max(1, batch * chunk * q.shape[2] // heads)
+    each = max(1, SUMS // max(1, bytes_per_head), 2 * _to_launch(queries_per_head, tokens))  # two lanes
+    count = -(-heads // each)
+    stops = [heads * number // count for number in range(count + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(stops)]
+
+
+def _to_launch(queries_per_head: int, keys: int) -> int:
+    """How many key heads a launch needs, by what `QUERIES` and `SCORES` ask for."""
+    return max(-(-QUERIES // queries_per_head), -(-SCORES // (queries_per_head * max(1, keys))))
 
 
 def seen_by_heads(
