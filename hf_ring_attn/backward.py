@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Literal, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from .kernels import Gradients, Kernel, Params, Place, accumulate_dtype
 from .layout import Layout, chunks_of
 from .tables import Segments, Tables
-from .traffic import Sums, Traffic, lanes_of, seen_by_heads, walk_groups
+from .traffic import Sums, Traffic, halfway_of, lanes_of, seen_by_heads, walk_groups
 
 
 def gradients(
@@ -26,11 +25,6 @@ def gradients(
     else:
         dq, dk, dv = job.by_ring()
     return dq, dk, dv, _sinks_gradient(job.delta, lse, params.sinks)
-
-
-def _joined(groups: Sequence[tuple[Tensor, ...]]) -> Iterator[Tensor]:
-    """Tensors [B, T, heads, ...] from those of groups of heads that follow each other."""
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, 2) for parts in zip(*groups, strict=True))
 
 
 def _sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
@@ -59,17 +53,26 @@ class _Backward:
 
     def by_ring(self) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv, a group of heads after the other."""
-        ring, wide = self.traffic.ring, accumulate_dtype(self.q.dtype)
-        chunk = self.k.shape[1] // len(chunks_of(ring.size, self.tables.owners)[ring.rank])
-        groups = walk_groups(self.q, self.k, self.v, chunk, wide.itemsize)
-        if ring.size == 1 or len(groups) == 1:
-            return self._walk()
-        self._make_delta()
-        dq, dk, dv = _joined([self._of_heads(heads)._walk() for heads in groups])
-        return dq, dk, dv
+        ring, owners = self.traffic.ring, self.tables.owners
+        groups = [slice(0, self.k.shape[2])]
+        if ring.size > 1:
+            chunk = self.k.shape[1] // len(chunks_of(ring.size, owners)[ring.rank])
+            groups = walk_groups(self.q, self.k, self.v, chunk, accumulate_dtype(self.q.dtype).itemsize)
+        if len(groups) > 1:
+            self._make_delta()
+        # Made before the walks: lanes write here from streams of their own.
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.k, self.v))
+        halfway, dq = halfway_of(ring), []
+        for number, heads in enumerate(groups):
+            with halfway.walk(number, len(groups)):
+                part = self._of_heads(heads) if len(groups) > 1 else self
+                dq.append(part._walk(dk[:, :, heads], dv[:, :, heads]))
+                del part  # before the next one's accumulators are made
+        return dq[0] if len(dq) == 1 else torch.cat(dq, 2), dk, dv
 
-    def _walk(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values visit every rank, and the sums of their gradients behind them; dq stays home."""
+    def _walk(self, dk: Tensor, dv: Tensor) -> Tensor:
+        """Keys and values visit every rank, and the sums of their gradients behind them, home to dk and dv; dq, which
+        stays home."""
         segments, rank = self.tables.segments, self.traffic.ring.rank
         lanes = lanes_of(self.k.shape[2], self.traffic.ring.size)
 
@@ -78,7 +81,6 @@ class _Backward:
 
         # A score_mod's gradients are of all heads: two lanes would add to them at once.
         abreast = self.kernel.abreast and self.params.score_mod is None
-        home = []
         with closing(self.traffic.hops(self.k, self.v, lanes, new, abreast)) as hops:
             self._prepare()
             lane = {heads.start: self._queries(heads) for heads in lanes}
@@ -87,9 +89,9 @@ class _Backward:
                 with hop.at:
                     self._add(lane[hop.heads.start], *keys, self.tables.backward[hop.source], hop.sums)
                     if hop.source == rank:
-                        home.append(self._finished(*keys, hop.sums, self.k.dtype))
-        dk, dv = _joined(home)
-        return self._finished_dq(), dk, dv
+                        finished = self._finished(*keys, hop.sums, self.k.dtype)
+                        dk[:, :, hop.heads], dv[:, :, hop.heads] = finished
+        return self._finished_dq()
 
     def _of_heads(self, heads: slice) -> _Backward:
         """Of these key heads and the query heads that read them."""
@@ -119,7 +121,7 @@ class _Backward:
             # Not rounded yet, and no longer in a kernel's own order, which cannot be cut into ranks' shares.
             dk, dv = (self._home(x) for x in self._finished(*keys, sums, wide))
             parts.append((_rounded(dk, k.dtype), _rounded(dv, v.dtype)))
-        dk, dv = _joined(parts)
+        dk, dv = (column[0] if len(column) == 1 else torch.cat(column, 2) for column in zip(*parts, strict=True))
         return self._finished_dq(), dk, dv
 
     def _prepare(self) -> None:

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_ring_attn.traffic import pulls
 from hf_ring_attn.traffic.packing import Packing
 
-WAITED_FOR = {torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default}
-"""Ops whose answers the host needs: what it queues later comes after them."""
+OWNER = "another owner"
 
 
 class Access(NamedTuple):
@@ -40,7 +39,7 @@ class Stream:
         self.freed: list[tuple[int, int]] = []
 
     def queue(self, *after: int) -> int:
-        self.last = self.trace.node(self, (self.last, *after, self.trace.seen_by_host))
+        self.last = self.trace.node(self, (self.last, *after))
         while self.freed:
             self.trace.written_anew(self.last, *self.freed.pop())
         return self.last
@@ -65,12 +64,12 @@ class Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.after: list[tuple[int, ...]] = [()]
-        self.seen_by_host = 0
         self.stream_of: list[Stream | None] = [None]
         self.accesses: dict[int, list[Access]] = defaultdict(list)
         self.known: dict[int, int] = {}
         self.owner: dict[int, Stream] = {}
         self.current: list[Stream] = []
+        self.streams: list[Stream] = []
         self.rank = 0
         self.shared: dict[tuple[int, int], Tensor] = {}
         self.meetings: dict[tuple[object, ...], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -88,8 +87,6 @@ class Trace(TorchDispatchMode):
         if func.is_view or not self.noting:
             return out
         node = self.current[-1].queue()
-        if func in WAITED_FOR:
-            self.seen_by_host = node
         given: list[Tensor] = []
         written: list[Tensor] = []
         for number, value in enumerate((*args, *(kwargs or {}).values())):
@@ -130,7 +127,31 @@ class Trace(TorchDispatchMode):
         self.owner[identity].freed.append((identity, size))
 
     def written_anew(self, node: int, identity: int, size: int) -> None:
-        self.accesses[identity].append(Access(node, np.arange(size), True, "another owner"))
+        self.accesses[identity].append(Access(node, np.arange(size), True, OWNER))
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """What is on the host, or was made before."""
+        before, self.noting = self.noting, False
+        yield
+        self.noting = before
+
+    def new_stream(self) -> Stream:
+        """Of this rank."""
+        self.streams.append(Stream(self, f"stream {len(self.streams)} of rank {self.rank}"))
+        return self.streams[-1]
+
+    @contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        """What a program queues on one of its own; None: on its first."""
+        self.current.append(stream or self.current[-1])
+        yield
+        self.current.pop()
+
+    def reuse(self) -> None:
+        """All that was freed has another owner."""
+        for stream in self.streams:
+            stream.queue()
 
     # ---- who waits for whom ----------------------------------------------------------------------------------------
 
@@ -155,6 +176,9 @@ class Trace(TorchDispatchMode):
                     if not (one.write or other.write) or self.stream_of[one.node] is self.stream_of[other.node]:
                         continue
                     ordered = before[one.node] >> other.node & 1 or before[other.node] >> one.node & 1
+                    if OWNER in (one.what, other.what):  # who comes after all others, in any case
+                        last, first = (one, other) if one.what == OWNER else (other, one)
+                        ordered = before[last.node] >> first.node & 1
                     if not ordered and np.intersect1d(one.bytes, other.bytes, assume_unique=True).size:
                         names = [getattr(self.stream_of[x.node], "name", "") for x in (one, other)]
                         found.append(f"{one.what} on {names[0]} / {other.what} on {names[1]}")
@@ -184,13 +208,13 @@ class Trace(TorchDispatchMode):
 @contextmanager
 def rank(trace: Trace, number: int, ranks: int) -> Iterator[pulls.Pulls]:
     """Pulls of one rank, whose streams are noted; what runs inside is noted, too."""
-    trace.rank, trace.seen_by_host = number, 0
+    trace.rank = number
     made: list[Stream] = []
+    trace.streams = made
     shared = iter(range(10**6))
 
     def stream(*_: object, **__: object) -> Stream:
-        made.append(Stream(trace, f"stream {len(made)} of rank {number}"))
-        return made[-1]
+        return trace.new_stream()
 
     class Within:
         """Can be entered again, as torch's."""
@@ -208,11 +232,10 @@ def rank(trace: Trace, number: int, ranks: int) -> Iterator[pulls.Pulls]:
         def __init__(self, _ring: object, size: int, _device: object) -> None:
             self.size, self.views, self.handle = size, dict[Packing, object](), mock.MagicMock()
             mine = next(shared)
-            trace.noting = False  # all ranks make it together
-            for other in range(ranks):
-                if (mine, other) not in trace.shared:
-                    trace.shared[mine, other] = torch.zeros(size, dtype=torch.uint8)
-            trace.noting = True
+            with trace.unnoted():  # all ranks make it together
+                for other in range(ranks):
+                    if (mine, other) not in trace.shared:
+                        trace.shared[mine, other] = torch.zeros(size, dtype=torch.uint8)
             self.of = [trace.shared[mine, other] for other in range(ranks)]
             self.mine = self.of[number]
 

@@ -152,3 +152,20 @@ def errors_of_a_long_row(tokens: int, head_of_dk: int) -> dict[str, float]:
 def test_a_long_row_is_compared_with_float64(ranks: Callable[[int], LiveRanks], head: int, wrong: set[str]) -> None:
     for errors in ranks(2).run(errors_of_a_long_row, 240, head):
         assert {name for name, error in errors.items() if not error < 1e-10} == wrong, errors
+
+
+def test_the_time_of_a_ring_is_spent_once() -> None:
+    """In attention first, whatever runs beside it; then in other work, in NCCL, in waits."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import where
+
+    attention = "cutlass_FlashAttention{}Sm90_tensor"
+    events = [
+        (attention.format("Forward"), (0.0, 2.0)), (attention.format("Forward"), (1.0, 3.0)),
+        (attention.format("Backward"), (5.0, 6.0)), ("Memcpy", (2.5, 4.0)), ("wait_signal_kernel", (3.5, 5.0)),
+        ("ncclDevKernel", (6.0, 7.0)), ("postprocess", (7.5, 8.0)),
+    ]  # fmt: skip
+    spent = where.spent(events, 1)
+    assert spent == where.Spent(total=8, forward=3, backward=1, other=1.5, nccl=1, waiting=1.5)
+    with pytest.raises(RuntimeError, match="no attention kernels were found among Memcpy"):
+        where.spent([("Memcpy", (0.0, 1.0))], 1)

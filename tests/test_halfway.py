@@ -20,6 +20,7 @@ from hf_ring_attn.exchange import Exchange
 from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.traffic import Messages, seen_by_heads
+from hf_ring_attn.traffic.halfway import Halfway
 from rank_functions import held, qkv
 
 TOKENS, HALVES = 4, [slice(0, 2), slice(2, 3)]
@@ -170,3 +171,32 @@ def caught(failure: str) -> bool:
 def test_attention_that_ended_halfway_is_not_tried_again(ranks: Ranks, failure: str) -> None:
     """Another rank may have ended it, and would take the messages of one for those of the other."""
     assert ranks(2).run(caught, failure) == [True, True]
+
+
+# ---- several walks of one attention ----------------------------------------------------------------------------------
+
+
+def walks_of(halfway: Halfway, count: int, ends: int) -> None:
+    """Of that many walks the first ``ends`` end; the next one fails before anything of it has left."""
+    for number in range(min(count, ends + 1)):
+        with halfway.walk(number, count):
+            if number == ends:
+                raise torch.OutOfMemoryError
+            halfway.begin()
+            halfway.end()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_attention_of_several_walks_is_half_way_between_them(count: int) -> None:
+    """Others went on with the next walk, and would have taken the next attention for it."""
+    halfway = Halfway()
+    for ends in (count, 0):  # all of them, and none
+        with pytest.raises(torch.OutOfMemoryError) if ends == 0 else nullcontext():
+            walks_of(halfway, count, ends)
+        halfway.check()
+    for ends in range(1, count):
+        halfway = Halfway()
+        with pytest.raises(torch.OutOfMemoryError):
+            walks_of(halfway, count, ends)
+        with pytest.raises(LeftHalfway):
+            halfway.check()

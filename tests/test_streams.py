@@ -3,6 +3,8 @@ who waits for whom. tests/gpu has fifty passes on real ones, where the times dec
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 from typing import Any
 
@@ -11,39 +13,58 @@ import torch
 
 from fake_flash4 import Fake
 from hf_ring_attn.backward import gradients
+from hf_ring_attn.comm import LOCAL, Ring
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.flash4 import Flash4
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Mask
 from hf_ring_attn.ring import forward
 from hf_ring_attn.tables import Plan, Tables
-from hf_ring_attn.traffic import heads, pulls
+from hf_ring_attn.traffic import Messages, Traffic, pulls
+from hf_ring_attn.traffic import heads as of_heads
 from stream_trace import Event, Stream, Trace, rank
 
 HEADS, KV_HEADS, WIDTH = 4, 4, 4
 
 
-def attend(road: pulls.Pulls, kernel: Flash4, length: int, heads_per_gather: int = 0) -> None:
+@functools.cache
+def flash4() -> Flash4:
+    """What its library keeps has been made."""
+    kernel, alone = Flash4(library=Fake()), Messages(Ring(LOCAL))
+    attend(Trace(), alone, kernel, 24)
+    return kernel
+
+
+def attend(
+    trace: Trace, road: Traffic, kernel: Flash4, length: int, heads_per_gather: int = 0, kv_heads: int = KV_HEADS
+) -> None:
     """Forward and backward of a row."""
-    layout = Layout(length, road.ring.size, road.ring.rank)
-    plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 1, length), sparse_share=0)
-    tables = Tables.of(plan.tiles, plan.stops, road.ring.size)
-    q, k, v, dout = (torch.zeros(1, layout.local_length, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
-    out, lse = forward(road, kernel, q, k, v, tables, Params(0.5), heads_per_gather)
-    gradients(road, kernel, dout, q, k, v, out, lse, tables, Params(0.5), "ring", 0, {})
+    with trace.unnoted():
+        layout = Layout(length, road.ring.size, road.ring.rank)
+        plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 1, length), sparse_share=0)
+        tables = Tables.of(plan.tiles, plan.stops, road.ring.size)
+    shapes = [(1, layout.local_length, heads, WIDTH) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    q, k, v, dout = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+    params = Params(0.5)
+    out, lse = forward(road, kernel, q, k, v, tables, params, heads_per_gather)
+    gradients(road, kernel, dout, q, k, v, out, lse, tables, params, "ring", 0, {})
 
 
 def races(
-    ranks: int, lengths: tuple[int, ...] = (24, 24, 48), abreast: bool = True, heads_per_gather: int = 0
-) -> list[str]:
-    """Of a forward and a backward of rows of these lengths, on every rank."""
+    ranks: int, lengths: tuple[int, ...] = (24, 24, 48), abreast: bool = True, heads_per_gather: int = 0,
+    kv_heads: int = KV_HEADS, streams: int = 1,
+) -> list[str]:  # fmt: skip
+    """Of a forward and a backward of rows of these lengths, on every rank; ``streams``: of the program, by turns."""
     trace = Trace()
     for number in range(ranks):
-        kernel = Flash4(library=Fake())
+        kernel = copy.copy(flash4())
         kernel.abreast = abreast
         with rank(trace, number, ranks) as road:
-            for length in lengths:
-                attend(road, kernel, length, heads_per_gather)
+            made = [None, *(trace.new_stream() for _ in range(streams - 1))]
+            for turn, length in enumerate(lengths):
+                with trace.on(made[turn % streams]):
+                    attend(trace, road, kernel, length, heads_per_gather, kv_heads)
+                trace.reuse()
     return trace.races()
 
 
@@ -58,15 +79,25 @@ def test_every_two_accesses_are_in_order(ranks: int, abreast: bool) -> None:
     assert not races(ranks, abreast=abreast)
 
 
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_also_where_rooms_are_used_again(kv_heads: int) -> None:
+    assert not races(3, (24, 24), heads_per_gather=1, kv_heads=kv_heads)
+
+
+def test_also_where_a_program_has_two_streams() -> None:
+    """One's gradients lay in memory that the next op, on the other one, was given before they had been read."""
+    assert not races(2, (24, 24, 24, 24), streams=2)
+
+
 def test_also_where_heads_walk_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SUMS", "QUERIES", "SCORES"):
-        monkeypatch.setattr(heads, name, 1)
+        monkeypatch.setattr(of_heads, name, 1)
     assert not races(3, (24, 24))
 
 
 def test_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one stream has been given to do, the other one's freed memory waits for."""
-    backward, calls = Flash4.backward, itertools.count()
+    kernel, backward, calls = flash4(), Flash4.backward, itertools.count()
 
     def failing(self: Flash4, *args: Any) -> None:
         if next(calls) == 5:
@@ -77,8 +108,8 @@ def test_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Trace()
     with rank(trace, 0, 3) as road:
         with pytest.raises(torch.OutOfMemoryError):
-            attend(road, Flash4(library=Fake()), 24)
-        torch.zeros(1)  # in memory that was freed, maybe
+            attend(trace, road, kernel, 24)
+        trace.reuse()
     assert not trace.races()
 
 

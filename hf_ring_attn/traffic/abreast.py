@@ -24,7 +24,8 @@ class Abreast:
     and what follows it begins after both.
 
     What is queued for a turn must need nothing of the other turns but what was queued before the context. Memory that
-    is allocated in a turn belongs to its stream, and may be used by the current one after the context.
+    is allocated in a turn may be the other stream's: nobody else may use it, even after the context, since the
+    allocator hands it out again without waiting for him.
 
     Args:
         other: None: all turns are the current stream's.
@@ -46,6 +47,4 @@ class Abreast:
             self._current.wait_stream(self._other)
 
     def turn(self, number: int) -> At:
-        if self._other is None:
-            return HERE
-        return torch.cuda.stream(self._other if number % 2 else self._current)
+        return torch.cuda.stream(self._other) if self._other is not None and number % 2 else HERE

@@ -8,7 +8,8 @@ ever.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec
 
 from ..comm import Pending, Ring
@@ -46,6 +47,18 @@ class Halfway:
 
     def end(self) -> None:
         self.inside = False
+
+    @contextmanager
+    def walk(self, number: int, walks: int) -> Iterator[None]:
+        """One of several walks of an attention, which is half-way between them, too."""
+        if number:
+            self.inside = False
+        try:
+            yield
+        except BaseException:
+            self.inside = self.inside or number > 0
+            raise
+        self.inside = number + 1 < walks
 
     def check(self) -> None:
         """

@@ -10,7 +10,7 @@ What keeps ranks from reading too early or writing too soon:
   comes before the reading; that of the next op says that everyone has finished reading this one's, so the buffer
   after next may be written again.
 - Groups of heads, and lanes, may be attended on two streams by turns (see `abreast`); each waits for its own keys and
-  sums, and both are joined at the end of an op, so memory of either is free for the next one.
+  sums, and both are joined at the end of a walk. What travels lies in memory of the stream that an op is called on.
 - The sums of a lane lie in an outbox. READY says to the next rank that they are there, TAKEN to the one before that
   they have been copied, and the outbox may be written again.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -188,27 +188,31 @@ class Pulls:
         keys = {(step, lane): pull(step, lane) for step in range(min(2, len(others))) for lane in range(len(lanes))}
 
         def walk() -> Generator[Hop]:
-            coming: list[_Coming | None] = [None] * len(lanes)
-            room = 0
+            first = others[0] if others else own
+            # Those of a lane that it begins with, and room for the next ones: they change places at each step.
+            sums = [_with_room(new(first, lane)) for lane in lanes]
+            self.held["sums"] = sums
+            room = self._room(sums[0][0], len(lanes)) if others else 0
+            arrived: list[Any] = [None] * len(lanes)
             with self._streams(abreast) as streams:
                 turns = [(number, lane, streams.turn(number)) for number, lane in enumerate(lanes)]
                 for step, source in enumerate(others):
                     for number, lane, at in turns:
-                        landing, arrived = keys.pop((step, number))
+                        landing, keys_arrived = keys.pop((step, number))
+                        here, there = sums[number][step % 2], sums[number][(step + 1) % 2]
                         with at:
-                            sums = self._arrived(coming[number]) or new(source, lane)
-                            self._compute().wait_event(arrived)  # new sums are cleared meanwhile
-                        yield Hop(source, lane, *packing.apart(landing, number), sums, at)
+                            self._wait_for(arrived[number])
+                            self._wait_for(keys_arrived)
+                        yield Hop(source, lane, *packing.apart(landing, number), here, at)
                         with at:
                             read[step, number] = self._event(self._compute())
                             if step + 2 < len(others):
                                 keys[step + 2, number] = pull(step + 2, number)
-                            room = room or self._room(sums, len(lanes))
-                            coming[number] = self._moved_on(sums, number, room, first=step == 0)
+                            arrived[number] = self._moved_on(here, there, number, room, first=step == 0)
                 for number, lane, at in turns:
                     with at:
-                        sums = self._arrived(coming[number]) or new(own, lane)
-                    yield Hop(own, lane, k[:, :, lane], v[:, :, lane], sums, at)
+                        self._wait_for(arrived[number])
+                    yield Hop(own, lane, k[:, :, lane], v[:, :, lane], sums[number][len(others) % 2], at)
             # The next rank has copied the last sums once it says so. Only the next op's first sums wait for that.
             with torch.cuda.stream(self.sums_stream):
                 for number in range(len(lanes)):
@@ -223,14 +227,12 @@ class Pulls:
         self._make_room(0, room * lanes)
         return room
 
-    def _moved_on(self, sums: Sums, lane: int, room: int, first: bool) -> _Coming:
-        """Hands sums to the next rank and takes those of the rank before, for the keys that come next."""
+    def _moved_on(self, sums: Sums, arriving: Sums, lane: int, room: int, first: bool) -> Any:
+        """Hands sums to the next rank and takes those of the rank before, for the keys that come next. The event after
+        which they have arrived."""
         size = sum(x.nbytes for x in sums)
         assert self.outboxes is not None and size <= room, "lanes would write over each other's sums"
         box = slice(lane * room, lane * room + size)
-        flat = torch.empty(size, dtype=torch.uint8, device=self.device)
-        arriving = _like(flat, sums)
-        self.held[lane] = arriving, sums
         self.sums_stream.wait_stream(self._compute())
         with torch.cuda.stream(self.sums_stream):
             if not first:
@@ -239,15 +241,14 @@ class Pulls:
                 into.copy_(x)
             self.outboxes.handle.put_signal(self._next, READY + lane, self.lost_after_ms)
             self._wait_for_signal(self._previous, READY + lane)
-            flat.copy_(self.outboxes.of[self._previous][box])
+            for into, x in zip(arriving, _like(self.outboxes.of[self._previous][box], sums), strict=True):
+                into.copy_(x)
             self.outboxes.handle.put_signal(self._previous, TAKEN + lane, self.lost_after_ms)
-            return _Coming(arriving, self._event(self.sums_stream))
+            return self._event(self.sums_stream)
 
-    def _arrived(self, coming: _Coming | None) -> Sums | None:
-        if coming is None:
-            return None
-        self._compute().wait_event(coming.arrived)
-        return coming.sums
+    def _wait_for(self, event: Any) -> None:
+        if event is not None:
+            self._compute().wait_event(event)
 
     def _wait_for_signal(self, rank: int, channel: int) -> None:
         assert self.outboxes is not None
@@ -293,11 +294,9 @@ class Pulls:
         torch.cuda.synchronize(self.device)
 
 
-class _Coming(NamedTuple):
-    """Sums on their way."""
-
-    sums: Sums
-    arrived: Any
+def _with_room(sums: Sums) -> tuple[Sums, Sums]:
+    first, second = sums
+    return sums, (torch.empty_like(first), torch.empty_like(second))
 
 
 def _like(flat: Tensor, sums: Sums) -> Sums:

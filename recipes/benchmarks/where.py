@@ -5,8 +5,8 @@
 Three roads in turns, forward and backward: the ring; one rank's work without traffic, on all GPUs at once (what the
 ring would take if nothing had to travel); and Ulysses. From torch's profiler, for each road: milliseconds a call, those
 in which an attention kernel of the forward or of the backward ran, those in which none did but copies and small
-kernels, and those of waiting. Attention kernels that take longer than alone share their chip, its memory or its
-power with something; gaps are waits.
+kernels, those of NCCL alone, and those of waiting. Attention kernels that take longer than alone share their chip, its
+memory or its power with something; gaps are waits.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ from hf_ring_attn.kernels import KERNELS
 
 ATTENTION = {"forward": re.compile(r"FlashAttentionForwardSm"), "backward": re.compile(r"FlashAttentionBackwardSm")}
 """Names of flash-attn-4's kernels."""
+NCCL = re.compile(r"nccl", re.IGNORECASE)
+"""Of kernels that move data and wait for other ranks at once."""
 WAITING = re.compile(r"signal|barrier")
 """Of kernels that do nothing but wait for another rank, or tell it something."""
+SPIN = "spin"
+"""In the name of torch's sleep."""
 CALLS = 4
 
 Interval = tuple[float, float]
@@ -45,12 +49,14 @@ Interval = tuple[float, float]
 
 class Spent(NamedTuple):
     """Milliseconds a call. ``forward``, ``backward``: some attention kernel of that pass runs; ``other``: none, but
-    something else; ``waiting``: nothing, or nothing but waits for another rank."""
+    something else; ``nccl``: nothing but NCCL, which may wait, too; ``waiting``: nothing, or nothing but waits for
+    another rank."""
 
     total: float
     forward: float
     backward: float
     other: float
+    nccl: float
     waiting: float
 
 
@@ -70,28 +76,30 @@ def spent(events: Iterable[tuple[str, Interval]], calls: int) -> Spent:
     if not all(of.values()):
         names = sorted({name[:60] for name, _ in every})
         raise RuntimeError(f"no attention kernels were found among {', '.join(names)}")
-    working = [at for name, at in every if not WAITING.search(name)]
+    moving = [at for name, at in every if not WAITING.search(name)]
+    working = [at for name, at in every if not (WAITING.search(name) or NCCL.search(name))]
     total = max(stop for _, (_, stop) in every) - min(start for _, (start, _) in every)
     forward, both, some = covered(of["forward"]), covered([*of["forward"], *of["backward"]]), covered(working)
-    return Spent(*(x / calls for x in (total, forward, both - forward, some - both, total - some)))
+    moved = covered(moving)
+    return Spent(*(x / calls for x in (total, forward, both - forward, some - both, moved - some, total - moved)))
 
 
 def measured(road: roads.Road, ring: Ring, device: torch.device) -> Spent:
     road.both.run()
     torch.cuda.synchronize()
-    largest_over(ring, device)(0.0)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host gets ahead; left out below
+        largest_over(ring, device)(0.0)
+        torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host gets ahead
         for _ in range(CALLS):
             road.both.run()
         torch.cuda.synchronize()
-    events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
     on_device = [
         (event.name(), (event.start_ns() / 1e6, (event.start_ns() + event.duration_ns()) / 1e6))
-        for event in events
-        if event.device_type() == torch.profiler.DeviceType.CUDA and "spin" not in event.name()
+        for event in found.profiler.kineto_results.events()
+        if event.device_type() == torch.profiler.DeviceType.CUDA
     ]
-    return spent(on_device, CALLS)
+    began = max(stop for name, (_, stop) in on_device if SPIN in name)
+    return spent([(name, at) for name, at in on_device if at[0] >= began], CALLS)
 
 
 def compared(work: Workload, ring: Ring, rounds: int) -> list[dict[str, Any]]:
