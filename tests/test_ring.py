@@ -8,8 +8,6 @@ import weakref
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from hf_ring_attn.mask import CAUSAL, Band, Mask, tiles
 from hf_ring_attn.ring import gather_sequence
 from hf_ring_attn.tables import KEY_BLOCK, Plan, Tables
 from hf_ring_attn.testing import CASES, WORLD_SIZES, Case, mismatch, packed, relative_error, sliding
-from hf_ring_attn.traffic import Messages, heads
 from rank_functions import held
 
 RING, GATHER = RingConfig(backward="ring"), RingConfig(backward="gather")
@@ -141,41 +138,6 @@ def equal(many: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(many, others, strict=True))
 
 
-def apart() -> list[tuple[bool, list[int]]]:
-    """For three kinds of attention in float64: whether heads that walk the ring one after the other have the answer of
-    those that do so together, and how many key heads each walk had."""
-    generator = torch.Generator().manual_seed(6)
-    mine = held(50, dist.get_rank(), dist.get_world_size())
-    shapes = ((6, 8), (3, 8), (3, 6), (6, 6))
-    q, k, v, dout = (torch.randn(2, 50, *shape, generator=generator).double()[:, mine] for shape in shapes)
-    sinks, bias = (torch.randn(6, generator=generator).double() for _ in range(2))
-    ids = torch.arange(50) // 20
-
-    def mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + leaves[-1][h] * (i - j)
-
-    found, hops = [], Messages.hops
-    for more in ({}, {"documents": ids, "softcap": 3.0}, {"score_mod": mod}):
-        answers: list[tuple[Tensor, ...]] = []
-        walks: list[int] = []
-
-        def counted(road: Messages, k: Tensor, *args: Any, walks: list[int] = walks) -> Any:
-            walks.append(k.shape[2])
-            return hops(road, k, *args)
-
-        for most in (heads.SUMS, 1):
-            leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks, bias)]
-            used = leaves if "score_mod" in more else leaves[:4]
-            out = ring_attention(*leaves[:3], sinks=leaves[3], config=RING, **more)
-            with (
-                mock.patch.multiple(heads, SUMS=most, QUERIES=1, SCORES=1),
-                mock.patch.object(Messages, "hops", counted),
-            ):
-                answers.append((out, *torch.autograd.grad(out, used, dout)))
-        found.append((all(relative_error(x, y) < EXACT for x, y in zip(*answers, strict=True)), walks))
-    return found
-
-
 def complaint(out: Tensor, leaves: list[Tensor], dout: Tensor) -> str:
     try:
         torch.autograd.grad(out, leaves, dout)
@@ -189,11 +151,6 @@ def backward_twice() -> tuple[bool, str]:
     out = out_of(leaves)
     first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     return equal(first, torch.autograd.grad(out, leaves, dout)), complaint(out, leaves, dout)
-
-
-def test_heads_that_walk_apart_have_the_same_gradients(ranks: Ranks) -> None:
-    for found in ranks(3).run(apart):
-        assert found == [(True, [3, 1, 2])] * 3
 
 
 @pytest.mark.parametrize("size", [1, 2])
