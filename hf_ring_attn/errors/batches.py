@@ -188,15 +188,23 @@ _OWN_LOOP = "in your own loop leave labels out of the batch, and compute the los
 
 
 class LossNotSharded(Refused):
-    """``gathers``: `loss="gathered"` computes it, which takes the loss of a causal language model."""
+    """``gathers``: `loss="gathered"` computes it, which takes the loss of a causal language model.
 
-    def __init__(self, what: str, gathers: bool = False) -> None:
-        trainer = (
-            "Use the gathered loss: hf_ring_attn.configure(model, RingConfig(loss='gathered')) with "
-            "transformers.Trainer (SFTTrainer makes no logits)"
-            if gathers
-            else "No trainer can train it in a ring yet"
-        )
+    ``again``: it would, were the loss a function of its own: it is made in the model's forward.
+    """
+
+    def __init__(self, what: str, gathers: bool = False, again: bool = False) -> None:
+        trainer = "No trainer can train it in a ring yet"
+        if again:
+            trainer = (
+                "Give it to transformers.Trainer as compute_loss_func, a function of whole rows' logits, with "
+                "hf_ring_attn.configure(model, RingConfig(loss='gathered'))"
+            )
+        if gathers:
+            trainer = (
+                "Use the gathered loss: hf_ring_attn.configure(model, RingConfig(loss='gathered')) with "
+                "transformers.Trainer (SFTTrainer makes no logits)"
+            )
         super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {trainer}; {_OWN_LOOP}")
 
 
@@ -240,5 +248,6 @@ class UnknownOutput(Refused):
     def __init__(self, name: str, got: object, local: int) -> None:
         super().__init__(
             f"the model's output {name!r} ({got}) does not hold one entry for each of this rank's {local} tokens, so "
-            "whole sequences cannot be made of it. Name it in ignore_keys, or call evaluate with prediction_loss_only."
+            "whole sequences cannot be made of it. Name it in ignore_keys, or set "
+            "TrainingArguments(prediction_loss_only=True)."
         )

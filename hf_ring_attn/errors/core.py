@@ -8,12 +8,18 @@ from .base import Refused, RingAttentionError
 
 
 class UnevenLength(Refused):
-    def __init__(self, length: int, world_size: int) -> None:
+    """``pads``: the interface that was called can pad rows itself."""
+
+    def __init__(self, length: int, world_size: int, pads: bool = True) -> None:
         unit = 2 * world_size
         padded = -(-length // unit) * unit
+        todo = f"pad the batch to {padded} tokens with labels of -100"
+        if pads:
+            todo = f"Let hf_ring_attn pad it (pad=True, the default), or {todo}"
+        else:
+            todo = f"Tensors that are sharded in place cannot be padded: {todo}, or use hf_ring_attn.shard, which pads"
         super().__init__(
-            f"zigzag needs a sequence length that is a multiple of 2 * cp_size = {unit}, got {length}. "
-            f"Let hf_ring_attn pad it (pad=True, the default), or pad the batch to {padded} tokens with labels of -100."
+            f"zigzag needs a sequence length that is a multiple of 2 * cp_size = {unit}, got {length}. {todo}."
         )
 
 

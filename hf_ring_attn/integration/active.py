@@ -114,6 +114,8 @@ class Scope:
     """Attentions of the row that ran in this context, with a score_mod and without; no compiled ones without."""
     entered: bool = False
     """Whether its context was."""
+    whole_loss: bool = False
+    """Whether labels are kept from the model, and the loss is computed on gathered logits."""
     called: bool = False
     """Whether any model was called in this context."""
     attends: bool = True

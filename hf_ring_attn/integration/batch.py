@@ -19,7 +19,7 @@ from ..kernels import in_score_mod
 from ..layout import Layout, note_dealt, zigzag_was_told
 from ..ring import gather_sequence
 from ..traffic import halfway_of
-from . import active, alike, drift, handed, masks, models, randomness, sample, selfcheck, sharing
+from . import active, alike, drift, fsdp, handed, masks, models, randomness, sample, selfcheck, sharing
 from .report import announce, warn
 from .rows import PADDING, Facts, Whole, tokens_of, whole_rows
 
@@ -132,7 +132,8 @@ def shard(
     images or sound keeps the zigzag and is cut later, where the text model inside begins: towers see all on every
     rank. In its context ranks draw the same random numbers, but for that text model. With labels, shift_labels are made
     from the whole row before it is cut, and num_items_in_batch is the batch's own or the number of labelled tokens of
-    the whole batch, over W, so that out.loss is this rank's share times W.
+    the whole batch, over W, so that out.loss is this rank's share times W; a Python number, unless a ``model`` is
+    given that is not under FSDP2 (which would round a tensor).
 
     Args:
         batch: what the model would get, whole: input_ids or inputs_embeds, and any of labels, shift_labels,
@@ -147,6 +148,17 @@ def shard(
         RanksDiffer: on every rank, if the ranks hold different batches.
         LeftHalfway: an error ended an earlier attention of this ring half-way.
     """
+    return shard_for(batch, group, config, model)
+
+
+def shard_for(
+    batch: Mapping[str, Any],
+    group: ProcessGroup | None,
+    config: RingConfig | None,
+    model: nn.Module | None,
+    whole_loss: bool = False,
+) -> Sharded:
+    """`shard`. ``whole_loss``: the caller keeps labels from the model, and computes the loss by `loss.gathered`."""
     ring = find_ring(group)
     halfway_of(ring).check()  # what is compared below would be taken for the rest of that attention
     if config is None:
@@ -180,7 +192,8 @@ def shard(
         zigzag = replace(config, layout="zigzag")
         whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), zigzag)
 
-    sharded = _cut(batch, whole, ring, config)
+    sharded = _cut(batch, whole, ring, config, model)
+    sharded.scope.whole_loss = whole_loss
     if whole.layout.owners:
         note_dealt(sharded.scope, ring.size)
     if sharded.scope.late and ring.size > 1:
@@ -210,7 +223,9 @@ def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) 
     return _cut(batch, whole, ring, config)
 
 
-def _cut(batch: Mapping[str, Any], whole: Whole, ring: Ring, config: RingConfig) -> Sharded:
+def _cut(
+    batch: Mapping[str, Any], whole: Whole, ring: Ring, config: RingConfig, model: nn.Module | None = None
+) -> Sharded:
     layout, seen = whole.layout, Facts() if whole.facts is None else whole.facts
     scope = active.Scope(
         ring, layout, config, seen.documents, seen.hidden, seen.positions, seen.blocks, whole.max_position,
@@ -223,7 +238,7 @@ def _cut(batch: Mapping[str, Any], whole: Whole, ring: Ring, config: RingConfig)
     }
     items = whole.inputs.get("num_items_in_batch", whole.items)  # given: counted over several batches, perhaps
     if items is not None:
-        inputs["num_items_in_batch"] = items / ring.size
+        inputs["num_items_in_batch"] = fsdp.uncast(items, model) / ring.size
     inputs["use_cache"] = False
     return Sharded(inputs, scope)
 

@@ -47,7 +47,7 @@ def shard_buffers_in_place(
         UnevenLength: the length is no multiple of 2 * W. BadBuffers: buffers that do not fit together.
     """
     if layout.padded != layout.length:
-        raise errors.UnevenLength(layout.length, layout.world_size)
+        raise errors.UnevenLength(layout.length, layout.world_size, pads=False)
     for index, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         if not -buffer.dim() <= dim < buffer.dim() or buffer.shape[dim] != layout.length:
             raise errors.BadBuffers(
@@ -146,8 +146,6 @@ class _Calls:
         # The buffers, which a program's own loss may read, were cut before anyone knew the documents.
         config = replace(models.options_of(module), layout="zigzag")
         sharded = batch.shard(whole, group, config=config, model=module)
-        if named.get("num_items_in_batch") is not None:  # the caller counts, over several batches perhaps
-            sharded.inputs["num_items_in_batch"] = named["num_items_in_batch"]
         sharded.__enter__()
         self.running = module, sharded
         return (), {**named, **sharded.inputs}

@@ -18,9 +18,21 @@ from .report import warn
 
 def keep_attention(model: nn.Module) -> None:
     """Gives every checkpointed layer of transformers in ``model`` the policy, unless it has one of its own."""
-    for module in model.modules():
-        function = module.__dict__.get("_gradient_checkpointing_func")
-        if not isinstance(function, functools.partial) or function.keywords.get("context_fn") is not None:
+    functions = [
+        (module, function)
+        for module in model.modules()
+        if isinstance(function := module.__dict__.get("_gradient_checkpointing_func"), functools.partial)
+    ]
+    if not functions and model.training:
+        warn(
+            "save_attention=True has no effect where no layer of the model is checkpointed by transformers: set "
+            "gradient_checkpointing=True (and FSDP's own activation checkpointing to False), or leave it out."
+        )
+    for module, function in functions:
+        policy = function.keywords.get("context_fn")
+        if policy is not None:
+            if policy is not contexts:
+                warn("save_attention=True has no effect beside another context_fn, whose policy stays: leave one out.")
             continue
         if function.keywords.get("use_reentrant") is not False:
             warn(

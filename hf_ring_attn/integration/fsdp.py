@@ -1,4 +1,4 @@
-"""FSDP2 as accelerate sets it up: in a ring it must neither sum gradients nor return the loss in 16 bits."""
+"""FSDP2 in a ring: it must neither sum gradients nor return the loss in 16 bits, nor round the count of tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from .report import say
 
@@ -29,3 +30,17 @@ def keep_float32(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
         half = str(policy.param_dtype).removeprefix("torch.")
         say(f"FSDP2 sums gradients in float32, not {half}, and returns the loss unrounded (mixed_precision_policy)")
+
+
+def uncast(count: Any, model: nn.Module | None) -> Any:
+    """The number by which ``model`` divides its loss, as what FSDP2 hands on as it is; None: a model not known yet.
+
+    In 16 bits FSDP2 casts every floating tensor that a model is called with (``cast_forward_inputs``, which
+    inputs_embeds and pixels need): of 1250 tokens it makes 1248 in bfloat16, of 131071 infinity in float16. A Python
+    number passes. Other models keep the tensor: a number costs one more graph where a whole model is compiled.
+    """
+    if not isinstance(count, Tensor):
+        return count
+    parts = () if model is None else model.modules()
+    casts = any(cls.__name__ == "FSDPModule" for part in parts for cls in type(part).__mro__)
+    return count.item() if casts or model is None else count

@@ -80,6 +80,7 @@ def bind(model: nn.Module, scope: Scope) -> None:
     case = (
         scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None,
         scope.ring.size == 1 and scope.documents is not None, experts.asks(configs), scope.config.loss == "gathered",
+        scope.whole_loss,
     )  # fmt: skip
     if scope.late:
         backbone.install(model, scope)
@@ -96,7 +97,7 @@ def bind(model: nn.Module, scope: Scope) -> None:
     if reasons:
         raise errors.UnsupportedModel(name_of(model), reasons)
     if scope.has_labels and scope.ring.size > 1:
-        _refuse_loss(model)
+        _refuse_loss(model, scope.whole_loss)
     rope.install(model)
     temperature.install(model)
     sharing.install(model)
@@ -115,15 +116,18 @@ def class_of(module: nn.Module) -> str:
     return next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP")).__name__
 
 
-def _head(model: nn.Module) -> Any:
+def head_of(model: nn.Module) -> Any:
     """The model of transformers inside wrappers, which has the loss; None if there is none."""
     # By __dict__: a PEFT model passes every attribute on, as if it were its own.
     return next((module for module in model.modules() if "loss_type" in module.__dict__), None)
 
 
-def _refuse_loss(model: nn.Module) -> None:
-    """Labels make the model compute a loss of its shard; only a causal language model's is exact then."""
-    head = _head(model)
+def _refuse_loss(model: nn.Module, whole: bool) -> None:
+    """Labels make the model compute a loss of its shard; only a causal language model's is exact then.
+
+    ``whole``: its loss_function will be given whole rows, so it may be any.
+    """
+    head = head_of(model)
     if head is None:
         return
     # transformers falls back to the causal loss where it knows no loss of that name (GPT2LMHeadModel, say).
@@ -133,6 +137,10 @@ def _refuse_loss(model: nn.Module) -> None:
     owner = next(known, None)
     if not causal or owner is None:
         raise errors.LossNotSharded(f"the loss of {type(head).__name__}, which is no causal language model's,")
+    function = head.loss_function  # transformers' own, unless somebody set another one, or the class has its own
+    if not whole and function is not ForCausalLMLoss:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise errors.LossNotSharded(f"the loss of {class_of(head)}, whose loss_function is {name},", gathers=True)
     for cls in forwards[: forwards.index(owner)]:
         if not vars(cls).get("ring_fp32_exact", False):
             raise errors.UnknownForward(cls.__name__, owner.__name__)
@@ -166,7 +174,7 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
         hybrids.admit(configs)
     for config in configs:
         yield from _config_reasons(config, scope)
-    if LOSS_MAPPING.get(str(getattr(_head(model), "loss_type", None))) is ForSequenceClassificationLoss:
+    if LOSS_MAPPING.get(str(getattr(head_of(model), "loss_type", None))) is ForSequenceClassificationLoss:
         yield "it classifies a sequence by one token, which each rank would look for among its own"
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -175,13 +183,18 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
         if name == recurrent:
             yield f"{_where(model, name)} carries state along the sequence"
             break
-        if model.training and getattr(module, "neftune_noise_alpha", None):
-            yield "NEFTune scales its noise by the local length; set neftune_noise_alpha=None"
+        if model.training:
+            yield from noise_reasons(module)
     yield from exactness.reasons(model, mixers, attends(model))
     yield from other_positions
     yield from temperature.reasons(model)
     yield from experts.reasons(model, scope, configs)
     yield from peft.reasons(model)
+
+
+def noise_reasons(module: nn.Module) -> Iterator[str]:
+    if getattr(module, "neftune_noise_alpha", None):
+        yield "NEFTune scales its noise by the local length; set neftune_noise_alpha=None"
 
 
 _ATTENDS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

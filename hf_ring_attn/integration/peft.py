@@ -52,3 +52,24 @@ def _adapter_reasons(which: str, adapter: object) -> Iterator[str]:
         yield f"{which} ({kind}) {INEXACT.get(kind, 'was never tested in a ring')}"
     elif kind == "LORA":
         yield from (f"{which} {why}" for option, why in INEXACT_LORA.items() if getattr(adapter, option, None))
+
+
+def head_read_past_fsdp(model: nn.Module) -> bool:
+    """Whether reading the weight of ``model``'s head without calling it, as TRL's fused head does, trains it wrong.
+
+    accelerate's FSDP2 makes each trained module of a PEFT model a unit of its own. Such a weight, gathered by hand,
+    leaves each rank the gradient of its own tokens. In other models the norm before the head gathers it with itself.
+    Asked of the units, not of the weight: that may be gathered for now, as after the self-check's forward.
+    """
+    if not any(getattr(module, "peft_config", None) for module in model.modules()):
+        return False
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None or not any(_is_fsdp_unit(part) for part in head.modules()):
+        return False
+    weight = getattr(head, "weight", None)
+    return weight is not None and bool(weight.requires_grad)
+
+
+def _is_fsdp_unit(module: nn.Module) -> bool:
+    """What `fully_shard` was called with: by name, since torch.distributed is not imported here."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

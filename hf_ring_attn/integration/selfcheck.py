@@ -181,7 +181,8 @@ class _Check:
         if found.tokens <= tolerance:
             raise errors.LossNotSharded(
                 f"the loss of {models.name_of(self.model)} (the self-check found {found.got:.6g} in the ring, "
-                f"{found.want:.6g} in one process)"
+                f"{found.want:.6g} in one process)",
+                again=True,
             )
         self._refuse_pooled(whole, share, places, tolerance)
         where = self._first_difference(row, mine, places, least)

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .. import errors
 from ..layout import Layout
-from . import accelerate, active, models
-from .batch import Sharded, shard
+from . import accelerate, active, fsdp, models
+from .batch import Sharded, shard_for
 from .loss import gathered
 from .patches import Patch
 
@@ -68,6 +69,10 @@ def _refuse_trainer(trainer: Any) -> None:
 
 def _refuse_loss(trainer: Any, options: Any) -> None:
     """Before the first step, once all of the trainer is set up."""
+    # The trainer sets it for training, but its model may still be in the mode of evaluation (from_pretrained).
+    noise = [reason for module in trainer.model.modules() for reason in models.noise_reasons(module)]
+    if noise:
+        raise errors.UnsupportedModel(models.name_of(trainer.model), noise)
     if options.loss == "sharded":
         if trainer.label_smoother is not None:
             raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
@@ -101,11 +106,12 @@ def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         if group is None:
             return original(self, model, inputs)
         options = models.options_of(model)
+        _refuse_trainer(self)  # again: one that makes its model later (model_init) was not known to be in a ring
         _refuse_loss(self, options)
         if options.layout == "auto":
             options = replace(options, layout="balanced")
         whole = self._prepare_inputs(inputs)
-        sharded = shard(whole, group, config=options, model=model)
+        sharded = shard_for(whole, group, options, model, whole_loss=options.loss == "gathered")
         local = dict(sharded.inputs)
         if _counts(self) or options.loss == "gathered":  # the trainer counts, or the model sees all labels
             local.pop("num_items_in_batch", None)
@@ -168,6 +174,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         num_items_in_batch: Any = None,
     ) -> Any:
         scope = active.current()
+        if scope is not None and self.compute_loss_func is None and self.label_smoother is None:
+            num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
         if scope is None or num_items_in_batch is None or not _counts(self):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         if scope.config.loss == "sharded":
@@ -179,11 +187,31 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         averaged = self.args.average_tokens_across_devices
         if not averaged:
             num_items_in_batch = num_items_in_batch * scope.ring.size
-        result = original(self, model, inputs, return_outputs, num_items_in_batch)
+        with _smoothing(self, model):
+            result = original(self, model, inputs, return_outputs, num_items_in_batch)
         share = 1 / scope.ring.size if averaged else 1.0
         return (result[0] * share, result[1]) if return_outputs else result * share
 
     return compute_loss
+
+
+@contextmanager
+def _smoothing(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """Inside, the trainer smooths labels of causal language models as the next tokens, as it does unwrapped.
+
+    It knows them by their class's name, and `fully_shard` and torch.compile make other classes ("FSDPLlamaForCausalLM",
+    "OptimizedModule"): there each token's logits were scored with that token itself.
+    """
+    smoother, head = trainer.label_smoother, models.head_of(model)
+    shifted = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if smoother is None or head is None or models.class_of(head) not in shifted:
+        yield
+        return
+    trainer.label_smoother = functools.partial(smoother, shift_labels=True)
+    try:
+        yield
+    finally:
+        trainer.label_smoother = smoother
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

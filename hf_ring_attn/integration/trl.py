@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from . import accelerate, active, trainer
+from . import accelerate, active, models, peft, trainer
 from .patches import Patch
 from .rows import IGNORED
 
@@ -31,6 +31,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         if scope.config.loss == "gathered":
             raise errors.NoLogits()
+        if self.model.training and peft.head_read_past_fsdp(self.model):
+            raise errors.HeadReadPastFsdp(models.name_of(self.model))
         one_mean = not self.model.training  # of a batch; in training a step's batches have one mean of their tokens
         if num_items_in_batch is None and (count := inputs.get("num_items_in_batch")) is not None:
             # For a model with accepts_loss_kwargs=False: SFTTrainer would divide by this rank's count of labels.

@@ -20,7 +20,10 @@ import torch
 from accelerate import PartialState
 from measure import Meter, flops_per_step
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from texts import Rows, by_bytes
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -60,6 +63,7 @@ def parsed() -> argparse.Namespace:
                         help="checkpointing keeps what attention computed (ring_fp32)")  # fmt: skip
     parser.add_argument("--deterministic", action="store_true", help="the same bits from run to run (ring_fp32)")
     parser.add_argument("--profile", action="store_true", help="the last step tells where its time goes, on GPUs")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the trained adapter there, at the end")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
     if options.trainer == "sft" and options.loss == "full":
@@ -120,9 +124,27 @@ def with_chunked_loss(model: Any) -> None:
     @functools.wraps(fused)  # Trainer reads its signature
     def forward(*args: Any, labels: Any = None, **inputs: Any) -> Any:
         # Not in evaluation, nor in the ring's self-check, which compares logits.
-        return fused(*args, labels=labels, fused_lm_head=labels is not None and model.training, **inputs)
+        chunked = labels is not None and model.training
+        if chunked:
+            check_head(model.get_output_embeddings())
+        return fused(*args, labels=labels, fused_lm_head=chunked, **inputs)
 
     model.forward = forward
+
+
+def check_head(head: Any) -> None:
+    """Refuses a head that the fused one, which reads its weight alone, would train wrong or not at all."""
+    if isinstance(head, BaseTunerLayer):
+        raise ValueError(
+            "the chunked loss got an adapter on the output embedding (lm_head), but it reads that layer's weight "
+            "alone: the adapter would never be trained. Leave lm_head out of target_modules, or take --loss full."
+        )
+    if isinstance(head, ModulesToSaveWrapper) and any(isinstance(part, FSDPModule) for part in head.modules()):
+        raise ValueError(
+            "the chunked loss got an output embedding (lm_head) that modules_to_save trains and FSDP2 has sharded by "
+            "itself, but it reads that layer's weight: each rank would train its part by its own tokens alone. Use "
+            "DDP, or Trainer with full logits (--loss full), or leave lm_head out of modules_to_save."
+        )
 
 
 def make_trainer(options: argparse.Namespace) -> Any:
@@ -168,6 +190,8 @@ def main() -> None:
     trainer.add_callback(meter)
     trainer.train()
     results = meter.results()  # of all ranks
+    if options.save is not None:
+        trainer.save_model(str(options.save))  # by all ranks: FSDP2 gathers what it has sharded, rank 0 writes
     if trainer.is_world_process_zero():
         results = {
             "command": shlex.join(["train.py", *sys.argv[1:]]),

@@ -44,7 +44,7 @@ def batch(accelerator: Any, length: int = 24) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def plain(inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+def plain(inputs: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of the whole batch in this process alone, by transformers' own attention."""
     reference = model("sdpa")
     loss = reference(**inputs, use_cache=False).loss  # a cache hides documents from transformers
@@ -113,13 +113,13 @@ def ranks_of_a_ring_get_one_batch(accelerator: Any) -> None:
         assert len(set(seen[:, 0].flatten().tolist())) == seen[:, 0].numel(), "two rings got the same batch"
 
 
-def _loop(accelerator: Any, extra: Callable[[Tensor], dict[str, Tensor]], named: bool = True) -> None:
+def _loop(accelerator: Any, extra: Callable[[Tensor], Any], named: bool = True, **count: int) -> None:
     """accelerate's guide, word for word; ``extra`` are more inputs. Loss and gradients are those of the whole batch."""
     net = model()
     inputs = batch(accelerator)
     inputs |= extra(inputs["input_ids"])
     wholes = {name: value.clone() for name, value in inputs.items()}
-    loss, gradients = plain(dict(wholes))
+    loss, gradients = plain({**wholes, **count})
     prepared = accelerator.prepare(net)
     inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     memory = inputs["input_ids"].data_ptr()
@@ -127,7 +127,7 @@ def _loop(accelerator: Any, extra: Callable[[Tensor], dict[str, Tensor]], named:
         buffers=list(inputs.values()), buffer_seq_dims=[1] * len(inputs), no_restore_buffers={inputs["shift_labels"]}
     ):
         assert inputs["input_ids"].shape == (2, 24 // CP)
-        out = prepared(**inputs) if named else prepared(inputs["input_ids"], labels=inputs["labels"])
+        out = prepared(**inputs, **count) if named else prepared(inputs["input_ids"], labels=inputs["labels"])
         assert out.logits.shape[1] == 24 // CP
     accelerator.backward(out.loss)  # after the context, which torch's would not allow
     assert inputs["input_ids"].data_ptr() == memory
@@ -157,8 +157,9 @@ def documented_loop_with_padding(accelerator: Any) -> None:
 
 
 def documented_loop_with_documents(accelerator: Any) -> None:
+    """The count is of all the batches that a step adds up."""
     position_ids = torch.cat([torch.arange(7), torch.arange(17)]).expand(2, -1)
-    _loop(accelerator, lambda ids: {"position_ids": position_ids})
+    _loop(accelerator, lambda ids: {"position_ids": position_ids}, num_items_in_batch=77)
 
 
 def buffers_that_do_not_fit_are_refused(accelerator: Any) -> None:

@@ -87,6 +87,20 @@ def neftune(model: Any) -> Any:
     return model
 
 
+def in_evaluation_mode(model: Any) -> Any:
+    return model.eval()
+
+
+def its_own_loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Any:
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return losses / (1 if num_items_in_batch is None else num_items_in_batch)
+
+
+def with_a_loss_function(model: Any) -> Any:
+    model.loss_function = its_own_loss
+    return model
+
+
 def tuned_otherwise(model: Any) -> Any:
     model.model.layers[0].self_attn.attn_temperature_tuning = True
     return model
@@ -168,6 +182,21 @@ class Linear(nn.Module):
 class OwnLoss(Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
+
+
+class OwnLossOfALaterModel(OwnLoss):
+    """It is given a function that makes its model: none is there when it is constructed."""
+
+    def __init__(self, model: Any, **given: Any) -> None:
+        super().__init__(model_init=lambda: model, **given)
+
+
+class WithoutWrapper(Trainer):
+    """Its model runs as it is, as under FSDP2: DDP is a module that is in training mode from the start."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = lambda model, *_, **__: model
 
 
 class OwnStep(Trainer):

@@ -280,6 +280,9 @@ def test_buffers_are_sharded_in_place_and_restored(rank: int) -> None:
 
 
 def test_a_length_that_needs_padding_is_refused() -> None:
-    text = r"length that is a multiple of 2 \* cp_size = 8, got 12. .*pad the batch to 16 tokens with labels of -100"
+    text = (
+        r"length that is a multiple of 2 \* cp_size = 8, got 12\. Tensors that are sharded in place cannot be padded: "
+        r"pad the batch to 16 tokens with labels of -100, or use hf_ring_attn.shard, which pads\.$"
+    )
     with pytest.raises(errors.UnevenLength, match=text):
         ours.shard_buffers_in_place([torch.ones(1, 12)], [1], Layout(12, 4, 0))

@@ -53,7 +53,7 @@ def test_a_recompute_does_not_gather_again(ranks: Ranks, size: int) -> None:
         assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
 
 
-def told(kwargs: dict[str, Any]) -> list[str]:
+def told(kwargs: dict[str, Any] | None) -> list[str]:
     with mock.patch.object(report.logger, "warning") as warning:
         trained(kwargs, True)
     return [str(call.args[0]) for call in warning.call_args_list]
@@ -70,7 +70,24 @@ def test_a_policy_of_ones_own_is_kept() -> None:
 
     model: Any = tiny("llama", "ring_fp32").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**NON_REENTRANT, "context_fn": mine})
-    checkpointing.keep_attention(model)
-    checkpointing.keep_attention(model)
+    with mock.patch.object(checkpointing, "warn") as warn:
+        checkpointing.keep_attention(model)
+    assert "no effect beside another context_fn" in warn.call_args.args[0]
     layer = model.model.layers[0]
     assert layer._gradient_checkpointing_func.keywords["context_fn"] is mine
+
+
+def test_without_checkpointing_it_is_told_that_nothing_is_saved() -> None:
+    model: Any = tiny("llama", "ring_fp32")
+    model.eval()
+    with mock.patch.object(checkpointing, "warn") as warn:
+        checkpointing.keep_attention(model)
+        assert not warn.called, "nothing is computed again in evaluation"
+        checkpointing.keep_attention(model.train())
+        assert "no layer of the model is checkpointed" in warn.call_args.args[0]
+        warn.reset_mock()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
+        checkpointing.keep_attention(model)
+        checkpointing.keep_attention(model)
+    assert not warn.called
+    assert model.model.layers[0]._gradient_checkpointing_func.keywords["context_fn"] is checkpointing.contexts

@@ -75,3 +75,22 @@ def test_a_policy_that_somebody_chose_stays(ranks: Ranks) -> None:
     for policy, _, gradient in ranks(2).run(fsdp_jobs.step_in_half, tokens(23), chosen):
         assert policy == chosen
         assert is_rounded(gradient)
+
+
+WAYS: list[fsdp_jobs.Way] = ["a loop", "a loop that names the model", "Trainer"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 1250), (torch.float16, 131071)])
+def test_the_count_of_tokens_is_not_rounded(ranks: Ranks, way: fsdp_jobs.Way, dtype: torch.dtype, count: int) -> None:
+    """FSDP2 casts floating tensors on their way into a model: 1250 was 1248, and 131071 infinity, a loss of zero."""
+    for tensor in (True, False):
+        given = {**tokens(23), "num_items_in_batch": torch.tensor(2 * count) if tensor else 2 * count}
+        assert ranks(2).run(fsdp_jobs.counts_that_arrive, given, dtype, way) == [[count]] * 2
+
+
+@pytest.mark.parametrize("wrap", ["", "FSDP2", "compiled"])
+def test_smoothed_labels_are_those_of_the_next_tokens(ranks: Ranks, wrap: str) -> None:
+    """Trainer knows causal language models by their class's name, which FSDP2 and torch.compile change."""
+    for got, want in ranks(2).run(fsdp_jobs.smoothed, tokens(23), wrap):
+        assert relative_error(got, want) < BOUND

@@ -13,6 +13,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
+from torch.distributed.fsdp import StateDictType
 
 from hf_ring_attn.integration import accelerate as ours
 
@@ -56,7 +57,10 @@ def test_a_launch_config_means_its_mesh(name: str, monkeypatch: pytest.MonkeyPat
     assert parallel._get_mesh() == (dims, sizes)
     assert parallel.ring_enabled
     if kind == "FSDP":
-        assert FullyShardedDataParallelPlugin().fsdp_version == 2
+        plugin = FullyShardedDataParallelPlugin()
+        assert plugin.fsdp_version == 2
+        # Trainer.save_model() saves nothing with any other
+        assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
         assert parallel.fsdp_dim_names == ["dp_shard_cp"]
         assert parallel.dp_shard_cp_dim_names == ["cp"], "parameters are sharded over the ring"
 

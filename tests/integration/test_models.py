@@ -214,6 +214,19 @@ TRAININGS = [
         text="NEFTune scales its noise by the local length; set neftune_noise_alpha=None",
     ),
     Training(
+        why="NEFTune for a model in evaluation mode, as from_pretrained leaves it", change=jobs.in_evaluation_mode,
+        kind=jobs.WithoutWrapper, run=Run(why="", steps=2, arguments={"neftune_noise_alpha": 5.0}),
+        error="UnsupportedModel", text="NEFTune scales its noise by the local length; set neftune_noise_alpha=None",
+    ),
+    Training(
+        why="a compute_loss of its own, and model_init", kind=jobs.OwnLossOfALaterModel, error="UnknownTrainer",
+        text="OwnLossOfALaterModel computes its loss or its predictions in OwnLoss.compute_loss, which is not known",
+    ),
+    Training(
+        why="a loss_function of its own", change=jobs.with_a_loss_function, error="LossNotSharded",
+        text=f"the loss of LlamaForCausalLM, whose loss_function is its_own_loss, {GATHERED_INSTEAD}",
+    ),
+    Training(
         why="attention dropout", config={"attention_dropout": 0.2}, error="UnsupportedArgument",
         text="LlamaAttention called attention with dropout=0.2",
     ),
@@ -257,6 +270,12 @@ def test_a_trainer_is_refused_before_its_first_step(ranks: Ranks, training: Trai
         assert steps == 0
 
 
+def test_the_gathered_loss_takes_a_loss_function_of_its_own(ranks: Ranks) -> None:
+    run = Run(why="", steps=2, ring=RingConfig(loss="gathered"))
+    training = Training(why="", run=run, change=jobs.with_a_loss_function, error="", text="")
+    assert ranks(2).run(jobs.refused_training, training) == [None, None]
+
+
 def test_a_trainer_may_say_that_it_is_exact(ranks: Ranks) -> None:
     training = Training(why="", kind=jobs.OwnLossThatIsExact, error="", text="")
     assert ranks(2).run(jobs.refused_training, training) == [None, None]
@@ -269,7 +288,7 @@ def test_an_output_that_is_not_of_tokens_is_refused() -> None:
     sharded = hf_ring_attn.shard(tokens(12))
     assert whole_sequences(sharded, "logits", torch.ones(2, 12, 3)).shape == (2, 12, 3)
     for odd in (torch.ones(2, 5), torch.ones(2), "text"):
-        with pytest.raises(errors.UnknownOutput, match=r"the model's output 'pooled' .* Name it in ignore_keys"):
+        with pytest.raises(errors.UnknownOutput, match=r"'pooled' .* in ignore_keys, or set TrainingArguments\(pred"):
             whole_sequences(sharded, "pooled", odd)
 
 

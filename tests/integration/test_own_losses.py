@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import hf_ring_attn
-from hf_ring_attn import RingAttentionError
+from hf_ring_attn import RingAttentionError, RingConfig
 from hf_ring_attn.comm import Ring
 from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.testing import LiveRanks
@@ -129,6 +130,50 @@ def test_a_forward_that_may_change_the_loss_is_refused_by_its_name(ranks: Ranks)
 
 def error_of_class(cls: type[LlamaForCausalLM], labelled: bool = True) -> str:
     return error_of(lambda: of_class(cls), tokens(23) if labelled else IDS)
+
+
+# ---- a function in place of transformers' loss -----------------------------------------------------------------------
+
+
+def doubled(*args: Any, **kwargs: Any) -> Tensor:
+    loss: Tensor = ForCausalLMLoss(*args, **kwargs)
+    return 2 * loss
+
+
+class Doubles(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers' own
+    @property  # type: ignore[misc]  # nobody sets it
+    def loss_function(self) -> Any:
+        return doubled
+
+
+def with_its_loss_function(how: str) -> Any:
+    if how == "class":
+        return of_class(Doubles)
+    model = tiny("llama", "ring_fp32")
+    model.loss_function = ForCausalLMLoss if how == "the same" else doubled
+    return model
+
+
+@pytest.mark.parametrize("how", ["set", "class"])
+@pytest.mark.parametrize("loss", ["sharded", "gathered"])  # which only a Trainer gathers
+def test_another_loss_function_is_refused_by_its_name(
+    ranks: Ranks, how: str, loss: Literal["sharded", "gathered"]
+) -> None:
+    """The self-check let it pass, if its mean over ranks was near enough to that of the row."""
+    for error in ranks(2).run(error_with_function, how, loss):
+        assert error.startswith("LossNotSharded: the loss of "), error
+        assert ", whose loss_function is doubled, cannot be computed exactly from one rank's tokens. Use the " in error
+    assert error_with_function(how, loss) == ""  # one process
+
+
+def test_transformers_own_loss_may_be_set(ranks: Ranks) -> None:
+    assert ranks(2).run(error_with_function, "the same", "sharded") == ["", ""]
+
+
+def error_with_function(how: str, loss: Literal["sharded", "gathered"]) -> str:
+    model = with_its_loss_function(how)
+    hf_ring_attn.configure(model, RingConfig(loss=loss))
+    return error_of(lambda: model, tokens(23))
 
 
 # ---- the context that was forgotten ----------------------------------------------------------------------------------

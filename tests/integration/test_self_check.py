@@ -98,7 +98,8 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(ranks: Ranks, size: int) -
     for error, text, steps in ranks(size).run(jobs.refused, "loss"):
         assert (error, steps) == ("LossNotSharded", 0)
         assert text.startswith("the loss of RemoteModel (the self-check found 6.")
-        assert "in one process) cannot be computed exactly from one rank's tokens. No trainer can train it" in text
+        assert "in one process) cannot be computed exactly from one rank's tokens. Give it to transformers." in text
+        assert "Trainer as compute_loss_func, a function of whole rows' logits, with " in text
 
 
 @pytest.mark.parametrize("planted", ["pooled", "pooled beside"])
