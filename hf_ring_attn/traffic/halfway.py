@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec
 
-from ..comm import Pending, Ring
+from ..comm import LOCAL, Pending, Ring
 from ..errors import LeftHalfway, PeerLost
 
 P = ParamSpec("P")
@@ -70,8 +70,9 @@ class Halfway:
 
 
 def halfway_of(ring: Ring) -> Halfway:
-    """The one of a ring, whatever its roads. A new process group starts afresh; a ring of one has nobody to fool."""
-    return Halfway() if ring.size == 1 else _KNOWN.setdefault(ring.group, Halfway())
+    """The one of a ring, whatever its roads. A new process group starts afresh; a ring of one, or one
+    that a process plays, has nobody to fool."""
+    return Halfway() if ring.size == 1 or ring.name == LOCAL else _KNOWN.setdefault(ring.group, Halfway())
 
 
 _KNOWN: weakref.WeakKeyDictionary[object, Halfway] = weakref.WeakKeyDictionary()
