@@ -41,6 +41,9 @@ def uncast(count: Any, model: nn.Module | None) -> Any:
     """
     if not isinstance(count, Tensor):
         return count
-    parts = () if model is None else model.modules()
-    casts = any(cls.__name__ == "FSDPModule" for part in parts for cls in type(part).__mro__)
-    return count.item() if casts or model is None else count
+    return count.item() if model is None or any(map(is_unit, model.modules())) else count
+
+
+def is_unit(module: nn.Module) -> bool:
+    """What `fully_shard` was called with: by name, since torch.distributed is not imported here."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

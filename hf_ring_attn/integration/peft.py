@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from . import fsdp
+
 EXACT = frozenset({
     "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA",
     "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA", "ROAD", "SHIRA",
@@ -64,12 +66,7 @@ def head_read_past_fsdp(model: nn.Module) -> bool:
     if not any(getattr(module, "peft_config", None) for module in model.modules()):
         return False
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or not any(_is_fsdp_unit(part) for part in head.modules()):
+    if head is None or not any(map(fsdp.is_unit, head.modules())):
         return False
     weight = getattr(head, "weight", None)
     return weight is not None and bool(weight.requires_grad)
-
-
-def _is_fsdp_unit(module: nn.Module) -> bool:
-    """What `fully_shard` was called with: by name, since torch.distributed is not imported here."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

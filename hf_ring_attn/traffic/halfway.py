@@ -70,8 +70,8 @@ class Halfway:
 
 
 def halfway_of(ring: Ring) -> Halfway:
-    """The one of a ring, whatever its roads. A new process group starts afresh; a ring of one, or one
-    that a process plays, has nobody to fool."""
+    """The one of a ring, whatever its roads. A new process group starts afresh; a ring of one, or one that a process
+    plays, has nobody to fool."""
     return Halfway() if ring.size == 1 or ring.name == LOCAL else _KNOWN.setdefault(ring.group, Halfway())
 
 

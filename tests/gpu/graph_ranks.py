@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from verdict import told
 
 from hf_ring_attn.choice import kernel_for
 from hf_ring_attn.comm import Ring
@@ -77,13 +78,9 @@ def main() -> None:
         wrong.append("a captured attention was not refused")
     except CapturedGraph:
         pass
-    texts: list[list[str]] = [[]] * ring.size
-    dist.all_gather_object(texts, wrong)
-    if ring.rank == 0:
-        lines = [f"rank {rank}: {line}" for rank, some in enumerate(texts) for line in some]
-        sys.stdout.write("\n".join([*lines, f"{BATCHES} compiled batches, {len(lines)} wrong"]) + "\n")
+    failed = told(ring, wrong, f"{BATCHES} compiled batches")
     dist.destroy_process_group()
-    sys.exit(bool(wrong))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

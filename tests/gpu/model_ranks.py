@@ -17,6 +17,8 @@ import torch.distributed as dist
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "integration")]
 
+from verdict import told  # noqa: E402  only after the paths
+
 import hf_ring_attn  # noqa: E402  only after the paths
 import test_randomness as towers  # noqa: E402  only after the paths
 from hf_ring_attn.bench.world import world  # noqa: E402  only after the paths
@@ -114,13 +116,8 @@ def main() -> None:
         for step in towers.STEPS:
             far = {name: x for name, x in by_a_tower(step, device).items() if not x <= BOUND}
             wrong += [f"{step.model}, {step.why}: {far}"] if far else []
-        texts: list[list[str]] = [[]] * ring.size
-        dist.all_gather_object(texts, wrong)
-        if ring.rank == 0:
-            lines = [f"rank {rank}: {line}" for rank, some in enumerate(texts) for line in some]
-            text = "\n".join([*lines, f"{len(cases) + len(BY_DOCUMENT) + len(towers.STEPS)} cases, {len(lines)} wrong"])
-            sys.stdout.write(text + "\n")
-    sys.exit(any(texts))
+        failed = told(ring, wrong, f"{len(cases) + len(BY_DOCUMENT) + len(towers.STEPS)} cases")
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from verdict import told
 
 from hf_ring_attn.choice import kernel_for
 from hf_ring_attn.comm import Ring
@@ -157,13 +158,9 @@ def main() -> None:
             if not all(torch.equal(x, y) for x, y in zip(found, first, strict=True)):
                 wrong.append(f"{traffic}, {case}: pass {repeat} has other bits than the first")
                 break
-    texts: list[list[str]] = [[]] * ring.size
-    dist.all_gather_object(texts, wrong)
-    if ring.rank == 0:
-        lines = [f"rank {rank}: {line}" for rank, some in enumerate(texts) for line in some]
-        sys.stdout.write("\n".join([*lines, f"{len(CASES)} cases and 4 x {REPEATS} passes, {len(lines)} wrong"]) + "\n")
+    failed = told(ring, wrong, f"{len(CASES)} cases and 4 x {REPEATS} passes")
     dist.destroy_process_group()
-    sys.exit(bool(wrong))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
