@@ -1,5 +1,5 @@
 """Groups and lanes on one stream or on two, in turns: of one rank without traffic (alone.txt, measured by a patch of
-bbae114 that did what the code does now), or of a ring by pulls beside Ulysses (ring.txt, at 409f490).
+bbae114 that did what the code does now), or of a ring by pulls beside Ulysses (ring.txt, by a forerunner at 409f490).
 
     python streams.py; torchrun --nproc_per_node 4 streams.py
 """
