@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--against", nargs="+", choices=PEERS, default=[], help="under torchrun: others, if installed")
     how.add_argument(
         "--errors", nargs="*", choices=errors.PARTS, metavar="PART",
-        help="errors in place of speed, against one device and float64 (rings); PR 821's case (pr821); default: both",
+        help="errors in place of speed, against one device and float64 (rings); PR 821's case (pr821); default: both. "
+        "More ranks than GPUs may share them",
     )  # fmt: skip
     how.add_argument("--rings", type=int, nargs="+", default=errors.SIZES, help="of --errors: sizes that are played")
     how.add_argument("--rounds", type=int, default=5)
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     if given.plot:
         return _plot(given.plot)
-    with world(given.device) as (ring, device):
+    with world(given.device, may_share=given.errors is not None) as (ring, device):
         first = ring.rank == 0
         if given.against and ring.size == 1:
             sys.stderr.write("--against compares rings of several ranks: start this with torchrun\n")

@@ -290,7 +290,7 @@ class Pulls:
     def _settle(self) -> None:
         """Until no rank reads a buffer any more."""
         torch.cuda.synchronize(self.device)
-        self.ring.gather(torch.zeros(1, device=self.device), "made room for keys and values").wait()
+        self.ring.numbers(0, self.ring.small_device(self.device), "made room for keys and values")
         torch.cuda.synchronize(self.device)
 
 

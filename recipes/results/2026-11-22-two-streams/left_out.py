@@ -1,5 +1,6 @@
 """What a ring by pulls takes when parts of its traffic are left out (its numbers are wrong then), beside one rank's
-work without traffic and Ulysses; and the GPUs' clocks and power meanwhile. left_out.json has what a forerunner told at 409f490:
+work without traffic and Ulysses; and the GPUs' clocks and power meanwhile. left_out.json has what a forerunner told
+at 409f490:
 
     torchrun --nproc_per_node 4 left_out.py
 
