@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_ring_attn.biases import relative_buckets
+from programs import CPU_2RANKS, REPOSITORY, launched_by, start
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "examples"
 sys.path.insert(0, str(EXAMPLES))  # examples are programs that stand side by side, not a package
 
@@ -26,40 +24,8 @@ import first_light  # noqa: E402  only now it can be found
 from small import small_llama  # noqa: E402  only now it can be found
 from text import Rows  # noqa: E402  only now it can be found
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-ACCELERATE = [
-    *("-m", "accelerate.commands.launch", "--main_process_port", "0"),
-    *("--config_file", str(REPOSITORY / "recipes/accelerate/cpu_2ranks.yaml")),
-]
-SECONDS = 110
 NUMBER = re.compile(r"^(?:step \d+: )?[\w' ]+ (\d[\d.e+-]*)$", re.MULTILINE)
 """A line of an example's answer, such as "step 3: loss 4.5160537"."""
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Python with these arguments, in a folder of its own, on the CPU."""
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *arguments], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-GLOO_AT_EXIT = "terminate called without an active exception"
-"""A race of gloo's threads with the end of a process whose work is done, in one run of some thirty: run it again."""
-
-
-def output(program: subprocess.Popen[str], folder: Path | None = None) -> str:
-    try:
-        text, _ = program.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        program.terminate()  # a launcher ends its ranks
-        text, _ = program.communicate(timeout=10)
-    if program.returncode != 0 and folder is not None and GLOO_AT_EXIT in text:
-        _, *arguments = program.args  # type: ignore[misc]  # as `start` gave them: a list
-        return output(start(folder, *map(str, arguments)))
-    assert program.returncode == 0, text
-    return text
 
 
 def numbers(text: str) -> list[float]:
@@ -116,26 +82,28 @@ def plain_bias() -> list[float]:
     return losses
 
 
-PLAIN: list[tuple[str, list[str], Callable[[], list[float]]]] = [
-    ("plain_loop", TORCHRUN, lambda: plain_training(1001)),
-    ("accelerate_loop", ACCELERATE, lambda: plain_training(1000)),
-    ("fsdp2_loop", ACCELERATE, lambda: plain_training(1001)),
-    ("attention_only", TORCHRUN, plain_attention),
-    ("learnable_bias", TORCHRUN, plain_bias),
+PLAIN: list[tuple[str, Path | None, Callable[[], list[float]]]] = [
+    ("plain_loop", None, lambda: plain_training(1001)),
+    ("accelerate_loop", CPU_2RANKS, lambda: plain_training(1000)),
+    ("fsdp2_loop", CPU_2RANKS, lambda: plain_training(1001)),
+    ("attention_only", None, plain_attention),
+    ("learnable_bias", None, plain_bias),
 ]
+"""Each with its launch config; None: torchrun starts it."""
 
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "launcher", "plain"), PLAIN, ids=[row[0] for row in PLAIN])
+@pytest.mark.parametrize(("name", "config", "plain"), PLAIN, ids=[row[0] for row in PLAIN])
 def test_an_example_on_two_ranks_gives_the_numbers_of_plain_torch(
-    name: str, launcher: list[str], plain: Callable[[], list[float]], tmp_path: Path
+    name: str, config: Path | None, plain: Callable[[], list[float]], tmp_path: Path
 ) -> None:
-    program = start(tmp_path, *launcher, str(EXAMPLES / f"{name}.py"))
+    environment = {} if config is None else launched_by(config)
+    program = start(tmp_path, EXAMPLES / f"{name}.py", ranks=2, environment=environment)
     want = plain()
-    text = output(program, tmp_path)
+    text = program.output()
     assert numbers(text) == pytest.approx(want, rel=1e-6), text
     assert "ring of 2" in text or name in ("attention_only", "learnable_bias"), text
 
@@ -143,10 +111,13 @@ def test_an_example_on_two_ranks_gives_the_numbers_of_plain_torch(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trainer", "sft_packing"])
 def test_a_trainer_on_two_ranks_gives_the_losses_of_one_process_with_sdpa(name: str, tmp_path: Path) -> None:
-    ring = start(tmp_path, *ACCELERATE, str(EXAMPLES / f"{name}.py"))
-    path = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})"
-    alone = start(tmp_path, "-c", f"{path}; import {name}; {name}.main('sdpa')")
-    ring_text, alone_text = output(ring, tmp_path), output(alone)
+    (tmp_path / "ring").mkdir()
+    (tmp_path / "alone.py").write_text(
+        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import {name}; {name}.main('sdpa')"
+    )
+    ring = start(tmp_path / "ring", EXAMPLES / f"{name}.py", ranks=2, environment=launched_by(CPU_2RANKS))
+    alone = start(tmp_path, tmp_path / "alone.py")
+    ring_text, alone_text = ring.output(), alone.output()
     assert len(numbers(ring_text)) == 4, ring_text
     assert numbers(ring_text) == pytest.approx(numbers(alone_text), rel=1e-6), ring_text
     assert "ring of 2" in ring_text

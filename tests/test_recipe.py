@@ -17,13 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from checks import Ranks
-from test_examples import ACCELERATE, REPOSITORY, output, start
+from programs import CPU_2RANKS, REPOSITORY, launched_by, start
 
 RECIPE = REPOSITORY / "recipes" / "long_context_lora"
-TRAIN = [
-    *(str(RECIPE / "train.py"), "--shape", "tiny", "--dtype", "float32"),
-    *("--tokens", "301", "--steps", "3", "--learning-rate", "1e-2"),
-]
+TINY = ("--shape", "tiny", "--dtype", "float32", "--tokens", "301", "--steps", "3", "--learning-rate", "1e-2")
 LOSS = 1e-5
 """Relative bound: the order of float32 sums differs."""
 WEIGHT = 1e-4
@@ -33,17 +30,19 @@ WEIGHT = 1e-4
 @pytest.mark.slow
 def test_a_ring_of_two_trains_as_one_process(tmp_path: Path) -> None:
     runs = {
-        "alone": [*TRAIN, "--implementation", "sdpa", "--loss", "full"],
-        "trainer": [*ACCELERATE, *TRAIN, "--trainer", "trainer"],
-        "sft": [*ACCELERATE, *TRAIN, "--trainer", "sft"],
+        "alone": ("--implementation", "sdpa", "--loss", "full"),
+        "trainer": ("--trainer", "trainer"),
+        "sft": ("--trainer", "sft"),
     }
-    for name in runs:
-        (tmp_path / name).mkdir()
-    told = ("--output", "results.json", "--save", "adapter")
-    started = {name: start(tmp_path / name, *words, *told) for name, words in runs.items()}
+    started = {}
+    for name, options in runs.items():
+        (folder := tmp_path / name).mkdir()
+        ranks, environment = (1, {}) if name == "alone" else (2, launched_by(CPU_2RANKS))
+        given = (*TINY, *options, "--output", "results.json", "--save", "adapter")
+        started[name] = start(folder, RECIPE / "train.py", *given, ranks=ranks, environment=environment)
     found: dict[str, Any] = {}
     for name, program in started.items():
-        output(program, tmp_path / name)
+        program.output()
         found[name] = json.loads((tmp_path / name / "results.json").read_text())
     alone = found["alone"]
     assert alone["ranks"] == 1 and len(alone["losses"]) == 3
@@ -63,13 +62,13 @@ def test_a_ring_of_two_trains_as_one_process(tmp_path: Path) -> None:
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
     """What PEFT loads of the saved adapter, into a model that was made anew."""
-    model = PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**program()["SHAPES"]["tiny"])), folder / "adapter")
+    model = PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**train()["SHAPES"]["tiny"])), folder / "adapter")
     found = {name: x for name, x in model.state_dict().items() if "lora_" in name}
     assert any(x.abs().max() > 0 for name, x in found.items() if "lora_B" in name), "as it began"
     return found
 
 
-def program() -> dict[str, Any]:
+def train() -> dict[str, Any]:
     with mock.patch.object(sys, "path", [str(RECIPE), *sys.path]):
         return runpy.run_path(str(RECIPE / "train.py"))
 
@@ -99,7 +98,7 @@ def test_the_chunked_loss_takes_other_heads(ranks: Ranks) -> None:
 
 
 def step_with_chunked_loss(options: dict[str, Any], shards: bool) -> str:
-    recipe = program()
+    recipe = train()
     model: Any = LlamaForCausalLM(LlamaConfig(**recipe["SHAPES"]["tiny"]))
     recipe["with_chunked_loss"](model)
     wrapped: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).train()

@@ -136,7 +136,7 @@ class _World:
         self.folder = tempfile.TemporaryDirectory(prefix="live_ranks_")
         self.members: list[_Member] = []
         context = multiprocessing.get_context("forkserver")
-        _start_fork_server()
+        start_fork_server()
         for rank in range(size):
             mine, theirs = context.Pipe()
             what = (theirs, rank, size, self.folder.name, timeout_seconds)
@@ -186,7 +186,7 @@ class _World:
         self.folder.cleanup()
 
 
-def _start_fork_server() -> None:
+def start_fork_server() -> None:
     """Have a fork server, with the slow imports done, and without the threads that a fork would lose."""
     forkserver.set_forkserver_preload([__name__, "torch.distributed", *(x for x in PRELOAD if x in sys.modules)])
     only_for_it = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,4 +1,4 @@
-"""Run by test_accelerate.py under torchrun: what accelerate does with a ring, on two ranks or on dp 2 x cp 2.
+"""Run by test_accelerate.py: what accelerate does with a ring, on two ranks or on dp 2 x cp 2.
 
 Every check starts from a fresh `Accelerator`; the config comes from the environment, as accelerate launch sets it.
 """

@@ -1,4 +1,4 @@
-"""Run by test_trainer.py under torchrun: rank 1 raises in the middle of its third forward, between two layers."""
+"""Run by test_trainer.py: rank 1 raises in the middle of its third forward, between two layers."""
 
 from __future__ import annotations
 

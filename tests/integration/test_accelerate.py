@@ -6,7 +6,6 @@ simulated up to the point where accelerate decides what kind of run it is.
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from hf_ring_attn import errors
 from hf_ring_attn.integration import accelerate as ours
 from hf_ring_attn.integration.buffers import prepared
 from hf_ring_attn.layout import Layout
+from programs import start
 
 HERE = Path(__file__).parent
 
@@ -49,22 +49,14 @@ def model(attention: str = "ring_fp32") -> LlamaForCausalLM:
     ("world_size", "replicas"),
     [pytest.param(2, 1, id="cp 2", marks=pytest.mark.full), pytest.param(4, 2, id="dp 2 x cp 2")],
 )
-def test_accelerate_on_ranks(world_size: int, replicas: int) -> None:
+def test_accelerate_on_ranks(world_size: int, replicas: int, tmp_path: Path) -> None:
     environment = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
         "PARALLELISM_CONFIG_CP_SIZE": "2",
         "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(replicas),
-        "PYTHONPATH": str(HERE.parents[1]),
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    run = subprocess.run(
-        [*command, str(HERE / "accelerate_ranks.py")],
-        env=environment, capture_output=True, text=True, timeout=220, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("passed all") == world_size
+    program = start(tmp_path, HERE / "accelerate_ranks.py", ranks=world_size, environment=environment)
+    assert program.output().count("passed all") == world_size
 
 
 # ---- the config ----------------------------------------------------------------------------------------------------

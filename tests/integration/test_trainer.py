@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +14,7 @@ from accelerate import ParallelismConfig
 from comparison import Ranks, assert_equal_runs, by_turns, in_rings, without_ring
 from hf_ring_attn import RingConfig
 from jobs import train
+from programs import start
 from runs import Mesh, Rows, Run
 
 PROMPTS = Rows(labelled="answers")
@@ -110,18 +108,11 @@ def test_ways_to_ask_for_a_ring(ranks: Ranks, way: str) -> None:
 
 def test_a_rank_that_raises_ends_the_job(tmp_path: Path) -> None:
     """Rank 0 waits for rank 1 in a collective then; nobody waits for its timeout, and the cause is there to read."""
-    here = Path(__file__).parent
-    environment = {
-        **os.environ,
-        **Mesh(cp=2).launch_config(),
-        "PYTHONPATH": os.pathsep.join(map(str, (here, here.parents[1]))),
-    }
-    job = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", here / "failing_job.py"],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=220, check=False,
-    )  # fmt: skip
+    job = Path(__file__).with_name("failing_job.py")
+    program = start(tmp_path, job, ranks=2, environment=Mesh(cp=2).launch_config())
+    with pytest.raises(AssertionError) as failed:
+        program.output()
     ended = time.time()
-    assert job.returncode != 0
-    cause = re.search(r"OSError: the disk of rank 1 is full at (\S+)", job.stderr)
-    assert cause is not None, job.stderr
+    cause = re.search(r"OSError: the disk of rank 1 is full at (\d+\.\d+)", str(failed.value))
+    assert cause is not None, failed.value
     assert ended - float(cause[1]) < 30
