@@ -35,11 +35,13 @@ def _sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return lse.new_empty(0)
     share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+    share = share.masked_fill(lse == -torch.inf, 0)  # a query without keys whose sink is -inf has no weights to share
     return -(share * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    return gradient.to(dtype)
+    """In memory order, as the op's fake implementation has it."""
+    return gradient.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 class _Backward:
@@ -89,8 +91,8 @@ class _Backward:
                 with hop.at:
                     self._add(lane[hop.heads.start], *keys, self.tables.backward[hop.source], hop.sums)
                     if hop.source == rank:
-                        finished = self._finished(*keys, hop.sums, self.k.dtype)
-                        dk[:, :, hop.heads], dv[:, :, hop.heads] = finished
+                        self._finished(*keys, hop.sums, self.k.dtype, (dk[:, :, hop.heads], dv[:, :, hop.heads]))
+        del hop, keys  # the last sums go before dq is made
         return self._finished_dq()
 
     def _of_heads(self, heads: slice) -> _Backward:
@@ -161,10 +163,13 @@ class _Backward:
         into = Gradients(of.dq, *sums, (of_q, of_k, of_v), self.extra)
         self.kernel.backward(of.dout, of.q, k, v, of.lse, of.delta, tiles, of.params, into, of.out)
 
-    def _finished(self, k: Tensor, v: Tensor, segments: Segments, sums: Sums, dtype: torch.dtype) -> Sums:
+    def _finished(
+        self, k: Tensor, v: Tensor, segments: Segments, sums: Sums, dtype: torch.dtype,
+        into: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> Sums:  # fmt: skip
         finish = self.kernel.finish
         of_k, of_v = self._place("k", k, segments), self._place("v", v, segments)
-        return finish(sums[0], dtype, of_k), finish(sums[1], dtype, of_v)
+        return finish(sums[0], dtype, of_k, into[0]), finish(sums[1], dtype, of_v, into[1])
 
     def _home(self, gradient: Tensor) -> Tensor:
         """[B, T, heads, ...] of this rank's own tokens, summed over ranks, from each rank's of the keys that it saw."""

@@ -121,7 +121,8 @@ class Ring:
     def by_heads(
         self, tensors: Sequence[Tensor], groups: Sequence[slice], send: Callable[[Tensor], Pending] | None = None
     ) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Sends tensors [B, T, G, ...] a group of heads at a time, the next group on its way meanwhile.
+        """Sends tensors [B, T, G, ...] a group of heads at a time, the next group on its way meanwhile: the first one
+        leaves now, whenever it is asked for.
 
         Args:
             send: how; None: `gather`, which gives [W, B, T, heads, ...] in rank order.
@@ -134,12 +135,14 @@ class Ring:
         def launch(group: slice) -> list[Pending]:
             return [send(tensor[:, :, group]) for tensor in tensors]
 
-        ahead = launch(groups[0])
-        for here, following in zip(groups, [*groups[1:], None], strict=True):
-            arrived = ahead
-            if following is not None:
-                ahead = launch(following)
-            yield here, [pending.wait()[0] for pending in arrived]
+        def arriving(ahead: list[Pending]) -> Iterator[tuple[slice, list[Tensor]]]:
+            for here, following in zip(groups, [*groups[1:], None], strict=True):
+                arrived = ahead
+                if following is not None:
+                    ahead = launch(following)
+                yield here, [pending.wait()[0] for pending in arrived]
+
+        return arriving(launch(groups[0]))
 
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], doing: str) -> Pending:
         """From [sum(sends), ...], so many rows for each rank in order, [sum(receives), ...], so many of each."""

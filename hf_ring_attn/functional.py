@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args, overload
 
 import torch
@@ -217,6 +218,8 @@ def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tenso
         "scale (in billionths, 0 for the default)": 0 if scale is None else int(scale * 1e9),
         "use of sinks": int(sinks is not None),
         **facts_of(mod),
+        "deterministic": int(config.deterministic),
+        "kernel (its name's checksum)": zlib.crc32(config.kernel.encode()),
         "backward ('ring': 0, 'gather': 1)": int(config.backward == "gather"),
         "heads_per_gather": config.heads_per_gather or 0,
         "traffic ('auto': 0, 'messages': 1, 'pulls': 2)": get_args(Traffic).index(config.traffic),

@@ -48,6 +48,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """End the whole run, with every thread's stack, when a test hangs: nothing softer ends a stuck collective."""
     seconds = TEST_SECONDS if item.get_closest_marker("gpu") is None else GPU_TEST_SECONDS
     faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[_stderr])
+    torch.manual_seed(0)  # the same numbers whatever ran before
     try:
         return (yield)
     finally:

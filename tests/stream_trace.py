@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -252,10 +253,9 @@ def rank(trace: Trace, number: int, ranks: int) -> Iterator[pulls.Pulls]:
         for one in made:
             one.queue(*done)
 
-    def gather(*_: object) -> mock.MagicMock:
-        trace.meet("gather", waits=False)
-        trace.meet("gather", waits=True)
-        return mock.MagicMock()
+    def numbers(*_: object) -> None:
+        trace.meet("numbers", waits=False)
+        trace.meet("numbers", waits=True)
 
     def current(*_: object) -> Stream:
         return trace.current[-1]
@@ -269,7 +269,14 @@ def rank(trace: Trace, number: int, ranks: int) -> Iterator[pulls.Pulls]:
     }
     with mock.patch.multiple(torch.cuda, **fakes), mock.patch.object(pulls, "Shared", Memory):
         main = stream()
-        ring = mock.MagicMock(rank=number, size=ranks, gather=gather, group=mock.Mock(spec=[]))
+        ring: Any = SimpleNamespace(
+            rank=number,
+            size=ranks,
+            name="traced",
+            numbers=numbers,
+            small_device=lambda device: device,
+            group=mock.Mock(spec=[]),
+        )
         trace.current.append(main)
         try:
             road = pulls.Pulls(ring, torch.device("cpu"))

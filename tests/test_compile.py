@@ -107,6 +107,25 @@ def test_the_ops_keep_what_they_promise_to_a_compiler(kv_heads: int, sinks: bool
     assert set(forward.values()) | set(backward.values()) == {"SUCCESS"}
 
 
+def gradients_of_a_sparse_plan() -> list[bool]:
+    """Whether out and each gradient lie in memory as the fakes have it, where all key heads travel in one group."""
+    ring = Ring.of(None)
+    layout = Layout(LENGTH, ring.size, ring.rank)
+    ids = layout.pad(torch.arange(LENGTH).expand(2, -1) // 3, 1, -1)
+    plan = Plan.of(ring, layout, Mask.of(CAUSAL, 2, layout.padded, ids), sparse_share=1)
+    assert plan.stops[-1], "ranks exchange what they see"
+    shapes = ((4, 8), (1, 8), (1, 6))
+    leaves = [torch.randn(2, layout.local_length, *shape).requires_grad_() for shape in shapes]
+    q, k, v = leaves
+    out, _ = attend(q, k, v, plan, Params(1.0), kernel="reference")
+    return [x.is_contiguous() for x in (out, *torch.autograd.grad(out.square().sum(), leaves))]
+
+
+def test_gradients_lie_as_the_fakes_have_it_also_where_ranks_exchange_what_they_see(ranks: Ranks) -> None:
+    """A compiler reads them by the strides of the fakes."""
+    assert ranks(2).run(gradients_of_a_sparse_plan) == [[True] * 4] * 2
+
+
 def test_fakes_tell_shapes_without_a_process_group() -> None:
     """Tracing on one machine for a ring that only exists on others."""
     q, k, v = (torch.empty(2, 8, *shape, device="meta", dtype=torch.bfloat16) for shape in ((4, 8), (2, 8), (2, 6)))

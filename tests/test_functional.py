@@ -61,6 +61,14 @@ def test_the_lse_comes_on_request_and_is_not_differentiable() -> None:
     assert torch.equal(out, out_of(**x))
 
 
+def test_a_sink_without_weight_has_no_gradient_where_nothing_is_seen_either() -> None:
+    """exp(sink - lse) is exp(-inf - -inf) there."""
+    x, sinks = qkv(), torch.tensor([-torch.inf, 0.0, 1.0, -torch.inf]).requires_grad_()
+    out_of(**x, sinks=sinks, documents=torch.tensor([0, 0, 0, 0, 0, 0, 0, -1])).sum().backward()
+    assert sinks.grad is not None
+    assert sinks.grad.isfinite().all() and sinks.grad[[0, 3]].eq(0).all() and sinks.grad[[1, 2]].all()
+
+
 def test_the_default_scale_is_that_of_the_head() -> None:
     assert torch.equal(out_of(**qkv()), out_of(**qkv(), scale=6**-0.5))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -176,27 +177,36 @@ def test_attention_that_ended_halfway_is_not_tried_again(ranks: Ranks, failure: 
 # ---- several walks of one attention ----------------------------------------------------------------------------------
 
 
-def walks_of(halfway: Halfway, count: int, ends: int) -> None:
-    """Of that many walks the first ``ends`` end; the next one fails before anything of it has left."""
-    for number in range(min(count, ends + 1)):
+BEFORE, AMID, AFTER = "before its first message", "amid its messages", "after its last one"
+
+
+def walks_of(halfway: Halfway, count: int, fails: int, when: str, sends: bool) -> None:
+    """Of that many walks the one of this number fails. ``sends``: begins with a message, not with the walk."""
+
+    def at(moment: str) -> None:
+        if number == fails and moment == when:
+            raise torch.OutOfMemoryError
+
+    pending = Pending(Ring(LOCAL), "", [], ())
+    for number in range(count):
         with halfway.walk(number, count):
-            if number == ends:
-                raise torch.OutOfMemoryError
-            halfway.begin()
+            at(BEFORE)
+            halfway.sending(lambda: pending)() if sends else halfway.begin()
+            at(AMID)
             halfway.end()
+            at(AFTER)
 
 
+@pytest.mark.parametrize("sends", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_an_attention_of_several_walks_is_half_way_between_them(count: int) -> None:
-    """Others went on with the next walk, and would have taken the next attention for it."""
+def test_an_attention_of_several_walks_is_half_way_between_them(count: int, sends: bool) -> None:
+    """Others go on with the next walk, and would take the next attention for it."""
     halfway = Halfway()
-    for ends in (count, 0):  # all of them, and none
-        with pytest.raises(torch.OutOfMemoryError) if ends == 0 else nullcontext():
-            walks_of(halfway, count, ends)
-        halfway.check()
-    for ends in range(1, count):
+    walks_of(halfway, count, count, BEFORE, sends)
+    halfway.check()
+    for fails, when in itertools.product(range(count), (BEFORE, AMID, AFTER)):
         halfway = Halfway()
         with pytest.raises(torch.OutOfMemoryError):
-            walks_of(halfway, count, ends)
-        with pytest.raises(LeftHalfway):
-            halfway.check()
+            walks_of(halfway, count, fails, when, sends)
+        over = (fails, when) in ((0, BEFORE), (count - 1, AFTER))  # nothing has left, or all has come
+        assert halfway.inside is not over, (fails, when)

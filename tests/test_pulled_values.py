@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -69,8 +70,10 @@ def threads(ranks: int) -> Iterator[list[pulls.Pulls]]:
             self.handle.wait_signal = wait
 
     def ring(rank: int) -> Any:
-        gather = mock.MagicMock(side_effect=lambda *_: meet("gather"))
-        return mock.MagicMock(rank=rank, size=ranks, group=mock.Mock(spec=[]), gather=gather)
+        return SimpleNamespace(
+            rank=rank, size=ranks, name="threads", group=mock.Mock(spec=[]), numbers=lambda *_: meet("numbers"),
+            small_device=lambda device: device,
+        )  # fmt: skip
 
     fakes: dict[str, Any] = {name: mock.MagicMock() for name in ("Stream", "current_stream", "Event", "synchronize")}
     with (

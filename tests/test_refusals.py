@@ -148,6 +148,8 @@ def called_differently(change: dict[str, Any]) -> str:
         ({"softcap": 30.0}, "softcap (in millionths), but got rank 0: 0, rank 1: 30000000."),
         ({"scale": 0.5}, "scale (in billionths, 0 for the default), but got rank 0: 0, rank 1: 500000000."),
         ({"sinks": torch.zeros(4)}, "use of sinks, but got rank 0: 0, rank 1: 1."),
+        ({"config": RingConfig(deterministic=True)}, "deterministic, but got rank 0: 0, rank 1: 1."),
+        ({"config": RingConfig(kernel="reference")}, "kernel (its name's checksum), but got rank 0: "),
         ({"config": RingConfig(backward="gather")}, "backward ('ring': 0, 'gather': 1), but got rank 0: 0, rank 1: 1."),
         ({"config": RingConfig(heads_per_gather=1)}, "heads_per_gather, but got rank 0: 0, rank 1: 1."),
         ({"documents": torch.zeros(8)}, "documents (their fingerprint), but got rank 0: 0, rank 1: "),

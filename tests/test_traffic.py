@@ -182,6 +182,20 @@ def test_a_rank_meets_the_one_before_it_first() -> None:
     assert visiting_order(ring) == [0, 3, 2, 1]
 
 
+def sent_before_and_after() -> tuple[int, int]:
+    """How many gathers have left when keys and values are to be gathered, and when they have been asked for."""
+    k, heads = torch.randn(1, 4, 2, 3), [slice(0, 1), slice(1, 2)]
+    with mock.patch.object(Ring, "gather", autospec=True, side_effect=Ring.gather) as gather:
+        parts = Messages(Ring.of(None)).gathered(k, k, heads)
+        before = gather.call_count
+        assert len(list(parts)) == 2
+    return before, gather.call_count
+
+
+def test_the_first_keys_and_values_are_on_their_way_before_anyone_asks_for_them(ranks: Ranks) -> None:
+    assert ranks(2).run(sent_before_and_after) == [(2, 4)] * 2
+
+
 def choices() -> tuple[str, str, str]:
     ring = Ring.of(None)
     refusal = ""

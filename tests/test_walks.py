@@ -22,9 +22,9 @@ def apart() -> list[tuple[bool, list[int]]]:
     those that do so together, and how many key heads each walk had."""
     generator = torch.Generator().manual_seed(6)
     mine = held(50, dist.get_rank(), dist.get_world_size())
-    shapes = ((6, 8), (3, 8), (3, 6), (6, 6))
+    shapes = ((10, 8), (5, 8), (5, 6), (10, 6))
     q, k, v, dout = (torch.randn(2, 50, *shape, generator=generator).double()[:, mine] for shape in shapes)
-    sinks, bias = (torch.randn(6, generator=generator).double() for _ in range(2))
+    sinks, bias = (torch.randn(10, generator=generator).double() for _ in range(2))
     ids = torch.arange(50) // 20
 
     def mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -55,4 +55,4 @@ def apart() -> list[tuple[bool, list[int]]]:
 
 def test_heads_that_walk_apart_have_the_same_gradients(ranks: Ranks) -> None:
     for found in ranks(3).run(apart):
-        assert found == [(True, [3, 1, 2])] * 3
+        assert found == [(True, [5, 3, 2])] * 3

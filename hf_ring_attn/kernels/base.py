@@ -202,8 +202,10 @@ class InOrder:
     def of_heads(self, accumulator: Tensor, heads: slice) -> Tensor:
         return accumulator[:, :, heads]
 
-    def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
-        return accumulator.to(dtype)
+    def finish(
+        self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        return accumulator.to(dtype) if out is None else out.copy_(accumulator)
 
 
 class Kernel(Protocol):
@@ -249,8 +251,14 @@ class Kernel(Protocol):
         """
         ...
 
-    def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
-        """The gradient in ``dtype`` and the order of its tensor, from its accumulator: the single rounding."""
+    def finish(
+        self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The gradient in ``dtype`` and the order of its tensor, from its accumulator: the single rounding.
+
+        Args:
+            out: where it is written: these heads of a tensor of more, in ``dtype``; None: a new tensor.
+        """
         ...
 
     def unsupported(self, request: Request) -> list[str]:

@@ -19,28 +19,34 @@ P = ParamSpec("P")
 
 
 class Halfway:
-    """Whether a ring is in the middle of an attention, as this rank sees it: something was sent, not all has come."""
+    """Whether a ring is in the middle of an attention, as this rank sees it.
+
+    Attributes:
+        inside: something was sent, not all has come.
+        begun: something was sent since the latest walk began, whether or not all has come.
+    """
 
     def __init__(self) -> None:
-        self.inside = False
+        self.inside = self.begun = False
 
     def begin(self) -> None:
         """Raises as `check`."""
         self.check()
-        self.inside = True
+        self.inside = self.begun = True
 
     def sending(self, send: Callable[P, Pending]) -> Callable[P, Pending]:
         """Begins with the first message by ``send``: where none has left, nothing is half-way. Raises as `check`."""
         self.check()
 
         def sent(*args: P.args, **kwargs: P.kwargs) -> Pending:
-            before, self.inside = self.inside, True
+            before = self.inside, self.begun
+            self.inside = self.begun = True
             try:
                 return send(*args, **kwargs)
             except PeerLost:
                 raise
             except Exception:  # no room for it, say: this message has not left
-                self.inside = before
+                self.inside, self.begun = before
                 raise
 
         return sent
@@ -53,10 +59,12 @@ class Halfway:
         """One of several walks of an attention, which is half-way between them, too."""
         if number:
             self.inside = False
+        self.begun = False
         try:
             yield
         except BaseException:
-            self.inside = self.inside or number > 0
+            # Others go on with this walk, or with the next one.
+            self.inside = self.inside or (number + 1 < walks if self.begun else number > 0)
             raise
         self.inside = number + 1 < walks
 

@@ -60,8 +60,8 @@ def walk_groups(q: Tensor, k: Tensor, v: Tensor, chunk: int, itemsize: int) -> l
     bytes_per_head = batch * tokens * (width + v.shape[3]) * itemsize
     queries_per_head = max(1, batch * chunk * q.shape[2] // heads)
     each = max(1, SUMS // max(1, bytes_per_head), 2 * _to_launch(queries_per_head, tokens))  # two lanes
-    count = -(-heads // each)
-    stops = [heads * number // count for number in range(count + 1)]
+    count = min(-(-heads // each), max(1, heads // 2))
+    stops = [-(-heads * number // count) for number in range(count + 1)]  # the largest first: the others fit its room
     return [slice(start, stop) for start, stop in itertools.pairwise(stops)]
 
 
@@ -92,7 +92,11 @@ def seen_by_heads(
 
 def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]) -> Generator[Part]:
     halfway = halfway_of(ring)
-    send = halfway.sending(functools.partial(exchange.take, ring))
-    for group, arrived in ring.by_heads((k, v), groups, send):
-        yield Part(group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1]))
-    halfway.end()  # by now a backward has given the last gradients back, too
+    sent = ring.by_heads((k, v), groups, halfway.sending(functools.partial(exchange.take, ring)))
+
+    def arriving() -> Generator[Part]:
+        for group, arrived in sent:
+            yield Part(group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1]))
+        halfway.end()  # by now a backward has given the last gradients back, too
+
+    return arriving()

@@ -28,9 +28,14 @@ class Messages:
     ) -> Generator[Part]:
         layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank, owners)
         halfway = halfway_of(self.ring)
-        for group, (keys, values) in self.ring.by_heads((k, v), groups, halfway.sending(self.ring.gather)):
-            yield Part(group, layout.merge(keys), layout.merge(values))
-        halfway.end()
+        sent = self.ring.by_heads((k, v), groups, halfway.sending(self.ring.gather))
+
+        def arriving() -> Generator[Part]:
+            for group, (keys, values) in sent:
+                yield Part(group, layout.merge(keys), layout.merge(values))
+            halfway.end()
+
+        return arriving()
 
     def hops(
         self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], abreast: bool = False

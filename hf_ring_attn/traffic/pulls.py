@@ -66,7 +66,7 @@ class Pulls:
     Attributes:
         lost_after_ms: a rank that waits longer for another one ends with an error of CUDA.
         held: what queued copies read and write. After an error in the middle of an op they are queued still, and
-            whoever got their memory would be written over: it stays until the process group ends.
+            whoever got their memory would be written over: it stays, until a process group of this name begins anew.
     """
 
     groups, bytes_per_gather = 2, PULLED

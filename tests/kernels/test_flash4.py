@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from dataclasses import replace
@@ -101,6 +102,17 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, size: int) -> None:
     for name in ("dq", "dk", "dv"):
         assert getattr(narrow, name).dtype == dtype
         assert torch.equal(getattr(narrow, name), getattr(wide, name).to(dtype)), name
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 16), (2, 16), (1, 18)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_statistics_of_queries_go_with_them(size: int, batch: int, length: int) -> None:
+    """Also where they lie in blocks as they are: an entry that holds its own key would never go."""
+    kernel = Flash4(library=Fake((4, 4)))
+    q, k, v, dout = torch.randn(4, batch, length * size, 2, 8).unbind()
+    replay(kernel, q, k, v, dout, Mask.of(CAUSAL, batch, length * size), size, Params(0.3))
+    gc.collect()
+    assert not len(kernel._kept)
 
 
 def test_a_rank_of_padding_alone() -> None:

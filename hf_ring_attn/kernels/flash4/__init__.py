@@ -102,7 +102,11 @@ class Flash4:
         if not calls:
             return
         statistics = self._statistics(lse, delta, of_q)
+        queries, keys = q, k
         q, k, v, dout = (aligned(x) for x in (q, k, v, dout))
+        if q is not queries or k is not keys:
+            # The backward may read these before the launch ahead of it is over: one more in between, which waits.
+            torch.zeros(1, device=q.device)
         for call in calls:
             (qs, ks, vs, dos), (lse_log2, deltas, dq, dk, dv) = _parts(
                 call, (q, k, v, dout), (*statistics, into.dq, into.dk, into.dv), of_q, of_k
@@ -110,9 +114,12 @@ class Flash4:
             lengths = self._lengths_of(call, q.device) if isinstance(call, Packed) else None
             self.library.backward(qs, ks, vs, dos, lse_log2, deltas, dq, dk, dv, params, call.bounds, lengths)
 
-    def finish(self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
+    def finish(
+        self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None, out: Tensor | None = None
+    ) -> Tensor:
         assert place is not None, "flash4's accumulators are arranged by the place they are for"
-        return finish(self.library, accumulator, dtype, place)
+        out = torch.empty(place.shape, dtype=dtype, device=accumulator.device) if out is None else out
+        return finish(self.library, accumulator, out, place)
 
     def unsupported(self, request: Request) -> list[str]:
         reasons = reasons_of_flash(request)
@@ -135,11 +142,13 @@ class Flash4:
 
     def _statistics(self, lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """lse * log2(e) and delta in blocks. Kept for the next hop, which comes with the same tensors."""
-        of_lse, of_blocks, statistics = self._kept.get(delta, (None, None, None))
+        of_lse, of_blocks, lse_log2, placed = self._kept.get(delta, (None, None, None, None))
         if of_lse is None or of_lse() is not lse or of_blocks is not blocks:
-            statistics = in_blocks(lse, delta, blocks)
-            self._kept[delta] = weakref.ref(lse), blocks, statistics
-        return statistics  # type: ignore[no-any-return]  # WeakIdKeyDictionary has no types
+            lse_log2, placed = in_blocks(lse, delta, blocks)
+            # An entry that held its own key would never go.
+            placed = None if placed is delta else placed
+            self._kept[delta] = weakref.ref(lse), blocks, lse_log2, placed
+        return lse_log2, delta if placed is None else placed
 
     def _lengths_of(self, call: Packed, device: torch.device) -> Lengths:
         by_device = self._lengths.setdefault(call, {})

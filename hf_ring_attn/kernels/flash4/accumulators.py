@@ -37,14 +37,14 @@ def in_blocks(lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tenso
     return placed[0], placed[1]
 
 
-def finish(library: Library, accumulator: Tensor, dtype: torch.dtype, place: Place) -> Tensor:
-    """The gradient [B, T, heads, width]. In 16 bits by flash-attn-4's own kernel, wider by undoing its order."""
+def finish(library: Library, accumulator: Tensor, out: Tensor, place: Place) -> Tensor:
+    """The gradient in out [B, T, heads, width]. In 16 bits by flash-attn-4's own kernel, wider by undoing its order."""
     blocks = Blocks.of(place, library.sides[place.widths])
     batch, tokens, _, width = place.shape
     held = sum(segment.length for segment in blocks.segments) * (batch if blocks.shared else 1)
-    new = torch.empty if held == batch * tokens else torch.zeros
-    out = new(place.shape, dtype=dtype, device=accumulator.device)
-    if dtype.itemsize > 2:
+    if held != batch * tokens:
+        out.zero_()
+    if out.dtype.itemsize > 2:
         rows = _in_order(library, accumulator, place, blocks)
         if blocks.shared:
             for segment in blocks.joined:
@@ -52,7 +52,7 @@ def finish(library: Library, accumulator: Tensor, dtype: torch.dtype, place: Pla
                 out[:, segment.start : segment.stop] = rows[:, :, there].transpose(1, 2)
         else:
             index, places = _index(blocks, accumulator.device)
-            out.flatten(0, 1).index_copy_(0, index, rows.index_select(1, places).transpose(0, 1).to(dtype))
+            out.flatten(0, 1).index_copy_(0, index, rows.index_select(1, places).transpose(0, 1).to(out.dtype))
         return out.mul_(place.scale)
     if blocks.shared:
         for segment in blocks.joined:
