@@ -25,6 +25,7 @@ from rank_functions import Answer, held, narrow_inputs, poisoned_memory, whole
 from score_mods import MODS, Builder, Mod, dense, only_where_seen
 
 RING, GATHER = RingConfig(), RingConfig(backward="gather", heads_per_gather=1)
+SIZES = (1, pytest.param(2, marks=pytest.mark.full), 4)
 CASES = (
     Case(why="causal", length=23, heads=4, kv_heads=2, seed=1),
     Case(why="bidirectional, two rows", batch=2, length=24, heads=3, kv_heads=3, band=BIDIRECTIONAL, seed=2),
@@ -100,7 +101,7 @@ def test_a_case_is_of_ranks_that_exchange_what_they_see() -> None:
     assert Tables.of(plan.tiles, plan.stops, 4).exchange is not None
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
 def test_scores_and_captured_tensors_have_the_gradients_of_autograd(ranks: Ranks, size: int, case: Case) -> None:
     for (name, config), errors in errors_of(ranks, size, case, list(MODS), (RING, GATHER)).items():
@@ -124,7 +125,7 @@ def in_narrow(case: Case, dtype: torch.dtype, captured: torch.dtype, config: Rin
 
 @pytest.mark.parametrize("config", [RING, GATHER], ids=lambda config: config.backward)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_captured_gradients_are_summed_without_rounding(
     ranks: Ranks, size: int, dtype: torch.dtype, config: RingConfig
 ) -> None:

@@ -38,7 +38,7 @@ COMPLETIONS = Case(
     "Gemma 3, completions, accumulation", {**SMALL, "gradient_accumulation_steps": 2}, "completion", images=GEMMA
 )
 LARGER = [
-    (COMPLETIONS, Mesh(cp=4)),
+    pytest.param(COMPLETIONS, Mesh(cp=4), marks=pytest.mark.full),
     (COMPLETIONS, Mesh(dp=2, cp=2)),
     (Case("Gemma 3, rings without images", SMALL, rows="chat", images=GEMMA, without_images=2), Mesh(dp=2, cp=2)),
     # Without replicas: its loss is each batch's mean, of which replicas' mean is not that of all their rows.
