@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from .. import errors
 from . import active
@@ -28,11 +29,31 @@ def _skips_layers(module: nn.Module) -> bool | None:
     return any(found) if found else None
 
 
+def _normalises_by_batch(module: nn.Module) -> bool | None:
+    """Batch norms, SyncBatchNorm among them, which would count a ring's padding, and instance norms."""
+    return isinstance(module, _NormBase) or None
+
+
+def _drops_channels(module: nn.Module) -> bool | None:
+    kinds = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
+    return module.p > 0 if isinstance(module, kinds) else None
+
+
 IN_TRAINING: list[tuple[Callable[[nn.Module], bool | None], str]] = [
     (
         _skips_layers,
         "skips layers at random, and each rank would draw for itself which, so that keys of one layer would meet those "
         "of another: set its rate to 0, here and in the config that the model is made of (config.layerdrop = 0)",
+    ),
+    (
+        _normalises_by_batch,
+        "normalises by statistics of many tokens, of which each rank has its own only: freeze it, by eval() after each "
+        "train(), or use a norm of single tokens (LayerNorm, RMSNorm)",
+    ),
+    (
+        _drops_channels,
+        "drops the same of many tokens at random, and each rank would draw for its own: set its p to 0, or use "
+        "nn.Dropout",
     ),
 ]
 """Whether a module does what is not exact in training, by its present rates, or None if it never does; and why."""

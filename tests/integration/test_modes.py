@@ -20,6 +20,8 @@ from tiny_models import tiny
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0, "layerdrop": 0.3}
 SKIPS = "skips layers at random, and each rank would draw for itself which"
 
+STATISTICS = "normalises by statistics of many tokens, of which each rank has its own only: freeze it, by eval()"
+
 
 class DropPath(nn.Module):
     """As in transformers and timm; what it drops is not asked here."""
@@ -50,11 +52,17 @@ INEXACT: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: Decoder(0.1), f"(Decoder) {SKIPS}"),
     (lambda: DropPath(0.1), f"(DropPath) {SKIPS}"),
     (lambda: StochasticDepth(0.1), f"(StochasticDepth) {SKIPS}"),
+    (lambda: nn.BatchNorm1d(32), f"(BatchNorm1d) {STATISTICS}"),
+    (lambda: nn.SyncBatchNorm(32), f"(SyncBatchNorm) {STATISTICS}"),
+    (lambda: nn.InstanceNorm1d(32, track_running_stats=True), f"(InstanceNorm1d) {STATISTICS}"),
+    (nn.Dropout1d, "(Dropout1d) drops the same of many tokens at random, and each rank would draw for its own"),
 ]
 EXACT: dict[str, Callable[[], nn.Module]] = {
     "no layer skipped": lambda: Decoder(0.0),
     "no path dropped": DropPath,
     "dropout": lambda: nn.Dropout(0.5),
+    "no channel dropped": lambda: nn.Dropout1d(0.0),
+    "groups of a token's numbers": lambda: nn.GroupNorm(4, 32),
 }
 
 
@@ -89,26 +97,31 @@ def test_towers_may_do_so_since_every_rank_runs_them_whole(make: Callable[[], nn
 
 
 class Around(nn.Module):
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp: nn.Module, own: nn.Module) -> None:
         super().__init__()
-        self.mlp, self.drop = mlp, DropPath(0.1)
+        self.mlp, self.own = mlp, own
 
     def forward(self, x: Tensor) -> Any:
-        return self.drop(self.mlp(x))
+        return self.own(self.mlp(x).transpose(1, 2)).transpose(1, 2)
 
 
-def refused_by_turns(late: bool) -> list[bool]:
+BY_TURNS: dict[str, Callable[[], nn.Module]] = {
+    "layers": lambda: DropPath(0.1), "a batch norm": lambda: nn.BatchNorm1d(32), "channels": nn.Dropout1d,
+}  # fmt: skip
+
+
+def refused_by_turns(what: str, late: bool) -> list[bool]:
     """Of batches of one model, whether each was refused, while one of its modules changes its mode to and fro.
 
     ``late``: it changes once the batch was made for this model, as by a Trainer.
     """
     model, found = tiny("llama", "ring_fp32").train(), list[bool]()
-    around = model.model.layers[1].mlp = Around(model.model.layers[1].mlp)
+    around = model.model.layers[1].mlp = Around(model.model.layers[1].mlp, BY_TURNS[what]())
     for trains in (False, True, False, True):
-        around.drop.train(trains and not late)
+        around.own.train(trains and not late)
         try:
             sharded = hf_ring_attn.shard(tokens(12), model=model)
-            around.drop.train(trains)
+            around.own.train(trains)
             with sharded:
                 model(**sharded.inputs)
         except errors.UnsupportedModel:
@@ -118,9 +131,10 @@ def refused_by_turns(late: bool) -> list[bool]:
     return found
 
 
+@pytest.mark.parametrize("what", BY_TURNS)
 @pytest.mark.parametrize("late", [False, True])
-def test_modes_are_looked_at_in_each_batch(ranks: Ranks, late: bool) -> None:
-    assert ranks(2).run(refused_by_turns, late) == [[False, True, False, True]] * 2
+def test_modes_are_looked_at_in_each_batch(ranks: Ranks, what: str, late: bool) -> None:
+    assert ranks(2).run(refused_by_turns, what, late) == [[False, True, False, True]] * 2
 
 
 def test_a_model_that_skips_layers_is_refused_in_training(ranks: Ranks) -> None:
