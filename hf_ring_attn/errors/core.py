@@ -116,8 +116,14 @@ class RanksDiffer(Refused):
 
 
 class RefusedElsewhere(Refused):
+    """``messages``: rank -> why it refused; ranks with the same reason are told together."""
+
     def __init__(self, messages: dict[int, str]) -> None:
-        listing = "\n".join(f"  rank {rank}: {text}" for rank, text in messages.items())
+        ranks: dict[str, list[str]] = {}
+        for rank, text in messages.items():
+            ranks.setdefault(text, []).append(str(rank))
+        who = [f"{'ranks' if len(of) > 1 else 'rank'} {', '.join(of)}" for of in ranks.values()]
+        listing = "\n".join(f"  {which}: {text}" for which, text in zip(who, ranks, strict=True))
         super().__init__(f"the ring stops because a rank of it refused its batch:\n{listing}")
 
 
