@@ -131,7 +131,10 @@ class PeerLost(RingAttentionError, RuntimeError):
     def __init__(self, doing: str, rank: int, size: int) -> None:
         super().__init__(
             f"rank {rank} of a ring of {size} lost another rank while it {doing}. That rank failed first: "
-            "its own traceback, printed by it above or below, is the cause to look at; this one only follows it."
+            "its own traceback, printed by it above or below, is the cause to look at; this one only follows it. "
+            "If it printed none, it caught its error (out of memory, say) and went on with other work. A ring cannot "
+            "skip a batch on one rank alone: let such an error end the job, or skip the batch on all ranks, before its "
+            "forward."
         )
 
 
