@@ -211,6 +211,14 @@ def test_all_refusals_are_listed(ranks: Ranks) -> None:
     assert all(text.endswith("  rank 0: one.\n  rank 1: two.") for _, text, _ in answers)
 
 
+def test_a_reason_of_several_ranks_is_told_once() -> None:
+    assert str(RefusedElsewhere({0: "one.", 1: "two.", 3: "one.", 4: "one."})) == (
+        "the ring stops because a rank of it refused its batch:\n  ranks 0, 3, 4: one.\n  rank 1: two."
+    )
+    told = str(RefusedElsewhere(dict.fromkeys(range(8), "images cannot be sharded.")))
+    assert told.endswith(":\n  ranks 0, 1, 2, 3, 4, 5, 6, 7: images cannot be sharded.")
+
+
 def lengths() -> list[int]:
     ring = Ring.of(None)
     return ring.numbers(10 * ring.rank, CPU, "")

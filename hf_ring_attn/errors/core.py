@@ -116,8 +116,14 @@ class RanksDiffer(Refused):
 
 
 class RefusedElsewhere(Refused):
+    """``messages``: rank -> why it refused; ranks with the same reason are told together."""
+
     def __init__(self, messages: dict[int, str]) -> None:
-        listing = "\n".join(f"  rank {rank}: {text}" for rank, text in messages.items())
+        ranks: dict[str, list[str]] = {}
+        for rank, text in messages.items():
+            ranks.setdefault(text, []).append(str(rank))
+        who = [f"{'ranks' if len(of) > 1 else 'rank'} {', '.join(of)}" for of in ranks.values()]
+        listing = "\n".join(f"  {which}: {text}" for which, text in zip(who, ranks, strict=True))
         super().__init__(f"the ring stops because a rank of it refused its batch:\n{listing}")
 
 
@@ -125,7 +131,10 @@ class PeerLost(RingAttentionError, RuntimeError):
     def __init__(self, doing: str, rank: int, size: int) -> None:
         super().__init__(
             f"rank {rank} of a ring of {size} lost another rank while it {doing}. That rank failed first: "
-            "its own traceback, printed by it above or below, is the cause to look at; this one only follows it."
+            "its own traceback, printed by it above or below, is the cause to look at; this one only follows it. "
+            "If it printed none, it caught its error (out of memory, say) and went on with other work. A ring cannot "
+            "skip a batch on one rank alone: let such an error end the job, or skip the batch on all ranks, before its "
+            "forward."
         )
 
 

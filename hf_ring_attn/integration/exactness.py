@@ -28,10 +28,10 @@ def reasons(model: nn.Module, mixers: Collection[str] = (), attends: bool = True
         mixers: names of modules that are exact, whatever they are made of.
         attends: whether it has attention; a recurrence needs no positions.
     """
-    parts = [part for _, part in _text_modules(model) if isinstance(part, PreTrainedModel)] if attends else []
+    parts = [part for _, part in text_modules(model) if isinstance(part, PreTrainedModel)] if attends else []
     if parts and not any("position_ids" in inspect.signature(type(part).forward).parameters for part in parts):
         yield "no part of it takes position_ids, so each rank would number its own tokens from 0"
-    for name, module in _text_modules(model):
+    for name, module in text_modules(model):
         where = f"{name or 'it'} ({type(module).__name__})"
         if any(name.startswith(f"{mixer}.") for mixer in mixers):
             continue
@@ -60,7 +60,7 @@ def position_reasons(model: nn.Module, hidden: bool) -> Iterator[str]:
             yield f"{where} numbers positions by {how}; put its position_ids into the batch"
 
 
-def _text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules but those inside towers that take images or sound: no batch of a ring holds any."""
     towers: list[str] = []
     for name, module in model.named_modules():

@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 
 from .. import errors
 from ..config import RingConfig
-from . import backbone, checkpointing, exactness, experts, hybrids, peft, rope, sharing, temperature
+from . import backbone, checkpointing, exactness, experts, hybrids, modes, peft, rope, sharing, temperature
 from .active import Scope
 from .report import warn
 
@@ -76,7 +76,8 @@ def bind(model: nn.Module, scope: Scope) -> None:
     scope.models.add(model)
     configs = list(configs_of(model))
     scope.configs += configs
-    # A model's structure is walked once per mode, not once per batch; its configs are read for every mask.
+    # A model's structure is judged once per mode, not once per batch, but for what single modules may change meanwhile;
+    # its configs are read for every mask.
     case = (
         scope.ring.size, model.training, scope.has_labels, scope.numbered, scope.hidden is not None,
         scope.ring.size == 1 and scope.documents is not None, experts.asks(configs), scope.config.loss == "gathered",
@@ -91,11 +92,14 @@ def bind(model: nn.Module, scope: Scope) -> None:
     if not attends(model):
         scope.attends = False
         scope.kernel = scope.kernel or "none, since nothing attends"
-    if case in _ADMITTED.get(model, ()):
-        return
-    reasons = list(dict.fromkeys(_reasons(model, scope)))
+    admitted = case in _ADMITTED.get(model, ())
+    reasons = [] if admitted else list(_reasons(model, scope))
+    if scope.ring.size > 1:
+        reasons += modes.reasons(model)
     if reasons:
-        raise errors.UnsupportedModel(name_of(model), reasons)
+        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
+    if admitted:
+        return
     if scope.has_labels and scope.ring.size > 1:
         _refuse_loss(model, scope.whole_loss)
     rope.install(model)
