@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .choice import facts_of, kernel_for, kernel_for_scores
-from .comm import Ring, fingerprint
+from .comm import LOCAL, Ring, fingerprint
 from .config import RingConfig, Traffic
 from .errors import BadOption, BadShape, RanksDiffer
 from .kernels import Params, Request, ScoreFunction, ScoreMod
@@ -149,6 +149,8 @@ def ring_attention(
     short = len(held) < layout.local_length
     if short:
         q, k, v = (x.new_zeros(batch, layout.local_length, *x.shape[2:]).index_copy(1, real, x) for x in (q, k, v))
+    if batch * layout.padded == 0:  # nothing to send, and not every road sends nothing
+        ring, layout, mask = Ring(LOCAL), Layout(q.shape[1], 1, 0), Mask.of(CAUSAL, batch, q.shape[1])
     out, lse = (attend if mod is None else attend_scored)(
         q, k, v, Plan.of(ring, layout, mask), params, kernel=kernel, backward=config.backward,
         heads_per_gather=config.heads_per_gather, traffic=config.traffic,

@@ -18,6 +18,7 @@ from .backward import gradients
 from .comm import Ring
 from .kernels import KERNELS, Kernel, Params, accumulate_dtype
 from .layout import Layout
+from .once import once
 from .tables import Plan, Tables
 from .traffic import Kept, Role, Traffic, kept_for, seen_by_heads, traffic_of
 
@@ -111,6 +112,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.plan, ctx.rest = (table, stops), rest
 
 
+@once("ring attention")
 def _backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.hf_ring_attn.ring_flash_attn_bwd(
@@ -156,6 +158,7 @@ class _GatherSequence(torch.autograd.Function):
         return layout.merge(ring.gather(x, "gathered a sequence").wait()[0])[:, : layout.length].contiguous()
 
     @staticmethod
+    @once("a row that was gathered")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         wide = ctx.layout.pad(gradient.to(accumulate_dtype(gradient.dtype)), 1)
@@ -176,6 +179,7 @@ class _SumOverRing(torch.autograd.Function):
         return ring.total(x)
 
     @staticmethod
+    @once("a sum over the ring")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
         return ctx.ring.total(gradient), None

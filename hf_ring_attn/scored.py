@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .backward import gradients
 from .comm import Ring
 from .errors import ScoreModChanged
 from .kernels import KERNELS, Params, ScoreMod, text_of
+from .once import once
 from .ring import count_attention, forward
 from .tables import Plan, Tables
 from .traffic import traffic_of
@@ -103,7 +103,7 @@ class _Scored(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @once("ring attention with a score_mod")
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
         job: _Job = ctx.job

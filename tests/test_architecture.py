@@ -21,7 +21,7 @@ PACKAGE = REPOSITORY / "hf_ring_attn"
 MOST_LINES = 320
 
 BASE = {"errors", "config"}
-CORE = BASE | {"layout", "mask", "comm", "kernels"}
+CORE = BASE | {"layout", "mask", "comm", "kernels", "once"}
 ALONG = {"sequence", "by_heads"}
 RING = CORE | ALONG | {
     "balance", "exchange", "tables", "choice", "trial", "traffic", "backward", "ring", "scored", "functional",
@@ -33,14 +33,15 @@ TOOLS = {"doctor", "plan", "bench", "verify"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
+    "once": {"errors"},  # of any autograd function
     "layout": BASE,
     "balance": BASE | {"layout"},  # whose chunks are whose, by the work of documents alone
     "mask": BASE | {"layout"},
     "comm": BASE,  # traffic: buffers and groups, never who sees whom
     "kernels": BASE | {"mask"},  # arithmetic: tiles as data, never a process group
     "exchange": BASE | {"comm"},
-    "sequence": BASE | {"comm", "layout", "exchange"},  # layers beside attention: which tokens go where
-    "by_heads": BASE | {"sequence"},  # and which heads
+    "sequence": BASE | {"comm", "layout", "exchange", "once"},  # layers beside attention: which tokens go where
+    "by_heads": BASE | {"sequence", "once"},  # and which heads
     "tables": BASE | {"layout", "mask", "comm", "exchange"},
     "choice": CORE | {"trial"},
     "traffic": BASE | {"comm", "layout", "exchange"},  # roads: how bytes move, whatever they mean

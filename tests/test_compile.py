@@ -133,3 +133,12 @@ def test_fakes_tell_shapes_without_a_process_group() -> None:
     out, lse = attend(q, k, v, plan, Params(1.0), kernel="reference")
     assert (out.shape, out.dtype) == ((2, 8, 4, 6), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 8), torch.float32)
+
+
+def test_second_derivatives_are_refused_by_torch() -> None:
+    torch._dynamo.reset()
+    q, k, v = share()
+    out, _ = torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v, plan_of([LENGTH]))
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        first.sum().backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checks import EXACT, Ranks, distance, exact_answer, same_bits, worst
+from hf_ring_attn import ring as of_ring
+from hf_ring_attn import scored
+from hf_ring_attn.biases import Alibi
+from hf_ring_attn.comm import Ring
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.testing import Case, inputs, packed
+from hf_ring_attn.traffic import traffic_of
 from rank_functions import attention, held, qkv, whole
 
 
@@ -201,6 +207,31 @@ def nothing(batch: int, documents: bool, config: RingConfig) -> list[tuple[int, 
 def test_no_tokens_and_no_rows(ranks: Ranks, size: int, batch: int, documents: bool, config: RingConfig) -> None:
     want = [(batch, 0, 4, 5), (batch, 0, 4, 6), (batch, 0, 2, 6), (batch, 0, 2, 5)]
     assert ranks(size).run(nothing, batch, documents, config) == [want] * size
+
+
+def sizes_of_roads(batch: int, tokens: int, score_mod: Any) -> set[int]:
+    """The sizes of the rings whose roads an attention of nothing takes, forward and backward."""
+    sizes = set[int]()
+
+    def noted(ring: Ring, *args: Any) -> Any:
+        sizes.add(ring.size)
+        return traffic_of(ring, *args)
+
+    mine = held(tokens, dist.get_rank(), dist.get_world_size())
+    x = {name: row[:, mine].requires_grad_() for name, row in qkv(tokens, batch=batch).items()}
+    ids = torch.zeros(batch, tokens, dtype=torch.int64)
+    with mock.patch.object(of_ring, "traffic_of", noted), mock.patch.object(scored, "traffic_of", noted):
+        out = out_of(**x, documents=ids, score_mod=score_mod)
+        gradients = torch.autograd.grad(out.sum(), list(x.values()))
+    assert [g.shape for g in gradients] == [row.shape for row in x.values()] and out.shape[:2] == (batch, len(mine))
+    return sizes
+
+
+@pytest.mark.parametrize("score_mod", [None, Alibi(4)], ids=["plain", "score_mod"])
+@pytest.mark.parametrize(("batch", "tokens"), [(2, 0), (0, 8), (0, 7)])
+def test_nothing_is_sent_of_nothing(ranks: Ranks, batch: int, tokens: int, score_mod: Any) -> None:
+    """Pulls have no memory for it, and raised an IndexError."""
+    assert ranks(2).run(sizes_of_roads, batch, tokens, score_mod) == [{1}] * 2
 
 
 def spoiled(case: Case, token: int, config: RingConfig) -> dict[str, Tensor]:

@@ -173,16 +173,6 @@ def test_writing_to_an_input_before_backward_is_noticed(ranks: Ranks, size: int)
     assert all("modified by an inplace operation" in text for text in ranks(size).run(write_to_what_is_saved))
 
 
-def differentiate_twice() -> str:
-    leaves, dout = row()
-    first = torch.autograd.grad(out_of(leaves), leaves, dout, create_graph=True)
-    return complaint(first[0], leaves, torch.ones_like(first[0]))
-
-
-def test_second_derivatives_are_refused(ranks: Ranks) -> None:
-    assert all("no autograd formula was registered" in text for text in ranks(2).run(differentiate_twice))
-
-
 def backward_elsewhere() -> list[bool]:
     """Backward in another thread, and of two forwards in either order, against backward at once."""
     leaves, dout = row()

@@ -123,13 +123,6 @@ def test_backward_again_checkpoints_and_autocast_give_the_same_bits(ranks: Ranks
     assert ranks(size).run(again) == [[True] * 4] * size
 
 
-def test_second_derivatives_are_refused() -> None:
-    x = {name: value.requires_grad_() for name, value in qkv().items()}
-    (first,) = torch.autograd.grad(out_of(**x, score_mod=Alibi(4)).square().sum(), x["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
-
-
 def test_under_a_compiler_the_graph_breaks_and_the_numbers_stay() -> None:
     bias = RelativeBias(4, 8, 12)
 

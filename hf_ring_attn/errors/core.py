@@ -89,6 +89,16 @@ class CapturedGraph(Refused):
         )
 
 
+class SecondGradient(Refused):
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"a gradient of {what} was differentiated again (create_graph=True: a gradient penalty, a Hessian). It is "
+            "made by kernels and messages, not by autograd, so its own derivative is not known. Leave that term out, "
+            "estimate it from first gradients (finite differences), or train without a ring and with "
+            "attn_implementation='eager'."
+        )
+
+
 class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(
