@@ -148,7 +148,9 @@ def shard(
         RanksDiffer: on every rank, if the ranks hold different batches.
         LeftHalfway: an error ended an earlier attention of this ring half-way.
     """
-    return shard_for(batch, group, config, model)
+    sharded = shard_for(batch, group, config, model)
+    sharded.scope.handed |= handed.those(sharded.inputs, handed.COUNTED)  # a trainer counts by itself
+    return sharded
 
 
 def shard_for(
@@ -194,6 +196,7 @@ def shard_for(
 
     sharded = _cut(batch, whole, ring, config, model)
     sharded.scope.whole_loss = whole_loss
+    sharded.scope.handed = handed.those(sharded.inputs, handed.PLACES)
     if whole.layout.owners:
         note_dealt(sharded.scope, ring.size)
     if sharded.scope.late and ring.size > 1:

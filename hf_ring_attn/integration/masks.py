@@ -8,9 +8,10 @@ that a backward or a recompute needs lives in a global.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -219,10 +220,13 @@ def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
     masking_utils tells a prepared mask by its four dimensions, so a tensor that has them stands in for ours there.
     """
+    signature = inspect.signature(original)
 
     def _preprocess_mask_arguments(*args: Any, **kwargs: Any) -> Any:
         spec = next((x for x in (*args, *kwargs.values()) if isinstance(x, MaskSpec)), None)
         if spec is None:
+            if not torch.compiler.is_dynamo_compiling():
+                _refuse_share(signature.bind(*args, **kwargs).arguments)
             return original(*args, **kwargs)
         stand_in = torch.empty(0, 0, 0, 0)
         args = tuple(stand_in if x is spec else x for x in args)
@@ -230,6 +234,17 @@ def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(spec if x is stand_in else x for x in original(*args, **kwargs))
 
     return _preprocess_mask_arguments
+
+
+def _refuse_share(given: Mapping[str, Any]) -> None:
+    """Refuses a mask of which transformers would look for documents in the positions of one rank's tokens: there the
+    zigzag seems to begin another one, but not on every rank."""
+    scope = active.current()
+    if scope is None or scope.ring.size == 1 or scope.before_text:
+        return
+    looks = given["position_ids"] is not None and given["attention_mask"] is None and given["past_key_values"] is None
+    if looks and given["config"]._attn_implementation == "ring_fp32":
+        raise errors.ShardedMask("documents")
 
 
 _PREPROCESS = "_preprocess_mask_arguments"

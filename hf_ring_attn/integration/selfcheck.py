@@ -12,7 +12,6 @@ itself, a frequency that changes after 8192. Nor what happens in training mode o
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Mapping, Set
@@ -74,7 +73,7 @@ def check(model: nn.Module, scope: active.Scope, share: Share) -> None:
         scope.self_check = "off"
     if sample is None or torch.compiler.is_compiling():
         return
-    inner = _inside(model)
+    inner = models.inside(model)
     case: tuple[object, ...] = (ring.name, scope.has_labels, scope.config.loss)
     if _sharding(inner) is None:  # else other rings, whose batches may be of another kind, take part in each forward
         case += (sample.first is None, sample.hides)
@@ -87,14 +86,6 @@ def check(model: nn.Module, scope: active.Scope, share: Share) -> None:
             verdicts[case] = job.run()
         _VERDICTS[inner] = verdicts
     scope.self_check = verdicts[case]
-
-
-def _inside(model: nn.Module) -> nn.Module:
-    """The model inside DDP, which would note a forward without gradients, and inside what torch.compile returns."""
-    if type(model).__name__ == "DistributedDataParallel":
-        return _inside(model._modules["module"])  # type: ignore[arg-type]  # it always has one
-    compiled = model._modules.get("_orig_mod")
-    return model if compiled is None else _inside(compiled)
 
 
 def _sharding(model: nn.Module) -> Ring | None:
@@ -208,11 +199,9 @@ class _Check:
         return mine
 
     def _call(self, inputs: Mapping[str, Any], scope: active.Scope) -> Any:
-        parameters = inspect.signature(self.model.forward).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            inputs = {name: x for name, x in inputs.items() if name in parameters}
+        taken = models.parameters_of(self.model, inputs)
         with active.activate(scope):
-            return self.model(**inputs)
+            return self.model(**{name: x for name, x in inputs.items() if name in taken})
 
     def _whole(self, row: Mapping[str, Any], rows: int) -> Any:
         """The model's outputs for the whole row."""

@@ -1,0 +1,187 @@
+"""Calls of a model in a ring with something else than `sharded.inputs`: exact, or refused by name on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_ring_attn
+from comparison import Ranks
+from hf_ring_attn.integration.handed import COUNTED
+from hf_ring_attn.testing import relative_error
+from plain_jobs import attempt, padded
+from tiny_models import tiny
+
+Inputs = dict[str, Any]
+Call = Callable[[Any, Inputs], Any]
+BATCH = padded(23, right=9)
+LOSS = 1e-6
+"""Relative bound of transformers' loss, which is computed in float32 from logits of any dtype."""
+
+
+def without(*names: str) -> Call:
+    return lambda model, inputs: model(**{name: x for name, x in inputs.items() if name not in names}).loss
+
+
+def changed(**others: Callable[[Any], Any]) -> Call:
+    return lambda model, inputs: model(**{**inputs, **{name: make(inputs[name]) for name, make in others.items()}}).loss
+
+
+def each(make: Callable[[Tensor], Tensor]) -> Call:
+    return lambda model, inputs: model(**{n: make(x) if isinstance(x, Tensor) else x for n, x in inputs.items()}).loss
+
+
+# ---- what is exact ---------------------------------------------------------------------------------------------------
+
+
+def by_position(model: Any, inputs: Inputs) -> Tensor:
+    first = [inputs.pop(name) for name in ("input_ids", "attention_mask", "position_ids")]
+    loss: Tensor = model(*first, **inputs).loss
+    return loss
+
+
+def of_logits(model: Any, inputs: Inputs) -> Tensor:
+    """The loss as the README writes it for loops that compute their own."""
+    logits = model(**{name: x for name, x in inputs.items() if name not in COUNTED}).logits
+    targets = inputs["shift_labels"].flatten()
+    total = cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
+    loss: Tensor = total / inputs["num_items_in_batch"]
+    return loss
+
+
+def of_embeddings(model: Any, inputs: Inputs) -> Tensor:
+    embeddings = model.get_input_embeddings()(inputs.pop("input_ids"))
+    loss: Tensor = model(**inputs, inputs_embeds=embeddings).loss
+    return loss
+
+
+def after_a_teacher(model: Any, inputs: Inputs) -> Tensor:
+    with torch.no_grad():
+        without("labels")(tiny("llama", "ring_fp32").double(), inputs)
+    loss: Tensor = model(**inputs).loss
+    return loss
+
+
+class Penalised(nn.Module):
+    """A program's module around the model, which takes just some names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **others: Any) -> Any:
+        out = self.model(input_ids=input_ids, labels=labels, **others)
+        out.loss = out.loss + 0.0 * next(self.model.parameters()).square().sum()
+        return out
+
+
+EXACT: dict[str, Call] = {
+    "all of it": without(),
+    "by position": by_position,
+    "views": each(Tensor.detach),
+    "copies": each(Tensor.clone),
+    "a mask of truth values": changed(attention_mask=Tensor.bool),
+    "a loss of logits": of_logits,
+    "embeddings": of_embeddings,
+    "after a teacher": after_a_teacher,
+    "in DDP": lambda model, inputs: by_position(DistributedDataParallel(model), inputs),
+    "in a module": lambda model, inputs: without()(Penalised(model), inputs),
+    "in DDP of a module": lambda model, inputs: without()(DistributedDataParallel(Penalised(model)), inputs),
+}
+
+
+def exact(why: str) -> Tensor:
+    model = tiny("llama", "ring_fp32").double()
+    sharded = hf_ring_attn.shard(BATCH)
+    with sharded:
+        return sharded.reduce(EXACT[why](model, dict(sharded.inputs)))
+
+
+@pytest.mark.parametrize("why", EXACT)
+def test_a_call_with_what_was_shared_is_exact(ranks: Ranks, why: str) -> None:
+    want = tiny("llama", None).double()(**BATCH).loss
+    for got in ranks(2).run(exact, why):
+        assert relative_error(got, want) < LOSS
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def in_place(model: Any, inputs: Inputs) -> Any:
+    inputs["attention_mask"][:, 0] = 0
+    return model(**inputs)
+
+
+def hides_the_prompt(inputs: Inputs) -> Tensor:
+    """Of which only one of two ranks holds tokens."""
+    kept: Tensor = inputs["attention_mask"] * (inputs["position_ids"] >= 6)
+    return kept
+
+
+WHOLE = {name: BATCH[name] for name in ("input_ids", "attention_mask", "labels")}
+OTHER = "LlamaForCausalLM was called in a ring {}. What shard() made tells each rank's tokens their places in the row"
+REFUSED: dict[str, tuple[Call, str]] = {
+    "no positions": (without("position_ids"), "without position_ids"),
+    "no shifted labels": (without("shift_labels"), "without shift_labels"),
+    "no count": (without("num_items_in_batch"), "without num_items_in_batch"),
+    "no mask, with a cache": (without("attention_mask", "use_cache"), "without attention_mask"),
+    "what one process takes": (
+        lambda model, inputs: model(**{name: inputs[name] for name in WHOLE}),
+        "without position_ids and shift_labels and num_items_in_batch",
+    ),
+    "a count of one's own": (changed(num_items_in_batch=lambda count: 2 * count), "with another num_items_in_batch"),
+    "a count in a tensor": (
+        changed(num_items_in_batch=lambda count: torch.tensor(7.0)),
+        "with another num_items_in_batch",
+    ),
+    "other labels": (changed(labels=lambda labels: labels.clamp(max=50)), "with another labels"),
+    "written in place": (in_place, "with another attention_mask"),
+    "positions of the share": (
+        changed(position_ids=lambda places: torch.arange(places.shape[1]).expand(2, -1)),
+        "with another position_ids",
+    ),
+    "another mask on one rank": (
+        lambda model, inputs: model(**{**inputs, "attention_mask": hides_the_prompt(inputs)}),
+        "with another attention_mask",
+    ),
+}
+
+
+def refused(call: Call) -> tuple[str, str] | None:
+    model = tiny("llama", "ring_fp32")
+
+    def run() -> None:
+        with hf_ring_attn.shard(BATCH) as sharded:
+            call(model, dict(sharded.inputs))
+
+    return attempt(run)
+
+
+def refused_by_name(why: str) -> tuple[str, str] | None:
+    return refused(REFUSED[why][0])
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_another_call_is_refused_on_every_rank(ranks: Ranks, why: str) -> None:
+    for rank, raised in enumerate(ranks(2).run(refused_by_name, why)):
+        assert raised is not None, "not refused"
+        assert raised[0] == ("RefusedElsewhere" if rank and why == "another mask on one rank" else "OtherInputs")
+        assert OTHER.format(REFUSED[why][1]) in raised[1]
+
+
+def without_a_mask() -> tuple[str, str] | None:
+    return refused(without("attention_mask"))
+
+
+def test_a_mask_that_is_left_out_is_refused_on_every_rank(ranks: Ranks) -> None:
+    """Of the first rank's positions transformers takes the second chunk for another document; of the last one's not."""
+    for raised in ranks(2).run(without_a_mask):
+        assert raised is not None, "not refused"
+        assert raised[0] == "ShardedMask"
+        assert "It was given position_ids without the attention_mask that shard() made" in raised[1]
