@@ -21,10 +21,12 @@ class MixedDocuments(BadBatch):
 
 
 class NotEntered(Refused):
-    def __init__(self, method: str) -> None:
+    """``what``: what was done with the batch, "sharded.reduce() was called"."""
+
+    def __init__(self, what: str) -> None:
         super().__init__(
-            f"sharded.{method}() was called, but the model did not run in the context of the sharded batch, so each "
-            "rank attended to its own tokens alone. Call it there: `with sharded: out = model(**sharded.inputs)`."
+            f"{what}, but the model did not run in the context of the sharded batch, so each rank attended to its own "
+            "tokens alone. Call it there: `with sharded: out = model(**sharded.inputs)`."
         )
 
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _STACK: list[Scope] = []
 
+SHARED: weakref.WeakSet[Scope] = weakref.WeakSet()
+"""Every batch that is shared out and still in use, entered or not."""
+
 
 class MaskSpec(Opaque):
     """What an attention layer needs to know: the plan of its ring, and where it came from.

@@ -107,7 +107,7 @@ class Sharded:
 
     def _refuse_unused(self, method: str) -> None:
         if self.ring.size > 1 and not self.scope.entered:
-            raise errors.NotEntered(method)
+            raise errors.NotEntered(f"sharded.{method}() was called")
 
 
 def shard(
@@ -197,6 +197,7 @@ def shard_for(
     sharded = _cut(batch, whole, ring, config, model)
     sharded.scope.whole_loss = whole_loss
     sharded.scope.handed = handed.those(sharded.inputs, handed.PLACES)
+    active.SHARED.add(sharded.scope)
     if whole.layout.owners:
         note_dealt(sharded.scope, ring.size)
     if sharded.scope.late and ring.size > 1:

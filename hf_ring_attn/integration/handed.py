@@ -38,9 +38,16 @@ class Handed:
     def is_(self, other: Any) -> bool | None:
         """Whether ``other`` is this input, told without a look at values; None: they alone can tell, as of a copy."""
         mine = self.value
+        if isinstance(mine, Tensor) or isinstance(other, Tensor):
+            return self.version == _version(mine) if self.shows(other) else None
+        return bool(mine == other)
+
+    def shows(self, other: Any) -> bool:
+        """Whether ``other`` is this very tensor, or a view of all of it, such as what detach() returns."""
+        mine = self.value
         if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
-            return None if isinstance(mine, Tensor) or isinstance(other, Tensor) else bool(mine == other)
-        return self.version == _version(mine) if mine is other or _facts(mine) == _facts(other) else None
+            return False
+        return mine is other or _facts(mine) == _facts(other)
 
     def equals(self, other: Any) -> bool:
         """By values. Stops the host where they are on a GPU."""
@@ -54,13 +61,26 @@ def _version(x: Any) -> int:
 
 
 def _facts(x: Tensor) -> tuple[Any, ...]:
-    """The same of two views of one tensor, such as what detach() returns."""
     return x.device, x.dtype, x.shape, x.stride(), x.data_ptr()
 
 
 def those(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Handed]:
     """Those of the inputs that a model must be given as they are."""
     return {name: Handed(inputs[name], _version(inputs[name])) for name in names if name in inputs}
+
+
+def refuse_outside(given: Sequence[Any]) -> None:
+    """Refuses a model that runs in no ring, but with what `shard` made for one.
+
+    Args:
+        given: what its mask is about to be made of.
+
+    Raises:
+        NotEntered: on every rank alike.
+    """
+    shares = [handed for scope in active.SHARED if scope.ring.size > 1 for handed in scope.handed.values()]
+    if any(handed.shows(x) for handed in shares for x in given):
+        raise errors.NotEntered("a model was called with what shard() made")
 
 
 def _refuse_others(model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], scope: Scope) -> None:

@@ -24,7 +24,7 @@ from ..comm import LOCAL, Ring, world_size
 from ..layout import Layout
 from ..mask import Band, Mask, Term, Terms, both
 from ..tables import Plan
-from . import active, ahead, models
+from . import active, ahead, handed, models
 from .active import MaskSpec
 from .overlays import Alike, Seen, looks_ahead, recognise, terms_of
 from .patches import Patch, render
@@ -237,13 +237,17 @@ def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_share(given: Mapping[str, Any]) -> None:
-    """Refuses a mask of which transformers would look for documents in the positions of one rank's tokens: there the
-    zigzag seems to begin another one, but not on every rank."""
-    scope = active.current()
-    if scope is None or scope.ring.size == 1 or scope.before_text:
+    """Refuses a mask of one rank's tokens that is made in no ring, and one for which transformers would look for
+    documents in their positions: there the zigzag seems to begin another one, but not on every rank."""
+    scope, mask, positions = active.current(), given["attention_mask"], given["position_ids"]
+    if given["config"]._attn_implementation != "ring_fp32":
         return
-    looks = given["position_ids"] is not None and given["attention_mask"] is None and given["past_key_values"] is None
-    if looks and given["config"]._attn_implementation == "ring_fp32":
+    if scope is None:
+        if torch._C._current_graph_task_id() == -1:  # else a recompute, of which `ring_mask` says more
+            handed.refuse_outside((mask, positions))
+        return
+    by_positions = positions is not None and mask is None and given["past_key_values"] is None
+    if by_positions and scope.ring.size > 1 and not scope.before_text:
         raise errors.ShardedMask("documents")
 
 

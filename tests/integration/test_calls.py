@@ -185,3 +185,32 @@ def test_a_mask_that_is_left_out_is_refused_on_every_rank(ranks: Ranks) -> None:
         assert raised is not None, "not refused"
         assert raised[0] == "ShardedMask"
         assert "It was given position_ids without the attention_mask that shard() made" in raised[1]
+
+
+# ---- outside of any ring ---------------------------------------------------------------------------------------------
+
+
+def never_entered(wrapped: bool, entered: bool) -> tuple[tuple[str, str] | None, Tensor]:
+    """A step whose loop forgot the context, or left it too early; and a row of another batch, which no ring shares."""
+    model: Any = tiny("llama", "ring_fp32").double()
+    called = DistributedDataParallel(model) if wrapped else model
+    sharded = hf_ring_attn.shard(BATCH)
+    if entered:
+        with sharded:
+            called(**sharded.inputs)
+    return attempt(lambda: called(**sharded.inputs).loss.backward()), model(**BATCH).logits.detach()
+
+
+@pytest.mark.parametrize(("wrapped", "entered"), [(True, False), (False, False), (False, True)])
+def test_a_share_outside_of_its_context_is_refused(ranks: Ranks, wrapped: bool, entered: bool) -> None:
+    want = tiny("llama", None).double()(**BATCH).logits[0]  # the row without padding
+    for raised, logits in ranks(2).run(never_entered, wrapped, entered):
+        assert raised is not None, "not refused"
+        assert raised[0] == "NotEntered"
+        assert "a model was called with what shard() made, but the model did not run in the context" in raised[1]
+        assert relative_error(logits[0], want) < 1e-11
+
+
+def test_a_ring_of_one_needs_no_context() -> None:
+    loss = tiny("llama", "ring_fp32").double()(**hf_ring_attn.shard(BATCH).inputs).loss
+    assert relative_error(loss, tiny("llama", None).double()(**BATCH).loss) < LOSS
