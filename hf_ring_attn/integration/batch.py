@@ -286,6 +286,7 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
     if not scope.checked:  # a model that was bound by name needs no hooks
         watch()
     for model in scope.models:
+        drift.compare(model, scope)
         watched.extend(handed.watch(model, scope))
     if scope.randomness is not None:
         scope.randomness.enter()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from .. import errors
 from ..comm import LOCAL, Ring
 from ..config import RingConfig
-from . import active, models
+from . import active, drift, models
 from .differences import Places, Recorder, relative, spread, tensors_of
 from .roundings import CHAOS, EXACT, LOSS, outputs, rounded_anew
 from .roundings import tolerance as tolerance_of
@@ -34,10 +34,7 @@ from .untouched import untouched
 TRIES = 3
 """Random rows that must all disagree. Where rounding sends a token to another expert, another row does without."""
 
-_SAME_WEIGHTS = (
-    "The self-check ran it on every rank alone, so their weights differ: build or load the model alike on every rank "
-    "(seed before what is initialised at random, LoRA's weights too); DDP and FSDP see to it by themselves."
-)
+_SAME_WEIGHTS = f"The self-check ran it on every rank alone, so their weights differ. {drift.SAME_WEIGHTS}"
 
 _VERDICTS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], str]] = weakref.WeakKeyDictionary()
 """What came of a model's checks, by ring and kind of batch."""
