@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
 from comparison import Ranks
-from hf_ring_attn.integration.handed import COUNTED
 from hf_ring_attn.testing import relative_error
-from plain_jobs import attempt, padded
+from plain_jobs import attempt, gradients_of, padded, tokens
+from programs import REPOSITORY
 from tiny_models import tiny
 
 Inputs = dict[str, Any]
 Call = Callable[[Any, Inputs], Any]
 BATCH = padded(23, right=9)
+README = (REPOSITORY / "README.md").read_text()
 LOSS = 1e-6
 """Relative bound of transformers' loss, which is computed in float32 from logits of any dtype."""
 
@@ -43,15 +44,6 @@ def each(make: Callable[[Tensor], Tensor]) -> Call:
 def by_position(model: Any, inputs: Inputs) -> Tensor:
     first = [inputs.pop(name) for name in ("input_ids", "attention_mask", "position_ids")]
     loss: Tensor = model(*first, **inputs).loss
-    return loss
-
-
-def of_logits(model: Any, inputs: Inputs) -> Tensor:
-    """The loss as the README writes it for loops that compute their own."""
-    logits = model(**{name: x for name, x in inputs.items() if name not in COUNTED}).logits
-    targets = inputs["shift_labels"].flatten()
-    total = cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
-    loss: Tensor = total / inputs["num_items_in_batch"]
     return loss
 
 
@@ -87,7 +79,6 @@ EXACT: dict[str, Call] = {
     "views": each(Tensor.detach),
     "copies": each(Tensor.clone),
     "a mask of truth values": changed(attention_mask=Tensor.bool),
-    "a loss of logits": of_logits,
     "embeddings": of_embeddings,
     "after a teacher": after_a_teacher,
     "in DDP": lambda model, inputs: by_position(DistributedDataParallel(model), inputs),
@@ -108,6 +99,35 @@ def test_a_call_with_what_was_shared_is_exact(ranks: Ranks, why: str) -> None:
     want = tiny("llama", None).double()(**BATCH).loss
     for got in ranks(2).run(exact, why):
         assert relative_error(got, want) < LOSS
+
+
+def without_labels_on_a_rank() -> Inputs:
+    """Of two ranks the first one holds the first and the last six tokens."""
+    batch = tokens(24)
+    place = torch.arange(24)
+    return {**batch, "labels": batch["labels"].masked_fill((place < 8) | (place > 13), -100)}
+
+
+def by_the_readme(batch: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss that loops compute of a rank's logits, in the words of the README, and its gradients."""
+    code = next(code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "cross_entropy" in code)
+    model, sharded = tiny("llama", "ring_fp32").double(), hf_ring_attn.shard(batch)
+    names: Inputs = {"torch": torch, "model": model, "sharded": sharded}
+    exec(code, names)
+    sharded.reduce_gradients(model)
+    return sharded.reduce(names["loss"]), gradients_of(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("batch", [BATCH, without_labels_on_a_rank()], ids=["padded", "a rank without labels"])
+def test_a_loss_of_logits_as_the_readme_writes_it(ranks: Ranks, batch: Inputs, world_size: int) -> None:
+    model = tiny("llama", None).double()
+    want = model(**batch).loss
+    want.backward()
+    gradients = gradients_of(model)
+    for loss, got in ranks(world_size).run(by_the_readme, batch):
+        assert relative_error(loss, want) < LOSS
+        assert all(relative_error(got[name], gradient) < LOSS for name, gradient in gradients.items())
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
