@@ -181,7 +181,7 @@ def shard_for(
     once = [zigzag_was_told(ring.size), sharing.compiled_here()]
     try:
         told, compiled = ring.agree(
-            facts, ring.small_device(device), alike.TODO, None if refusal is None else str(refusal), once
+            facts, ring.small_device(device), alike.todo(batch), None if refusal is None else str(refusal), once
         )
     except errors.RefusedElsewhere as elsewhere:
         raise elsewhere from refusal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -234,3 +235,57 @@ def test_a_share_outside_of_its_context_is_refused(ranks: Ranks, wrapped: bool, 
 def test_a_ring_of_one_needs_no_context() -> None:
     loss = tiny("llama", "ring_fp32").double()(**hf_ring_attn.shard(BATCH).inputs).loss
     assert relative_error(loss, tiny("llama", None).double()(**BATCH).loss) < LOSS
+
+
+# ---- embeddings that something outside of the model makes ------------------------------------------------------------
+
+
+class SoftPrompt(nn.Module):
+    """Four learned embeddings before each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        start = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        self.prompt = nn.Parameter(start)
+
+    def forward(self, model: Any) -> Inputs:
+        batch = tokens(19)
+        words = model.get_input_embeddings()(batch["input_ids"])
+        labels = nn.functional.pad(batch["labels"], (4, 0), value=-100)
+        return {"inputs_embeds": torch.cat([self.prompt.expand(2, -1, -1), words], 1), "labels": labels}
+
+
+def prompted(attention: str | None, reduced: bool = True) -> list[float]:
+    """The losses of three steps that train such a prompt alone; without a ring by transformers' own attention."""
+    model, prompt, losses = tiny("llama", attention).double().requires_grad_(False), SoftPrompt(), []
+    optimizer = torch.optim.SGD(prompt.parameters(), lr=5.0)
+    for _ in range(3):
+        sharded = hf_ring_attn.shard(prompt(model))
+        with sharded if attention else nullcontext():
+            loss = model(**sharded.inputs).loss
+        loss.backward()
+        losses.append(float(sharded.ring.mean(loss.detach())))
+        if reduced:
+            sharded.reduce_gradients(prompt)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def prompted_without_reduction() -> tuple[str, str] | None:
+    return attempt(prompted, "ring_fp32", False)
+
+
+def test_a_soft_prompt_is_exact_where_it_is_reduced(ranks: Ranks) -> None:
+    want = prompted(None)
+    for losses in ranks(2).run(prompted, "ring_fp32"):
+        assert losses == pytest.approx(want, rel=LOSS)
+
+
+def test_a_soft_prompt_that_drifts_is_refused_in_words_about_it(ranks: Ranks) -> None:
+    for raised in ranks(2).run(prompted_without_reduction):
+        assert raised is not None, "not refused"
+        assert raised[0] == "RanksDiffer"
+        assert "the same inputs_embeds, but got rank 0: " in raised[1]
+        assert "These inputs_embeds require a gradient" in raised[1]
+        assert "Call sharded.reduce_gradients(module) with it too" in raised[1]
