@@ -21,7 +21,9 @@ def main() -> None:
     accelerator = Accelerator()
     model = small_llama(attention="ring_fp32")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Rows(4, 1000)))
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.25, total_iters=3)
+    loader = DataLoader(Rows(4, 1000))
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     for step, batch in enumerate(loader):
         buffers = list(batch.values())
         with accelerator.maybe_context_parallel(
@@ -30,6 +32,7 @@ def main() -> None:
             loss = model(**batch).loss
         accelerator.backward(loss)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         whole = accelerator.reduce(loss.detach(), "mean")  # each rank's loss is its share times the ring size
         accelerator.print(f"step {step}: loss {whole:.7f}")

@@ -35,15 +35,20 @@ def numbers(text: str) -> list[float]:
 # ---- one process without a ring ------------------------------------------------------------------------------------
 
 
-def plain_training(length: int) -> list[float]:
-    """Four steps of SGD by transformers' own attention: what every loop among the examples comes to."""
+def plain_training(length: int, last: float = 1.0) -> list[float]:
+    """Four steps of SGD by transformers' own attention: what every loop among the examples comes to.
+
+    ``last``: the share of the learning rate that is left in the last step.
+    """
     model = small_llama("sdpa")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, last, total_iters=3)
     losses = []
     for batch in DataLoader(Rows(4, length)):
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
@@ -84,7 +89,7 @@ def plain_bias() -> list[float]:
 
 PLAIN: list[tuple[str, Path | None, Callable[[], list[float]]]] = [
     ("plain_loop", None, lambda: plain_training(1001)),
-    ("accelerate_loop", CPU_2RANKS, lambda: plain_training(1000)),
+    ("accelerate_loop", CPU_2RANKS, lambda: plain_training(1000, last=0.25)),
     ("fsdp2_loop", CPU_2RANKS, lambda: plain_training(1001)),
     ("attention_only", None, plain_attention),
     ("learnable_bias", None, plain_bias),

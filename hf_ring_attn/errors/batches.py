@@ -21,10 +21,27 @@ class MixedDocuments(BadBatch):
 
 
 class NotEntered(Refused):
-    def __init__(self, method: str) -> None:
+    """``what``: what was done with the batch, "sharded.reduce() was called"."""
+
+    def __init__(self, what: str) -> None:
         super().__init__(
-            f"sharded.{method}() was called, but the model did not run in the context of the sharded batch, so each "
-            "rank attended to its own tokens alone. Call it there: `with sharded: out = model(**sharded.inputs)`."
+            f"{what}, but the model did not run in the context of the sharded batch, so each rank attended to its own "
+            "tokens alone. Call it there: `with sharded: out = model(**sharded.inputs)`."
+        )
+
+
+class OtherInputs(Refused):
+    """``missing``: inputs that the call lacked; ``other``: those that are not what `shard` made."""
+
+    def __init__(self, model: str, missing: list[str], other: list[str]) -> None:
+        lacking = [f"without {' and '.join(missing)}"] if missing else []
+        got = " and ".join([*lacking, *(f"with another {name}" for name in other)])
+        super().__init__(
+            f"{model} was called in a ring {got}. What shard() made tells each rank's tokens their places in the row, "
+            "the padding of the whole row, the label after each chunk, and how many labels the whole batch has; one "
+            "rank's tokens do not. Call it with all of that, as it is: model(**sharded.inputs). What is to be "
+            "otherwise (another mask, other labels, num_items_in_batch counted over the batches of a step) goes into "
+            "the batch that shard() is given; without labels the model computes no loss."
         )
 
 
@@ -42,7 +59,13 @@ class UnknownMask(Refused):
 
 class ShardedMask(Refused):
     def __init__(self, kind: str) -> None:
-        todo = {"blocks": "Put block_sequence_ids [B, S] of the whole row into the batch."}
+        todo = {
+            "blocks": "Put block_sequence_ids [B, S] of the whole row into the batch.",
+            "documents": (
+                "It was given position_ids without the attention_mask that shard() made, or does not hand that on: "
+                "call it with all of that, model(**sharded.inputs), or train this model without a ring."
+            ),
+        }
         super().__init__(
             f"the model tells which tokens attend to each other by {kind} that it made of one rank's tokens, and a "
             f"ring needs those of the whole row. {todo.get(kind, 'Train this model without a ring.')}"

@@ -1,4 +1,5 @@
-"""accelerate's `Accelerator`: where the model is first seen, the loader of a ring's batches, and its own cp context.
+"""accelerate's `Accelerator`: where the model is first seen, the loader of a ring's batches, its scheduler, and its own
+cp context.
 
 A plain loop makes its `Accelerator` before its model, so whether a stock config with cp_size > 1 means a ring is
 decided in `settle`, when `Accelerator.prepare` is given the model. Until then accelerate's refusals for torch's context
@@ -181,6 +182,22 @@ def _gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather_for_metrics
 
 
+def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        state = sys.modules["accelerate.state"].AcceleratorState()
+        config, linked = state.parallelism_config, self.step_with_optimizer and self.gradient_state.sync_gradients
+        if not ring_enabled(config) or self.split_batches or not linked:
+            original(self, *args, **kwargs)
+        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            # accelerate steps once for each process, since each has a batch of its own; here each ring has one.
+            for _ in range(state.num_processes // config.cp_size):
+                last = getattr(self.scheduler, "total_steps", None)  # of OneCycleLR, as accelerate has it
+                if last is None or self.scheduler._step_count <= last:
+                    self.scheduler.step(*args, **kwargs)
+
+    return step
+
+
 _STATE = (
     "(self, mixed_precision=, cpu=, dynamo_plugin=, deepspeed_plugin=, fsdp_plugin=, torch_tp_plugin=, "
     "megatron_lm_plugin=, parallelism_config=, _from_accelerator=, **kwargs)"
@@ -197,5 +214,6 @@ PATCHES = (
     Patch(_ACCELERATOR + "prepare_data_loader", _LOADER, _prepare_data_loader),
     Patch(_ACCELERATOR + "maybe_context_parallel", _BUFFERS, _maybe_context_parallel),
     Patch(_ACCELERATOR + "gather_for_metrics", "(self, input_data, use_gather_object=)", _gather_for_metrics),
+    Patch("accelerate.scheduler:AcceleratedScheduler.step", "(self, *args, **kwargs)", _scheduler_step),
 )
 """What `patches.install` changes in accelerate."""

@@ -28,9 +28,13 @@ from .randomness import RingRandomness
 from .sharing import Shared
 
 if TYPE_CHECKING:
+    from .handed import Handed
     from .sample import Sample
 
 _STACK: list[Scope] = []
+
+SHARED: weakref.WeakSet[Scope] = weakref.WeakSet()
+"""Every batch that is shared out and still in use, entered or not."""
 
 
 class MaskSpec(Opaque):
@@ -116,6 +120,8 @@ class Scope:
     """Whether its context was."""
     whole_loss: bool = False
     """Whether labels are kept from the model, and the loss is computed on gathered logits."""
+    handed: dict[str, Handed] = field(default_factory=dict)
+    """What a model must be given as it is, by name."""
     called: bool = False
     """Whether any model was called in this context."""
     attends: bool = True

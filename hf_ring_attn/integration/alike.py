@@ -18,6 +18,11 @@ TODO = (
     "Every rank of a ring must be given the same whole batch: with your own DataLoader, seed its "
     "shuffling and leave out a DistributedSampler over these ranks; with an IterableDataset set dispatch_batches=False."
 )
+_OWN_EMBEDDINGS = (
+    " These inputs_embeds require a gradient, so something that trains has made them: unless the model does it, its "
+    "gradients are averaged by nobody, and it differs from rank to rank after a step. Call "
+    "sharded.reduce_gradients(module) with it too, after backward and before each step."
+)
 TOLD = (
     "labels", "shift_labels", "position_ids", "attention_mask", "block_sequence_ids", "token_type_ids",
     "mm_token_type_ids", "num_items_in_batch", "pixel_values", "pixel_values_videos", "image_grid_thw",
@@ -29,13 +34,24 @@ TOLD = (
 def facts_of(config: RingConfig, batch: Mapping[str, Any]) -> dict[str, int]:
     """All that is compared, as many on every rank: the options, and 0 for what is found out later."""
     options = {f"RingConfig.{field.name}": _option(getattr(config, field.name)) for field in fields(config)}
-    return {**options, **dict.fromkeys(("rows", "tokens", "input_ids", *TOLD, _rest(batch), "layout"), 0)}
+    return {**options, **dict.fromkeys(("rows", "tokens", _tokens(batch), *TOLD, _rest(batch), "layout"), 0)}
 
 
 def fingerprints(batch: Mapping[str, Any], tokens: Tensor) -> dict[str, int]:
     """Of the batch's inputs. Reads them on the host."""
     told = {name: _number(batch.get(name)) for name in TOLD}
-    return {"input_ids": fingerprint(tokens), **told, _rest(batch): _number({n: batch[n] for n in _others(batch)})}
+    return {_tokens(batch): fingerprint(tokens), **told, _rest(batch): _number({n: batch[n] for n in _others(batch)})}
+
+
+def todo(batch: Mapping[str, Any]) -> str:
+    """What to do if they differ."""
+    embeddings = batch.get("inputs_embeds")
+    return TODO + _OWN_EMBEDDINGS * (isinstance(embeddings, Tensor) and embeddings.requires_grad)
+
+
+def _tokens(batch: Mapping[str, Any]) -> str:
+    """The name of the input that holds the tokens."""
+    return "inputs_embeds" if batch.get("input_ids") is None else "input_ids"
 
 
 def _option(value: object) -> int:
@@ -50,9 +66,7 @@ def _rest(batch: Mapping[str, Any]) -> str:
 
 def _others(batch: Mapping[str, Any]) -> list[str]:
     """The other inputs that ranks must hold alike: all but hints, which are not passed on."""
-    known = {"input_ids", *TOLD, *KERNEL_HINTS}
-    if batch.get("input_ids") is None:
-        known.add("inputs_embeds")  # the tokens, then
+    known = {"input_ids", _tokens(batch), *TOLD, *KERNEL_HINTS}
     return sorted(name for name, x in batch.items() if name not in known and x is not None)
 
 

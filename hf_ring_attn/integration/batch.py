@@ -107,7 +107,7 @@ class Sharded:
 
     def _refuse_unused(self, method: str) -> None:
         if self.ring.size > 1 and not self.scope.entered:
-            raise errors.NotEntered(method)
+            raise errors.NotEntered(f"sharded.{method}() was called")
 
 
 def shard(
@@ -148,7 +148,9 @@ def shard(
         RanksDiffer: on every rank, if the ranks hold different batches.
         LeftHalfway: an error ended an earlier attention of this ring half-way.
     """
-    return shard_for(batch, group, config, model)
+    sharded = shard_for(batch, group, config, model)
+    sharded.scope.handed |= handed.those(sharded.inputs, handed.COUNTED)  # a trainer counts by itself
+    return sharded
 
 
 def shard_for(
@@ -179,7 +181,7 @@ def shard_for(
     once = [zigzag_was_told(ring.size), sharing.compiled_here()]
     try:
         told, compiled = ring.agree(
-            facts, ring.small_device(device), alike.TODO, None if refusal is None else str(refusal), once
+            facts, ring.small_device(device), alike.todo(batch), None if refusal is None else str(refusal), once
         )
     except errors.RefusedElsewhere as elsewhere:
         raise elsewhere from refusal
@@ -194,6 +196,8 @@ def shard_for(
 
     sharded = _cut(batch, whole, ring, config, model)
     sharded.scope.whole_loss = whole_loss
+    sharded.scope.handed = handed.those(sharded.inputs, handed.PLACES)
+    active.SHARED.add(sharded.scope)
     if whole.layout.owners:
         note_dealt(sharded.scope, ring.size)
     if sharded.scope.late and ring.size > 1:
@@ -282,6 +286,7 @@ def ring_context(scope: active.Scope) -> Iterator[None]:
     if not scope.checked:  # a model that was bound by name needs no hooks
         watch()
     for model in scope.models:
+        drift.compare(model, scope)
         watched.extend(handed.watch(model, scope))
     if scope.randomness is not None:
         scope.randomness.enter()

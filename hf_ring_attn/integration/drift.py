@@ -1,7 +1,8 @@
-"""Telling a plain loop whose model nothing wraps that its replicas drift apart.
+"""Telling a plain loop whose model nothing wraps that its replicas drift apart, or were never the same.
 
 DDP and FSDP average gradients over the ranks of a ring; a bare model needs `Sharded.reduce_gradients`. Whether that was
-called is known only when the next batch comes.
+called is known only when the next batch comes. And they hand out the first rank's weights; those of a bare model are
+compared before it trains. The self-check's answers do not tell: the weights that LoRA draws are multiplied by zero.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from ..comm import fingerprint
 from .active import Scope
 from .report import warn
+
+SAME_WEIGHTS = (
+    "Build or load the model alike on every rank (seed before what is initialised at random, LoRA's weights too); DDP "
+    "and FSDP see to it by themselves."
+)
 
 AVERAGING = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}
 _last: list[tuple[str, list[weakref.ref[Tensor]], Scope, int]] = []
@@ -31,9 +38,35 @@ def _classes(model: nn.Module) -> set[str]:
 
 
 def watch(model: nn.Module, scope: Scope) -> None:
-    """Notes a model that trains in a ring with nothing that would average its gradients."""
+    """Notes a model that trains in a ring with nothing that would average its gradients, and compares its weights."""
     if scope.ring.size > 1 and model.training and not averages_gradients(model):
+        compare(model, scope)
         _note(type(model).__name__, model.parameters(), scope)
+
+
+_COMPARED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""Models whose weights were compared, by the names of rings."""
+
+
+def compare(model: nn.Module, scope: Scope) -> None:
+    """Refuses a model that trains in a ring, and that nothing wraps, if its ranks begin with different weights.
+
+    Reads what is trained, once for each model and ring.
+
+    Raises:
+        RanksDiffer: on every rank, with the name of the first weight that differs.
+    """
+    ring = scope.ring
+    if ring.size == 1 or not model.training or ring.name in _COMPARED.get(model, ()):
+        return
+    bare = not averages_gradients(model)
+    trained = {name: x for name, x in model.named_parameters() if x.requires_grad and bare}
+    if trained:
+        device = ring.small_device(next(iter(trained.values())).device)
+        ring.agree({"number of weights that train": len(trained)}, device, SAME_WEIGHTS)
+        prints = {f"weights of {name} (fingerprints)": fingerprint(x) for name, x in trained.items()}
+        ring.agree(prints, device, SAME_WEIGHTS)
+    _COMPARED.setdefault(model, set()).add(ring.name)
 
 
 def watch_learned(name: str, captured: Iterable[Tensor], scope: Scope) -> None:

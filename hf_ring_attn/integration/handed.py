@@ -1,11 +1,15 @@
-"""What the call of a model is given must reach its attention, and the loss that it returns must be of the whole row.
+"""The call of a model: it must be given what `shard` made, what it is given must reach its attention, and the loss that
+it returns must be of the whole row.
 
-Some models do not hand a score_mod on; and some compute a loss of other inputs than labels, which nobody shared out.
+One rank's tokens do not tell their places, nor how many labels the whole batch has: a call that leaves these out, or
+changes them, has an answer of its own on each rank. Some models do not hand a score_mod on; and some compute a loss of
+other inputs than labels, which nobody shared out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,10 +17,103 @@ import torch
 from torch import Tensor, nn
 
 from .. import errors
+from . import active
 from .active import Scope
-from .models import name_of
+from .models import name_of, parameters_of, uses_ring
 
 Undo = Callable[[], None]
+
+PLACES = ("position_ids", "attention_mask")
+COUNTED = ("labels", "shift_labels", "num_items_in_batch")
+"""Inputs that a model must be given as `shard` made them; the second ones, where it is to compute a loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """An input of a sharded batch, and how often it had been written when the batch was made."""
+
+    value: Any
+    version: int
+
+    def is_(self, other: Any) -> bool | None:
+        """Whether ``other`` is this input, told without a look at values; None: they alone can tell, as of a copy."""
+        mine = self.value
+        if isinstance(mine, Tensor) or isinstance(other, Tensor):
+            return self.version == _version(mine) if self.shows(other) else None
+        return bool(mine == other)
+
+    def shows(self, other: Any) -> bool:
+        """Whether ``other`` is this very tensor, or a view of all of it, such as what detach() returns."""
+        mine = self.value
+        if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
+            return False
+        return mine is other or _facts(mine) == _facts(other)
+
+    def equals(self, other: Any) -> bool:
+        """By values. Stops the host where they are on a GPU."""
+        mine, other = torch.as_tensor(self.value), torch.as_tensor(other)
+        unwritten = self.version == _version(self.value)
+        return unwritten and mine.shape == other.shape and torch.equal(mine, other.to(mine.device, mine.dtype))
+
+
+def _version(x: Any) -> int:
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+
+
+def _facts(x: Tensor) -> tuple[Any, ...]:
+    return x.device, x.dtype, x.shape, x.stride(), x.data_ptr()
+
+
+def those(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Handed]:
+    """Those of the inputs that a model must be given as they are."""
+    return {name: Handed(inputs[name], _version(inputs[name])) for name in names if name in inputs}
+
+
+def refuse_outside(given: Sequence[Any]) -> None:
+    """Refuses a model that runs in no ring, but with what `shard` made for one.
+
+    Args:
+        given: what its mask is about to be made of.
+
+    Raises:
+        NotEntered: on every rank alike.
+    """
+    shares = [handed for scope in active.SHARED if scope.ring.size > 1 for handed in scope.handed.values()]
+    if any(handed.shows(x) for handed in shares for x in given):
+        raise errors.NotEntered("a model was called with what shard() made")
+
+
+def _refuse_others(model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], scope: Scope) -> None:
+    """Refuses a call of ``model`` without what `shard` made, or with something else, on every rank alike.
+
+    What a copy holds may differ on some ranks only, so they tell each other.
+    """
+    names = parameters_of(model, scope.handed)
+    given = {**dict(zip(names, args, strict=False)), **given}
+    counts = {name for name in COUNTED[:2] if given.get(name) is not None}
+    needed = {*PLACES, *(COUNTED[1:] if "labels" in counts else COUNTED[2:] if counts else ())}
+    missing, other, copies = [], [], []
+    for name, handed in scope.handed.items():
+        x = given.get(name)
+        if x is None:
+            if name in needed and name in names:
+                missing.append(name)
+        elif name in needed or name in counts:
+            same = handed.is_(x) if isinstance(x, (Tensor, float, int)) else True  # a mask made in this ring
+            if same is False:
+                other.append(name)
+            elif same is None:
+                copies.append(name)
+    if missing or other:
+        raise errors.OtherInputs(name_of(model), missing, other)
+    if copies:
+        other = [name for name in copies if not scope.handed[name].equals(given[name])]
+        refusal = errors.OtherInputs(name_of(model), [], other) if other else None
+        device = next((x.device for x in given.values() if isinstance(x, Tensor)), torch.device("cpu"))
+        try:
+            scope.ring.agree({}, scope.ring.small_device(device), "", None if refusal is None else str(refusal))
+        except errors.RefusedElsewhere as elsewhere:
+            raise refusal or elsewhere from None
 
 
 def _has_loss(output: Any) -> bool:
@@ -36,20 +133,25 @@ _BY_HOST = "hf_ring_attn looks at what a model's call was given"
 
 
 def watch(model: nn.Module, scope: Scope, inside: bool = False) -> list[Undo]:
-    """Refuses a call of ``model`` whose score_mod did not reach all of its attentions, and one that returns a loss
-    though the batch has no labels. Returns what undoes it.
+    """Refuses a call of ``model`` with other inputs than the sharded ones, one whose score_mod did not reach all of its
+    attentions, and one that returns a loss though the batch has no labels. Returns what undoes it.
+
+    All once the model has run: a call that was under way when it was met is seen then, too.
 
     Args:
         inside: it is in its call already.
     """
     began = [(scope.plain, scope.scored)]
+    looks = scope.ring.size > 1 and uses_ring(model)
 
     @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def before(_model: nn.Module, _args: Any) -> None:
         began[:] = [(scope.plain, scope.scored)]
 
     @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
-    def after(_model: nn.Module, _args: Any, given: dict[str, Any], output: Any) -> None:
+    def after(_model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
+        if looks and active.current() is scope:  # else the self-check's row, or another batch
+            _refuse_others(model, args, given, scope)
         if scope.ring.size > 1 and not scope.has_labels and _has_loss(output):
             raise errors.LossWithoutLabels(name_of(model))
         if given.get("score_mod") is None:

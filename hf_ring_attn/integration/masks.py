@@ -8,9 +8,10 @@ that a backward or a recompute needs lives in a global.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..comm import LOCAL, Ring, world_size
 from ..layout import Layout
 from ..mask import Band, Mask, Term, Terms, both
 from ..tables import Plan
-from . import active, ahead, models
+from . import active, ahead, handed, models
 from .active import MaskSpec
 from .overlays import Alike, Seen, looks_ahead, recognise, terms_of
 from .patches import Patch, render
@@ -219,10 +220,13 @@ def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
     masking_utils tells a prepared mask by its four dimensions, so a tensor that has them stands in for ours there.
     """
+    signature = inspect.signature(original)
 
     def _preprocess_mask_arguments(*args: Any, **kwargs: Any) -> Any:
         spec = next((x for x in (*args, *kwargs.values()) if isinstance(x, MaskSpec)), None)
         if spec is None:
+            if not torch.compiler.is_dynamo_compiling():
+                _refuse_share(signature.bind(*args, **kwargs).arguments)
             return original(*args, **kwargs)
         stand_in = torch.empty(0, 0, 0, 0)
         args = tuple(stand_in if x is spec else x for x in args)
@@ -230,6 +234,21 @@ def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(spec if x is stand_in else x for x in original(*args, **kwargs))
 
     return _preprocess_mask_arguments
+
+
+def _refuse_share(given: Mapping[str, Any]) -> None:
+    """Refuses a mask of one rank's tokens that is made in no ring, and one for which transformers would look for
+    documents in their positions: there the zigzag seems to begin another one, but not on every rank."""
+    scope, mask, positions = active.current(), given["attention_mask"], given["position_ids"]
+    if given["config"]._attn_implementation != "ring_fp32":
+        return
+    if scope is None:
+        if torch._C._current_graph_task_id() == -1:  # else a recompute, of which `ring_mask` says more
+            handed.refuse_outside((mask, positions))
+        return
+    by_positions = positions is not None and mask is None and given["past_key_values"] is None
+    if by_positions and scope.ring.size > 1 and not scope.before_text:
+        raise errors.ShardedMask("documents")
 
 
 _PREPROCESS = "_preprocess_mask_arguments"

@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -108,6 +108,21 @@ def bind(model: nn.Module, scope: Scope) -> None:
     if any(getattr(config, "output_attentions", False) for config in configs_of(model)):
         warn("output_attentions=True gives no attention weights with ring_fp32: they never exist.")
     _ADMITTED.setdefault(model, set()).add(case)
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The model inside DDP, which would note a forward without gradients, and inside what torch.compile returns."""
+    if type(model).__name__ == "DistributedDataParallel":
+        return inside(model._modules["module"])  # type: ignore[arg-type]  # it always has one
+    compiled = model._modules.get("_orig_mod")
+    return model if compiled is None else inside(compiled)
+
+
+def parameters_of(model: nn.Module, names: Iterable[str] = ()) -> list[str]:
+    """The parameters of a model's forward, in their order; ``names`` too, where it takes what has any name."""
+    parameters = inspect.signature(inside(model).forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [*(parameter.name for parameter in parameters), *(names if takes_any else ())]
 
 
 def name_of(model: nn.Module) -> str:

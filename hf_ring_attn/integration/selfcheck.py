@@ -12,7 +12,6 @@ itself, a frequency that changes after 8192. Nor what happens in training mode o
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Mapping, Set
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from .. import errors
 from ..comm import LOCAL, Ring
 from ..config import RingConfig
-from . import active, models
+from . import active, drift, models
 from .differences import Places, Recorder, relative, spread, tensors_of
 from .roundings import CHAOS, EXACT, LOSS, outputs, rounded_anew
 from .roundings import tolerance as tolerance_of
@@ -35,10 +34,7 @@ from .untouched import untouched
 TRIES = 3
 """Random rows that must all disagree. Where rounding sends a token to another expert, another row does without."""
 
-_SAME_WEIGHTS = (
-    "The self-check ran it on every rank alone, so their weights differ: build or load the model alike on every rank "
-    "(seed before what is initialised at random, LoRA's weights too); DDP and FSDP see to it by themselves."
-)
+_SAME_WEIGHTS = f"The self-check ran it on every rank alone, so their weights differ. {drift.SAME_WEIGHTS}"
 
 _VERDICTS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], str]] = weakref.WeakKeyDictionary()
 """What came of a model's checks, by ring and kind of batch."""
@@ -74,7 +70,7 @@ def check(model: nn.Module, scope: active.Scope, share: Share) -> None:
         scope.self_check = "off"
     if sample is None or torch.compiler.is_compiling():
         return
-    inner = _inside(model)
+    inner = models.inside(model)
     case: tuple[object, ...] = (ring.name, scope.has_labels, scope.config.loss)
     if _sharding(inner) is None:  # else other rings, whose batches may be of another kind, take part in each forward
         case += (sample.first is None, sample.hides)
@@ -87,14 +83,6 @@ def check(model: nn.Module, scope: active.Scope, share: Share) -> None:
             verdicts[case] = job.run()
         _VERDICTS[inner] = verdicts
     scope.self_check = verdicts[case]
-
-
-def _inside(model: nn.Module) -> nn.Module:
-    """The model inside DDP, which would note a forward without gradients, and inside what torch.compile returns."""
-    if type(model).__name__ == "DistributedDataParallel":
-        return _inside(model._modules["module"])  # type: ignore[arg-type]  # it always has one
-    compiled = model._modules.get("_orig_mod")
-    return model if compiled is None else _inside(compiled)
 
 
 def _sharding(model: nn.Module) -> Ring | None:
@@ -208,11 +196,9 @@ class _Check:
         return mine
 
     def _call(self, inputs: Mapping[str, Any], scope: active.Scope) -> Any:
-        parameters = inspect.signature(self.model.forward).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            inputs = {name: x for name, x in inputs.items() if name in parameters}
+        taken = models.parameters_of(self.model, inputs)
         with active.activate(scope):
-            return self.model(**inputs)
+            return self.model(**{name: x for name, x in inputs.items() if name in taken})
 
     def _whole(self, row: Mapping[str, Any], rows: int) -> Any:
         """The model's outputs for the whole row."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.nn.parallel import DistributedDataParallel
 
+import hf_ring_attn
 import plain_jobs
 from comparison import Ranks
 from hf_ring_attn import RingConfig
 from hf_ring_attn.testing import relative_error
-from plain_jobs import Answer, Step, packed, padded, tokens
+from plain_jobs import Answer, Step, attempt, packed, padded, tokens
+from tiny_models import tiny
 
 SOFTMAX = 5e-6
 """Bound where transformers takes its softmax (or, in Llama 4, RoPE) in float32, whatever the model's dtype: what that
@@ -171,3 +177,34 @@ def test_a_bare_model_is_told_when_its_replicas_drift(ranks: Ranks, reduce: str,
     for texts in ranks(2).run(plain_jobs.told, plain_jobs.bare_loop, reduce):
         assert [text for text in texts if "replicas drift apart" not in text] == []
         assert len(texts) == warned
+
+
+# ---- replicas that were never the same -------------------------------------------------------------------------------
+
+
+def seeded(how: str, apart: bool) -> tuple[str, str] | None:
+    """LoRA whose weights are drawn in each process, with seeds of its own or not. Its second factor is 0 at first."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    torch.manual_seed(dist.get_rank() if apart else 0)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    called = DistributedDataParallel(model) if how == "in DDP" else model
+
+    def run() -> None:
+        sharded = hf_ring_attn.shard(tokens(23), model=model if how == "named" else None)
+        with sharded:
+            called(**sharded.inputs)
+
+    return attempt(run)
+
+
+@pytest.mark.parametrize("how", ["bare", "named", "in DDP"])
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "alike"])
+def test_a_bare_model_begins_with_the_same_weights(ranks: Ranks, how: str, apart: bool) -> None:
+    for raised in ranks(2).run(seeded, how, apart):
+        if how == "in DDP" or not apart:
+            assert raised is None
+            continue
+        assert raised is not None, "not refused"
+        assert raised[0] == "RanksDiffer"
+        assert "the same weights of base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight" in raised[1]
+        assert "Build or load the model alike on every rank (seed before what is initialised at random" in raised[1]

@@ -147,7 +147,7 @@ def test_ranks_with_other_weights_are_told_so(ranks: Ranks) -> None:
         assert error == "RanksDiffer"
         assert text.startswith("the ranks of one ring must hold the same answer to the same row (its norm), but got ")
         assert text.endswith(
-            "The self-check ran it on every rank alone, so their weights differ: build or load the model alike on "
+            "The self-check ran it on every rank alone, so their weights differ. Build or load the model alike on "
             "every rank (seed before what is initialised at random, LoRA's weights too); DDP and FSDP see to it by "
             "themselves."
         )

@@ -134,7 +134,8 @@ def _ring_answer(entry: Entry, row: Row, labelled: bool, numbered: bool, defect:
     # Odd rows with the self-check, which must not refuse what is exact; even ones without, which it would hide.
     sharded = hf_ring_attn.shard(batch, config=RingConfig(self_check=row.length % 2 == 1))
     if defect == "positions of the shard":
-        sharded.inputs["position_ids"] = torch.arange(sharded.layout.local_length).expand(2, -1)
+        # Written past its count of changes: another tensor in its place would be refused.
+        sharded.inputs["position_ids"].data[:] = torch.arange(sharded.layout.local_length)
     if defect == "a foreign error" or (defect == "a foreign error on one rank" and dist.get_rank() == 1):
         raise KeyError(defect)
     with warnings.catch_warnings(), sharded:
