@@ -102,41 +102,63 @@ def _takes_any(trainer: Any) -> bool:
 
 def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        group = group_of(self)
-        if group is None:
+        if group_of(self) is None:
             return original(self, model, inputs)
-        options = models.options_of(model)
-        _refuse_trainer(self)  # again: one that makes its model later (model_init) was not known to be in a ring
-        _refuse_loss(self, options)
-        if options.layout == "auto":
-            options = replace(options, layout="balanced")
-        whole = self._prepare_inputs(inputs)
-        sharded = shard_for(whole, group, options, model, whole_loss=options.loss == "gathered")
-        local = dict(sharded.inputs)
-        if _counts(self) or options.loss == "gathered":  # the trainer counts, or the model sees all labels
-            local.pop("num_items_in_batch", None)
-        if options.loss == "gathered":
-            for name in ("labels", "shift_labels"):
-                local.pop(name, None)
-                if whole.get(name) is not None:
-                    local[name] = whole[name]
+        context, local = _share(self, model, self._prepare_inputs(inputs))
         # In place: the trainer counts tokens and operations on this dict after the step.
-        self._ring_fp32_layout = sharded.layout
         inputs.clear()
         inputs.update(local)
-        return functools.partial(_step, model, sharded), inputs
+        return functools.partial(context, inputs), inputs
 
     return _prepare_context_parallel_inputs
 
 
+def _share(trainer: Any, model: nn.Module, whole: Any) -> Any:
+    """Of a whole batch that the trainer has prepared: the context of its step, and this rank's share of it."""
+    _refuse_trainer(trainer)  # again: one that makes its model later (model_init) was not known to be in a ring
+    options = models.options_of(model)
+    _refuse_loss(trainer, options)
+    if options.layout == "auto":
+        options = replace(options, layout="balanced")
+    sharded = shard_for(whole, group_of(trainer), options, model, whole_loss=options.loss == "gathered")
+    local = dict(sharded.inputs)
+    if _counts(trainer) or options.loss == "gathered":  # the trainer counts, or the model sees all labels
+        local.pop("num_items_in_batch", None)
+    if options.loss == "gathered":
+        for name in ("labels", "shift_labels"):
+            local.pop(name, None)
+            if whole.get(name) is not None:
+                local[name] = whole[name]
+    trainer._ring_fp32_layout = sharded.layout
+    return functools.partial(_step, trainer, model, sharded), local
+
+
 @contextmanager
-def _step(model: nn.Module, sharded: Sharded) -> Iterator[Sharded]:
-    with sharded:
+def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
+    """``local``: the dict with which the trainer's step goes on."""
+    with sharded, _prepared(trainer, local):
         if sharded.scope.config.loss == "gathered":
             with gathered(model, sharded):
                 yield sharded
         else:
             yield sharded
+
+
+@contextmanager
+def _prepared(trainer: Any, local: dict[str, Any]) -> Iterator[None]:
+    """Inside, the trainer prepares ``local`` no more: it has prepared the whole batch, and would see one rank's tokens.
+
+    A subclass that counts positions there, say, would number each rank's tokens anew.
+    """
+    own, prepare = vars(trainer), trainer._prepare_inputs
+    before = own.get("_prepare_inputs")
+    trainer._prepare_inputs = lambda inputs: inputs if inputs is local else prepare(inputs)
+    try:
+        yield
+    finally:
+        del trainer._prepare_inputs
+        if before is not None:
+            trainer._prepare_inputs = before
 
 
 def _track_num_input_tokens(original: Callable[..., None]) -> Callable[..., None]:
@@ -260,9 +282,9 @@ def predict(
         ignore_keys = [*ignore_keys, "past_key_values"]
     num_items = count(trainer, inputs) if has_labels else None
 
-    context, local = trainer._prepare_context_parallel_inputs(model, dict(inputs))
+    context, local = _share(trainer, model, inputs)
     loss = outputs = None
-    with torch.no_grad(), trainer.compute_loss_context_manager(), context() as sharded:
+    with torch.no_grad(), trainer.compute_loss_context_manager(), context(local) as sharded:
         if not has_labels:
             outputs = model(**local)
         elif prediction_loss_only:
