@@ -234,8 +234,8 @@ class UnknownTrainer(Refused):
     def __init__(self, trainer: str, method: str) -> None:
         super().__init__(
             f"{trainer} computes its loss or its predictions in {method}, which is not known to be exact in a ring. "
-            "Use transformers.Trainer or trl.SFTTrainer; if the method only calls super() and leaves the loss as it "
-            f"is, say so with the class attribute `ring_fp32_exact = True` on {trainer}."
+            "Use transformers.Trainer or trl.SFTTrainer as they are; if the method only calls the original and leaves "
+            f"the loss as it is, say so with the class attribute `ring_fp32_exact = True` on {trainer}."
         )
 
 

@@ -15,19 +15,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from .. import errors
 from ..layout import Layout
-from . import accelerate, active, fsdp, models
+from . import accelerate, active, fsdp, models, steps
 from .batch import Sharded, shard_for
 from .loss import gathered
 from .patches import Patch
-
-UNDERSTOOD = {
-    "transformers.trainer.Trainer",
-    "trl.trainer.sft_trainer.SFTTrainer",
-    "trl.trainer.base_trainer._BaseTrainer",
-}
-"""Classes whose way from a batch to a loss is known to be exact in a ring."""
-STEPS = ("compute_loss", "training_step", "prediction_step", "evaluation_loop", "get_batch_samples")
-"""The methods on that way. A subclass that overrides one is refused, unless it says ``ring_fp32_exact = True``."""
 
 
 def group_of(trainer: Any) -> Any:
@@ -51,14 +42,7 @@ def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None
 
 
 def _refuse_trainer(trainer: Any) -> None:
-    classes = type(trainer).__mro__
-    for method in STEPS:
-        owner = next((c for c in classes if method in vars(c)), None)
-        if owner is None or f"{owner.__module__}.{owner.__qualname__}" in UNDERSTOOD:
-            continue
-        # Said by the class that overrides the method or by one below it: what a parent says, it says of itself.
-        if not any(vars(c).get("ring_fp32_exact", False) for c in classes[: classes.index(owner) + 1]):
-            raise errors.UnknownTrainer(type(trainer).__name__, f"{owner.__qualname__}.{method}")
+    steps.refuse_unknown(trainer)
     if trainer.args.use_liger_kernel:
         raise errors.UnsupportedOption(
             "use_liger_kernel=True",
@@ -176,6 +160,8 @@ def _track_num_input_tokens(original: Callable[..., None]) -> Callable[..., None
 def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
         group = group_of(self)
+        if group is not None:
+            _refuse_trainer(self)  # a training_step that was set on it since may share no batch
         if group is None or self.args.average_tokens_across_devices:
             return original(self, batch_samples, device)
         # transformers 5.17 divides by the ring size and drops the remainder: 19 tokens over 2 ranks were 9 each. Of

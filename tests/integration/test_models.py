@@ -188,7 +188,7 @@ TRAININGS = [
     Training(
         why="a compute_loss of its own", kind=jobs.OwnLoss, error="UnknownTrainer",
         text="OwnLoss computes its loss or its predictions in OwnLoss.compute_loss, which is not known to be exact in "
-        "a ring. Use transformers.Trainer or trl.SFTTrainer; if the method only calls super()",
+        "a ring. Use transformers.Trainer or trl.SFTTrainer as they are; if the method only",
     ),
     Training(why="a step of its own", kind=jobs.OwnStep, error="UnknownTrainer", text="in OwnStep.training_step, "),
     Training(
