@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -186,19 +186,17 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
         if scope is None or num_items_in_batch is None or not _counts(self):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
-        if scope.config.loss == "sharded":
-            if self.args.average_tokens_across_devices:  # the loss is multiplied by all ranks
-                scope.share_of_whole = 1 / scope.ring.size
-            return original(self, model, inputs, return_outputs, num_items_in_batch)
         # The trainer's arithmetic is that of shards: it divides the count by the ring size unless ranks are averaged
-        # over, and multiplies the loss by all ranks if they are. A loss of whole rows is the same on every rank.
-        averaged = self.args.average_tokens_across_devices
-        if not averaged:
-            num_items_in_batch = num_items_in_batch * scope.ring.size
-        with _smoothing(self, model):
-            result = original(self, model, inputs, return_outputs, num_items_in_batch)
-        share = 1 / scope.ring.size if averaged else 1.0
-        return (result[0] * share, result[1]) if return_outputs else result * share
+        # over, and multiplies the loss by all ranks if they are. The count that is handed on is the whole one, since
+        # losses take one below 1, as a share of it may be, for 1. A loss of whole rows is the same on every rank.
+        averaged, size = self.args.average_tokens_across_devices, scope.ring.size
+        sharded = scope.config.loss == "sharded"
+        scope.share_of_whole = 1 / size if sharded else 1.0
+        with nullcontext() if sharded else _smoothing(self, model):
+            count = num_items_in_batch if averaged else num_items_in_batch * size
+            result = original(self, model, inputs, return_outputs, count)
+        times = (1 if averaged else size) * (1 if sharded else 1 / size)
+        return (result[0] * times, result[1]) if return_outputs else result * times
 
     return compute_loss
 
