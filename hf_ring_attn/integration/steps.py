@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from .. import errors
+from .authors import strangers
 
 UNDERSTOOD = {
     "transformers.trainer.Trainer",
@@ -18,7 +18,6 @@ STEPS = (
     "_get_num_items_in_batch", "_prepare_context_parallel_inputs",
 )  # fmt: skip
 """The methods on that way. One that is overridden or replaced is refused, unless ``ring_fp32_exact = True`` is said."""
-_AUTHORS = {"transformers", "trl", __name__.partition(".")[0]}
 
 
 def refuse_unknown(trainer: Any) -> None:
@@ -36,16 +35,9 @@ def refuse_unknown(trainer: Any) -> None:
             if method not in own:
                 continue
             known = isinstance(place, type) and f"{place.__module__}.{place.__qualname__}" in UNDERSTOOD
-            if known and set(_authors(own[method])) <= _AUTHORS:
+            if known and not strangers(own[method]):
                 continue
             where = f"{place.__qualname__}.{method}" if isinstance(place, type) else f"the trainer's own {method}"
             if known or place is trainer:
                 where = f"{getattr(own[method], '__qualname__', type(own[method]).__name__)}, set as {where}"
             raise errors.UnknownTrainer(type(trainer).__name__, where)
-
-
-def _authors(function: Any) -> Iterator[str]:
-    """The packages of a function and of all that it says it wraps: by what none of them can take over from another."""
-    while function is not None:
-        yield str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
-        function = getattr(function, "__wrapped__", None)
