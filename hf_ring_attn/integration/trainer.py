@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .. import errors
-from ..layout import Layout
 from . import accelerate, active, fsdp, models, steps
 from .batch import Sharded, shard_for
 from .loss import gathered
@@ -88,17 +87,13 @@ def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
         if group_of(self) is None:
             return original(self, model, inputs)
-        context, local = _share(self, model, self._prepare_inputs(inputs))
-        # In place: the trainer counts tokens and operations on this dict after the step.
-        inputs.clear()
-        inputs.update(local)
-        return functools.partial(context, inputs), inputs
+        return _share(self, model, self._prepare_inputs(inputs))
 
     return _prepare_context_parallel_inputs
 
 
-def _share(trainer: Any, model: nn.Module, whole: Any) -> Any:
-    """Of a whole batch that the trainer has prepared: the context of its step, and this rank's share of it."""
+def _share(trainer: Any, model: nn.Module, whole: Any) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """Of a whole batch that the trainer has prepared: the context of its step, and this rank's share, in a new dict."""
     _refuse_trainer(trainer)  # again: one that makes its model later (model_init) was not known to be in a ring
     options = models.options_of(model)
     _refuse_loss(trainer, options)
@@ -113,8 +108,7 @@ def _share(trainer: Any, model: nn.Module, whole: Any) -> Any:
             local.pop(name, None)
             if whole.get(name) is not None:
                 local[name] = whole[name]
-    trainer._ring_fp32_layout = sharded.layout
-    return functools.partial(_step, trainer, model, sharded), local
+    return functools.partial(_step, trainer, model, sharded, local), local
 
 
 @contextmanager
@@ -147,14 +141,24 @@ def _prepared(trainer: Any, local: dict[str, Any]) -> Iterator[None]:
 
 def _track_num_input_tokens(original: Callable[..., None]) -> Callable[..., None]:
     def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
-        if group_of(self) is not None:  # without the ring's own padding, which no user gave
-            layout: Layout = self._ring_fp32_layout
-            held = int((layout.positions() < layout.length).sum())
-            name = getattr(self.model, "main_input_name", "input_ids")
-            inputs = {**inputs, name: inputs[name][:, :held]}
-        original(self, inputs)
+        original(self, _counted(self, inputs))
 
     return _track_num_input_tokens
+
+
+def _floating_point_ops(original: Callable[..., Any]) -> Callable[..., Any]:
+    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> Any:
+        return original(self, _counted(self, inputs))
+
+    return floating_point_ops
+
+
+def _counted(trainer: Any, whole: Any) -> Any:
+    """What this rank counts of a whole batch, for sums over all ranks: the first rank of a ring all, others no row."""
+    group = group_of(trainer)
+    if group is None or group.rank() == 0:
+        return whole
+    return {name: x[:0] if isinstance(x, Tensor) and x.dim() else x for name, x in whole.items()}
 
 
 def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,7 +272,7 @@ def predict(
 
     context, local = _share(trainer, model, inputs)
     loss = outputs = None
-    with torch.no_grad(), trainer.compute_loss_context_manager(), context(local) as sharded:
+    with torch.no_grad(), trainer.compute_loss_context_manager(), context() as sharded:
         if not has_labels:
             outputs = model(**local)
         elif prediction_loss_only:
@@ -308,6 +312,7 @@ PATCHES = [
     Patch(f"{TRAINER}.create_accelerator_and_postprocess", "(self)", _create_accelerator),
     Patch(f"{TRAINER}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
     Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _track_num_input_tokens),
+    Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _floating_point_ops),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
     Patch(f"{TRAINER}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from transformers import Trainer
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -16,11 +18,11 @@ from comparison import LOSS, Ranks
 from hf_ring_attn import RingAttentionError, errors
 from hf_ring_attn.integration.steps import refuse_unknown
 from jobs import a_folder, launched, numbers, trainer_of
-from runs import Mesh, Rows, Run
+from runs import Mesh, Pictures, Row, Rows, Run
 from tiny_models import tiny
 
 LEFT = Rows(shortest=9, pad_to="left", labelled="answers")
-SHORT = Run(why="", steps=2, rows=LEFT, evaluated=LEFT, metrics="logits", arguments={"eval_steps": 2})
+SHORT = Run(why="", model="gpt2", steps=2, rows=LEFT, evaluated=LEFT, metrics="logits", arguments={"eval_steps": 2})
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -41,10 +43,12 @@ class Positions(Trainer):
 def log_of(kind: type[Trainer], run: Run, mesh: Mesh) -> tuple[list[dict[str, float]], int]:
     """What a trainer logged, and how often it prepared a batch."""
     with launched(mesh), a_folder(None) as folder:
-        model = tiny("gpt2", "ring_fp32" if mesh.cp > 1 else None, **NO_DROPOUT)
+        attention = "ring_fp32" if mesh.cp > 1 else None
+        model = tiny("gpt2", attention, **NO_DROPOUT) if run.model == "gpt2" else None
         trainer = trainer_of(run, mesh, folder, model, kind=kind)
         trainer.train()
-        return numbers(trainer.state.log_history), getattr(trainer, "prepared", 0)
+        operations = {"total_flos": trainer.state.total_flos}
+        return [*numbers(trainer.state.log_history), operations], getattr(trainer, "prepared", 0)
 
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -60,6 +64,67 @@ def assert_same_log(ranks: Ranks, kind: type[Trainer], run: Run) -> None:
 def test_a_batch_is_prepared_once_and_whole(ranks: Ranks) -> None:
     """transformers prepares it inside the step, where a rank has its share: positions were numbered anew there."""
     assert_same_log(ranks, Positions, SHORT)
+
+
+class Again(Trainer):
+    """Goes through the same batches in each epoch."""
+
+    def get_train_dataloader(self) -> Any:
+        self.ready = [LEFT.collate(LEFT.make()[at : at + 2]) for at in (0, 2)]
+        self.kept = [{name: x.clone() for name, x in batch.items()} for batch in self.ready]
+        return self.ready
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        super().train(*args, **kwargs)
+        for ready, kept in zip(self.ready, self.kept, strict=True):
+            assert ready.keys() == kept.keys()
+            assert all(torch.equal(x, kept[name]) for name, x in ready.items())
+
+
+def test_a_batch_is_not_changed(ranks: Ranks) -> None:
+    """It was cut in place, and again in the second epoch."""
+    assert_same_log(ranks, Again, replace(SHORT, steps=4, arguments={"eval_steps": 4}))
+
+
+# ---- what is counted -------------------------------------------------------------------------------------------------
+
+
+class Embedded(Trainer):
+    """Rows are embedded by the collator."""
+
+    def get_train_dataloader(self) -> Any:
+        batch = Rows(count=2).collate(Rows(count=2).make())
+        words = torch.randn(97, 32, generator=torch.Generator().manual_seed(0))
+        return [{"inputs_embeds": words[batch["input_ids"]], "labels": batch["labels"]}] * 2
+
+
+def test_a_batch_may_hold_embeddings_alone(ranks: Ranks) -> None:
+    """The count of tokens looked for input_ids."""
+    assert_same_log(ranks, Embedded, replace(SHORT, arguments={"eval_strategy": "no"}))
+
+
+@pytest.mark.parametrize("counted", ["all", "non_padding"])
+def test_each_token_is_counted_once_with_images_too(ranks: Ranks, counted: str) -> None:
+    """The mask of a batch with images is whole on every rank, and so are its tokens, and their operations."""
+    run = replace(
+        SHORT, model="gemma3 vision", rows=Masked(), arguments={"include_num_input_tokens_seen": counted, **NO}
+    )
+    assert_same_log(ranks, Trainer, run)
+
+
+NO: dict[str, Any] = {"eval_strategy": "no"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masked(Pictures):
+    """Rows of pictures, the first of each batch with two tokens of padding."""
+
+    def collate(self, rows: list[Row]) -> Row:
+        batch = super().collate(rows)
+        mask = batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        mask[0, :2] = 0
+        batch["labels"][mask == 0] = -100
+        return batch
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
