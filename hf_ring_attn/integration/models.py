@@ -151,6 +151,17 @@ def refuse(config: Any, scope: Scope) -> None:
         raise errors.UnsupportedModel(type(config).__name__, reasons)
 
 
+def refuse_always(model: nn.Module) -> None:
+    """Refuses a model that is to be trained, whatever its batches hold: before the first is looked at.
+
+    Its trainer will set it for training, but it may still be in the mode of evaluation (from_pretrained).
+    """
+    reasons = [reason for config in configs_of(model) for reason in _decoder_reasons(config)]
+    reasons += [reason for module in model.modules() for reason in noise_reasons(module)]
+    if reasons:
+        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
+
+
 def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
     other_positions = exactness.position_reasons(model, scope.hidden is not None) if scope.numbered else ()
     mixers = hybrids.mixers(model)
@@ -226,9 +237,13 @@ def _uses_interface(model: nn.Module) -> bool:
     return any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
-def _config_reasons(config: Any, scope: Scope) -> Iterator[str]:
+def _decoder_reasons(config: Any) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models are not supported"
+
+
+def _config_reasons(config: Any, scope: Scope) -> Iterator[str]:
+    yield from _decoder_reasons(config)
     layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     known = ATTENTION_LAYERS | (hybrids.LAYERS if hybrids.admitted(config) else set())
     foreign = sorted({str(layer) for layer in layers} - known)

@@ -52,10 +52,7 @@ def _refuse_trainer(trainer: Any) -> None:
 
 def _refuse_loss(trainer: Any, options: Any) -> None:
     """Before the first step, once all of the trainer is set up."""
-    # The trainer sets it for training, but its model may still be in the mode of evaluation (from_pretrained).
-    noise = [reason for module in trainer.model.modules() for reason in models.noise_reasons(module)]
-    if noise:
-        raise errors.UnsupportedModel(models.name_of(trainer.model), noise)
+    models.refuse_always(trainer.model)
     if options.loss == "sharded":
         if trainer.label_smoother is not None:
             raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
