@@ -232,11 +232,13 @@ class LossNotSharded(Refused):
 
 
 class UnknownForward(Refused):
-    def __init__(self, model: str, parent: str) -> None:
+    """``how``: what its forward is, to follow "a forward of its own"; ``where``: on what it may be said to be exact."""
+
+    def __init__(self, model: str, how: str, where: str) -> None:
         super().__init__(
-            f"{model} has a forward of its own around that of {parent}, and may change its loss in a way that one "
-            "rank's tokens do not tell. If it leaves the loss as it is, say so with the class attribute "
-            f"`ring_fp32_exact = True` on {model}; else {_OWN_LOOP}"
+            f"{model} has a forward of its own{how} and may change the loss in a way that one rank's tokens do not "
+            "tell: a term that is added to it would be counted once for each rank. If the loss stays as it is, say so "
+            f"with the attribute `ring_fp32_exact = True` on {where}; else {_OWN_LOOP}"
         )
 
 
@@ -257,8 +259,8 @@ class UnknownTrainer(Refused):
     def __init__(self, trainer: str, method: str) -> None:
         super().__init__(
             f"{trainer} computes its loss or its predictions in {method}, which is not known to be exact in a ring. "
-            "Use transformers.Trainer or trl.SFTTrainer; if the method only calls super() and leaves the loss as it "
-            f"is, say so with the class attribute `ring_fp32_exact = True` on {trainer}."
+            "Use transformers.Trainer or trl.SFTTrainer as they are; if the method only calls the original and leaves "
+            f"the loss as it is, say so with the class attribute `ring_fp32_exact = True` on {trainer}."
         )
 
 

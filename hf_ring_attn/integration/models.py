@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import weakref
@@ -15,7 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 
 from .. import errors
 from ..config import RingConfig
-from . import backbone, checkpointing, exactness, experts, hybrids, modes, peft, rope, sharing, temperature
+from . import backbone, checkpointing, exactness, experts, forwards, hybrids, modes, peft, rope, sharing, temperature
 from .active import Scope
 from .report import warn
 
@@ -151,18 +150,14 @@ def _refuse_loss(model: nn.Module, whole: bool) -> None:
         return
     # transformers falls back to the causal loss where it knows no loss of that name (GPT2LMHeadModel, say).
     causal = LOSS_MAPPING.get(str(head.loss_type), ForCausalLMLoss) is ForCausalLMLoss
-    forwards = [cls for cls in type(head).__mro__ if "forward" in vars(cls)]
-    known = (cls for cls in forwards if "loss_function" in inspect.unwrap(vars(cls)["forward"]).__code__.co_names)
-    owner = next(known, None)
-    if not causal or owner is None:
+    asked = any(forwards.asks_loss_function(forward) for _, forward in forwards.of_classes(head))
+    if not causal or not asked:
         raise errors.LossNotSharded(f"the loss of {type(head).__name__}, which is no causal language model's,")
     function = head.loss_function  # transformers' own, unless somebody set another one, or the class has its own
     if not whole and function is not ForCausalLMLoss:
         name = getattr(function, "__qualname__", type(function).__name__)
         raise errors.LossNotSharded(f"the loss of {class_of(head)}, whose loss_function is {name},", gathers=True)
-    for cls in forwards[: forwards.index(owner)]:
-        if not vars(cls).get("ring_fp32_exact", False):
-            raise errors.UnknownForward(cls.__name__, owner.__name__)
+    forwards.refuse_unknown(model, head)
 
 
 def refuse(config: Any, scope: Scope) -> None:
@@ -173,6 +168,17 @@ def refuse(config: Any, scope: Scope) -> None:
     reasons = list(_config_reasons(config, scope))
     if reasons:
         raise errors.UnsupportedModel(type(config).__name__, reasons)
+
+
+def refuse_always(model: nn.Module) -> None:
+    """Refuses a model that is to be trained, whatever its batches hold: before the first is looked at.
+
+    Its trainer will set it for training, but it may still be in the mode of evaluation (from_pretrained).
+    """
+    reasons = [reason for config in configs_of(model) for reason in _decoder_reasons(config)]
+    reasons += [reason for module in model.modules() for reason in noise_reasons(module)]
+    if reasons:
+        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
 
 
 def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
@@ -250,9 +256,13 @@ def _uses_interface(model: nn.Module) -> bool:
     return any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
-def _config_reasons(config: Any, scope: Scope) -> Iterator[str]:
+def _decoder_reasons(config: Any) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models are not supported"
+
+
+def _config_reasons(config: Any, scope: Scope) -> Iterator[str]:
+    yield from _decoder_reasons(config)
     layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     known = ATTENTION_LAYERS | (hybrids.LAYERS if hybrids.admitted(config) else set())
     foreign = sorted({str(layer) for layer in layers} - known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,20 +14,10 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .. import errors
-from ..layout import Layout
-from . import accelerate, active, fsdp, models
+from . import accelerate, active, fsdp, models, steps
 from .batch import Sharded, shard_for
 from .loss import gathered
 from .patches import Patch
-
-UNDERSTOOD = {
-    "transformers.trainer.Trainer",
-    "trl.trainer.sft_trainer.SFTTrainer",
-    "trl.trainer.base_trainer._BaseTrainer",
-}
-"""Classes whose way from a batch to a loss is known to be exact in a ring."""
-STEPS = ("compute_loss", "training_step", "prediction_step", "evaluation_loop", "get_batch_samples")
-"""The methods on that way. A subclass that overrides one is refused, unless it says ``ring_fp32_exact = True``."""
 
 
 def group_of(trainer: Any) -> Any:
@@ -51,14 +41,7 @@ def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None
 
 
 def _refuse_trainer(trainer: Any) -> None:
-    classes = type(trainer).__mro__
-    for method in STEPS:
-        owner = next((c for c in classes if method in vars(c)), None)
-        if owner is None or f"{owner.__module__}.{owner.__qualname__}" in UNDERSTOOD:
-            continue
-        # Said by the class that overrides the method or by one below it: what a parent says, it says of itself.
-        if not any(vars(c).get("ring_fp32_exact", False) for c in classes[: classes.index(owner) + 1]):
-            raise errors.UnknownTrainer(type(trainer).__name__, f"{owner.__qualname__}.{method}")
+    steps.refuse_unknown(trainer)
     if trainer.args.use_liger_kernel:
         raise errors.UnsupportedOption(
             "use_liger_kernel=True",
@@ -69,10 +52,7 @@ def _refuse_trainer(trainer: Any) -> None:
 
 def _refuse_loss(trainer: Any, options: Any) -> None:
     """Before the first step, once all of the trainer is set up."""
-    # The trainer sets it for training, but its model may still be in the mode of evaluation (from_pretrained).
-    noise = [reason for module in trainer.model.modules() for reason in models.noise_reasons(module)]
-    if noise:
-        raise errors.UnsupportedModel(models.name_of(trainer.model), noise)
+    models.refuse_always(trainer.model)
     if options.loss == "sharded":
         if trainer.label_smoother is not None:
             raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
@@ -102,36 +82,36 @@ def _takes_any(trainer: Any) -> bool:
 
 def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        group = group_of(self)
-        if group is None:
+        if group_of(self) is None:
             return original(self, model, inputs)
-        options = models.options_of(model)
-        _refuse_trainer(self)  # again: one that makes its model later (model_init) was not known to be in a ring
-        _refuse_loss(self, options)
-        if options.layout == "auto":
-            options = replace(options, layout="balanced")
-        whole = self._prepare_inputs(inputs)
-        sharded = shard_for(whole, group, options, model, whole_loss=options.loss == "gathered")
-        local = dict(sharded.inputs)
-        if _counts(self) or options.loss == "gathered":  # the trainer counts, or the model sees all labels
-            local.pop("num_items_in_batch", None)
-        if options.loss == "gathered":
-            for name in ("labels", "shift_labels"):
-                local.pop(name, None)
-                if whole.get(name) is not None:
-                    local[name] = whole[name]
-        # In place: the trainer counts tokens and operations on this dict after the step.
-        self._ring_fp32_layout = sharded.layout
-        inputs.clear()
-        inputs.update(local)
-        return functools.partial(_step, model, sharded), inputs
+        return _share(self, model, self._prepare_inputs(inputs))
 
     return _prepare_context_parallel_inputs
 
 
+def _share(trainer: Any, model: nn.Module, whole: Any) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """Of a whole batch that the trainer has prepared: the context of its step, and this rank's share, in a new dict."""
+    _refuse_trainer(trainer)  # again: one that makes its model later (model_init) was not known to be in a ring
+    options = models.options_of(model)
+    _refuse_loss(trainer, options)
+    if options.layout == "auto":
+        options = replace(options, layout="balanced")
+    sharded = shard_for(whole, group_of(trainer), options, model, whole_loss=options.loss == "gathered")
+    local = dict(sharded.inputs)
+    if _counts(trainer) or options.loss == "gathered":  # the trainer counts, or the model sees all labels
+        local.pop("num_items_in_batch", None)
+    if options.loss == "gathered":
+        for name in ("labels", "shift_labels"):
+            local.pop(name, None)
+            if whole.get(name) is not None:
+                local[name] = whole[name]
+    return functools.partial(_step, trainer, model, sharded, local), local
+
+
 @contextmanager
-def _step(model: nn.Module, sharded: Sharded) -> Iterator[Sharded]:
-    with sharded:
+def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
+    """``local``: the dict with which the trainer's step goes on."""
+    with sharded, _prepared(trainer, local):
         if sharded.scope.config.loss == "gathered":
             with gathered(model, sharded):
                 yield sharded
@@ -139,21 +119,50 @@ def _step(model: nn.Module, sharded: Sharded) -> Iterator[Sharded]:
             yield sharded
 
 
+@contextmanager
+def _prepared(trainer: Any, local: dict[str, Any]) -> Iterator[None]:
+    """Inside, the trainer prepares ``local`` no more: it has prepared the whole batch, and would see one rank's tokens.
+
+    A subclass that counts positions there, say, would number each rank's tokens anew.
+    """
+    own, prepare = vars(trainer), trainer._prepare_inputs
+    before = own.get("_prepare_inputs")
+    trainer._prepare_inputs = lambda inputs: inputs if inputs is local else prepare(inputs)
+    try:
+        yield
+    finally:
+        del trainer._prepare_inputs
+        if before is not None:
+            trainer._prepare_inputs = before
+
+
 def _track_num_input_tokens(original: Callable[..., None]) -> Callable[..., None]:
     def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
-        if group_of(self) is not None:  # without the ring's own padding, which no user gave
-            layout: Layout = self._ring_fp32_layout
-            held = int((layout.positions() < layout.length).sum())
-            name = getattr(self.model, "main_input_name", "input_ids")
-            inputs = {**inputs, name: inputs[name][:, :held]}
-        original(self, inputs)
+        original(self, _counted(self, inputs))
 
     return _track_num_input_tokens
+
+
+def _floating_point_ops(original: Callable[..., Any]) -> Callable[..., Any]:
+    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> Any:
+        return original(self, _counted(self, inputs))
+
+    return floating_point_ops
+
+
+def _counted(trainer: Any, whole: Any) -> Any:
+    """What this rank counts of a whole batch, for sums over all ranks: the first rank of a ring all, others no row."""
+    group = group_of(trainer)
+    if group is None or group.rank() == 0:
+        return whole
+    return {name: x[:0] if isinstance(x, Tensor) and x.dim() else x for name, x in whole.items()}
 
 
 def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
         group = group_of(self)
+        if group is not None:
+            _refuse_trainer(self)  # a training_step that was set on it since may share no batch
         if group is None or self.args.average_tokens_across_devices:
             return original(self, batch_samples, device)
         # transformers 5.17 divides by the ring size and drops the remainder: 19 tokens over 2 ranks were 9 each. Of
@@ -178,19 +187,17 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
         if scope is None or num_items_in_batch is None or not _counts(self):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
-        if scope.config.loss == "sharded":
-            if self.args.average_tokens_across_devices:  # the loss is multiplied by all ranks
-                scope.share_of_whole = 1 / scope.ring.size
-            return original(self, model, inputs, return_outputs, num_items_in_batch)
         # The trainer's arithmetic is that of shards: it divides the count by the ring size unless ranks are averaged
-        # over, and multiplies the loss by all ranks if they are. A loss of whole rows is the same on every rank.
-        averaged = self.args.average_tokens_across_devices
-        if not averaged:
-            num_items_in_batch = num_items_in_batch * scope.ring.size
-        with _smoothing(self, model):
-            result = original(self, model, inputs, return_outputs, num_items_in_batch)
-        share = 1 / scope.ring.size if averaged else 1.0
-        return (result[0] * share, result[1]) if return_outputs else result * share
+        # over, and multiplies the loss by all ranks if they are. The count that is handed on is the whole one, since
+        # losses take one below 1, as a share of it may be, for 1. A loss of whole rows is the same on every rank.
+        averaged, size = self.args.average_tokens_across_devices, scope.ring.size
+        sharded = scope.config.loss == "sharded"
+        scope.share_of_whole = 1 / size if sharded else 1.0
+        with nullcontext() if sharded else _smoothing(self, model):
+            count = num_items_in_batch if averaged else num_items_in_batch * size
+            result = original(self, model, inputs, return_outputs, count)
+        times = (1 if averaged else size) * (1 if sharded else 1 / size)
+        return (result[0] * times, result[1]) if return_outputs else result * times
 
     return compute_loss
 
@@ -260,7 +267,7 @@ def predict(
         ignore_keys = [*ignore_keys, "past_key_values"]
     num_items = count(trainer, inputs) if has_labels else None
 
-    context, local = trainer._prepare_context_parallel_inputs(model, dict(inputs))
+    context, local = _share(trainer, model, inputs)
     loss = outputs = None
     with torch.no_grad(), trainer.compute_loss_context_manager(), context() as sharded:
         if not has_labels:
@@ -302,6 +309,7 @@ PATCHES = [
     Patch(f"{TRAINER}.create_accelerator_and_postprocess", "(self)", _create_accelerator),
     Patch(f"{TRAINER}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
     Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _track_num_input_tokens),
+    Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _floating_point_ops),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
     Patch(f"{TRAINER}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),

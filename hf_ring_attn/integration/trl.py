@@ -43,8 +43,14 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         accelerator.gather_for_metrics = functools.partial(accelerate.gather_sums_per_ring, accelerator)
         if one_mean:  # then the trainer divides the whole loss, or nothing, by the batches of a step
             setattr(self, _STEPS, 1)
+        # SFTTrainer takes a count below 1 for 1, as a share of it may be: it gets the whole one, and its loss, to which
+        # it adds that of experts, is multiplied here.
+        shared = num_items_in_batch is not None and not self.args.average_tokens_across_devices
+        times = scope.ring.size if shared else 1
+        scope.share_of_whole = 1 / times
         try:
-            result = original(self, model, inputs, return_outputs, num_items_in_batch)
+            count = num_items_in_batch * times if shared else num_items_in_batch
+            result = original(self, model, inputs, return_outputs, count)
         finally:
             del accelerator.gather_for_metrics
             setattr(self, _STEPS, steps)
@@ -57,8 +63,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             self._total_train_tokens = tokens + int(of_all.sum())
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:  # which is no sum: each rank has that of the whole row
-            self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] /= scope.ring.size
-        return result
+            self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] *= times / scope.ring.size
+        return (result[0] * times, result[1]) if return_outputs else result * times
 
     return compute_loss
 

@@ -47,7 +47,8 @@ class Case:
 
     Args:
         args: for SFTConfig, over the defaults of `config`.
-        rows: the form of the data: "text", "completion" (prompt and completion) or "chat".
+        rows: the form of the data: "text", "completion" (prompt and completion), "end" (one that is the end of a text
+            alone: a label a row) or "chat".
         kind: the class of the model.
         images: a model of `tiny_models.VISION`, trained on rows with pictures; without_images: every so many have none.
         means: of a model that leaves each batch's loss a mean.
@@ -132,6 +133,8 @@ def rows(kind: str, count: int, start: int = 0) -> Dataset:
         return Dataset.from_list([{"text": piece} for piece in pieces])
     if kind == "completion":
         return Dataset.from_list([{"prompt": p[: len(p) // 3], "completion": p[len(p) // 3 :]} for p in pieces])
+    if kind == "end":
+        return Dataset.from_list([{"prompt": piece, "completion": ""} for piece in pieces])
     assert kind == "chat", kind
     turns = [("user", 0, 4), ("assistant", 4, 9), ("user", 9, 12), ("assistant", 12, None)]
     return Dataset.from_list(

@@ -19,6 +19,7 @@ from tiny_models import tiny
 RWKV = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0}
 BERT = {"attention_probs_dropout_prob": 0.0}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 97}
 NO_INTERFACE = "its code does not use transformers' attention interface, so its attention would stay on each rank"
 GATHERED_INSTEAD = "cannot be computed exactly from one rank's tokens. Use the gathered loss: hf_ring_attn.configure("
 IN_A_LOOP = "cannot be computed exactly from one rank's tokens. No trainer can train it in a ring yet; in your own loop"
@@ -60,8 +61,7 @@ FORWARDS = [
     ),
     Forward(
         why="an encoder and a decoder", kind="T5ForConditionalGeneration", sizes=False,
-        config={"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 97},
-        text="encoder-decoder models are not supported",
+        config=T5, text="encoder-decoder models are not supported",
     ),
     Forward(
         why="a temperature that is not Llama 4's", change=jobs.tuned_otherwise,
@@ -188,7 +188,7 @@ TRAININGS = [
     Training(
         why="a compute_loss of its own", kind=jobs.OwnLoss, error="UnknownTrainer",
         text="OwnLoss computes its loss or its predictions in OwnLoss.compute_loss, which is not known to be exact in "
-        "a ring. Use transformers.Trainer or trl.SFTTrainer; if the method only calls super()",
+        "a ring. Use transformers.Trainer or trl.SFTTrainer as they are; if the method only",
     ),
     Training(why="a step of its own", kind=jobs.OwnStep, error="UnknownTrainer", text="in OwnStep.training_step, "),
     Training(
@@ -208,6 +208,11 @@ TRAININGS = [
         why="a masked language model", model="BertForMaskedLM", config=BERT,
         error="LossNotSharded",
         text="the loss of BertForMaskedLM, which is no causal language model's,",
+    ),
+    Training(
+        why="an encoder and a decoder, whose labels are others than its tokens", model="T5ForConditionalGeneration",
+        config=T5, error="UnsupportedModel", more={"data_collator": jobs.with_other_labels},
+        text="T5ForConditionalGeneration cannot be trained in a ring exactly: encoder-decoder models are not supp",
     ),
     Training(
         why="NEFTune", run=Run(why="", arguments={"neftune_noise_alpha": 5.0}), error="UnsupportedModel",

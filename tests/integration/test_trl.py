@@ -105,6 +105,19 @@ def test_losses_that_are_no_sums_over_tokens(ranks: Ranks, case: Case, mesh: Mes
     compare(ranks, case, mesh)
 
 
+ALONE = {"average_tokens_across_devices": False}
+FEW_LABELS = [
+    Case("experts", {**ALONE, "router_aux_loss_coef": 0.5, "learning_rate": 0.01}, kind=MIXTRAL, rows="end"),
+    Case("each batch's mean", ALONE, rows="end", means=True),
+]
+
+
+@pytest.mark.parametrize("case", FEW_LABELS, ids=lambda case: case.why)
+def test_fewer_labels_than_ranks_that_do_not_average(ranks: Ranks, case: Case) -> None:
+    """Two labels and four ranks: a rank's share of the count is a half, which SFTTrainer takes for one."""
+    compare(ranks, case, Mesh(cp=4))
+
+
 REFUSED: list[tuple[Case, dict[str, Any], str]] = [
     (Case("compute_loss_func"), {"compute_loss_func": half}, "LossNotSharded: compute_loss_func cannot be computed"),
     (Case("label smoothing", {"label_smoothing_factor": 0.1}), {}, r"LossNotSharded: label smoothing \(label_smooth"),
