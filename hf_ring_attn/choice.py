@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from . import errors, trial
-from .comm import Ring, fingerprint
+from .comm import Ring
+from .fingerprints import fingerprint
 from .kernels import KERNELS, Params, Part, Request, ScoreMod, asking, choose, named, text_of
 from .layout import Run
 from .mask import Mask, tiles

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .choice import facts_of, kernel_for, kernel_for_scores
-from .comm import LOCAL, Ring, fingerprint
+from .comm import LOCAL, Ring
 from .config import RingConfig, Traffic
 from .errors import BadOption, BadShape, RanksDiffer
+from .fingerprints import fingerprint
 from .kernels import Params, Request, ScoreFunction, ScoreMod
 from .layout import Layout, held_of_zigzag
 from .mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask

@@ -21,7 +21,7 @@ PACKAGE = REPOSITORY / "hf_ring_attn"
 MOST_LINES = 320
 
 BASE = {"errors", "config"}
-CORE = BASE | {"layout", "mask", "comm", "kernels", "once"}
+CORE = BASE | {"layout", "mask", "comm", "fingerprints", "kernels", "once"}
 ALONG = {"sequence", "by_heads"}
 RING = CORE | ALONG | {
     "balance", "exchange", "tables", "choice", "trial", "traffic", "backward", "ring", "scored", "functional",
@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": BASE,
     "balance": BASE | {"layout"},  # whose chunks are whose, by the work of documents alone
     "mask": BASE | {"layout"},
+    "fingerprints": set(),  # of any tensor
     "comm": BASE,  # traffic: buffers and groups, never who sees whom
     "kernels": BASE | {"mask"},  # arithmetic: tiles as data, never a process group
     "exchange": BASE | {"comm"},

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checks import Ranks
-from hf_ring_attn import comm
-from hf_ring_attn.comm import LOCAL, Ring, fingerprint
+from hf_ring_attn import fingerprints
+from hf_ring_attn.comm import LOCAL, Ring
 from hf_ring_attn.errors import RanksDiffer, RefusedElsewhere
+from hf_ring_attn.fingerprints import fingerprint
 from live_bytes import peak_bytes
 
 CPU = torch.device("cpu")
@@ -269,7 +270,7 @@ def test_a_fingerprint_knows_no_pieces_and_no_memory_order(
     x = LAYOUTS[why](torch.randn(12, 10, generator=torch.Generator().manual_seed(3)).mul(50).to(dtype))
     want = fingerprint(x)
     for values in (1, 4, 7, 64):
-        monkeypatch.setattr(comm, "PIECE", values)
+        monkeypatch.setattr(fingerprints, "PIECE", values)
         assert fingerprint(x) == fingerprint(x.clone(memory_format=torch.contiguous_format)) == want
 
 
@@ -288,7 +289,7 @@ def test_fingerprints_of_many_values_that_differ_little_differ_all_over(dtype: t
 def test_a_fingerprint_needs_memory_for_one_piece() -> None:
     x = torch.zeros(4096, 1024, dtype=torch.uint8)
     for large in (x, x.T, x.view(2, 2048, 1024).permute(0, 2, 1)):
-        assert peak_bytes(lambda: fingerprint(large)) < 100 * comm.PIECE  # noqa: B023  called at once
+        assert peak_bytes(lambda: fingerprint(large)) < 100 * fingerprints.PIECE  # noqa: B023  called at once
 
 
 def test_fingerprints_are_the_same_in_every_process(ranks: Ranks) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import fingerprint
 from ..config import RingConfig
+from ..fingerprints import fingerprint
 from .rows import KERNEL_HINTS
 
 TODO = (

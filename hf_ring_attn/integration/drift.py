@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from ..comm import fingerprint
+from ..fingerprints import fingerprint
 from .active import Scope
 from .report import warn
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from ..comm import Ring, fingerprint
+from ..comm import Ring
+from ..fingerprints import fingerprint
 from .parallelism import ring_enabled
 
 _SAME_VALUES = (
