@@ -205,6 +205,9 @@ class RemoteModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transfor
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=WORDS, **kwargs)
             if planted == "loss":
                 loss = loss + 0.01 * logits.mean(1).square().sum()  # as an auxiliary loss of experts is made
+            if planted == "mean of labels":  # alike on all ranks with a label
+                counts = (labels != -100).float()
+                loss = loss + (counts * (1 + 1e-6 * logits.logsumexp(-1))).sum() / counts.sum().clamp(min=1)
         return CausalLMOutputWithPast(loss=loss, logits=None if planted == "a loss alone" else logits)
 
 

@@ -102,6 +102,12 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(ranks: Ranks, size: int) -
         assert "Trainer as compute_loss_func, a function of whole rows' logits, with " in text
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_mean_over_each_rank_s_own_labels_is_refused(ranks: Ranks, size: int) -> None:
+    """Where all ranks had labels in the check's row, it was the mean over all."""
+    assert {error for error, *_ in ranks(size).run(jobs.refused, "mean of labels")} == {"LossNotSharded"}
+
+
 @pytest.mark.parametrize("planted", ["pooled", "pooled beside"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_answer_for_the_whole_row_that_differs_is_named(ranks: Ranks, planted: str, dtype: torch.dtype) -> None:
