@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checks import Ranks
-from hf_ring_attn import fingerprints
+from hf_ring_attn import comm, fingerprints
 from hf_ring_attn.comm import LOCAL, Ring
 from hf_ring_attn.errors import RanksDiffer, RefusedElsewhere
 from hf_ring_attn.fingerprints import fingerprint
