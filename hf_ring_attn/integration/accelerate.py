@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .. import errors
-from . import fsdp, parallelism
+from . import active, fsdp, parallelism
 from .buffers import prepared, shard_buffers_in_place, sharded_buffers
 from .gathering import gather_once_per_ring, gather_sums_per_ring
 from .models import uses_ring
@@ -187,6 +187,8 @@ def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
         state = sys.modules["accelerate.state"].AcceleratorState()
         config, linked = state.parallelism_config, self.step_with_optimizer and self.gradient_state.sync_gradients
         if not ring_enabled(config) or self.split_batches or not linked:
+            if linked and not self.split_batches and state.num_processes > 1 and active.shared_out():
+                raise errors.SchedulerCountsProcesses(state.num_processes)
             original(self, *args, **kwargs)
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
             # accelerate steps once for each process, since each has a batch of its own; here each ring has one.

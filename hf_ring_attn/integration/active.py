@@ -37,6 +37,11 @@ SHARED: weakref.WeakSet[Scope] = weakref.WeakSet()
 """Every batch that is shared out and still in use, entered or not."""
 
 
+def shared_out() -> list[Scope]:
+    """Those of rings of several ranks."""
+    return [scope for scope in SHARED if scope.ring.size > 1]
+
+
 class MaskSpec(Opaque):
     """What an attention layer needs to know: the plan of its ring, and where it came from.
 

@@ -78,7 +78,7 @@ def refuse_outside(given: Sequence[Any]) -> None:
     Raises:
         NotEntered: on every rank alike.
     """
-    shares = [handed for scope in active.SHARED if scope.ring.size > 1 for handed in scope.handed.values()]
+    shares = [handed for scope in active.shared_out() for handed in scope.handed.values()]
     if any(handed.shows(x) for handed in shares for x in given):
         raise errors.NotEntered("a model was called with what shard() made")
 

@@ -192,23 +192,6 @@ def values_are_gathered_once_per_ring(accelerator: Any) -> None:
         accelerator.gather_for_metrics([f"rank {me}"])
 
 
-def a_scheduler_steps_once_for_each_ring(accelerator: Any) -> None:
-    """Once a step in a ring, as in one process; rings are counted as accelerate counts processes, and end together."""
-    rings = accelerator.num_processes // CP
-    for split in (False, True):
-        accelerator.dataloader_config.split_batches = split
-        net = model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, float)
-        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9)
-        _, optimizer, schedule, cycle = accelerator.prepare(net, optimizer, schedule, cycle)
-        for turn in range(1, 7):
-            optimizer.step()
-            schedule.step()
-            assert schedule.get_last_lr() == [float(turn if split else turn * rings)]
-            cycle.step()  # it must not go on past its end
-
-
 def another_model_gets_accelerates_refusals(accelerator: Any) -> None:
     context = accelerator.maybe_context_parallel([torch.ones(2, 8)], [1])
     with pytest.raises(errors.ModelNotPrepared, match=r"Call accelerator.prepare\(model, ...\) first"), context:
@@ -274,7 +257,7 @@ CHECKS: tuple[Callable[[Any], None], ...] = (
     stock_config_waits_for_the_model, a_wrapped_or_peft_model_is_recognised, ranks_of_a_ring_get_one_batch,
     documented_loop_is_exact, documented_loop_with_positional_tokens, documented_loop_with_padding,
     documented_loop_with_documents, buffers_that_do_not_fit_are_refused, a_shared_view_and_a_tensor_given_twice,
-    values_are_gathered_once_per_ring, a_scheduler_steps_once_for_each_ring,
+    values_are_gathered_once_per_ring,
     another_model_gets_accelerates_refusals, a_ring_refuses_another_model, dispatched_batches_are_refused,
 )  # fmt: skip
 LAST_CHECKS = (

@@ -194,6 +194,12 @@ def plan() -> Plan:
 PLAN = plan()
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, as at its start: a test before may have compiled something, and shared a batch then."""
+    monkeypatch.setattr(sharing, "_traced", False)
+
+
 def asked() -> tuple[list[Any], Shared, Tensor, Tensor]:
     """Layers, of which the first has gathered, what is kept of it, and its key and value."""
     model = Layers()

@@ -1,0 +1,76 @@
+"""Schedulers that accelerate prepared: they step once for each ring, as accelerate has them do for each process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, TorchDynamoPlugin
+
+from hf_ring_attn import errors
+from hf_ring_attn.integration import active
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """accelerate's singletons as they are in a process of a run of two, before any Accelerator."""
+    state = {
+        "_cpu": False, "backend": "nccl", "device": torch.device("cpu"), "debug": False, "fork_launched": False,
+        "distributed_type": DistributedType.MULTI_GPU, "num_processes": 2, "process_index": 0, "local_process_index": 0,
+    }  # fmt: skip
+    monkeypatch.setattr(PartialState, "_shared_state", state)
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    return state
+
+
+@pytest.mark.parametrize("rings", [1, 2])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_scheduler_steps_once_for_each_ring(process: dict[str, Any], rings: int, split: bool) -> None:
+    """Once a step in a ring, as in one process; rings are counted as accelerate counts processes without one."""
+    process["num_processes"] = 2 * rings
+    AcceleratorState(
+        parallelism_config=ParallelismConfig(cp_size=2, dp_replicate_size=rings, cp_backend="ring"),
+        dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    linked: Any = SimpleNamespace(step_was_skipped=False)
+    every = torch.optim.lr_scheduler.LambdaLR(optimizer, float)
+    schedule = AcceleratedScheduler(every, linked, split_batches=split)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9)
+    ending = AcceleratedScheduler(cycle, linked, split_batches=split)
+    optimizer.step()
+    for turn in range(1, 7):
+        schedule.step()
+        assert schedule.get_last_lr() == [float(turn if split else turn * rings)]
+        ending.step()  # it must not go on past its end
+    linked.step_was_skipped = True
+    schedule.step()
+    assert schedule.get_last_lr() == [float(6 if split else 6 * rings)]
+
+
+class SharedOut:
+    """As much of a batch that is shared out as is looked at."""
+
+    ring = SimpleNamespace(size=2)
+
+
+def test_a_scheduler_is_refused_where_accelerate_does_not_know_of_the_ring(process: dict[str, Any]) -> None:
+    """A ring over all of an Accelerator's processes, by shard() alone: it would step once for each of them."""
+    AcceleratorState(dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    every = torch.optim.lr_scheduler.LambdaLR(optimizer, float)
+    schedule = AcceleratedScheduler(every, SimpleNamespace(step_was_skipped=False), split_batches=False)
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [2.0], "without a ring as accelerate has it"
+    with mock.patch.object(active, "SHARED", [SharedOut()]):
+        with pytest.raises(errors.SchedulerCountsProcesses, match="would step 2 times for each batch"):
+            schedule.step()
+        process["num_processes"] = 1
+        schedule.step()
