@@ -82,8 +82,11 @@ class Spy:
                 self.seen.append(accumulator.clone())
             return accumulator.to(dtype)
 
-        def finish(_: Reference, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None) -> Tensor:
-            return rounded(accumulator, dtype)
+        def finish(
+            _: Reference, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None, out: Tensor | None = None
+        ) -> Tensor:
+            found = rounded(accumulator, dtype)
+            return found if out is None else out.copy_(found)
 
         with mock.patch.object(Reference, "finish", finish), mock.patch.object(backward, "_rounded", rounded):
             yield
