@@ -104,16 +104,6 @@ class ModelNotPrepared(Refused):
         )
 
 
-class SchedulerCountsProcesses(Refused):
-    def __init__(self, processes: int) -> None:
-        super().__init__(
-            f"a scheduler that accelerate prepared would step {processes} times for each batch, once for each process, "
-            "but the processes of a ring share a batch, and accelerate was not told of the ring. Tell it: "
-            'Accelerator(parallelism_config=ParallelismConfig(cp_size=..., cp_backend="ring")); or leave the scheduler '
-            "out of prepare() and step it once a step."
-        )
-
-
 class BadBuffers(Refused):
     def __init__(self, got: str, needed: str) -> None:
         super().__init__(f"maybe_context_parallel got {got}, but {needed}.")

@@ -33,6 +33,7 @@ from .parallelism import (
     undecided,
 )
 from .patches import Patch
+from .report import say
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -182,17 +183,30 @@ def _gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather_for_metrics
 
 
+_COUNTS_RINGS = (
+    "a scheduler that accelerate prepared steps {0} for each batch, once for each ring, as it would with as many "
+    "processes as there are rings: do not multiply its number of steps by accelerator.num_processes, which is {1}"
+)
+_COUNTS_PROCESSES = (
+    "a scheduler that accelerate prepared steps {0} times for each batch, once for each process, since accelerate was "
+    "not told of the ring. If its number of steps is not multiplied by accelerator.num_processes, tell accelerate "
+    '(ParallelismConfig(cp_size=..., cp_backend="ring")), or leave the scheduler out of prepare()'
+)
+
+
 def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
         state = sys.modules["accelerate.state"].AcceleratorState()
         config, linked = state.parallelism_config, self.step_with_optimizer and self.gradient_state.sync_gradients
         if not ring_enabled(config) or self.split_batches or not linked:
             if linked and not self.split_batches and state.num_processes > 1 and active.shared_out():
-                raise errors.SchedulerCountsProcesses(state.num_processes)
+                say(_COUNTS_PROCESSES.format(state.num_processes))
             original(self, *args, **kwargs)
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
             # accelerate steps once for each process, since each has a batch of its own; here each ring has one.
-            for _ in range(state.num_processes // config.cp_size):
+            rings = state.num_processes // config.cp_size
+            say(_COUNTS_RINGS.format("once" if rings == 1 else f"{rings} times", state.num_processes))
+            for _ in range(rings):
                 last = getattr(self.scheduler, "total_steps", None)  # of OneCycleLR, as accelerate has it
                 if last is None or self.scheduler._step_count <= last:
                     self.scheduler.step(*args, **kwargs)

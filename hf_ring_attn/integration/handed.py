@@ -78,20 +78,27 @@ def refuse_outside(given: Sequence[Any]) -> None:
     Raises:
         NotEntered: on every rank alike.
     """
-    shares = [handed for scope in active.shared_out() for handed in scope.handed.values()]
+    # Batches with images are not cut yet: what they hold is of the whole row, and may be the program's own.
+    shares = [handed for scope in active.shared_out() if not scope.late for handed in scope.handed.values()]
     if any(handed.shows(x) for handed in shares for x in given):
         raise errors.NotEntered("a model was called with what shard() made")
 
 
-def _refuse_others(model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], scope: Scope) -> None:
+def _refuse_others(
+    model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], scope: Scope, has_loss: bool
+) -> None:
     """Refuses a call of ``model`` without what `shard` made, or with something else, on every rank alike.
 
     What a copy holds may differ on some ranks only, so they tell each other.
+
+    Args:
+        has_loss: whether the model returned one.
     """
     names = parameters_of(model, scope.handed)
     given = {**dict(zip(names, args, strict=False)), **given}
     counts = {name for name in COUNTED[:2] if given.get(name) is not None}
-    needed = {*PLACES, *(COUNTED[1:] if "labels" in counts else COUNTED[2:] if counts else ())}
+    counted = COUNTED[1:] if "labels" in counts else COUNTED[2:] if counts and has_loss else ()
+    needed = {*PLACES, *counted}
     missing, other, copies = [], [], []
     for name, handed in scope.handed.items():
         x = given.get(name)
@@ -151,7 +158,7 @@ def watch(model: nn.Module, scope: Scope, inside: bool = False) -> list[Undo]:
     @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def after(_model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
         if looks and active.current() is scope:  # else the self-check's row, or another batch
-            _refuse_others(model, args, given, scope)
+            _refuse_others(model, args, given, scope, _has_loss(output))
         if scope.ring.size > 1 and not scope.has_labels and _has_loss(output):
             raise errors.LossWithoutLabels(name_of(model))
         if given.get("score_mod") is None:

@@ -14,8 +14,8 @@ from typing import Any
 def loss_function_alone(forward: Callable[..., Any]) -> bool:
     """Whether what a forward names loss is None or ``self.loss_function(...)``, and is returned as it is."""
     try:
-        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
-    except (OSError, TypeError, SyntaxError):  # no source to read
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(_source(forward)))))
+    except (OSError, TypeError, SyntaxError, AttributeError):  # no source to read
         return False
     given = [node.value for node in nodes if isinstance(node, ast.Assign) and any(map(_is_loss, node.targets))]
     stored = [node for node in nodes if _is_loss(node) and not isinstance(node.ctx, ast.Load)]  # type: ignore[attr-defined]
@@ -33,6 +33,11 @@ def loss_function_alone(forward: Callable[..., Any]) -> bool:
         and len(computed) > 0
         and all(isinstance(x, ast.Call) and ast.unparse(x.func) == "self.loss_function" for x in computed)
     )
+
+
+def _source(function: Callable[..., Any]) -> str:
+    """Its own: of a function that wraps another one inspect would read that other one's."""
+    return inspect.getsource(function.__code__)
 
 
 def _handed_on(value: ast.AST | None) -> Iterator[ast.AST]:

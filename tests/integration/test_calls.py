@@ -76,6 +76,14 @@ class Penalised(nn.Module):
         return out
 
 
+def loss_of_its_own(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Of the shifted labels, which it leaves among the inputs."""
+    _, count = inputs.pop("labels"), inputs.pop("num_items_in_batch")
+    logits = model(**inputs).logits.flatten(0, 1)
+    loss: Tensor = nn.functional.cross_entropy(logits, inputs["shift_labels"].flatten(), reduction="sum") / count
+    return loss
+
+
 EXACT: dict[str, Call] = {
     "all of it": without(),
     "by position": by_position,
@@ -83,6 +91,7 @@ EXACT: dict[str, Call] = {
     "copies": each(Tensor.clone),
     "a mask of truth values": changed(attention_mask=Tensor.bool),
     "embeddings": of_embeddings,
+    "a loss of its own": loss_of_its_own,
     "after a teacher": after_a_teacher,
     "in DDP": lambda model, inputs: by_position(DistributedDataParallel(model), inputs),
     "in a module": lambda model, inputs: without()(Penalised(model), inputs),

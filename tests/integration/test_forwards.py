@@ -48,6 +48,14 @@ def unread(self: Any, *args: Any, **inputs: Any) -> CausalLMOutputWithPast:
     return CausalLMOutputWithPast(loss=None if out.loss is None else 1 * out.loss, logits=out.logits)
 
 
+@functools.wraps(LlamaForCausalLM.forward)
+def wrapping(self: Any, *args: Any, **inputs: Any) -> Any:
+    """Transformers' own with a penalty, which says that it is transformers' own."""
+    out = LlamaForCausalLM.forward(self, *args, **inputs)
+    out.loss = out.loss + 0.01 * out.logits.square().mean()
+    return out
+
+
 class Holds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +109,8 @@ MAYBE_OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "with its name": (behind_its_name, "LlamaForCausalLM has a forward of its own, which does more than return the v"),
     "around a model": (Wraps, "Wraps has a forward of its own around that of LlamaForCausalLM and may change the loss"),
     "around DDP": (lambda: DistributedDataParallel(Wraps()), "Wraps has a forward of its own around that of Llama"),
+    "a class's, that wraps": (lambda: own_class(wrapping), "Own has a forward of its own, which does more than"),
+    "that wraps, set on a model": (lambda: with_it_set(wrapping), "LlamaForCausalLM has a forward of its own, set on"),
     "of a class, prepared": (lambda: prepared(own_class(added)), "Own has a forward of its own, which does more "),
 }
 THE_SAME: dict[str, Callable[[], Any]] = {

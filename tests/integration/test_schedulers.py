@@ -13,8 +13,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, TorchDynamoPlugin
 
-from hf_ring_attn import errors
-from hf_ring_attn.integration import active
+from hf_ring_attn.integration import accelerate, active
 
 
 @pytest.fixture
@@ -60,17 +59,19 @@ class SharedOut:
     ring = SimpleNamespace(size=2)
 
 
-def test_a_scheduler_is_refused_where_accelerate_does_not_know_of_the_ring(process: dict[str, Any]) -> None:
-    """A ring over all of an Accelerator's processes, by shard() alone: it would step once for each of them."""
+def test_a_scheduler_of_an_accelerate_that_does_not_know_of_the_ring_is_told_of(process: dict[str, Any]) -> None:
+    """A ring over all of an Accelerator's processes, by shard() alone: it steps once for each of them, as it may have
+    been made for that."""
     AcceleratorState(dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     every = torch.optim.lr_scheduler.LambdaLR(optimizer, float)
     schedule = AcceleratedScheduler(every, SimpleNamespace(step_was_skipped=False), split_batches=False)
     optimizer.step()
-    schedule.step()
-    assert schedule.get_last_lr() == [2.0], "without a ring as accelerate has it"
-    with mock.patch.object(active, "SHARED", [SharedOut()]):
-        with pytest.raises(errors.SchedulerCountsProcesses, match="would step 2 times for each batch"):
-            schedule.step()
-        process["num_processes"] = 1
+    with mock.patch.object(accelerate, "say") as said:
         schedule.step()
+        said.assert_not_called()
+        with mock.patch.object(active, "SHARED", [SharedOut()]):
+            schedule.step()
+    assert schedule.get_last_lr() == [4.0]
+    (text,) = said.call_args.args
+    assert "steps 2 times for each batch, once for each process, since accelerate was not told" in text
