@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
@@ -30,6 +30,7 @@ from hf_ring_attn.integration import accelerate as ours
 from hf_ring_attn.integration.buffers import prepared
 from hf_ring_attn.layout import Layout
 from programs import start
+from states import of_two_gpus
 
 HERE = Path(__file__).parent
 
@@ -138,13 +139,8 @@ def test_a_pickled_config_loads_without_the_plugin(tmp_path: Path) -> None:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """accelerate's singletons as they are in a process of a run on two GPUs, before any Accelerator."""
-    process = {
-        "_cpu": False, "backend": "nccl", "device": torch.device("cpu"), "debug": False, "fork_launched": False,
-        "distributed_type": DistributedType.MULTI_GPU, "num_processes": 2, "process_index": 0, "local_process_index": 0,
-    }  # fmt: skip
-    monkeypatch.setattr(PartialState, "_shared_state", process)
-    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    """A process of a run on two GPUs that no launch config has reached."""
+    process = of_two_gpus(monkeypatch)
     for name in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "ACCELERATE_ALLOW_CP_STANDALONE"):
         monkeypatch.delenv(name, raising=False)
     return process

@@ -10,22 +10,16 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, TorchDynamoPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
 
 from hf_ring_attn.integration import accelerate, active
+from states import of_two_gpus
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """accelerate's singletons as they are in a process of a run of two, before any Accelerator."""
-    state = {
-        "_cpu": False, "backend": "nccl", "device": torch.device("cpu"), "debug": False, "fork_launched": False,
-        "distributed_type": DistributedType.MULTI_GPU, "num_processes": 2, "process_index": 0, "local_process_index": 0,
-    }  # fmt: skip
-    monkeypatch.setattr(PartialState, "_shared_state", state)
-    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
-    return state
+    return of_two_gpus(monkeypatch)
 
 
 @pytest.mark.parametrize("rings", [1, 2])
