@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .roads import Road, differentiated
+from .contenders import Road, differentiated
 from .workload import Workload
 
 Made = tuple[str, Callable[[], Road]]

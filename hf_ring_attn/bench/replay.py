@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import Ring
+from ..comm.ring import Ring
 from ..kernels import Gradients, Kernel, Params, Place, accumulate_dtype
-from ..layout import Layout
-from ..mask import Mask
-from ..tables import Plan, Segments, Tables, seen_keys
+from ..sharding.layout import Layout
+from ..sharding.mask import Mask
+from ..sharding.plan import Plan, Segments, Tables, seen_keys
 from ..traffic import lanes_of
 
 

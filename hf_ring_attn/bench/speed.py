@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 from .. import traffic
-from ..choice import kernel_for
-from ..comm import Ring
-from ..layout import Layout
-from . import roads
+from ..attention.kernel_choice import kernel_for
+from ..comm.ring import Ring
+from ..sharding.layout import Layout
+from . import contenders
 from .clock import Call, in_turns
 from .peers import PEERS
 from .traffic import received
 from .workload import Workload
 
-Made = tuple[str, Callable[[], roads.Road]]
+Made = tuple[str, Callable[[], contenders.Road]]
 ONE = "one device"
 
 
 def measure(
-    work: Workload, ring: Ring, chosen: Sequence[roads.Options], *, ring_size: int, kernel: str, against: Sequence[str],
-    rounds: int, largest: Callable[[float], float],
+    work: Workload, ring: Ring, chosen: Sequence[contenders.Options], *, ring_size: int, kernel: str,
+    against: Sequence[str], rounds: int, largest: Callable[[float], float],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One row of numbers for each road: seconds of each round, TFLOP/s a device, its share of one device, memory.
 
@@ -34,7 +34,7 @@ def measure(
         largest: as in `clock.in_turns`.
     """
     kernel = kernel_for(ring.name, kernel, work.request())
-    made: dict[str, roads.Road] = {}
+    made: dict[str, contenders.Road] = {}
     failed: dict[str, str] = {}
     for name, make in _contestants(work, ring, chosen, ring_size, kernel, against):
         reason = ""
@@ -79,16 +79,21 @@ def measure(
 
 
 def _contestants(
-    work: Workload, ring: Ring, chosen: Sequence[roads.Options], ring_size: int, kernel: str, against: Sequence[str]
+    work: Workload,
+    ring: Ring,
+    chosen: Sequence[contenders.Options],
+    ring_size: int,
+    kernel: str,
+    against: Sequence[str],
 ) -> Iterator[Made]:
-    yield ONE, lambda: roads.one_device(work, kernel)
+    yield ONE, lambda: contenders.one_device(work, kernel)
     if ring.size == 1 and ring_size > 1:
         rank = ring_size // 2
         for heads in dict.fromkeys(one.heads_per_gather for one in chosen):
             name = f"rank {rank} of {ring_size}" + (f" heads {heads}" if heads else "")
-            yield name, functools.partial(roads.without_traffic, work, ring_size, rank, kernel, heads)
+            yield name, functools.partial(contenders.without_traffic, work, ring_size, rank, kernel, heads)
     for one in chosen if ring.size > 1 else ():
-        yield one.name, functools.partial(roads.in_ring, work, ring, kernel, one)
+        yield one.name, functools.partial(contenders.in_ring, work, ring, kernel, one)
     for peer in against:
         yield from PEERS[peer](work)
 

@@ -1,7 +1,7 @@
 """The contract of a kernel: attention of tiles on one device. A kernel never sees a process group.
 
 Shapes: q [B, T, H, D]; k [B, S, G, D]; v [B, S, G, Dv]; query head h reads key head h // (H / G).
-lse [B, H, T], natural logarithm, -inf where a query sees no key. tiles: see `hf_ring_attn.mask.tiles`.
+lse [B, H, T], natural logarithm, -inf where a query sees no key. tiles: see `hf_ring_attn.sharding.mask.tiles`.
 """
 
 from __future__ import annotations

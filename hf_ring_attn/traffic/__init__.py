@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..comm import Ring
+from ..comm.ring import Ring
 from ..errors import CapturedGraph, NoPulls
 from .base import Hop, Sums, Traffic, lanes_of, visiting_order
-from .halfway import halfway_of
-from .heads import head_groups, seen_by_heads, walk_groups
-from .kept import Compared, Kept, Role, kept_for
+from .gathered_kv import Compared, Kept, Role, kept_for
+from .head_groups import seen_by_heads, walk_groups
+from .interrupted import halfway_of
 from .messages import Messages
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ __all__ = [
     "buffer_bytes",
     "chosen",
     "halfway_of",
-    "head_groups",
     "kept_for",
     "lanes_of",
     "seen_by_heads",

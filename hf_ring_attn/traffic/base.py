@@ -7,10 +7,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..comm import Ring
-from ..layout import Owners
-from .abreast import HERE, At
-from .kept import Part
+from ..comm.ring import Ring
+from ..sharding.layout import Owners
+from .gathered_kv import Part
+from .two_streams import HERE, At
 
 Sums = tuple[Tensor, Tensor]
 

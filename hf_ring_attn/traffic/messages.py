@@ -6,11 +6,11 @@ from collections.abc import Callable, Generator
 
 from torch import Tensor
 
-from ..comm import Pending, Ring
-from ..layout import Layout, Owners
+from ..comm.ring import Pending, Ring
+from ..sharding.layout import Layout, Owners
 from .base import Hop, Sums, visiting_order
-from .halfway import halfway_of
-from .kept import Part
+from .gathered_kv import Part
+from .interrupted import halfway_of
 
 KEYS = "passed keys and values on"
 

@@ -26,13 +26,13 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from ..comm import Ring
-from ..layout import Owners, chunks_of
-from .abreast import Abreast
+from ..comm.ring import Ring
+from ..sharding.layout import Owners, chunks_of
 from .base import PULLED, Hop, Sums, visiting_order
-from .halfway import halfway_of
-from .kept import Part
+from .gathered_kv import Part
+from .interrupted import halfway_of
 from .packing import Packing
+from .two_streams import Abreast
 
 LOST_AFTER_MS = 600_000
 """`Pulls.lost_after_ms` where torch does not tell a process group's timeout; NCCL's default."""

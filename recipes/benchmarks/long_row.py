@@ -25,14 +25,14 @@ from torch import Tensor
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
-from hf_ring_attn.bench import roads
+from hf_ring_attn.attention.kernel_choice import kernel_for
+from hf_ring_attn.bench import contenders
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.speed import largest_over
 from hf_ring_attn.bench.workload import Workload
 from hf_ring_attn.bench.world import world
-from hf_ring_attn.choice import kernel_for
-from hf_ring_attn.comm import Ring
-from hf_ring_attn.layout import Layout
+from hf_ring_attn.comm.ring import Ring
+from hf_ring_attn.sharding.layout import Layout
 
 ENTRIES = 8
 """How many queries, and how many keys, are computed in float64."""
@@ -87,10 +87,10 @@ def relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
     return max(float((got.double() - want).norm() / want.norm()) for got, want in pairs)
 
 
-def road_of(work: Workload, ring: Ring, kernel: str, ring_size: int) -> roads.Road:
+def road_of(work: Workload, ring: Ring, kernel: str, ring_size: int) -> contenders.Road:
     if ring.size > 1:
-        return roads.in_ring(work, ring, kernel, roads.Options())
-    return roads.without_traffic(work, ring_size, ring_size // 2, kernel)
+        return contenders.in_ring(work, ring, kernel, contenders.Options())
+    return contenders.without_traffic(work, ring_size, ring_size // 2, kernel)
 
 
 def timed(run: Callable[[], object], device: torch.device, largest: Callable[[float], float]) -> tuple[float, float]:

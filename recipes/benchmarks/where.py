@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from hf_ring_attn.bench import roads
+from hf_ring_attn.attention.kernel_choice import kernel_for
+from hf_ring_attn.bench import contenders
 from hf_ring_attn.bench.peers import PEERS
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.speed import largest_over
 from hf_ring_attn.bench.workload import Workload
 from hf_ring_attn.bench.world import world
-from hf_ring_attn.choice import kernel_for
-from hf_ring_attn.comm import Ring
+from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels import KERNELS
 
 ATTENTION = {"forward": re.compile(r"FlashAttentionForwardSm"), "backward": re.compile(r"FlashAttentionBackwardSm")}
@@ -84,7 +84,7 @@ def spent(events: Iterable[tuple[str, Interval]], calls: int) -> Spent:
     return Spent(*(x / calls for x in (total, forward, both - forward, some - both, moved - some, total - moved)))
 
 
-def measured(road: roads.Road, ring: Ring, device: torch.device) -> Spent:
+def measured(road: contenders.Road, ring: Ring, device: torch.device) -> Spent:
     road.both.run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -106,8 +106,8 @@ def compared(work: Workload, ring: Ring, rounds: int) -> list[dict[str, Any]]:
     """One row for each road and rank, medians of rounds. A collective."""
     kernel = kernel_for(ring.name, "flash4", work.request())
     by_name = {
-        "ring": roads.in_ring(work, ring, kernel, roads.Options()),
-        "without traffic": roads.without_traffic(work, ring.size, ring.rank, kernel),
+        "ring": contenders.in_ring(work, ring, kernel, contenders.Options()),
+        "without traffic": contenders.without_traffic(work, ring.size, ring.rank, kernel),
         **{name: make() for name, make in PEERS["ulysses"](work) if "flash" in name},
     }
     found: dict[str, list[Spent]] = {name: [] for name in by_name}

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_ring_attn.attention.function import ring_attention
+from hf_ring_attn.attention.kernel_choice import part_of
 from hf_ring_attn.bench.replay import Answer, Road, replay
 from hf_ring_attn.biases import Alibi, RelativeBias
-from hf_ring_attn.choice import part_of
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking, choose
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, inputs, packed, relative_error, sliding
-from kernel_answers import mask_of
+from tests.helpers.kernel_answers import mask_of
 
 FLEX, TRITON, REFERENCE = KERNELS["flex"], KERNELS["triton"], KERNELS["reference"]
 ABLE = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)

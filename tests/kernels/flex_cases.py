@@ -16,8 +16,8 @@ from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Kernel, ScoreMod
 from hf_ring_attn.kernels.flex import Flex
 from hf_ring_attn.testing import Case, inputs
-from kernel_answers import mask_of, params_of
-from score_mods import MODS, Builder, Mod
+from tests.helpers.kernel_answers import mask_of, params_of
+from tests.helpers.score_mods import MODS, Builder, Mod
 
 NAMES = (*Answer._fields, "captured")
 

@@ -11,24 +11,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from checks import Ranks
-from flex_cases import distances, mixed, on_cpu, played
-from hf_ring_attn import tables
+from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.bench.replay import Road
 from hf_ring_attn.biases import Alibi
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.errors import UnsupportedAttention
-from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Gradients, Params, Request, ScoreMod
 from hf_ring_attn.kernels.flex import Flex, leaves, places
 from hf_ring_attn.kernels.flex.places import BEYOND, Places
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import CAUSAL, Band, Mask, Tile, tiles
-from hf_ring_attn.mask import UNBOUNDED as FAR
+from hf_ring_attn.sharding import plan
+from hf_ring_attn.sharding.layout import Layout
+from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, Tile, tiles
+from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
 from hf_ring_attn.testing import Case, inputs, packed, sliding
-from rank_functions import held, qkv
-from score_mods import MODS, Builder, only_where_seen
-from test_flash4 import EXPRESSIBLE, whole
+from tests.helpers.checks import Ranks
+from tests.helpers.rank_functions import held, qkv
+from tests.helpers.score_mods import MODS, Builder, only_where_seen
+from tests.kernels.flex_cases import distances, mixed, on_cpu, played
+from tests.kernels.test_flash4 import EXPRESSIBLE, whole
 
 CPU = torch.device("cpu")
 EXACT = 1e-12
@@ -62,7 +62,7 @@ MASKS = [case for case in EXPRESSIBLE if case.documents or case.band not in ((0,
 
 def test_masks_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """One function, compiled a few times for all of them: lengths, masks, tables and ring sizes are data."""
-    monkeypatch.setattr(tables, "KEY_BLOCK", 12)  # cases are shorter than the real one
+    monkeypatch.setattr(plan, "KEY_BLOCK", 12)  # cases are shorter than the real one
     monkeypatch.setattr(leaves, "MOST_COPIES", 128)
     same = {"heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "softcap": None, "scale": None}
     worst: dict[tuple[str, int, str], float] = {}

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from checks import UNROUNDED
-from flex_cases import Played, distances
+from hf_ring_attn.attention.function import ring_attention
+from hf_ring_attn.attention.kernel_choice import part_of
 from hf_ring_attn.bench.replay import Road, replay
-from hf_ring_attn.choice import part_of
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Kernel, Request, ScoreMod, asking
 from hf_ring_attn.testing import Case, inputs, packed, relative_error, sliding
-from kernel_answers import mask_of, on, params_of
-from rank_functions import poisoned_memory
-from score_mods import Builder, Mod, alibi, relative_bias
+from tests.helpers.checks import UNROUNDED
+from tests.helpers.kernel_answers import mask_of, on, params_of
+from tests.helpers.rank_functions import poisoned_memory
+from tests.helpers.score_mods import Builder, Mod, alibi, relative_bias
+from tests.kernels.flex_cases import Played, distances
 
 TRITON, REFERENCE = KERNELS["triton"], KERNELS["reference"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
