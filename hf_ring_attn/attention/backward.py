@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels import Gradients, Kernel, Params, Place, accumulate_dtype
 from ..sharding.layout import Layout, chunks_of
 from ..sharding.plan import Segments, Tables
-from ..traffic import Sums, Traffic, halfway_of, lanes_of, seen_by_heads, walk_groups
+from ..traffic import Sums, Traffic, head_halves, interruption_guard, ring_pass_groups, seen_by_heads
 
 
 def gradients(
@@ -59,12 +59,12 @@ class _Backward:
         groups = [slice(0, self.k.shape[2])]
         if ring.size > 1:
             chunk = self.k.shape[1] // len(chunks_of(ring.size, owners)[ring.rank])
-            groups = walk_groups(self.q, self.k, self.v, chunk, accumulate_dtype(self.q.dtype).itemsize)
+            groups = ring_pass_groups(self.q, self.k, self.v, chunk, accumulate_dtype(self.q.dtype).itemsize)
         if len(groups) > 1:
             self._make_delta()
         # Made before the walks: lanes write here from streams of their own.
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.k, self.v))
-        halfway, dq = halfway_of(ring), []
+        halfway, dq = interruption_guard(ring), []
         for number, heads in enumerate(groups):
             with halfway.walk(number, len(groups)):
                 part = self._of_heads(heads) if len(groups) > 1 else self
@@ -76,17 +76,17 @@ class _Backward:
         """Keys and values visit every rank, and the sums of their gradients behind them, home to dk and dv; dq, which
         stays home."""
         segments, rank = self.tables.segments, self.traffic.ring.rank
-        lanes = lanes_of(self.k.shape[2], self.traffic.ring.size)
+        lanes = head_halves(self.k.shape[2], self.traffic.ring.size)
 
         def new(source: int, heads: slice) -> Sums:
             return self._new_sums(self.k[:, :, heads], self.v[:, :, heads], segments[source])
 
         # A score_mod's gradients are of all heads: two lanes would add to them at once.
-        abreast = self.kernel.abreast and self.params.score_mod is None
-        with closing(self.traffic.hops(self.k, self.v, lanes, new, abreast)) as hops:
+        two_streams = self.kernel.two_streams and self.params.score_mod is None
+        with closing(self.traffic.ring_pass(self.k, self.v, lanes, new, two_streams)) as ring_pass:
             self._prepare()
             lane = {heads.start: self._queries(heads) for heads in lanes}
-            for hop in hops:
+            for hop in ring_pass:
                 keys = hop.k, hop.v, segments[hop.source]
                 with hop.at:
                     self._add(lane[hop.heads.start], *keys, self.tables.backward[hop.source], hop.sums)

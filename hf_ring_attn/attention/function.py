@@ -17,8 +17,8 @@ from ..kernels import Params, Request, ScoreFunction, ScoreMod
 from ..sharding.layout import Layout, held_of_zigzag
 from ..sharding.mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
 from ..sharding.plan import Plan
-from ..traffic import halfway_of
-from .kernel_choice import facts_of, kernel_for, kernel_for_scores
+from ..traffic import interruption_guard
+from .kernel_choice import kernel_for, kernel_for_scores, score_mod_facts
 from .op import attend
 from .score_mod_op import attend_scored
 
@@ -125,7 +125,7 @@ def ring_attention(
     _check_options(window, softcap)
     mod = None if score_mod is None else ScoreMod.of(score_mod, q.device, config.deterministic)
     ring = Ring.of(group)
-    halfway_of(ring).check()  # what is compared below would be taken for the rest of that attention
+    interruption_guard(ring).check()  # what is compared below would be taken for the rest of that attention
     if length is None:
         length = _agreed_length(ring, q, k, v, documents, causal, window, softcap, sinks, scale, config, mod)
     layout = Layout(length, ring.size, ring.rank)
@@ -220,7 +220,7 @@ def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tenso
         "softcap (in millionths)": 0 if softcap is None else int(softcap * 1e6),
         "scale (in billionths, 0 for the default)": 0 if scale is None else int(scale * 1e9),
         "use of sinks": int(sinks is not None),
-        **facts_of(mod),
+        **score_mod_facts(mod),
         "deterministic": int(config.deterministic),
         "kernel (its name's checksum)": zlib.crc32(config.kernel.encode()),
         "backward ('ring': 0, 'gather': 1)": int(config.backward == "gather"),

@@ -59,7 +59,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 """Functions of scores, and the rings whose ranks have been found to have the same."""
 
 
-def facts_of(mod: ScoreMod | None) -> dict[str, int]:
+def score_mod_facts(mod: ScoreMod | None) -> dict[str, int]:
     """What ranks must agree on. Reads every tensor that the function uses, on the host."""
     used = () if mod is None else (*mod.captured, *mod.fixed)
     code = 0 if mod is None else 1 + zlib.crc32(text_of(mod).encode())
@@ -82,7 +82,7 @@ def agree_on_scores(ring: Ring, mod: ScoreMod, device: torch.device) -> None:
     except TypeError:  # it cannot be remembered
         known = set()
     if ring.size > 1 and ring.name not in known:
-        ring.agree(facts_of(mod), ring.small_device(device), _SAME_FUNCTION)
+        ring.agree(score_mod_facts(mod), ring.small_device(device), _SAME_FUNCTION)
         known.add(ring.name)
 
 

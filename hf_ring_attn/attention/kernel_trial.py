@@ -18,8 +18,8 @@ from ..kernels.whole import whole
 from ..sharding.layout import Layout
 from ..sharding.mask import CAUSAL, Mask, tiles
 from ..sharding.plan import Plan, Tables
-from ..traffic import Hop, Sums
-from ..traffic.simulated import Played
+from ..traffic import RingStep, Sums
+from ..traffic.simulated import SimulatedTraffic
 from .backward import gradients
 from .op import forward
 
@@ -71,7 +71,7 @@ def tried(kernel: str, request: Request, device: torch.device) -> dict[str, floa
     ids = torch.arange(LENGTH, device="cpu") // 50 % 2  # two documents in turns
     mask = Mask.of(CAUSAL, ROWS, LENGTH, ids.expand(ROWS, -1) if request.holes else None)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        got = played(kernel, q, k, v, dout, mask, params)
+        got = simulated(kernel, q, k, v, dout, mask, params)
         want = defined(q.double(), k.double(), v.double(), dout.double(), mask, params)
     return {name: float((got[name].double() - x).norm() / x.norm()) for name, x in want.items()}
 
@@ -83,7 +83,7 @@ def defined(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: P
     return whole(KERNELS["reference"], q, k, v, dout, tiles(mask, runs, runs), params)
 
 
-def played(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
+def simulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
     """The answer of a ring of two to whole rows, by the code of the real one: each rank in its turn, and twice, since
     what a rank gets from the other is known only when that has been computed."""
     found: list[Answer] = []
@@ -93,7 +93,7 @@ def played(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mas
         arriving, began = began, [{}, {}]
         for rank in range(RANKS):
             layout = Layout(LENGTH, RANKS, rank, OWNERS)
-            traffic = _Road(layout, (k, v), arriving[1 - rank], began[rank])
+            traffic = _Traffic(layout, (k, v), arriving[1 - rank], began[rank])
             plan = Plan.of(traffic.ring, layout, mask, sparse_share=0)
             tables = Tables.of(plan.tiles, plan.stops, RANKS)
             my_q, my_k, my_v, my_dout = (layout.shard(x, 1) for x in (q, k, v, dout))
@@ -107,7 +107,7 @@ def played(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mas
     return {**rows, "lse": rows["lse"].transpose(1, 2)}
 
 
-class _Road(Played):
+class _Traffic(SimulatedTraffic):
     """A `Traffic` whose messages are dictionaries.
 
     Args:
@@ -124,9 +124,9 @@ class _Road(Played):
         super().__init__(layout, row)
         self._arriving, self._began = arriving, began
 
-    def hops(
-        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], abreast: bool = False
-    ) -> Generator[Hop]:
+    def ring_pass(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+    ) -> Generator[RingStep]:
         def sums(source: int, lane: slice) -> Sums:
             at = source, lane.start
             found = self._arriving.get(at) if source == self.ring.rank else None

@@ -18,7 +18,7 @@ from ..comm.first_order import once
 from ..comm.ring import Ring
 from ..kernels import KERNELS, Kernel, Params, accumulate_dtype
 from ..sharding.plan import Plan, Tables
-from ..traffic import Kept, Role, Traffic, kept_for, seen_by_heads, traffic_of
+from ..traffic import GatheredKV, LayerRole, Traffic, gathered_kv_for, seen_by_heads, traffic_of
 from .backward import gradients
 
 UNSAFE = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
@@ -40,7 +40,7 @@ def count_attention() -> None:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, params: Params, *, kernel: str, backward: str = "ring",
-    heads_per_gather: int | None = None, traffic: str = "auto", kept: Kept | Role | None = None,
+    heads_per_gather: int | None = None, traffic: str = "auto", kept: GatheredKV | LayerRole | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of local tokens under a plan; shapes as in `ring_attention`, T the same on every rank.
 
@@ -68,7 +68,7 @@ def _forward_op(
     with torch.autocast(q.device.type, enabled=False):  # it would round a kernel's float32 sums to 16 bits
         road = traffic_of(Ring(ring), q.device, traffic)
         tables = Tables.of(table, stops, road.ring.size)
-        known = kept_for(kept, role, road.ring, tables, k, v)
+        known = gathered_kv_for(kept, role, road.ring, tables, k, v)
         return forward(road, KERNELS[kernel], q, k, v, tables, params, heads_per_gather, known)
 
 
@@ -126,7 +126,7 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 def forward(
     traffic: Traffic, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params,
-    heads_per_gather: int, kept: Kept | None = None,
+    heads_per_gather: int, kept: GatheredKV | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if traffic.ring.size == 1:
         return kernel.forward(q, k, v, tables.forward, params)
@@ -136,7 +136,7 @@ def forward(
     lse = q.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q.dtype))
     seen = seen_by_heads(
         traffic, tables.exchange, tables.owners, q, k, v, heads_per_gather, kept, most=tables.most,
-        abreast=kernel.abreast and params.score_mod is None,
+        two_streams=kernel.two_streams and params.score_mod is None,
     )  # fmt: skip
     with closing(seen):
         for part in seen:

@@ -16,16 +16,16 @@ from ..comm.ring import LOCAL, Ring
 from ..kernels import KERNELS
 from ..sharding.layout import Layout, Owners
 from ..sharding.plan import Plan, Tables
-from ..traffic import Hop, Sums
+from ..traffic import RingStep, Sums
 from ..traffic.base import PULLED
-from ..traffic.gathered_kv import Part
-from ..traffic.simulated import Played
+from ..traffic.gathered_kv import KVGroup
+from ..traffic.simulated import SimulatedTraffic
 from ..traffic.two_streams import Abreast
 from .clock import Call
 from .workload import Workload
 
 
-class Road(NamedTuple):
+class Contender(NamedTuple):
     """One way to compute a workload: its forward, and its forward and backward; ``share``: of the row's flops."""
 
     forward: Call
@@ -36,7 +36,7 @@ class Road(NamedTuple):
 def differentiated(
     function: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Sequence[Tensor], share: float,
     inside: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Road:  # fmt: skip
+) -> Contender:  # fmt: skip
     """A road from a function of q, k and v."""
     *given, dout = inputs
     leaves = [x.detach().requires_grad_() for x in given]
@@ -46,7 +46,7 @@ def differentiated(
             return function(*given)
 
     both = Call(lambda: torch.autograd.grad(function(*leaves), leaves, dout), inside)
-    return Road(Call(alone, inside), both, share)
+    return Contender(Call(alone, inside), both, share)
 
 
 class Options(NamedTuple):
@@ -67,26 +67,26 @@ def options(backwards: Sequence[str], traffics: Sequence[str], heads: Sequence[i
     return [Options(*one) for one in itertools.product(backwards, traffics, heads)]
 
 
-def one_device(work: Workload, kernel: str) -> Road:
+def one_device(work: Workload, kernel: str) -> Contender:
     """The same kernel over the whole row, on every device for itself."""
     plan = Plan.of(Ring(LOCAL), Layout(work.tokens, 1, 0), work.mask(Layout(work.tokens, 1, 0)))
     return _road(work, plan, kernel, work.tokens, 1.0, Options())
 
 
-def in_ring(work: Workload, ring: Ring, kernel: str, chosen: Options) -> Road:
+def in_ring(work: Workload, ring: Ring, kernel: str, chosen: Options) -> Contender:
     layout = Layout(work.tokens, ring.size, ring.rank)
     plan = Plan.of(ring, layout, work.mask(layout))
     return _road(work, plan, kernel, layout.local_length, 1 / ring.size, chosen)
 
 
-def _road(work: Workload, plan: Plan, kernel: str, tokens: int, share: float, chosen: Options) -> Road:
+def _road(work: Workload, plan: Plan, kernel: str, tokens: int, share: float, chosen: Options) -> Contender:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, plan, work.params(), kernel=kernel, **chosen._asdict())[0]
 
     return differentiated(function, work.inputs(tokens, 0), share)
 
 
-class Alone(Played):
+class Alone(SimulatedTraffic):
     """One rank of a ring whose messages have all arrived: what its own work costs, on one device. A `Traffic`."""
 
     groups, bytes_per_gather = 2, PULLED
@@ -97,16 +97,22 @@ class Alone(Played):
         self._other = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False, abreast: bool = False
-    ) -> Generator[Part]:
-        with self._streams(abreast) as streams:
+        self,
+        k: Tensor,
+        v: Tensor,
+        groups: list[slice],
+        owners: Owners = (),
+        keep: bool = False,
+        two_streams: bool = False,
+    ) -> Generator[KVGroup]:
+        with self._streams(two_streams) as streams:
             for number, part in enumerate(super().gathered(k, v, groups, owners, keep)):
                 yield part._replace(at=streams.turn(number))
 
-    def hops(
-        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], abreast: bool = False
-    ) -> Generator[Hop]:
-        with self._streams(abreast) as streams:
+    def ring_pass(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+    ) -> Generator[RingStep]:
+        with self._streams(two_streams) as streams:
             at = {lane.start: streams.turn(number) for number, lane in enumerate(lanes)}
             kept: dict[int, Sums] = {}
 
@@ -119,11 +125,11 @@ class Alone(Played):
             for hop in self.walk(lanes, sums):
                 yield hop._replace(at=at[hop.heads.start])
 
-    def _streams(self, abreast: bool) -> Abreast:
-        return Abreast(self._other if abreast else None, self._device)
+    def _streams(self, two_streams: bool) -> Abreast:
+        return Abreast(self._other if two_streams else None, self._device)
 
 
-def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str, heads_per_gather: int = 0) -> Road:
+def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str, heads_per_gather: int = 0) -> Contender:
     """One rank of a ring of ``ring_size``, by the code of the real one on GPUs of one machine."""
     layout = Layout(work.tokens, ring_size, rank)
     q, _, _, dout = work.inputs(layout.local_length, 1)
@@ -141,4 +147,4 @@ def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str, head
         out, lse = one_way()
         return gradients(traffic, computing, dout, q, k, v, out, lse, tables, params, "ring", 0, {})
 
-    return Road(Call(one_way), Call(both), 1 / ring_size)
+    return Contender(Call(one_way), Call(both), 1 / ring_size)

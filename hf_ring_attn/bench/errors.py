@@ -75,7 +75,7 @@ def exact(work: Workload, data: Data) -> Answer:
     return replay(KERNELS["reference"], q, k, v, dout, mask, 1, replace(work.params(), deterministic=False))
 
 
-def played(work: Workload, kernel: str, data: Data, size: int) -> Answer:
+def simulated(work: Workload, kernel: str, data: Data, size: int) -> Answer:
     """This package's ring of ``size`` on one device; of 1: the kernel alone."""
     return replay(KERNELS[kernel], *data, work.mask(Layout(work.tokens, 1, 0)), size, work.params())
 
@@ -119,12 +119,12 @@ def of_inputs(
         "heads": [work.heads, work.kv_heads], "widths": [work.width, work.value_width],
         "deterministic": work.deterministic,
     }  # fmt: skip
-    one, want = played(work, kernel, data, 1), exact(work, data)
+    one, want = simulated(work, kernel, data, 1), exact(work, data)
     for way, got in ran:
         yield {**head, "ring_size": ring.size, "way": way, "live": True, **compared(got, one, want)}
     for size in sizes:
         yield {**head, "ring_size": size, "way": OURS, "live": False} | compared(
-            played(work, kernel, data, size), one, want
+            simulated(work, kernel, data, size), one, want
         )
         for way in WAYS if size > 1 and work.dtype.itemsize == 2 else ():
             got = rounded(KERNELS[kernel], *data, size, work.params(), way)

@@ -21,11 +21,11 @@ def save(work: Workload, ring: Ring, kernel: str, chosen: Sequence[contenders.Op
     kernel = kernel_for(ring.name, kernel, work.request())
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if work.device.type == "cuda" else [])]
     for one in chosen:
-        road = contenders.in_ring(work, ring, kernel, one)
-        road.both.run()
+        contender = contenders.in_ring(work, ring, kernel, one)
+        contender.both.run()
         with torch.profiler.profile(activities=activities) as found:
             for _ in range(CALLS):
-                road.both.run()
+                contender.both.run()
             if work.device.type == "cuda":
                 torch.cuda.synchronize()
         folder.mkdir(parents=True, exist_ok=True)

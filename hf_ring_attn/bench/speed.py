@@ -19,7 +19,7 @@ from .peers import PEERS
 from .traffic import received
 from .workload import Workload
 
-Made = tuple[str, Callable[[], contenders.Road]]
+Made = tuple[str, Callable[[], contenders.Contender]]
 ONE = "one device"
 
 
@@ -34,13 +34,13 @@ def measure(
         largest: as in `clock.in_turns`.
     """
     kernel = kernel_for(ring.name, kernel, work.request())
-    made: dict[str, contenders.Road] = {}
+    made: dict[str, contenders.Contender] = {}
     failed: dict[str, str] = {}
     for name, make in _contestants(work, ring, chosen, ring_size, kernel, against):
         reason = ""
         try:
-            road = make()
-            for call in (road.forward, road.both):
+            contender = make()
+            for call in (contender.forward, contender.both):
                 with call.inside():
                     call.run()
         except (ImportError, RuntimeError, ValueError, TypeError, AssertionError, AttributeError) as error:
@@ -49,19 +49,19 @@ def measure(
         if largest(float(bool(reason))):
             failed[name] = reason or "another rank could not"
         else:
-            made[name] = road
+            made[name] = contender
     calls: dict[str, Call] = {}
-    for name, road in made.items():
-        calls[name + " forward"], calls[name + " both"] = road.forward, road.both
+    for name, contender in made.items():
+        calls[name + " forward"], calls[name + " both"] = contender.forward, contender.both
     found = in_turns(calls, rounds, work.device, largest)
     forward_flops, backward_flops = work.flops()
     ours = {one.name: one for one in chosen}
     rows: list[dict[str, Any]] = []
-    for name, road in made.items():
+    for name, contender in made.items():
         row: dict[str, Any] = {"road": name, "tokens": work.tokens, "kernel": kernel}
         for kind, flops in (("forward", forward_flops), ("both", forward_flops + backward_flops)):
             measured, alone = found[f"{name} {kind}"], found[f"{ONE} {kind}"]
-            rate = [flops * road.share / seconds / 1e12 for seconds in measured.seconds]
+            rate = [flops * contender.share / seconds / 1e12 for seconds in measured.seconds]
             reference = [flops / seconds / 1e12 for seconds in alone.seconds]
             row[kind] = {
                 "seconds": measured.seconds,

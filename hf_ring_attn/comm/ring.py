@@ -85,7 +85,7 @@ class Ring:
         return cls(LOCAL if dist.get_world_size(group) == 1 else group.group_name)
 
     @classmethod
-    def played(cls, size: int, rank: int) -> Ring:
+    def simulated(cls, size: int, rank: int) -> Ring:
         """A rank of a ring that one process plays: it knows its place, and has nobody to send anything to."""
         ring = cls(LOCAL)
         ring.__dict__.update(size=size, rank=rank)

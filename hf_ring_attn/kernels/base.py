@@ -194,7 +194,7 @@ class Request:
 class InOrder:
     """Accumulators in the order of their tensors, for kernels that have no order of their own."""
 
-    abreast = False
+    two_streams = False
 
     def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
         return torch.zeros(chunk.shape, dtype=accumulate_dtype(chunk.dtype), device=chunk.device)
@@ -217,7 +217,7 @@ class Kernel(Protocol):
     """
 
     name: str
-    abreast: bool
+    two_streams: bool
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, out: Tensor | None = None

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class RowShare:
     """The rows of a batch that a ring shares.
 
     Args:
@@ -57,7 +57,7 @@ def _runs_of(ids: Tensor, rows: slice) -> list[Piece]:
     return [Piece(rows, start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
-def along(x: Tensor, rows: Rows, reach: int, compute: Callable[[Tensor], Tensor]) -> Tensor:
+def along(x: Tensor, rows: RowShare, reach: int, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """What ``compute`` gives where each token's result depends on it and on the ``reach`` tokens before it.
 
     Args:
@@ -141,7 +141,7 @@ def _moves(layout: Layout, reach: int, source: int, target: int) -> Iterator[tup
                 yield run, first, stop
 
 
-def _with_tokens_before(x: Tensor, rows: Rows, reach: int) -> tuple[Tensor, Tensor]:
+def _with_tokens_before(x: Tensor, rows: RowShare, reach: int) -> tuple[Tensor, Tensor]:
     """``x`` itself and [B, n, C], the tokens at the positions `_needed`."""
     if rows.ring.size == 1 or reach == 0:
         return x, x[:, :0]
@@ -153,7 +153,7 @@ class _Before(torch.autograd.Function):
     """Gives its input on, too, so that every rank takes part in the backward, also one that needs no token."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows, exchange: Exchange) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, rows: RowShare, exchange: Exchange) -> tuple[Tensor, Tensor]:
         ctx.rows, ctx.exchange = rows, exchange
         return x.view_as(x), exchange.arrived(exchange.take(rows.ring, x).wait()[0])
 

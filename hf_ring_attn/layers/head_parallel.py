@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ..comm.first_order import once
-from .halo import Rows, Span, wide
+from .halo import RowShare, Span, wide
 
 Compute = Callable[[list[Tensor], list[Tensor], list[Tensor]], Tensor]
 
 
 def by_heads(
-    rows: Rows, heads: Sequence[Tensor], shared: Sequence[Tensor], weights: Sequence[Tensor], compute: Compute
+    rows: RowShare, heads: Sequence[Tensor], shared: Sequence[Tensor], weights: Sequence[Tensor], compute: Compute
 ) -> Tensor:
     """What ``compute`` gives for whole documents, where each head's result depends on its own inputs only.
 
@@ -48,7 +48,7 @@ def by_heads(
 
 
 def _of_documents(
-    rows: Rows, heads: list[Tensor], shared: list[Tensor], weights: list[Tensor], compute: Compute
+    rows: RowShare, heads: list[Tensor], shared: list[Tensor], weights: list[Tensor], compute: Compute
 ) -> Tensor:
     results = []
     for documents in rows.pieces:
@@ -94,7 +94,7 @@ def _for_heads(x: Tensor, lo: int, hi: int, size: int) -> Tensor:
     return x.index_select(2, torch.tensor(group, device=x.device) - group[0])
 
 
-def _to_heads(tensors: list[Tensor], parts: list[list[Span]], rows: Rows) -> list[Tensor]:
+def _to_heads(tensors: list[Tensor], parts: list[list[Span]], rows: RowShare) -> list[Tensor]:
     """From [B, T, N, ...] of this rank's tokens, [B, S, n, ...] without padding of the ring, n as ``parts`` tells."""
     if rows.ring.size == 1:
         return tensors
@@ -102,7 +102,7 @@ def _to_heads(tensors: list[Tensor], parts: list[list[Span]], rows: Rows) -> lis
     return [x[:, : rows.layout.length] for x in whole]
 
 
-def _to_tokens(x: Tensor, ranges: list[Span], rows: Rows) -> Tensor:
+def _to_tokens(x: Tensor, ranges: list[Span], rows: RowShare) -> Tensor:
     """From [B, S, n, ...], [B, T, N, ...]."""
     if rows.ring.size == 1:
         return x
@@ -112,7 +112,7 @@ def _to_tokens(x: Tensor, ranges: list[Span], rows: Rows) -> Tensor:
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Rows, parts: list[list[Span]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rows: RowShare, parts: list[list[Span]], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.rows, ctx.parts, ctx.counts = rows, parts, [x.shape[2] for x in tensors]
         return tuple(_gather_heads(rows, tensors, parts))
 
@@ -124,7 +124,7 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Rows, ranges: list[Span], x: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: RowShare, ranges: list[Span], x: Tensor) -> Tensor:
         ctx.rows, ctx.ranges = rows, ranges
         return _scatter_tokens(rows, [x], [ranges], [ranges[-1][1]])[0].contiguous()  # as on one device: some view it
 
@@ -134,7 +134,7 @@ class _ToTokens(torch.autograd.Function):
         return None, None, _gather_heads(ctx.rows, [gradient], [ctx.ranges])[0]
 
 
-def _gather_heads(rows: Rows, tensors: Sequence[Tensor], parts: Sequence[list[Span]]) -> list[Tensor]:
+def _gather_heads(rows: RowShare, tensors: Sequence[Tensor], parts: Sequence[list[Span]]) -> list[Tensor]:
     """[B, T, N, ...] of this rank's tokens to [B, S padded, n, ...] of its heads."""
     size, pending = rows.ring.size, []
     for x, part in zip(tensors, parts, strict=True):
@@ -148,7 +148,7 @@ def _gather_heads(rows: Rows, tensors: Sequence[Tensor], parts: Sequence[list[Sp
 
 
 def _scatter_tokens(
-    rows: Rows, tensors: Sequence[Tensor], parts: Sequence[list[Span]], counts: Sequence[int]
+    rows: RowShare, tensors: Sequence[Tensor], parts: Sequence[list[Span]], counts: Sequence[int]
 ) -> list[Tensor]:
     """The opposite: [B, S padded, n, ...] to [B, T, N, ...]; what went to several ranks is summed in their order."""
     size, pending = rows.ring.size, []

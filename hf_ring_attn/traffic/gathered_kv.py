@@ -1,7 +1,7 @@
 """Gathered keys and values that outlive their attention, for others of the very same ones.
 
 An op takes tensors and numbers, so it is told by a number where to keep what it gathers, or where to find it. Who makes
-a `Kept` or a `Compared` owns that memory: nothing here lets it live longer.
+a `GatheredKV` or a `ComparedKV` owns that memory: nothing here lets it live longer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..comm.ring import Ring
-from .two_streams import HERE, At
+from .two_streams import CURRENT_STREAM, StreamContext
 
 
-class Part(NamedTuple):
+class KVGroup(NamedTuple):
     """A group of key heads, and the keys and values [B, S, heads, ...] that they have.
 
     Args:
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     heads: slice
     k: Tensor
     v: Tensor
-    at: At = HERE
+    at: StreamContext = CURRENT_STREAM
 
 
 MAKES, TAKES, LAST = 1, 2, 3
@@ -40,7 +40,7 @@ COMPARED = "compared keys and values that layers share"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Kept:
+class GatheredKV:
     """The keys and values [B, S, heads, ...] of one plan's forward, by groups of heads; None until all have come.
 
     For whoever knows that these are the keys and values that he attends to. Args of an op: its ``number`` and ``role``.
@@ -49,23 +49,23 @@ class Kept:
     role: None = None
 
     def __init__(self) -> None:
-        self.parts: list[Part] | None = None
+        self.parts: list[KVGroup] | None = None
         self.number = _numbered(self)
 
-    def filling(self, gathered: Iterable[Part]) -> Generator[Part]:
+    def filling(self, gathered: Iterable[KVGroup]) -> Generator[KVGroup]:
         """The same parts, which are kept once all of them have come."""
         parts = []
         for part in gathered:
-            parts.append(part._replace(at=HERE))
+            parts.append(part._replace(at=CURRENT_STREAM))
             yield part
         self.parts = parts
 
 
-class Role(NamedTuple):
+class LayerRole(NamedTuple):
     """What the op of a compiled layer is told: tensors, since a compiler makes a new graph for each new number.
 
     Args:
-        number: [1] int64 on the CPU, of a `Compared`.
+        number: [1] int64 on the CPU, of a `ComparedKV`.
         role: [1] int64 on the CPU, the layer's.
     """
 
@@ -76,10 +76,10 @@ class Role(NamedTuple):
 class _Made(NamedTuple):
     k: Tensor
     v: Tensor
-    kept: Kept
+    kept: GatheredKV
 
 
-class Compared:
+class ComparedKV:
     """What the compiled layers of one batch keep for each other. They are told apart by their keys and values alone.
 
     Tensors have no identity in a graph: a compiler computes the same keys in several places, and writes others into
@@ -99,7 +99,7 @@ class Compared:
         """Keeps nothing any more."""
         self._made.clear()
 
-    def kept(self, role: int, ring: Ring, plan: object, k: Tensor, v: Tensor) -> Kept | None:
+    def kept(self, role: int, ring: Ring, plan: object, k: Tensor, v: Tensor) -> GatheredKV | None:
         """Where these keys and values [B, T, G, ...] are, or are to be left; None: neither. A collective.
 
         Args:
@@ -110,7 +110,7 @@ class Compared:
             return None
         like = plan, k.shape, v.shape, k.dtype
         if role == MAKES:
-            made = self._made[like] = _Made(k.clone(), v.clone(), Kept())
+            made = self._made[like] = _Made(k.clone(), v.clone(), GatheredKV())
             return made.kept
         known = self._made.get(like)
         if role == LAST:
@@ -122,10 +122,12 @@ class Compared:
         return known.kept if known is not None and everywhere.all() else None
 
 
-def kept_for(number: Tensor | None, role: Tensor | None, ring: Ring, plan: object, k: Tensor, v: Tensor) -> Kept | None:
+def gathered_kv_for(
+    number: Tensor | None, role: Tensor | None, ring: Ring, plan: object, k: Tensor, v: Tensor
+) -> GatheredKV | None:
     """What an op was told of by these two, for these keys and values; None: it gathers, and keeps nothing."""
     keeper = None if number is None else _ALIVE.get(int(number))
-    if isinstance(keeper, Compared):
+    if isinstance(keeper, ComparedKV):
         return None if role is None else keeper.kept(int(role), ring, plan, k, v)
     return keeper
 
@@ -141,7 +143,7 @@ def small(number: int) -> Tensor:
         return torch.tensor([number], dtype=torch.int64, device="cpu")
 
 
-def _numbered(keeper: Kept | Compared) -> Tensor:
+def _numbered(keeper: GatheredKV | ComparedKV) -> Tensor:
     number = next(_NUMBERS)
     _ALIVE[number] = keeper
     return small(number)
@@ -153,4 +155,4 @@ def _same_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 _NUMBERS = itertools.count(1)
-_ALIVE: weakref.WeakValueDictionary[int, Kept | Compared] = weakref.WeakValueDictionary()
+_ALIVE: weakref.WeakValueDictionary[int, GatheredKV | ComparedKV] = weakref.WeakValueDictionary()

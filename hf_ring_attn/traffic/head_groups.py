@@ -12,8 +12,8 @@ from ..comm.ring import Ring
 from ..comm.sparse_exchange import Exchange
 from ..sharding.layout import Owners, chunks_of
 from .base import Traffic
-from .gathered_kv import Kept, Part
-from .interrupted import halfway_of
+from .gathered_kv import GatheredKV, KVGroup
+from .interrupted import interruption_guard
 
 QUERIES, SCORES = 2**15, 2**31
 """What one launch for a chunk of tokens and a group of heads has at least, if there are so many heads: two blocks of
@@ -47,7 +47,7 @@ def head_groups(
     return [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
 
 
-def walk_groups(q: Tensor, k: Tensor, v: Tensor, chunk: int, itemsize: int) -> list[slice]:
+def ring_pass_groups(q: Tensor, k: Tensor, v: Tensor, chunk: int, itemsize: int) -> list[slice]:
     """The key/value heads in groups of about one size, each of which walks the ring by itself: what a backward holds
     grows with the heads of a group. One group where `SUMS` allows it.
 
@@ -72,11 +72,11 @@ def _to_launch(queries_per_head: int, keys: int) -> int:
 
 def seen_by_heads(
     traffic: Traffic, exchange: Exchange | None, owners: Owners, q: Tensor, k: Tensor, v: Tensor,
-    heads_per_gather: int, kept: Kept | None = None, *, most: int = 0, abreast: bool = False,
-) -> Generator[Part]:  # fmt: skip
+    heads_per_gather: int, kept: GatheredKV | None = None, *, most: int = 0, two_streams: bool = False,
+) -> Generator[KVGroup]:  # fmt: skip
     """The keys and values [B, S, heads, ...] of a plan's forward, a few heads at a time: the whole row's, or those that
     this rank's queries q see, ``most`` on some rank. Where ``kept`` has them nothing travels; where it is empty they
-    are left there. ``abreast``: as in `Traffic.gathered`; to be closed then, also after an error."""
+    are left there. ``two_streams``: as in `Traffic.gathered`; to be closed then, also after an error."""
     if kept is not None and kept.parts is not None:
         return (part for part in kept.parts)
     ring, tokens = traffic.ring, k.shape[1]
@@ -84,19 +84,19 @@ def seen_by_heads(
     chunk = tokens // len(chunks_of(ring.size, owners)[ring.rank])
     groups = head_groups(q, k, v, traffic, heads_per_gather, keys, chunk)
     if exchange is None:
-        parts = traffic.gathered(k, v, groups, owners, keep=kept is not None, abreast=abreast)
+        parts = traffic.gathered(k, v, groups, owners, keep=kept is not None, two_streams=two_streams)
     else:
         parts = _exchanged(ring, exchange, k, v, groups)
     return parts if kept is None else kept.filling(parts)
 
 
-def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]) -> Generator[Part]:
-    halfway = halfway_of(ring)
+def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]) -> Generator[KVGroup]:
+    halfway = interruption_guard(ring)
     sent = ring.by_heads((k, v), groups, halfway.sending(functools.partial(exchange.take, ring)))
 
-    def arriving() -> Generator[Part]:
+    def arriving() -> Generator[KVGroup]:
         for group, arrived in sent:
-            yield Part(group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1]))
+            yield KVGroup(group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1]))
         halfway.end()  # by now a backward has given the last gradients back, too
 
     return arriving()

@@ -18,7 +18,7 @@ from ..errors import LeftHalfway, PeerLost
 P = ParamSpec("P")
 
 
-class Halfway:
+class InterruptionGuard:
     """Whether a ring is in the middle of an attention, as this rank sees it.
 
     Attributes:
@@ -77,11 +77,15 @@ class Halfway:
             raise LeftHalfway()
 
 
-def halfway_of(ring: Ring) -> Halfway:
+def interruption_guard(ring: Ring) -> InterruptionGuard:
     """The one of a ring, whatever its roads. A new process group starts afresh; a ring of one, or one that a process
     plays, has nobody to fool."""
-    return Halfway() if ring.size == 1 or ring.name == LOCAL else _KNOWN.setdefault(ring.group, Halfway())
+    return (
+        InterruptionGuard()
+        if ring.size == 1 or ring.name == LOCAL
+        else _KNOWN.setdefault(ring.group, InterruptionGuard())
+    )
 
 
-_KNOWN: weakref.WeakKeyDictionary[object, Halfway] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[object, InterruptionGuard] = weakref.WeakKeyDictionary()
 """By process group. Weak, since gloo's threads end with their group, and must before the process does."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-At = AbstractContextManager[Any]
+StreamContext = AbstractContextManager[Any]
 """Entered while something is queued: sets the stream on which that is."""
 
-HERE: At = nullcontext()
+CURRENT_STREAM: StreamContext = nullcontext()
 """The stream that is the current one anyway."""
 
 
@@ -46,5 +46,5 @@ class Abreast:
         if self._other is not None:
             self._current.wait_stream(self._other)
 
-    def turn(self, number: int) -> At:
-        return torch.cuda.stream(self._other) if self._other is not None and number % 2 else HERE
+    def turn(self, number: int) -> StreamContext:
+        return torch.cuda.stream(self._other) if self._other is not None and number % 2 else CURRENT_STREAM

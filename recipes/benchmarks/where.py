@@ -84,14 +84,14 @@ def spent(events: Iterable[tuple[str, Interval]], calls: int) -> Spent:
     return Spent(*(x / calls for x in (total, forward, both - forward, some - both, moved - some, total - moved)))
 
 
-def measured(road: contenders.Road, ring: Ring, device: torch.device) -> Spent:
-    road.both.run()
+def measured(contender: contenders.Contender, ring: Ring, device: torch.device) -> Spent:
+    contender.both.run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         largest_over(ring, device)(0.0)
         torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host gets ahead
         for _ in range(CALLS):
-            road.both.run()
+            contender.both.run()
         torch.cuda.synchronize()
     on_device = [
         (event.name(), (event.start_ns() / 1e6, (event.start_ns() + event.duration_ns()) / 1e6))
@@ -112,8 +112,8 @@ def compared(work: Workload, ring: Ring, rounds: int) -> list[dict[str, Any]]:
     }
     found: dict[str, list[Spent]] = {name: [] for name in by_name}
     for _ in range(rounds):
-        for name, road in by_name.items():
-            found[name].append(measured(road, ring, work.device))
+        for name, contender in by_name.items():
+            found[name].append(measured(contender, ring, work.device))
     mine = [
         {"tokens": work.tokens, "road": name, "rank": ring.rank}
         | {field: statistics.median(getattr(one, field) for one in some) for field in Spent._fields}
@@ -137,7 +137,7 @@ def main() -> None:
     with world(None) as (ring, device):
         if ring.size == 1:
             parser.error("start this with torchrun, on several GPUs")
-        KERNELS["flash4"].abreast = not given.one_stream
+        KERNELS["flash4"].two_streams = not given.one_stream
         head, rows = facts(), []
         for tokens in given.tokens:
             work = Workload(tokens, device, *given.heads, given.width, given.width)

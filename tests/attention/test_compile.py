@@ -16,7 +16,7 @@ from hf_ring_attn.kernels import Params
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
 from hf_ring_attn.sharding.plan import Plan
-from hf_ring_attn.traffic import Compared
+from hf_ring_attn.traffic import ComparedKV
 from hf_ring_attn.traffic.gathered_kv import MAKES, small
 from tests.helpers.checks import Ranks
 from tests.helpers.rank_functions import held
@@ -100,7 +100,7 @@ def test_the_ops_keep_what_they_promise_to_a_compiler(kv_heads: int, sinks: bool
     tables = (plan.tiles, plan.stops, 0.3, None, False, LOCAL, "reference", "ring", 0, "auto")
     leaves = [x if x is None else x.clone().requires_grad_() for x in (q, k, v, sink)]
     ops = torch.ops.hf_ring_attn
-    shares = (Compared().number, small(MAKES))
+    shares = (ComparedKV().number, small(MAKES))
     forward = torch.library.opcheck(ops.ring_flash_attn_fwd, (*leaves, *tables, *(shares if sinks else ())))
     out, lse = ops.ring_flash_attn_fwd(q, k, v, sink, *tables)
     backward = torch.library.opcheck(ops.ring_flash_attn_bwd, (dout, q, k, v, out, lse, sink, *tables))

@@ -57,7 +57,7 @@ def test_what_others_do_is_exact_where_nothing_is_rounded(size: int, way: Way, m
 def test_float64_has_no_error(size: int) -> None:
     work = replace(SMALL, dtype=torch.float64)
     data = errors.signed(work, biased=False)
-    one, got = (errors.played(work, "reference", data, n) for n in (1, size))
+    one, got = (errors.simulated(work, "reference", data, n) for n in (1, size))
     row = errors.compared(got, one, errors.exact(work, data))
     assert max(row["error"].values()) < 1e-13
     assert set(row["mismatch"].values()) == {0.0}
@@ -168,9 +168,9 @@ def test_a_launched_ring_is_measured_as_it_is(ranks: Callable[[int], LiveRanks])
 
 def test_a_live_ring_and_the_replayed_one_agree(ranks: Callable[[int], LiveRanks]) -> None:
     rows = [row for row in ranks(2).run(live_rows)[0] if row["way"] in ("ring_fp32 ring", "ring_fp32")]
-    for live, played in zip(rows[::2], rows[1::2], strict=True):
-        assert live["live"] and not played["live"]
-        assert live["error"] == pytest.approx(played["error"], rel=1e-3)
+    for live, simulated in zip(rows[::2], rows[1::2], strict=True):
+        assert live["live"] and not simulated["live"]
+        assert live["error"] == pytest.approx(simulated["error"], rel=1e-3)
 
 
 def test_the_replay_of_one_is_the_kernel() -> None:

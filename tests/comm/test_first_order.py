@@ -15,7 +15,7 @@ from hf_ring_attn.comm.first_order import once
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.errors import SecondGradient
 from hf_ring_attn.layers.collectives import gather_sequence, sum_over_ring
-from hf_ring_attn.layers.halo import Rows, along
+from hf_ring_attn.layers.halo import RowShare, along
 from hf_ring_attn.layers.head_parallel import by_heads
 from hf_ring_attn.sharding.layout import Layout
 from tests.helpers.checks import Ranks
@@ -23,9 +23,9 @@ from tests.helpers.checks import Ranks
 LENGTH = 8
 
 
-def rows() -> Rows:
+def rows() -> RowShare:
     ring = Ring.of(None)
-    return Rows(ring, Layout(LENGTH, ring.size, ring.rank), None)
+    return RowShare(ring, Layout(LENGTH, ring.size, ring.rank), None)
 
 
 def flat(x: Tensor) -> Tensor:

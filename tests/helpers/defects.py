@@ -19,12 +19,12 @@ from hf_ring_attn.kernels import Place, ScoreMod, reference
 from hf_ring_attn.kernels.reference import Block, Reference
 from hf_ring_attn.kernels.score_mod import Indices, Pull
 from hf_ring_attn.layers import halo, head_parallel
-from hf_ring_attn.layers.halo import Piece, Rows, Span
+from hf_ring_attn.layers.halo import Piece, RowShare, Span
 from hf_ring_attn.layers.head_parallel import Compute
 from hf_ring_attn.sharding import plan
 from hf_ring_attn.sharding.layout import Layout, Run
 from hf_ring_attn.sharding.mask import Band, Mask, tiles
-from hf_ring_attn.traffic import Hop, Messages
+from hf_ring_attn.traffic import Messages, RingStep
 
 Patch = AbstractContextManager[Any]
 
@@ -67,14 +67,14 @@ def contiguous_chunks() -> Patch:
     return mock.patch.object(Layout, "runs", runs)
 
 
-def _hops_are(changed: Callable[[Messages, Hop, Tensor, Tensor], Hop]) -> Patch:
-    hops = Messages.hops
+def _hops_are(changed: Callable[[Messages, RingStep, Tensor, Tensor], RingStep]) -> Patch:
+    ring_pass = Messages.ring_pass
 
-    def walked(self: Messages, k: Tensor, v: Tensor, *more: Any) -> Iterator[Hop]:
-        for hop in hops(self, k, v, *more):
+    def walked(self: Messages, k: Tensor, v: Tensor, *more: Any) -> Iterator[RingStep]:
+        for hop in ring_pass(self, k, v, *more):
             yield changed(self, hop, k, v)
 
-    return mock.patch.object(Messages, "hops", walked)
+    return mock.patch.object(Messages, "ring_pass", walked)
 
 
 def ring_turned() -> Patch:
@@ -185,7 +185,7 @@ def runs_by_themselves() -> Patch:
     """A convolution starts anew with each run of a rank's tokens."""
     along = halo._with_tokens_before
 
-    def without(x: Tensor, rows: Rows, reach: int) -> tuple[Tensor, Tensor]:
+    def without(x: Tensor, rows: RowShare, reach: int) -> tuple[Tensor, Tensor]:
         x, before = along(x, rows, reach)
         return x, before * 0
 
@@ -196,7 +196,7 @@ def states_stay() -> Patch:
     """A recurrence starts anew on each rank, with the rank's own tokens of all heads."""
 
     def local(
-        rows: Rows, heads: Sequence[Tensor], shared: Sequence[Tensor], weights: Sequence[Tensor], compute: Compute
+        rows: RowShare, heads: Sequence[Tensor], shared: Sequence[Tensor], weights: Sequence[Tensor], compute: Compute
     ) -> Tensor:
         return compute(list(heads), list(shared), list(weights))
 
@@ -205,7 +205,7 @@ def states_stay() -> Patch:
 
 def states_leak() -> Patch:
     """What carries state knows no documents."""
-    return mock.patch.object(Rows, "pieces", property(lambda self: [[Piece(slice(None), 0, self.layout.length)]]))
+    return mock.patch.object(RowShare, "pieces", property(lambda self: [[Piece(slice(None), 0, self.layout.length)]]))
 
 
 def shares_overwritten() -> Patch:

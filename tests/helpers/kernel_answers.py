@@ -11,7 +11,7 @@ from hf_ring_attn.kernels import Gradients, Kernel, Params
 from hf_ring_attn.sharding.layout import Run
 from hf_ring_attn.sharding.mask import UNBOUNDED, Band, Mask, tiles
 from hf_ring_attn.testing import Case, Inputs, gradient_oracle, inputs, oracle
-from hf_ring_attn.traffic import lanes_of
+from hf_ring_attn.traffic import head_halves
 
 Answer = dict[str, Tensor]
 
@@ -51,7 +51,7 @@ def computed(kernel: Kernel, case: Case, x: Inputs, table: Tensor, out: Tensor |
     given = mine if out is None else out
     delta, dq = kernel.delta(dout, given), kernel.new_gradient(q)
     sums = []
-    for lane in lanes_of(k.shape[2], 2):  # as a ring does it: of dq a kernel gets some heads at a time, in place
+    for lane in head_halves(k.shape[2], 2):  # as a ring does it: of dq a kernel gets some heads at a time, in place
         of_lane = slice(lane.start * (q.shape[2] // k.shape[2]), lane.stop * (q.shape[2] // k.shape[2]))
         keys, values = k[:, :, lane], v[:, :, lane]
         into = Gradients(kernel.of_heads(dq, of_lane), kernel.new_gradient(keys), kernel.new_gradient(values))

@@ -12,7 +12,7 @@ from torch.nn.functional import conv1d
 
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.layers import halo, head_parallel
-from hf_ring_attn.layers.halo import Rows
+from hf_ring_attn.layers.halo import RowShare
 from hf_ring_attn.sharding.layout import Layout
 from tests.helpers.defects import planted
 from tests.helpers.rank_functions import Answer
@@ -129,7 +129,7 @@ def _share(row: Row) -> Answer:
     given, ids = numbers(row), row.ids()
     if ids is not None:
         ids = layout.pad(ids, 1, -1)
-    rows = Rows(Ring.of(None), layout, ids)
+    rows = RowShare(Ring.of(None), layout, ids)
     # Padding holds large numbers: where one reaches a token, it shows.
     leaves = {name: layout.shard(layout.pad(given[name], 1, 1e6), 1).requires_grad_() for name in TOKENS}
     leaves |= {name: given[name].requires_grad_() for name in WEIGHTS}

@@ -21,7 +21,7 @@ from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, Tile, tiles
 from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
 from hf_ring_attn.testing import Case, inputs, packed, relative_error
-from hf_ring_attn.traffic import lanes_of
+from hf_ring_attn.traffic import head_halves
 from tests.helpers.checks import Ranks, distance, narrow_answer, worst
 from tests.helpers.rank_functions import Answer as Answers
 from tests.helpers.rank_functions import attention
@@ -179,7 +179,7 @@ MANY = (packed(*[5] * 18, 6),)
 def test_as_few_calls_as_can_be(case: Case, size: int, forward: int, backward: int) -> None:
     _, _, fake = answers(case, size)
     kinds = [kind for kind, _, _ in fake.calls]
-    lanes = len(lanes_of(case.kv_heads, size))
+    lanes = len(head_halves(case.kv_heads, size))
     assert (kinds.count("forward"), kinds.count("backward")) == (forward, backward * lanes)
 
 

@@ -19,7 +19,7 @@ from hf_ring_attn.sharding import plan
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask
 from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
 from hf_ring_attn.testing import CASES, Case, inputs, packed, relative_error
-from hf_ring_attn.traffic import lanes_of
+from hf_ring_attn.traffic import head_halves
 from tests.helpers.fake_flash4 import Fake
 
 SIZES = (1, 2, 4, 8)
@@ -152,7 +152,7 @@ def plain(length: int, **more: object) -> Case:
 def test_as_few_calls_as_can_be(case: Case, size: int, forward: int, backward: int) -> None:
     _, _, fake = answers(case, size)
     kinds = [kind for kind, _, _ in fake.calls]
-    lanes = len(lanes_of(case.kv_heads, size))
+    lanes = len(head_halves(case.kv_heads, size))
     assert (kinds.count("forward"), kinds.count("backward")) == (forward, backward * lanes)
 
 

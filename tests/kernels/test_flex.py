@@ -27,7 +27,7 @@ from hf_ring_attn.testing import Case, inputs, packed, sliding
 from tests.helpers.checks import Ranks
 from tests.helpers.rank_functions import held, qkv
 from tests.helpers.score_mods import MODS, Builder, only_where_seen
-from tests.kernels.flex_cases import distances, mixed, on_cpu, played
+from tests.kernels.flex_cases import distances, mixed, on_cpu, simulated
 from tests.kernels.test_flash4 import EXPRESSIBLE, whole
 
 CPU = torch.device("cpu")
@@ -51,8 +51,8 @@ FUNCTIONS = ("worked_example", "several", "documents_of_its_own", "score_ignored
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_give_the_reference(name: str) -> None:
     with on_cpu() as flex:
-        got = played(flex, ALL, MODS[name](Builder(ALL, torch.float64)), 2)
-    errors = distances(got, played(KERNELS["reference"], ALL, MODS[name](Builder(ALL, torch.float64)), 1))
+        got = simulated(flex, ALL, MODS[name](Builder(ALL, torch.float64)), 2)
+    errors = distances(got, simulated(KERNELS["reference"], ALL, MODS[name](Builder(ALL, torch.float64)), 1))
     assert max(errors.values()) < EXACT, errors
 
 
@@ -74,8 +74,8 @@ def test_masks_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
             if not cut.length:
                 continue
             errors = distances(
-                played(flex, cut, mixed(Builder(cut, torch.float64)), size, road),
-                played(KERNELS["reference"], cut, mixed(Builder(cut, torch.float64)), 1),
+                simulated(flex, cut, mixed(Builder(cut, torch.float64)), size, road),
+                simulated(KERNELS["reference"], cut, mixed(Builder(cut, torch.float64)), 1),
             )
             # What is given back by gathers is summed in float32 by the replay.
             worst[case.why, size, road] = max(errors.values()) * (1 if road == "ring" else 1e-6)
@@ -87,8 +87,8 @@ def test_masks_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_function_says_of_hidden_pairs_plays_no_part() -> None:
     case = Case(why="causal", length=23, heads=4, kv_heads=2, seed=1)
     with on_cpu() as flex:
-        got = played(flex, case, only_where_seen(Builder(case, torch.float64)), 1)
-    errors = distances(got, played(KERNELS["reference"], case, only_where_seen(Builder(case, torch.float64)), 1))
+        got = simulated(flex, case, only_where_seen(Builder(case, torch.float64)), 1)
+    errors = distances(got, simulated(KERNELS["reference"], case, only_where_seen(Builder(case, torch.float64)), 1))
     assert max(errors.values()) < EXACT, errors
 
 
@@ -140,7 +140,7 @@ def through_the_ring(backward: str) -> dict[str, Tensor]:
 def test_real_ranks(ranks: Ranks, backward: str) -> None:
     shares = ranks(2).run(through_the_ring, backward)
     case = replace(ALL, sinks=False)
-    want = played(KERNELS["reference"], case, mixed(Builder(case, torch.float64)), 1)
+    want = simulated(KERNELS["reference"], case, mixed(Builder(case, torch.float64)), 1)
     for name, exact in zip(("q", "k", "v"), want.answer[2:], strict=True):
         whole_row = torch.empty_like(exact)
         for rank, share in enumerate(shares):

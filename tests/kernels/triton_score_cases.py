@@ -62,7 +62,7 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-def played(kernel: Kernel, case: Case, name: str, size: int, road: Road = "ring") -> Played:
+def simulated(kernel: Kernel, case: Case, name: str, size: int, road: Road = "ring") -> Played:
     """In float32, or for the reference from the same inputs in float64."""
     dtype = torch.float64 if kernel is REFERENCE else torch.float32
     x = on(DEVICE.type, inputs(case, torch.float32))
@@ -82,7 +82,7 @@ def played(kernel: Kernel, case: Case, name: str, size: int, road: Road = "ring"
     ids=["all", "holes", "long", "long, sparse"],
 )  # fmt: skip
 def test_it_is_the_reference(case: Case, size: int, road: Road, name: str) -> None:
-    errors = distances(played(TRITON, case, name, size, road), played(REFERENCE, case, name, 1))
+    errors = distances(simulated(TRITON, case, name, size, road), simulated(REFERENCE, case, name, 1))
     learned = [errors.pop(key) for key in list(errors) if key.startswith("captured")]
     assert max(errors.values()) < UNROUNDED, errors
     assert learned and max(learned) < CANCELLED, learned

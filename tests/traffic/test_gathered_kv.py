@@ -18,8 +18,8 @@ from hf_ring_attn.attention.op import attend
 from hf_ring_attn.comm.ring import LOCAL, Pending, Ring
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.sharding.plan import Plan
-from hf_ring_attn.traffic import Compared, Kept, Role
-from hf_ring_attn.traffic.gathered_kv import COMPARED, LAST, MAKES, TAKES, Part, small
+from hf_ring_attn.traffic import ComparedKV, GatheredKV, LayerRole
+from hf_ring_attn.traffic.gathered_kv import COMPARED, LAST, MAKES, TAKES, KVGroup, small
 from tests.attention.test_compile import plan_of, share
 from tests.helpers.checks import Ranks
 
@@ -54,7 +54,7 @@ def one_token_of_the_last_rank(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def layers(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, roles: Sequence[Role | None], between: Between
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, roles: Sequence[LayerRole | None], between: Between
 ) -> tuple[Tensor, Tensor]:
     """Two whose outputs the third's queries depend on; their keys and values are computed here, so that their memory
     is the compiler's."""
@@ -81,8 +81,8 @@ def three(between: Between, backend: str, gradients: bool) -> tuple[bool, list[i
     equal, gathers, comparisons = True, [], []
     for seed, documents in enumerate([[24], [10, 14]]):
         plan, answers = plan_of(documents), []
-        compared = Compared()
-        roles = [Role(compared.number, small(role)) for role in (MAKES, TAKES, LAST)]
+        compared = ComparedKV()
+        roles = [LayerRole(compared.number, small(role)) for role in (MAKES, TAKES, LAST)]
         for function, told in ((layers, [None] * 3), (quick, roles)):
             leaves = share(seed)
             q, k, v = leaves
@@ -134,13 +134,13 @@ def test_a_layer_takes_what_is_the_same_on_every_rank(
 RING, PLAN = Ring(LOCAL), object()
 
 
-def made(dtype: torch.dtype = torch.float32) -> tuple[Compared, Tensor, Tensor, Kept]:
+def made(dtype: torch.dtype = torch.float32) -> tuple[ComparedKV, Tensor, Tensor, GatheredKV]:
     """Of one that has gathered: its keys, values and what it kept."""
-    compared, k, v = Compared(), torch.randn(2, 3, 2, 4).to(dtype), torch.randn(2, 3, 2, 5).to(dtype)
+    compared, k, v = ComparedKV(), torch.randn(2, 3, 2, 4).to(dtype), torch.randn(2, 3, 2, 5).to(dtype)
     k[0, 0, 0, 0] = 0
     kept = compared.kept(MAKES, RING, PLAN, k, v)
     assert kept is not None
-    list(kept.filling([Part(slice(0, 2), k, v)]))
+    list(kept.filling([KVGroup(slice(0, 2), k, v)]))
     return compared, k, v, kept
 
 
@@ -172,7 +172,7 @@ def test_what_was_changed_in_place_is_not(which: str) -> None:
 
 
 def test_what_has_not_come_is_not_taken() -> None:
-    compared, k, v = Compared(), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
+    compared, k, v = ComparedKV(), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
     assert compared.kept(TAKES, RING, PLAN, k, v) is None
     assert compared.kept(MAKES, RING, PLAN, k, v) is not None  # whose gather an error ended
     assert compared.kept(TAKES, RING, PLAN, k, v) is None

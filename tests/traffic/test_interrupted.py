@@ -20,7 +20,7 @@ from hf_ring_attn.config import RingConfig
 from hf_ring_attn.errors import LeftHalfway, PeerLost
 from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.traffic import Messages, seen_by_heads
-from hf_ring_attn.traffic.interrupted import Halfway
+from hf_ring_attn.traffic.interrupted import InterruptionGuard
 from tests.helpers.checks import Ranks
 from tests.helpers.rank_functions import held, qkv
 
@@ -43,7 +43,7 @@ def gather(ring: Ring, k: Tensor) -> Iterator[Any]:
 
 
 def walk(ring: Ring, k: Tensor) -> Iterator[Any]:
-    return Messages(ring).hops(k, k, HALVES, lambda _source, lane: (k[:, :, lane].clone(), k[:, :, lane].clone()))
+    return Messages(ring).ring_pass(k, k, HALVES, lambda _source, lane: (k[:, :, lane].clone(), k[:, :, lane].clone()))
 
 
 def exchange(ring: Ring, k: Tensor) -> Iterator[Any]:
@@ -180,7 +180,7 @@ def test_attention_that_ended_halfway_is_not_tried_again(ranks: Ranks, failure: 
 BEFORE, AMID, AFTER = "before its first message", "amid its messages", "after its last one"
 
 
-def walks_of(halfway: Halfway, count: int, fails: int, when: str, sends: bool) -> None:
+def walks_of(halfway: InterruptionGuard, count: int, fails: int, when: str, sends: bool) -> None:
     """Of that many walks the one of this number fails. ``sends``: begins with a message, not with the walk."""
 
     def at(moment: str) -> None:
@@ -201,11 +201,11 @@ def walks_of(halfway: Halfway, count: int, fails: int, when: str, sends: bool) -
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_an_attention_of_several_walks_is_half_way_between_them(count: int, sends: bool) -> None:
     """Others go on with the next walk, and would take the next attention for it."""
-    halfway = Halfway()
+    halfway = InterruptionGuard()
     walks_of(halfway, count, count, BEFORE, sends)
     halfway.check()
     for fails, when in itertools.product(range(count), (BEFORE, AMID, AFTER)):
-        halfway = Halfway()
+        halfway = InterruptionGuard()
         with pytest.raises(torch.OutOfMemoryError):
             walks_of(halfway, count, fails, when, sends)
         over = (fails, when) in ((0, BEFORE), (count - 1, AFTER))  # nothing has left, or all has come

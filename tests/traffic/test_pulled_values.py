@@ -92,7 +92,7 @@ def row(length: int, heads: int, kv_heads: int) -> list[Tensor]:
 def share(road: pulls.Pulls, given: list[Tensor], heads_per_gather: int) -> list[Tensor]:
     """One rank's answer."""
     kernel = copy.copy(KERNELS["reference"])
-    kernel.abreast = True
+    kernel.two_streams = True
     layout = Layout(given[0].shape[1], road.ring.size, road.ring.rank)
     plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 2, layout.padded), sparse_share=0)
     tables, params = Tables.of(plan.tiles, plan.stops, road.ring.size), Params(0.3)

@@ -23,7 +23,7 @@ from hf_ring_attn.kernels.base import InOrder, row_products
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
 from hf_ring_attn.sharding.plan import Plan, Tables
-from hf_ring_attn.traffic import Kept, Sums, kept_for, pulls, seen_by_heads
+from hf_ring_attn.traffic import GatheredKV, Sums, gathered_kv_for, pulls, seen_by_heads
 from hf_ring_attn.traffic import head_groups as traffic_heads
 from hf_ring_attn.traffic.packing import Packing
 from hf_ring_attn.traffic.pulls import LOST_AFTER_MS, Pulls
@@ -66,7 +66,7 @@ def test_what_is_to_be_kept_is_not_written_over(keep: bool) -> None:
 def test_a_gather_is_kept_once_all_of_it_has_come() -> None:
     k = torch.arange(24.0).view(1, 4, 3, 2)
     with without_a_gpu() as road:
-        kept = Kept()
+        kept = GatheredKV()
         half = seen_by_heads(road, None, (), k, k, -k, 1, kept)
         next(half)
         assert kept.parts is None
@@ -74,8 +74,8 @@ def test_a_gather_is_kept_once_all_of_it_has_come() -> None:
         assert kept.parts is not None and kept.parts[1:] == first
         road.gathered = mock.MagicMock(side_effect=AssertionError)
         assert list(seen_by_heads(road, None, (), k, k, -k, 1, kept)) == kept.parts
-        assert kept_for(kept.number, kept.role, road.ring, None, k, -k) is kept
-        assert kept_for(None, None, road.ring, None, k, -k) is None
+        assert gathered_kv_for(kept.number, kept.role, road.ring, None, k, -k) is kept
+        assert gathered_kv_for(None, None, road.ring, None, k, -k) is None
 
 
 def test_lanes_of_unequal_heads_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_lanes_of_unequal_heads_have_room_of_their_own(monkeypatch: pytest.Monke
     k, lanes = torch.randn(1, 40, 3, 2), [slice(0, 2), slice(2, 3)]
     left = []
     with without_a_gpu(ranks=2) as road:
-        for hop in road.hops(k, k, lanes, lambda _source, lane: (torch.randn_like(k[:, :, lane]),) * 2):
+        for hop in road.ring_pass(k, k, lanes, lambda _source, lane: (torch.randn_like(k[:, :, lane]),) * 2):
             left += [hop.sums] if hop.source == 1 else []
         assert road.outboxes is not None
         memory = road.outboxes.mine
@@ -109,7 +109,7 @@ def test_after_a_pull_that_ended_halfway_the_next_is_refused(way: str) -> None:
     def start(road: Pulls) -> Iterator[tuple[Tensor, Tensor]]:
         if way == "a gather":
             return ((part.k, part.v) for part in road.gathered(k, -k, halves))
-        return ((hop.k, hop.v) for hop in road.hops(k, -k, halves, new))
+        return ((hop.k, hop.v) for hop in road.ring_pass(k, -k, halves, new))
 
     with without_a_gpu() as road:
         for _ in range(3):
@@ -146,7 +146,7 @@ def test_memory_of_queued_copies_stays_after_an_error_and_goes_at_the_end(way: s
                 if failing:
                     raise torch.OutOfMemoryError
             return
-        for hop in road.hops(k, k, halves, lambda _source, lane: (k[:, :, lane].clone(), k[:, :, lane].clone())):
+        for hop in road.ring_pass(k, k, halves, lambda _source, lane: (k[:, :, lane].clone(), k[:, :, lane].clone())):
             rooms.extend(weakref.ref(x) for x in hop.sums)  # at the last hop those that left and those that came
             if failing and hop.source == 0:
                 raise torch.OutOfMemoryError
@@ -248,7 +248,7 @@ def test_new_sums_are_cleared_while_the_first_keys_are_on_their_way() -> None:
             log.append("new sums")
             return k.clone(), k.clone()
 
-        list(road.hops(k, k, [slice(0, 1)], new))
+        list(road.ring_pass(k, k, [slice(0, 1)], new))
     assert log[log.index("wrote") + 1 :] == ["new sums", "waited for an event", "waited for an event"]
 
 
@@ -261,7 +261,7 @@ def patience() -> tuple[int, list[int]]:
     k = torch.randn(1, 4, 1, 2)
     with without_a_gpu(ranks=2) as road:
         road.lost_after_ms = Pulls(ring, CPU).lost_after_ms
-        list(road.hops(k, k, [slice(0, 1)], lambda _source, _lane: (k.clone(), k.clone())))
+        list(road.ring_pass(k, k, [slice(0, 1)], lambda _source, _lane: (k.clone(), k.clone())))
         handles: list[Any] = [shared.handle for shared in (*road.keys, road.outboxes) if shared is not None]
     told = [call.args[-1] for handle in handles for call in handle.method_calls]
     dist.destroy_process_group(ring.group)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_ring_attn.comm.ring import LOCAL, Pending, Ring
 from hf_ring_attn.errors import NoPulls
 from hf_ring_attn.sharding.layout import Layout, Owners, chunks_of
-from hf_ring_attn.traffic import Messages, Sums, lanes_of, traffic_of, visiting_order, walk_groups
+from hf_ring_attn.traffic import Messages, Sums, head_halves, ring_pass_groups, traffic_of, visiting_order
 from hf_ring_attn.traffic.head_groups import LARGEST, QUERIES, SCORES, SUMS, head_groups
 from hf_ring_attn.traffic.packing import Packing
 from tests.helpers.checks import Ranks
@@ -47,13 +47,13 @@ def walked(heads: int, dtype: torch.dtype, members: list[int] | None = None) -> 
         return [], []
     ring, log, seen = Ring.of(group), list[str](), []
     k = torch.arange(heads).expand(1, 4, heads)[..., None] + 100.0 * ring.rank
-    lanes = lanes_of(heads, ring.size)
+    lanes = head_halves(heads, ring.size)
 
     def new(source: int, lane: slice) -> Sums:
         return torch.zeros(5, dtype=dtype), torch.zeros(2, 3, dtype=dtype)
 
     with sending(log):
-        for hop in Messages(ring).hops(k, -k, lanes, new):
+        for hop in Messages(ring).ring_pass(k, -k, lanes, new):
             for x in hop.sums:
                 x += 2.0**12 * ring.rank + hop.source + 1 / 16
             log.append(f"computed {hop.source}")
@@ -64,7 +64,7 @@ def walked(heads: int, dtype: torch.dtype, members: list[int] | None = None) -> 
 @pytest.mark.parametrize("heads", [1, 2, 5])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_a_walk_meets_every_ranks_keys_once_its_own_last(ranks: Ranks, size: int, heads: int) -> None:
-    starts = [lane.start for lane in lanes_of(heads, size)]
+    starts = [lane.start for lane in head_halves(heads, size)]
     for rank, (_, seen) in enumerate(ranks(size).run(walked, heads, torch.float32)):
         order = [(rank - 1 - step) % size for step in range(size)]
         assert order[-1] == rank
@@ -79,7 +79,7 @@ def test_a_walk_meets_every_ranks_keys_once_its_own_last(ranks: Ranks, size: int
 def test_sums_are_complete_when_their_owner_has_added_its_share(ranks: Ranks, size: int, dtype: torch.dtype) -> None:
     for rank, (_, seen) in enumerate(ranks(size).run(walked, 2, dtype)):
         home = [sums for source, _, _, _, *sums in seen if source == rank]
-        assert len(home) == len(lanes_of(2, size))
+        assert len(home) == len(head_halves(2, size))
         for sums in home:
             assert [x.shape for x in sums] == [(5,), (2, 3)]
             assert all((x == sum(2.0**12 * r + rank + 1 / 16 for r in range(size))).all() for x in sums)
@@ -121,9 +121,9 @@ def test_a_gather_gives_the_row_in_order(ranks: Ranks, size: int, more: bool) ->
 
 
 def test_lanes_share_out_the_heads() -> None:
-    assert lanes_of(8, 4) == [slice(0, 4), slice(4, 8)]
-    assert lanes_of(5, 2) == [slice(0, 3), slice(3, 5)]
-    assert lanes_of(1, 8) == [slice(0, 1)] and lanes_of(8, 1) == [slice(0, 8)]
+    assert head_halves(8, 4) == [slice(0, 4), slice(4, 8)]
+    assert head_halves(5, 2) == [slice(0, 3), slice(3, 5)]
+    assert head_halves(1, 8) == [slice(0, 1)] and head_halves(8, 1) == [slice(0, 8)]
 
 
 def test_groups_are_large_enough_to_launch_and_small_enough_to_hide() -> None:
@@ -161,7 +161,7 @@ def test_heads_walk_together_as_far_as_their_sums_are_small_and_launches_would_b
 
     def sizes(length: int, heads: int = 8, each: int = 4, chunks: int = 2) -> list[int]:
         part, q = k[:, :length, :heads], k[:, :length, :1].expand(-1, -1, each * heads, -1)
-        groups = walk_groups(q, part, part, length // chunks, 4)
+        groups = ring_pass_groups(q, part, part, length // chunks, 4)
         assert groups[0].start == 0 and groups[-1].stop == heads
         assert all(one.stop == other.start for one, other in itertools.pairwise(groups))
         return [int(group.stop - group.start) for group in groups]
@@ -250,5 +250,5 @@ def laid_out(batch: int, heads: int, groups: list[slice], owners: Owners) -> Non
 def test_the_first_lane_has_the_most_heads() -> None:
     """Buffers take their room from it."""
     for heads in range(1, 20):
-        sizes = [lane.stop - lane.start for lane in lanes_of(heads, 4)]
+        sizes = [lane.stop - lane.start for lane in head_halves(heads, 4)]
         assert sum(sizes) == heads and sizes == sorted(sizes, reverse=True)

@@ -51,14 +51,14 @@ def attend(
 
 
 def races(
-    ranks: int, lengths: tuple[int, ...] = (24, 24, 48), abreast: bool = True, heads_per_gather: int = 0,
+    ranks: int, lengths: tuple[int, ...] = (24, 24, 48), two_streams: bool = True, heads_per_gather: int = 0,
     kv_heads: int = KV_HEADS, streams: int = 1,
 ) -> list[str]:  # fmt: skip
     """Of a forward and a backward of rows of these lengths, on every rank; ``streams``: of the program, by turns."""
     trace = Trace()
     for number in range(ranks):
         kernel = copy.copy(flash4())
-        kernel.abreast = abreast
+        kernel.two_streams = two_streams
         with rank(trace, number, ranks) as road:
             made = [None, *(trace.new_stream() for _ in range(streams - 1))]
             for turn, length in enumerate(lengths):
@@ -73,10 +73,10 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulls, "ROUND", 64)
 
 
-@pytest.mark.parametrize("abreast", [True, False])
+@pytest.mark.parametrize("two_streams", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_two_accesses_are_in_order(ranks: int, abreast: bool) -> None:
-    assert not races(ranks, abreast=abreast)
+def test_every_two_accesses_are_in_order(ranks: int, two_streams: bool) -> None:
+    assert not races(ranks, two_streams=two_streams)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])

@@ -30,14 +30,14 @@ def apart() -> list[tuple[bool, list[int]]]:
     def mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + leaves[-1][h] * (i - j)
 
-    found, hops = [], Messages.hops
+    found, ring_pass = [], Messages.ring_pass
     for more in ({}, {"documents": ids, "softcap": 3.0}, {"score_mod": mod}):
         answers: list[tuple[Tensor, ...]] = []
         walks: list[int] = []
 
         def counted(road: Messages, k: Tensor, *args: Any, walks: list[int] = walks) -> Any:
             walks.append(k.shape[2])
-            return hops(road, k, *args)
+            return ring_pass(road, k, *args)
 
         for most in (head_groups.SUMS, 1):
             leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks, bias)]
@@ -45,7 +45,7 @@ def apart() -> list[tuple[bool, list[int]]]:
             out = ring_attention(*leaves[:3], sinks=leaves[3], config=RingConfig(), **more)
             with (
                 mock.patch.multiple(head_groups, SUMS=most, QUERIES=1, SCORES=1),
-                mock.patch.object(Messages, "hops", counted),
+                mock.patch.object(Messages, "ring_pass", counted),
             ):
                 answers.append((out, *torch.autograd.grad(out, used, dout)))
         same = all(relative_error(x, y) < EXACT for x, y in zip(*answers, strict=True))

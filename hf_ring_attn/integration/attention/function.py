@@ -19,7 +19,7 @@ from ...attention.score_mod_op import attend_scored
 from ...comm.ring import Ring
 from ...kernels import Params, Request, ScoreFunction, ScoreMod
 from ...sharding.mask import Band
-from ...traffic import Kept, Role
+from ...traffic import GatheredKV, LayerRole
 from ..context import batch_context
 from ..context.batch_context import MaskSpec
 from ..log import say
@@ -129,7 +129,9 @@ def _scored(spec: MaskSpec, function: ScoreFunction, params: Params, q: Tensor, 
     return out
 
 
-def _kept(spec: MaskSpec, module: nn.Module, key: Tensor, value: Tensor, dtype: torch.dtype) -> Kept | Role | None:
+def _kept(
+    spec: MaskSpec, module: nn.Module, key: Tensor, value: Tensor, dtype: torch.dtype
+) -> GatheredKV | LayerRole | None:
     """Where layers with these keys and values find what the first of them gathered; None: each gathers for itself."""
     if spec.shared is None:
         return None

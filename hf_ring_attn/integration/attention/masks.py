@@ -26,7 +26,7 @@ from ...sharding.mask import Band, Mask, Term, Terms, both
 from ...sharding.plan import Plan
 from ..context import batch_context, model_record
 from ..context.batch_context import MaskSpec
-from ..context.mask_functions import Alike, Seen, looks_ahead, recognise, terms_of
+from ..context.mask_functions import MaskExpr, SameGroup, looks_ahead, recognise, terms_of
 from ..model import admission, call_inputs
 from ..patching.changes import Patch, render
 from . import compiled_masks
@@ -58,7 +58,7 @@ def ring_mask(
         ):
             name = _ahead(*compiled_masks.band_of(mask_function))
             if name:
-                spec: MaskSpec = getattr(scope.ahead, name)
+                spec: MaskSpec = getattr(scope.compiled_masks, name)
                 return spec
     mask: MaskSpec | Tensor | None = _ring_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, config, kwargs
@@ -72,7 +72,7 @@ def _ahead(lo: int, hi: int) -> str:
     """The name of the current batch's mask of this band among those made ahead; "" if it is refused."""
     scope, band = batch_context.current(), Band(lo, hi)
     assert scope is not None, "a compiler asks inside a batch"
-    if not _make_ahead(scope, band):
+    if not _prepare_mask(scope, band):
         return ""
     for model in scope.models:
         _BANDS.setdefault(model, set()).add(band)
@@ -83,15 +83,15 @@ _BANDS: weakref.WeakKeyDictionary[nn.Module, set[Band]] = weakref.WeakKeyDiction
 """The masks that compilers met in a model."""
 
 
-def make_ahead(model: nn.Module, scope: batch_context.Scope) -> None:
+def prepare_masks(model: nn.Module, scope: batch_context.Scope) -> None:
     """Makes the masks that the compiled ``model`` is going to look up; nothing for others."""
     for band in sorted(_BANDS.get(model, ())):
-        _make_ahead(scope, band)
+        _prepare_mask(scope, band)
 
 
-def _make_ahead(scope: batch_context.Scope, band: Band) -> bool:
+def _prepare_mask(scope: batch_context.Scope, band: Band) -> bool:
     try:
-        setattr(scope.ahead, _name(band), _of_shard(scope, band, scope.rows))
+        setattr(scope.compiled_masks, _name(band), _of_shard(scope, band, scope.rows))
     except errors.Refused:  # not looked up then: the model asks for it outside its graph, and is told
         return False
     return True
@@ -138,17 +138,17 @@ def _is_zero(offset: int | Tensor) -> bool:
     return isinstance(offset, int) and offset == 0
 
 
-def _of_shard(scope: batch_context.Scope, seen: Seen, batch: int) -> MaskSpec:
+def _of_shard(scope: batch_context.Scope, seen: MaskExpr, batch: int) -> MaskSpec:
     scope.admit()
     if looks_ahead(seen):
         scope.refuse_labels_of_bidirectional()
     return scope.spec(seen, batch, functools.partial(_spec, scope))
 
 
-def _spec(scope: batch_context.Scope, seen: Seen, batch: int) -> MaskSpec:
+def _spec(scope: batch_context.Scope, seen: MaskExpr, batch: int) -> MaskSpec:
     """The spec of a shard. What masking_utils closes over is one rank's share: the whole batch's is used here."""
 
-    def alike(part: Alike) -> Terms:
+    def alike(part: SameGroup) -> Terms:
         if part.kind == "chunks":
             positions = scope.positions if CHUNKS_BY_POSITION else None
             return _chunks(part.size, batch, scope.layout.padded, scope.hidden, positions)
@@ -200,7 +200,7 @@ def _spec_of_whole_rows(
         hidden = ~attention_mask[:, :length].to("cpu", torch.bool)
         hidden = layout.pad(hidden, 1, False) if hidden.any() else None
 
-    def alike(part: Alike) -> Terms:
+    def alike(part: SameGroup) -> Terms:
         assert part.tensor is not None
         if part.kind == "chunks":
             at = None if part.positions is None else layout.pad(part.positions.to("cpu", torch.int64), 1)

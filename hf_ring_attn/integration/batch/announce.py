@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...sharding.mask import BIDIRECTIONAL, CAUSAL, Band
 from ...traffic import chosen
 from ..context.batch_context import Scope
-from ..context.mask_functions import Alike, parts_of
+from ..context.mask_functions import SameGroup, parts_of
 from ..log import say
 from ..selfcheck.row import SelfCheckState
 
@@ -16,8 +16,8 @@ def features(scope: Scope) -> set[str]:
     facts = [part for seen in scope.kinds for part in parts_of(seen)]
     present = {
         "window": any(isinstance(fact, Band) and fact not in (CAUSAL, BIDIRECTIONAL) for fact in facts),
-        "chunks": any(isinstance(fact, Alike) and fact.kind == "chunks" for fact in facts),
-        "blocks": any(isinstance(fact, Alike) and fact.kind == "blocks" for fact in facts),
+        "chunks": any(isinstance(fact, SameGroup) and fact.kind == "chunks" for fact in facts),
+        "blocks": any(isinstance(fact, SameGroup) and fact.kind == "blocks" for fact in facts),
         "bidirectional": BIDIRECTIONAL in scope.kinds,
         "documents": documents is not None and int(documents.max()) > 0,
         f"{scope.layout.chunks} chunks a rank, dealt by their work": bool(scope.layout.owners),

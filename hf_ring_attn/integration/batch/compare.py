@@ -31,7 +31,7 @@ TOLD = (
 """Inputs that ranks compare one by one, so that the one that differs can be named."""
 
 
-def facts_of(config: RingConfig, batch: Mapping[str, Any]) -> dict[str, int]:
+def empty_facts(config: RingConfig, batch: Mapping[str, Any]) -> dict[str, int]:
     """All that is compared, as many on every rank: the options, and 0 for what is found out later."""
     options = {f"RingConfig.{field.name}": _option(getattr(config, field.name)) for field in fields(config)}
     return {**options, **dict.fromkeys(("rows", "tokens", _tokens(batch), *TOLD, _rest(batch), "layout"), 0)}

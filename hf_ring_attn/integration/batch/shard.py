@@ -18,12 +18,12 @@ from ...config import RingConfig
 from ...kernels import in_score_mod
 from ...layers.collectives import gather_sequence
 from ...sharding.layout import Layout, note_dealt, zigzag_was_told
-from ...traffic import halfway_of
+from ...traffic import interruption_guard
 from ..attention import masks
 from ..context import batch_context, model_record, ring_random, shared_kv
 from ..context.cut import cut
 from ..context.mesh import find_ring
-from ..context.tracked_input import those
+from ..context.tracked_input import track
 from ..context.whole_batch import tokens_of, whole_rows
 from ..log import warn
 from ..model import admission, call_inputs, fsdp, replicas
@@ -148,7 +148,7 @@ def shard(
         LeftHalfway: an error ended an earlier attention of this ring half-way.
     """
     sharded = shard_for(batch, group, config, model)
-    sharded.scope.handed |= those(sharded.inputs, call_inputs.COUNTED)  # a trainer counts by itself
+    sharded.scope.handed |= track(sharded.inputs, call_inputs.COUNTED)  # a trainer counts by itself
     return sharded
 
 
@@ -161,11 +161,11 @@ def shard_for(
 ) -> Sharded:
     """`shard`. ``whole_loss``: the caller keeps labels from the model, and computes the loss by `loss.gathered`."""
     ring = find_ring(group)
-    halfway_of(ring).check()  # what is compared below would be taken for the rest of that attention
+    interruption_guard(ring).check()  # what is compared below would be taken for the rest of that attention
     if config is None:
         config = RingConfig() if model is None else model_record.options_of(model)
     refusal: errors.Refused | None = None
-    facts = compare.facts_of(config, batch)
+    facts = compare.empty_facts(config, batch)
     device = torch.device("cpu")
     try:
         tokens = tokens_of(batch)
@@ -195,8 +195,8 @@ def shard_for(
 
     sharded = Sharded(*cut(batch, whole, ring, config, model is None or fsdp.is_sharded(model)))
     sharded.scope.whole_loss = whole_loss
-    sharded.scope.handed = those(sharded.inputs, call_inputs.PLACES)
-    batch_context.SHARED.add(sharded.scope)
+    sharded.scope.handed = track(sharded.inputs, call_inputs.PLACES)
+    batch_context.LIVE.add(sharded.scope)
     if whole.layout.owners:
         note_dealt(sharded.scope, ring.size)
     if sharded.scope.late and ring.size > 1:
@@ -206,7 +206,7 @@ def shard_for(
     if model is not None:
         admission.bind(model, sharded.scope)
         check.check(model, sharded.scope)
-        masks.make_ahead(model, sharded.scope)
+        masks.prepare_masks(model, sharded.scope)
     return sharded
 
 
@@ -235,8 +235,8 @@ def ring_context(scope: batch_context.Scope) -> Iterator[None]:
         if not known and next(module.parameters(), None) is not None:
             admission.bind(module, scope)
             check.check(module, scope)
-            replicas.watch(module, scope)
-            masks.make_ahead(module, scope)
+            replicas.note_trained(module, scope)
+            masks.prepare_masks(module, scope)
             watched.extend(call_inputs.watch(module, scope, inside=True))
             if _holds_compiled(module):  # which would trace the hook, and compile anew for that of each batch
                 handles.pop().remove()
@@ -250,7 +250,7 @@ def ring_context(scope: batch_context.Scope) -> Iterator[None]:
     def watch() -> None:
         handles.append(torch.nn.modules.module.register_module_forward_pre_hook(before))
 
-    replicas.tell()
+    replicas.warn_if_not_reduced()
     scope.entered = True
     if not scope.checked:  # a model that was bound by name needs no hooks
         watch()

@@ -22,23 +22,23 @@ from ...config import RingConfig
 from ...sharding.layout import Layout
 from ...sharding.mask import Mask
 from ...sharding.plan import Plan
-from .mask_functions import Seen
+from .mask_functions import MaskExpr
 from .not_a_tensor import Opaque
 from .ring_random import RingRandomness
-from .shared_kv import Shared
-from .tracked_input import Handed
+from .shared_kv import SharedKV
+from .tracked_input import TrackedInput
 
 S = TypeVar("S")
 
 _STACK: list[Scope] = []
 
-SHARED: weakref.WeakSet[Scope] = weakref.WeakSet()
+LIVE: weakref.WeakSet[Scope] = weakref.WeakSet()
 """Every batch that is shared out and still in use, entered or not."""
 
 
-def shared_out() -> list[Scope]:
+def live_batches() -> list[Scope]:
     """Those of rings of several ranks."""
-    return [scope for scope in SHARED if scope.ring.size > 1]
+    return [scope for scope in LIVE if scope.ring.size > 1]
 
 
 class MaskSpec(Opaque):
@@ -59,7 +59,7 @@ class MaskSpec(Opaque):
     """
 
     def __init__(
-        self, plan: Plan, layout: Layout, mask: Mask, seen: Seen, config: RingConfig, scope: Scope | None
+        self, plan: Plan, layout: Layout, mask: Mask, seen: MaskExpr, config: RingConfig, scope: Scope | None
     ) -> None:
         self.plan = plan
         self.mask = mask
@@ -77,7 +77,7 @@ class MaskSpec(Opaque):
         return self
 
 
-class Ahead:
+class CompiledMasks:
     """The masks of a batch that were made before its model was called, as attributes: see `ahead`."""
 
 
@@ -122,7 +122,7 @@ class Scope:
     """Whether its context was."""
     whole_loss: bool = False
     """Whether labels are kept from the model, and the loss is computed on gathered logits."""
-    handed: dict[str, Handed] = field(default_factory=dict)
+    handed: dict[str, TrackedInput] = field(default_factory=dict)
     """What a model must be given as it is, by name."""
     called: bool = False
     """Whether any model was called in this context."""
@@ -144,17 +144,17 @@ class Scope:
     features: set[str] = field(default_factory=set)
     randomness: RingRandomness | None = None
     """Of a late batch in a ring: what makes all ranks draw the same random numbers around that text model."""
-    shared: Shared = field(default_factory=Shared)
+    shared: SharedKV = field(default_factory=SharedKV)
     """Gathered keys and values that several layers attend to."""
-    ahead: Ahead = field(default_factory=Ahead)
-    _specs: dict[tuple[Seen, int], MaskSpec] = field(default_factory=dict)
+    compiled_masks: CompiledMasks = field(default_factory=CompiledMasks)
+    _specs: dict[tuple[MaskExpr, int], MaskSpec] = field(default_factory=dict)
     _states: dict[type, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # A tensor without memory: a compiler keeps numbers, and makes a new graph for each, but lets sizes vary.
         self.share = torch.empty(()).expand(self.rows, self.layout.local_length)
 
-    def spec(self, seen: Seen, batch: int, make: Callable[[Seen, int], MaskSpec]) -> MaskSpec:
+    def spec(self, seen: MaskExpr, batch: int, make: Callable[[MaskExpr, int], MaskSpec]) -> MaskSpec:
         """The spec of a kind of mask, made once per batch."""
         key = (seen, batch)
         if key not in self._specs:
@@ -167,7 +167,7 @@ class Scope:
         return found
 
     @property
-    def kinds(self) -> set[Seen]:
+    def kinds(self) -> set[MaskExpr]:
         """The kinds of masks that were made for it."""
         return {seen for seen, _ in self._specs}
 

@@ -11,7 +11,7 @@ from ...comm.ring import Ring
 from ...config import RingConfig
 from ...sharding.layout import Layout
 from .batch_context import Scope
-from .whole_batch import PADDING, Facts, Whole, tokens_of, whole_rows
+from .whole_batch import PADDING, MaskFacts, WholeBatch, tokens_of, whole_rows
 
 
 class Share(NamedTuple):
@@ -32,14 +32,16 @@ def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) 
     return cut(batch, whole, ring, config)
 
 
-def cut(batch: Mapping[str, Any], whole: Whole, ring: Ring, config: RingConfig, count_as_number: bool = True) -> Share:
+def cut(
+    batch: Mapping[str, Any], whole: WholeBatch, ring: Ring, config: RingConfig, count_as_number: bool = True
+) -> Share:
     """This rank's share of whole rows.
 
     Args:
         count_as_number: num_items_in_batch becomes a Python number. FSDP2 in 16 bits casts every floating tensor that a
             model is called with: of 1250 tokens it makes 1248 in bfloat16. A tensor spares a compiler one graph.
     """
-    layout, seen = whole.layout, Facts() if whole.facts is None else whole.facts
+    layout, seen = whole.layout, MaskFacts() if whole.facts is None else whole.facts
     scope = Scope(
         ring, layout, config, seen.documents, seen.hidden, seen.positions, seen.blocks, whole.max_position,
         has_labels=whole.items is not None, late=whole.facts is None, rows=tokens_of(batch).shape[0],

@@ -25,7 +25,7 @@ from ...sharding.mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Term, Terms
 
 
 @dataclass(frozen=True)
-class Alike:
+class SameGroup:
     """A query sees the keys that are alike: of its document, of its chunk of ``size`` positions, of its block.
 
     Args:
@@ -41,41 +41,41 @@ class Alike:
 
 
 @dataclass(frozen=True)
-class Joined:
+class Combined:
     """What all of the parts let see, or what any of them does."""
 
     how: Literal["all", "any"]
-    parts: tuple[Seen, ...]
+    parts: tuple[MaskExpr, ...]
 
 
-Seen = Band | Alike | Joined
+MaskExpr = Band | SameGroup | Combined
 
 
-def parts_of(seen: Seen) -> list[Band | Alike]:
+def parts_of(seen: MaskExpr) -> list[Band | SameGroup]:
     """The facts of an expression."""
-    return [part for inner in seen.parts for part in parts_of(inner)] if isinstance(seen, Joined) else [seen]
+    return [part for inner in seen.parts for part in parts_of(inner)] if isinstance(seen, Combined) else [seen]
 
 
-def looks_ahead(seen: Seen) -> bool:
+def looks_ahead(seen: MaskExpr) -> bool:
     """Whether a query may see later keys of any distance: blocks are spans that their model reads as one."""
     if isinstance(seen, Band):
         return seen.lo < 0
-    if isinstance(seen, Alike):
+    if isinstance(seen, SameGroup):
         return seen.kind != "blocks"
     ahead = [looks_ahead(part) for part in seen.parts]
     return all(ahead) if seen.how == "all" else any(ahead)
 
 
-def terms_of(seen: Seen, alike: Callable[[Alike], Terms]) -> Terms:
+def terms_of(seen: MaskExpr, alike: Callable[[SameGroup], Terms]) -> Terms:
     """The expression as terms; ``alike`` gives those of documents, chunks and blocks."""
     if isinstance(seen, Band):
         return (Term(seen),)
-    if isinstance(seen, Alike):
+    if isinstance(seen, SameGroup):
         return alike(seen)
     return functools.reduce(both if seen.how == "all" else either, (terms_of(part, alike) for part in seen.parts))
 
 
-def recognise(function: Callable[..., Any], positions: Tensor | None = None) -> Seen:
+def recognise(function: Callable[..., Any], positions: Tensor | None = None) -> MaskExpr:
     """The expression of a mask function that transformers' masking_utils made.
 
     Functions are told apart by the place where masking_utils defines them, a model's own by their code.
@@ -101,7 +101,7 @@ def recognise(function: Callable[..., Any], positions: Tensor | None = None) -> 
 Closure = dict[str, Any]
 
 
-def _joined(how: Literal["all", "any"], closure: Closure, positions: Tensor | None) -> Seen:
+def _joined(how: Literal["all", "any"], closure: Closure, positions: Tensor | None) -> MaskExpr:
     parts = [recognise(function, positions) for function in closure["mask_functions"]]
     bands = [part for part in parts if isinstance(part, Band)]
     if how == "all" and len(bands) == len(parts):
@@ -110,14 +110,14 @@ def _joined(how: Literal["all", "any"], closure: Closure, positions: Tensor | No
     widest = Band(min(band.lo for band in bands), max(band.hi for band in bands)) if bands else None
     if how == "any" and len(bands) == len(parts) and widest in bands:
         return bands[bands.index(widest)]
-    return Joined(how, tuple(parts))
+    return Combined(how, tuple(parts))
 
 
-def _blocks(closure: Closure, _: Tensor | None) -> Seen:
-    return Alike("blocks", tensor=closure["block_sequence_ids"])
+def _blocks(closure: Closure, _: Tensor | None) -> MaskExpr:
+    return SameGroup("blocks", tensor=closure["block_sequence_ids"])
 
 
-_READERS: dict[str, Callable[[Closure, Tensor | None], Seen]] = {
+_READERS: dict[str, Callable[[Closure, Tensor | None], MaskExpr]] = {
     "causal_mask_function": lambda _, __: CAUSAL,
     "bidirectional_mask_function": lambda _, __: BIDIRECTIONAL,
     # Positions count up by one inside a document, so distances are those of the row.
@@ -125,9 +125,9 @@ _READERS: dict[str, Callable[[Closure, Tensor | None], Seen]] = {
     "sliding_window_bidirectional_overlay.<locals>.inner_mask": lambda c, _: Band(
         -c["sliding_window"], c["sliding_window"]
     ),
-    "chunked_overlay.<locals>.inner_mask": lambda c, at: Alike("chunks", c["chunk_size"], c["left_padding"], at),
+    "chunked_overlay.<locals>.inner_mask": lambda c, at: SameGroup("chunks", c["chunk_size"], c["left_padding"], at),
     "blockwise_overlay.<locals>.inner_mask": _blocks,
-    "packed_sequence_mask_function.<locals>.inner_mask": lambda c, _: Alike(
+    "packed_sequence_mask_function.<locals>.inner_mask": lambda c, _: SameGroup(
         "documents", tensor=c["packed_sequence_mask"]
     ),
     "and_masks.<locals>.and_mask": functools.partial(_joined, "all"),
@@ -150,7 +150,7 @@ def _window_both_ways(sliding_window: int) -> Callable[..., Any]:
     return inner_mask
 
 
-_OWN: list[tuple[Callable[..., Any], Callable[[Closure, Tensor | None], Seen]]] = [
+_OWN: list[tuple[Callable[..., Any], Callable[[Closure, Tensor | None], MaskExpr]]] = [
     (lambda *args: torch.tensor(True, dtype=torch.bool), lambda _, __: BIDIRECTIONAL),
     (_window_both_ways(0), lambda c, _: Band(1 - c["sliding_window"], c["sliding_window"] - 1)),
 ]

@@ -3,7 +3,7 @@ layer that attends to them.
 
 transformers marks such layers, whatever the model. The marks say what is worth keeping, and how long. Whether a layer
 attends to what was kept is told by its tensors alone: the very same objects, unchanged since, under the same plan; in
-compiled code, where tensors are no objects, the same bits (`Compared`). So a mark that means something else costs
+compiled code, where tensors are no objects, the same bits (`ComparedKV`). So a mark that means something else costs
 traffic or memory, and never the answer.
 
 Objects cost nothing and bits a small message, which all ranks must send. A compiler may give a layer up on one rank and
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...sharding.plan import Plan
-from ...traffic import Compared, Kept, Role
+from ...traffic import ComparedKV, GatheredKV, LayerRole
 from ...traffic.gathered_kv import LAST, MAKES, TAKES, recomputing, small
 
 _MAKES, _TAKES = "store_full_length_kv", "is_kv_shared_layer"
@@ -53,10 +53,10 @@ class _Made:
     versions: tuple[int, int]
     plan: Plan
     dtype: torch.dtype
-    kept: Kept
+    kept: GatheredKV
 
 
-class Shared:
+class SharedKV:
     """The gathered keys and values of one batch that are kept.
 
     They go with the last layer that attends to them or, if that never runs, with the batch's context, with the first
@@ -65,14 +65,16 @@ class Shared:
 
     def __init__(self) -> None:
         self._made = WeakIdKeyDictionary()
-        self._compared = Compared()
+        self._compared = ComparedKV()
 
     def clear(self) -> None:
         """Keeps nothing any more."""
         self._made.clear()
         self._compared.clear()
 
-    def kept(self, module: nn.Module, key: Tensor, value: Tensor, plan: Plan, dtype: torch.dtype) -> Kept | Role | None:
+    def kept(
+        self, module: nn.Module, key: Tensor, value: Tensor, plan: Plan, dtype: torch.dtype
+    ) -> GatheredKV | LayerRole | None:
         """For a layer that is about to attend: where its keys and values are, or are to be left. None: neither.
 
         Each rank of a ring gets the same: by structure and identity, nothing that could differ between them.
@@ -88,23 +90,23 @@ class Shared:
         versions = key._version, value._version
         made: _Made | None = self._made.get(key)
         if made is None and role == MAKES:
-            made = self._made[key] = _Made(value, versions, plan, dtype, Kept())
+            made = self._made[key] = _Made(value, versions, plan, dtype, GatheredKV())
         if role == LAST:
             self._made.clear()
         if made is None or made.value is not value:
             return None
         return made.kept if (made.versions, made.plan, made.dtype) == (versions, plan, dtype) else None
 
-    def traced(self, module: nn.Module) -> Role | None:
+    def traced(self, module: nn.Module) -> LayerRole | None:
         """The same for a layer that a compiler is tracing."""
         role = self._role(module)
         if role is not None:
             go_by_bits()
         return role
 
-    def _role(self, module: nn.Module) -> Role | None:
+    def _role(self, module: nn.Module) -> LayerRole | None:
         role: Tensor | None = module.__dict__.get(_ROLE)
-        return None if role is None else Role(self._compared.number, role)
+        return None if role is None else LayerRole(self._compared.number, role)
 
 
 _traced = False

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Handed:
+class TrackedInput:
     """An input of a sharded batch, and how often it had been written when the batch was made."""
 
     value: Any
@@ -21,10 +21,10 @@ class Handed:
         """Whether ``other`` is this input, told without a look at values; None: they alone can tell, as of a copy."""
         mine = self.value
         if isinstance(mine, Tensor) or isinstance(other, Tensor):
-            return self.version == _version(mine) if self.shows(other) else None
+            return self.version == _version(mine) if self.same_memory(other) else None
         return bool(mine == other)
 
-    def shows(self, other: Any) -> bool:
+    def same_memory(self, other: Any) -> bool:
         """Whether ``other`` is this very tensor, or a view of all of it, such as what detach() returns."""
         mine = self.value
         if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
@@ -46,6 +46,6 @@ def _facts(x: Tensor) -> tuple[Any, ...]:
     return x.device, x.dtype, x.shape, x.stride(), x.data_ptr()
 
 
-def those(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Handed]:
+def track(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, TrackedInput]:
     """Those of the inputs that a model must be given as they are."""
-    return {name: Handed(inputs[name], _version(inputs[name])) for name in names if name in inputs}
+    return {name: TrackedInput(inputs[name], _version(inputs[name])) for name in names if name in inputs}

@@ -32,7 +32,7 @@ FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
 
 
 @dataclass(eq=False)
-class Facts:
+class MaskFacts:
     """What a mask needs to know of whole rows, padded, on the CPU: see `Scope`."""
 
     documents: Tensor | None = None
@@ -42,7 +42,7 @@ class Facts:
 
 
 @dataclass(eq=False)
-class Whole:
+class WholeBatch:
     """A batch ready to be cut.
 
     Args:
@@ -55,7 +55,7 @@ class Whole:
     inputs: dict[str, Any]
     names: set[str]
     layout: Layout
-    facts: Facts | None
+    facts: MaskFacts | None
     max_position: int | None
     items: Tensor | None
 
@@ -80,7 +80,7 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
 
 def whole_rows(
     batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config: RingConfig, late: bool = False
-) -> Whole:
+) -> WholeBatch:
     """A batch ready to be cut.
 
     Args:
@@ -107,9 +107,9 @@ def whole_rows(
         if hint is not None or ids is not None:  # they are not handed on, so nothing later would see them
             text = text_positions(inputs.get("position_ids"))
             counted = torch.arange(length)[None] if text is None else text
-            _check_ids(ids, facts_of(layout, rows, counted, attention_mask, hint).documents, rows, length)
+            _check_ids(ids, mask_facts(layout, rows, counted, attention_mask, hint).documents, rows, length)
         # Its documents are not known yet, so it keeps the zigzag.
-        return Whole(inputs, {"labels", "shift_labels"} & inputs.keys(), layout, None, None, items)
+        return WholeBatch(inputs, {"labels", "shift_labels"} & inputs.keys(), layout, None, None, items)
     given = inputs.get("position_ids")
     if given is None:
         given = torch.arange(length, device=tokens.device)[None]
@@ -117,7 +117,7 @@ def whole_rows(
         raise errors.BadShape("position_ids", tuple(given.shape), f"it must be [{rows}, {length}]")
     position_ids = inputs["position_ids"] = given.expand(rows, -1).contiguous()
 
-    facts = facts_of(layout, rows, position_ids, attention_mask, hint)
+    facts = mask_facts(layout, rows, position_ids, attention_mask, hint)
     _check_ids(ids, facts.documents, rows, length)
     blocks = _blocks(batch, rows, length)
     facts.blocks = None if blocks is None else layout.pad(blocks, 1, -1)
@@ -127,10 +127,10 @@ def whole_rows(
 
     per_token = {n for n, x in inputs.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
     arranged = _arranged(facts, layout, config)
-    return Whole(inputs, per_token, arranged, facts, int(position_ids.max()) if length else 0, items)
+    return WholeBatch(inputs, per_token, arranged, facts, int(position_ids.max()) if length else 0, items)
 
 
-def _arranged(facts: Facts, layout: Layout, config: RingConfig) -> Layout:
+def _arranged(facts: MaskFacts, layout: Layout, config: RingConfig) -> Layout:
     """Who holds which token of a batch: the zigzag ``layout``, or what balances its documents, with facts padded so."""
     if config.layout != "balanced" or layout.world_size == 1 or facts.documents is None:
         return layout
@@ -176,9 +176,9 @@ def text_positions(position_ids: Tensor | None) -> Tensor | None:
     return position_ids[0] if len(position_ids) == 4 else None
 
 
-def facts_of(
+def mask_facts(
     layout: Layout, rows: int, position_ids: Tensor | None, attention_mask: Tensor | None, hint: Tensor | None = None
-) -> Facts:
+) -> MaskFacts:
     """Documents and padding of rows [B, S].
 
     Args:
@@ -186,7 +186,7 @@ def facts_of(
         attention_mask: [B, S], 0 for padding; None for none.
         hint: cu_seq_lens_q, which must tell the same documents.
     """
-    found = Facts()
+    found = MaskFacts()
     if position_ids is not None:
         position_ids = position_ids.expand(rows, -1).cpu()
         found.documents = _documents(position_ids, attention_mask, hint)

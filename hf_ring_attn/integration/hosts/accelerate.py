@@ -178,7 +178,7 @@ def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
         state = sys.modules["accelerate.state"].AcceleratorState()
         config, linked = state.parallelism_config, self.step_with_optimizer and self.gradient_state.sync_gradients
         if not ring_enabled(config) or self.split_batches or not linked:
-            if linked and not self.split_batches and state.num_processes > 1 and batch_context.shared_out():
+            if linked and not self.split_batches and state.num_processes > 1 and batch_context.live_batches():
                 say(_COUNTS_PROCESSES.format(state.num_processes))
             original(self, *args, **kwargs)
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):

@@ -125,8 +125,8 @@ def refuse_always(model: nn.Module) -> None:
 
 def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
     other_positions = structure.position_reasons(model, scope.hidden is not None) if scope.numbered else ()
-    mixers = recurrent.mixers(model)
-    stateful = _recurrent(model, mixers)
+    recurrent_layers = recurrent.recurrent_layers(model)
+    stateful = _recurrent(model, recurrent_layers)
     if scope.ring.size == 1:  # whose rows `shard` has numbered too
         yield from other_positions
         if stateful is not None and scope.documents is not None:
@@ -137,7 +137,7 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
         yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not 'ring_fp32'"
     if configs and attends(model) and not _uses_interface(model):
         yield "its code does not use transformers' attention interface, so its attention would stay on each rank"
-    if mixers and stateful is None:
+    if recurrent_layers and stateful is None:
         recurrent.admit(configs)
     for config in configs:
         yield from _config_reasons(config, scope)
@@ -152,7 +152,7 @@ def _reasons(model: nn.Module, scope: Scope) -> Iterator[str]:
             break
         if model.training:
             yield from noise_reasons(module)
-    yield from structure.reasons(model, mixers, attends(model))
+    yield from structure.reasons(model, recurrent_layers, attends(model))
     yield from other_positions
     yield from temperature.reasons(model)
     yield from experts.reasons(model, scope, configs)
@@ -170,8 +170,8 @@ _ATTENDS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary
 def attends(model: nn.Module) -> bool:
     """Whether ``model`` is to attend; False where all of its layers are recurrences that are known to `hybrids`."""
     if model not in _ATTENDS:
-        mixers = recurrent.mixers(model)
-        alone = len(mixers) > 0 and _recurrent(model, mixers) is None and not _uses_interface(model)
+        recurrent_layers = recurrent.recurrent_layers(model)
+        alone = len(recurrent_layers) > 0 and _recurrent(model, recurrent_layers) is None and not _uses_interface(model)
         _ATTENDS[model] = not (alone and recurrent.without_attention(list(configs_of(model))))
     return _ATTENDS[model]
 
@@ -180,14 +180,18 @@ def _where(model: nn.Module, name: str) -> str:
     return f"{name or 'it'} ({type(model.get_submodule(name)).__name__})"
 
 
-def _recurrent(model: nn.Module, mixers: Mapping[str, nn.Module]) -> str | None:
+def _recurrent(model: nn.Module, recurrent_layers: Mapping[str, nn.Module]) -> str | None:
     """The first module that carries state along the sequence in a way that is not known to `hybrids`; None if none."""
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if not RECURRENT.search(kind) or NORM.search(kind) or any(name.startswith(f"{mixer}.") for mixer in mixers):
+        if (
+            not RECURRENT.search(kind)
+            or NORM.search(kind)
+            or any(name.startswith(f"{mixer}.") for mixer in recurrent_layers)
+        ):
             continue
-        holds = any(inner is mixer for mixer in mixers.values() for inner in module.modules())
-        if not holds and not (mixers and "ALL_ATTENTION_FUNCTIONS" in recurrent.names_of(module)):
+        holds = any(inner is mixer for mixer in recurrent_layers.values() for inner in module.modules())
+        if not holds and not (recurrent_layers and "ALL_ATTENTION_FUNCTIONS" in recurrent.names_of(module)):
             return str(name)
     return None
 

@@ -37,8 +37,8 @@ def refuse_outside(given: Sequence[Any]) -> None:
         NotEntered: on every rank alike.
     """
     # Batches with images are not cut yet: what they hold is of the whole row, and may be the program's own.
-    shares = [handed for scope in batch_context.shared_out() if not scope.late for handed in scope.handed.values()]
-    if any(handed.shows(x) for handed in shares for x in given):
+    shares = [handed for scope in batch_context.live_batches() if not scope.late for handed in scope.handed.values()]
+    if any(handed.same_memory(x) for handed in shares for x in given):
         raise errors.NotEntered("a model was called with what shard() made")
 
 

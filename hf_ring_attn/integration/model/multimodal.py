@@ -20,7 +20,7 @@ from ...sharding.layout import Layout
 from ..context import batch_context
 from ..context.batch_context import MaskSpec, Scope
 from ..context.tensor_tree import tensors_of
-from ..context.whole_batch import PADDING, facts_of, text_positions
+from ..context.whole_batch import PADDING, mask_facts, text_positions
 from . import structure
 
 _MARK = "_hf_ring_attn_backbone"
@@ -93,7 +93,7 @@ def cut(text: nn.Module, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
         raise errors.UnsupportedArgument(where, "use_cache=True", why, _CALLED)
     if not isinstance(mask, dict | MaskSpec):  # else made of the whole row, by the model around
         _refuse_mask(where, mask, rows, length)
-        facts = facts_of(layout, rows, text_positions(positions), mask)
+        facts = mask_facts(layout, rows, text_positions(positions), mask)
         scope.documents, scope.hidden, scope.positions = facts.documents, facts.hidden, facts.positions
         mask = torch.ones(rows, layout.local_length, dtype=torch.int64, device=tokens.device)
     if positions is None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import errors
-from ...layers.halo import Rows
+from ...layers.halo import RowShare
 from ..context import batch_context
 from ..patching.changes import Patch, install, on_uninstall, render
 from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERATIONS, RUNNING, known, replaceable
@@ -54,7 +54,7 @@ def _takes_mask(module: nn.Module) -> bool:
     return "attention_mask" in inspect.signature(_forward(module)).parameters
 
 
-def mixers(model: nn.Module) -> dict[str, nn.Module]:
+def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of ``model`` that look along the sequence by functions known here alone, by name."""
     found = {}
     for name, module in model.named_modules():
@@ -101,7 +101,7 @@ def prepare(model: nn.Module) -> None:
     """Hooks the layers of ``model`` that are known here, and changes the functions that they use. Idempotent; both do
     nothing outside a sharded batch, and are undone by `patches.uninstall`."""
     if model not in _KNOWN:
-        layers = weakref.WeakSet(mixers(model).values())
+        layers = weakref.WeakSet(recurrent_layers(model).values())
         files = {file["__name__"]: file for file in (_forward(module).__globals__ for module in layers)}
         _KNOWN[model] = layers, [patch for name, file in files.items() for patch in _patches(name, file)]
     layers, patches = _KNOWN[model]
@@ -151,7 +151,9 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     given, recomputed = [*args, *kwargs.values()], torch._C._current_graph_task_id() != -1
     if (scope := _shared_scope()) is not None and MASK not in _forward(module).__globals__ and not recomputed:
         _tell(given, scope)
-    rows: Rows | None = next((getattr(x, _MARK) for x in given if isinstance(x, Tensor) and hasattr(x, _MARK)), None)
+    rows: RowShare | None = next(
+        (getattr(x, _MARK) for x in given if isinstance(x, Tensor) and hasattr(x, _MARK)), None
+    )
     if rows is not None:
         module.__dict__[_RAN] = True
         if any(hasattr(x, "get_seq_length") for x in given):
@@ -171,7 +173,7 @@ def _tell(given: list[Any], scope: batch_context.Scope) -> None:
     share = (scope.rows, scope.layout.local_length)
     mask = next((x for x in given if isinstance(x, Tensor) and tuple(x.shape) == share), None)
     if mask is not None:
-        setattr(mask, _MARK, Rows(scope.ring, scope.layout, scope.documents))
+        setattr(mask, _MARK, RowShare(scope.ring, scope.layout, scope.documents))
 
 
 @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
@@ -203,7 +205,7 @@ def _mask(original: Callable[..., Any]) -> Any:
             raise errors.UnshardedInput(length, length, scope.layout.local_length, scope.layout.length)
         real = torch.ones(rows, scope.layout.padded) if scope.hidden is None else scope.hidden.logical_not()
         share = scope.layout.shard(real, 1).to(inputs_embeds.device, torch.int64)
-        setattr(share, _MARK, Rows(scope.ring, scope.layout, scope.documents))
+        setattr(share, _MARK, RowShare(scope.ring, scope.layout, scope.documents))
         return share
 
     return create_recurrent_attention_mask

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import errors
-from ...layers.halo import Rows, along
+from ...layers.halo import RowShare, along
 from ...layers.head_parallel import by_heads
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -88,11 +88,11 @@ def replaceable(function: Any) -> bool:
 
 # ---- in their place --------------------------------------------------------------------------------------------------
 
-RUNNING: list[tuple[nn.Module, Rows | None]] = []
+RUNNING: list[tuple[nn.Module, RowShare | None]] = []
 """The layers that run now, the innermost last, with their rows; None outside a sharded batch."""
 
 
-def running_rows() -> Rows | None:
+def running_rows() -> RowShare | None:
     return RUNNING[-1][1] if RUNNING else None
 
 

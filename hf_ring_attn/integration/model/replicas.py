@@ -37,7 +37,7 @@ def _classes(model: nn.Module) -> set[str]:
     return {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
 
 
-def watch(model: nn.Module, scope: Scope) -> None:
+def note_trained(model: nn.Module, scope: Scope) -> None:
     """Notes a model that trains in a ring with nothing that would average its gradients, and compares its weights."""
     if scope.ring.size > 1 and model.training and not averages_gradients(model):
         compare(model, scope)
@@ -94,7 +94,7 @@ def _same(references: list[weakref.ref[Tensor]], tensors: list[Tensor]) -> bool:
     return len(references) == len(tensors) and all(one() is x for one, x in zip(references, tensors, strict=True))
 
 
-def tell() -> None:
+def warn_if_not_reduced() -> None:
     """Warns, once, if the last batch was followed by a step with gradients that differ from rank to rank."""
     while _last:
         name, references, scope, written = _last.pop()

@@ -21,7 +21,7 @@ NAME = "ring_fp32"
 TEXT = ("input_ids", "inputs_embeds")
 
 
-def reasons(model: nn.Module, mixers: Collection[str] = (), attends: bool = True) -> Iterator[str]:
+def reasons(model: nn.Module, recurrent_layers: Collection[str] = (), attends: bool = True) -> Iterator[str]:
     """Every reason why ``model``, of which each rank sees a part of the sequence, would not be exact.
 
     Args:
@@ -33,7 +33,7 @@ def reasons(model: nn.Module, mixers: Collection[str] = (), attends: bool = True
         yield "no part of it takes position_ids, so each rank would number its own tokens from 0"
     for name, module in text_modules(model):
         where = f"{name or 'it'} ({type(module).__name__})"
-        if any(name.startswith(f"{mixer}.") for mixer in mixers):
+        if any(name.startswith(f"{mixer}.") for mixer in recurrent_layers):
             continue
         if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
             yield f"{where} mixes neighbouring tokens, which lie on other ranks"

@@ -28,9 +28,9 @@ from ..context.cut import Share, share
 from ..context.tensor_tree import tensors_of
 from ..model.replicas import SAME_WEIGHTS
 from .compare import Places, Recorder, relative, spread
-from .restore import untouched
+from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
-from .tolerance import CHAOS, EXACT, LOSS, outputs, rounded_anew
+from .tolerance import AMPLIFICATION, EXACT, LOSS, outputs, rounded_anew
 from .tolerance import tolerance as tolerance_of
 
 TRIES = 3
@@ -71,7 +71,7 @@ def check(model: nn.Module, scope: batch_context.Scope) -> None:
         if not introspect.uses_ring(inner):  # a loss, a head: what is called beside the model
             return
         job = _Check(inner, scope, sample, _device(model, sample))
-        with untouched(inner, job.device):
+        with preserved(inner, job.device):
             verdicts[case] = job.run()
         _VERDICTS[inner] = verdicts
     state.verdict = verdicts[case]
@@ -153,7 +153,7 @@ class _Check:
                 return "passed"
             with rounded_anew(self.device):
                 again = self._call(row, self._alone(row))
-            tolerance = max(least, CHAOS * self._table(places.errors(whole, share, again), whole, again).tokens)
+            tolerance = max(least, AMPLIFICATION * self._table(places.errors(whole, share, again), whole, again).tokens)
             if found.within(tolerance):
                 return "passed"
         self._refuse_other_weights(whole, least)
@@ -274,7 +274,7 @@ class _Check:
         with Recorder(places, whole=True).watching(self.model) as again, rounded_anew(self.device):
             self._call(row, self._alone(row))
         events = list(want.events)
-        differs = (want.errors(event, got) > max(least, CHAOS * want.errors(event, again)) for event in events)
+        differs = (want.errors(event, got) > max(least, AMPLIFICATION * want.errors(event, again)) for event in events)
         first = next((index for index, it_does in enumerate(differs) if it_does), len(events))
         # The whole row's run is the same on every rank, and so are its events and their order.
         first = int(self._everywhere([float(first)]).min())

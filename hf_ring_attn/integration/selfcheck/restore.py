@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 
 
 @contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+def preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside, ``model`` is in eval mode, compiles nothing and makes no graph; afterwards it is as it was.
 
     Put back: training flags, random generators, buffers, tensors and plain values that modules keep as attributes (the

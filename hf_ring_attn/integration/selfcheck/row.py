@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...sharding.layout import Layout
 from ..context import batch_context, introspect
 from ..context.tensor_tree import tensors_of
-from ..context.whole_batch import FEATURES, IGNORED, Whole, tokens_of
+from ..context.whole_batch import FEATURES, IGNORED, WholeBatch, tokens_of
 
 LEAST_TOKENS, LEAST_CHUNK = 26, 4
 
@@ -53,7 +53,7 @@ class Sample:
     hides: tuple[bool, bool]
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any], whole: Whole, scope: batch_context.Scope) -> Sample | None:
+    def of(cls, batch: Mapping[str, Any], whole: WholeBatch, scope: batch_context.Scope) -> Sample | None:
         """Of a user's batch; None where there is no self-check."""
         length, hidden = scope.layout.length, scope.hidden
         if scope.ring.size == 1 or not scope.config.self_check or not length:

@@ -18,7 +18,7 @@ are computed in it for float64 models too). What is found is 1e-7 to 1e-5; a def
 ROUNDINGS = 2.0
 """The same for other dtypes, in spacings of numbers at 1: 0.016 in bfloat16, 0.002 in float16 and TF32."""
 
-CHAOS = 2.0
+AMPLIFICATION = 2.0
 """Where more is found: how many times further than the model's own answer moves when every module's output is off by up
 to half a spacing. Deep models and those with experts magnify a rounding. Sharding moves fewer numbers than that: sums
 are accumulated in float32, so another order rounds about one in a thousand of them to the other side."""

@@ -11,7 +11,7 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_ring_attn.comm.ring import Ring
-from hf_ring_attn.layers.halo import Rows, along
+from hf_ring_attn.layers.halo import RowShare, along
 from hf_ring_attn.layers.head_parallel import by_heads
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.testing import relative_error
@@ -21,7 +21,7 @@ def other_bits(dtype: torch.dtype) -> dict[str, float]:
     """The share of elements, of this rank's tokens, that differ from one process's: of a gated delta rule's output and
     gradients, of a convolution's, and the relative error of the gradient of what heads of Mamba 2 share."""
     length, generator = 509, torch.Generator().manual_seed(0)
-    rows = Rows(Ring.of(None), Layout(length, dist.get_world_size(), dist.get_rank()))
+    rows = RowShare(Ring.of(None), Layout(length, dist.get_world_size(), dist.get_rank()))
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -55,11 +55,11 @@ def other_bits(dtype: torch.dtype) -> dict[str, float]:
     return found
 
 
-def _local(rows: Rows, x: Tensor) -> Tensor:
+def _local(rows: RowShare, x: Tensor) -> Tensor:
     return rows.layout.shard(rows.layout.pad(x, 1), 1)
 
 
-def _share_of_others(rows: Rows, want: Tensor, got: Tensor, measure: Any = None) -> float:
+def _share_of_others(rows: RowShare, want: Tensor, got: Tensor, measure: Any = None) -> float:
     places = rows.layout.positions()
     real = places < want.shape[1]
     mine, expected = got[:, real], want[:, places[real]]
@@ -67,7 +67,7 @@ def _share_of_others(rows: Rows, want: Tensor, got: Tensor, measure: Any = None)
 
 
 def _differing(
-    rows: Rows, compute: Any, heads: list[Tensor], shared: list[Tensor], weights: list[Tensor], measure: Any = None
+    rows: RowShare, compute: Any, heads: list[Tensor], shared: list[Tensor], weights: list[Tensor], measure: Any = None
 ) -> list[float]:
     """Of the output and the gradients of heads and shared, in this order."""
     whole = [x.clone().requires_grad_() for x in (*heads, *shared)]

@@ -22,7 +22,7 @@ from hf_ring_attn.comm.ring import Pending, Ring
 from hf_ring_attn.integration.attention import masks
 from hf_ring_attn.integration.context import shared_kv
 from hf_ring_attn.sharding import plan
-from hf_ring_attn.traffic import Kept
+from hf_ring_attn.traffic import GatheredKV
 from tests.helpers.jobs import compile_jobs
 from tests.helpers.jobs.compile_jobs import Compiled
 from tests.helpers.jobs.plain_jobs import Batch, Step, gradients_of, ready, tokens
@@ -81,16 +81,16 @@ class Memory:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        filling, alive = Kept.filling, weakref.WeakSet[Kept]()
+        filling, alive = GatheredKV.filling, weakref.WeakSet[GatheredKV]()
 
-        def watching(kept: Kept, gathered: Any) -> Iterator[Any]:
+        def watching(kept: GatheredKV, gathered: Any) -> Iterator[Any]:
             alive.add(kept)
             for part in filling(kept, gathered):
                 self.storages += [weakref.ref(x.untyped_storage()) for x in (part.k, part.v)]
                 self.most = max(self.most, len(alive))
                 yield part
 
-        with mock.patch.object(Kept, "filling", watching):
+        with mock.patch.object(GatheredKV, "filling", watching):
             yield
 
     def left(self) -> int:

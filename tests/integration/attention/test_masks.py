@@ -22,7 +22,7 @@ from hf_ring_attn import errors
 from hf_ring_attn.integration.attention.function import ring_attention_forward
 from hf_ring_attn.integration.attention.masks import CHUNKS_BY_POSITION, ring_mask
 from hf_ring_attn.integration.context.batch_context import MaskSpec
-from hf_ring_attn.integration.context.mask_functions import Alike, Joined, looks_ahead, recognise
+from hf_ring_attn.integration.context.mask_functions import Combined, SameGroup, looks_ahead, recognise
 from hf_ring_attn.sharding.mask import BIDIRECTIONAL, CAUSAL, Band
 
 LENGTH = 12
@@ -187,7 +187,7 @@ def test_expressions() -> None:
     assert recognise(window) == Band(0, WINDOW - 1)
     assert recognise(masking_utils.sliding_window_bidirectional_mask_function(3)) == Band(-3, 3)
     packed = masking_utils.and_masks(masking_utils.packed_sequence_mask_function(PACKED > 3), window)
-    assert recognise(packed) == Joined("all", (Alike("documents"), Band(0, WINDOW - 1)))
+    assert recognise(packed) == Combined("all", (SameGroup("documents"), Band(0, WINDOW - 1)))
 
 
 @pytest.mark.parametrize(

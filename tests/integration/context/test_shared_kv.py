@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.comm.ring import LOCAL
 from hf_ring_attn.integration.context import shared_kv
-from hf_ring_attn.integration.context.shared_kv import Shared
+from hf_ring_attn.integration.context.shared_kv import SharedKV
 from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.testing import relative_error
 from hf_ring_attn.traffic.gathered_kv import COMPARED, LAST, MAKES, TAKES
@@ -200,11 +200,11 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_kv, "_traced", False)
 
 
-def asked() -> tuple[list[Any], Shared, Tensor, Tensor]:
+def asked() -> tuple[list[Any], SharedKV, Tensor, Tensor]:
     """Layers, of which the first has gathered, what is kept of it, and its key and value."""
     model = Layers()
     shared_kv.install(model)
-    shared, key, value = Shared(), torch.randn(2, 3), torch.randn(2, 3)
+    shared, key, value = SharedKV(), torch.randn(2, 3), torch.randn(2, 3)
     layers = [*model.layers]
     assert shared.kept(layers[0], key, value, PLAN, torch.float32) is not None
     return layers, shared, key, value

@@ -65,7 +65,7 @@ def test_a_scheduler_of_an_accelerate_that_does_not_know_of_the_ring_is_told_of(
     with mock.patch.object(accelerate, "say") as said:
         schedule.step()
         said.assert_not_called()
-        with mock.patch.object(batch_context, "SHARED", [SharedOut()]):
+        with mock.patch.object(batch_context, "LIVE", [SharedOut()]):
             schedule.step()
     assert schedule.get_last_lr() == [4.0]
     (text,) = said.call_args.args

@@ -8,7 +8,7 @@ import torch
 import tests.helpers.jobs.self_check_jobs as jobs
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.selfcheck.compare import spread
-from hf_ring_attn.integration.selfcheck.restore import untouched
+from hf_ring_attn.integration.selfcheck.restore import preserved
 from hf_ring_attn.integration.selfcheck.row import Sample, row_length
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import plain_jobs
@@ -256,7 +256,7 @@ def test_nothing_is_left_of_a_run_on_the_side() -> None:
     written, replaced, tensor, items = module.written, module.replaced, module.tensor, module.items
     before = {name: x.clone() for name, x in module.state_dict().items()}
     random = torch.get_rng_state()
-    with untouched(module, torch.device("cpu")):
+    with preserved(module, torch.device("cpu")):
         assert not any(part.training for part in module.modules())
         assert not module(torch.ones(5, 4)).requires_grad
     assert all(part.training for part in module.modules())
@@ -274,7 +274,7 @@ def test_autocast_keeps_no_weight_without_a_graph() -> None:
     """Weights that autocast casts in a run without gradients would be found again in the step, and get none."""
     layer = torch.nn.Linear(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        with untouched(layer, torch.device("cpu")):
+        with preserved(layer, torch.device("cpu")):
             layer(torch.ones(1, 4))
         layer(torch.ones(1, 4)).sum().backward()
     assert layer.weight.grad is not None
