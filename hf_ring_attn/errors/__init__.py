@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import Refused, RingAttentionError
 from .batches import (
     BadBatch,
+    LateLayout,
     LayerWithoutSpec,
     LossNotSharded,
     LossWithoutLabels,
@@ -22,7 +23,6 @@ from .batches import (
     SelfCheckNotRun,
     SelfCheckRaised,
     ShardedMask,
-    UnknownForward,
     UnknownMask,
     UnknownOutput,
     UnknownTrainer,
@@ -87,6 +87,7 @@ __all__ = [
     "HeadReadPastFsdp",
     "ImportedTooEarly",
     "LaunchedTwice",
+    "LateLayout",
     "LayerWithoutSpec",
     "LeftHalfway",
     "LossNotSharded",
@@ -128,7 +129,6 @@ __all__ = [
     "TorchHandlerWithRing",
     "TwoLayouts",
     "UnevenLength",
-    "UnknownForward",
     "UnknownMask",
     "UnknownOutput",
     "UnknownTrainer",

@@ -79,7 +79,7 @@ def measured(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     def seconds(self_check: bool, backward: bool = True) -> float:
         sharded = hf_ring_attn.shard({"input_ids": ids, "labels": ids}, config=config)
         if not self_check:
-            sharded.scope.state(SelfCheckState).sample = None
+            sharded.context.state(SelfCheckState).sample = None
         dist.barrier()
         began = time.perf_counter()
         with sharded:
@@ -98,11 +98,11 @@ def measured(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         sharded = hf_ring_attn.shard({"input_ids": ids, "labels": ids}, config=config)
         dist.barrier()
         began = time.perf_counter()
-        selfcheck.check(model, sharded.scope)
+        selfcheck.check(model, sharded.context)
         if device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
-        state = sharded.scope.state(SelfCheckState)
+        state = sharded.context.state(SelfCheckState)
         assert state.verdict == "passed", state.verdict
         return time.perf_counter() - began
 

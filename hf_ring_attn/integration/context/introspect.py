@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -58,3 +59,9 @@ def head_of(model: nn.Module) -> Any:
 def is_unit(module: nn.Module) -> bool:
     """What `fully_shard` was called with: by name, since torch.distributed is not imported here."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def uses_interface(model: nn.Module) -> bool:
+    """Returns True if the file of any transformers model in ``model`` refers to the attention interface."""
+    files = {type(module).__module__ for module in model.modules() if "config" in module.__dict__}
+    return any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)

@@ -210,16 +210,6 @@ def test_a_patch_on_top_of_ours_is_taken_away_with_a_warning(host: Callable[[], 
     assert vars(core.Thing)["method"] is original
 
 
-def test_other_undos_run_in_their_turn(host: Callable[[], Any]) -> None:
-    core, seen = host(), []
-    changes.install([METHOD])
-    changes.on_uninstall(lambda: seen.append(core.Thing().method(1)))
-    changes.uninstall()
-    assert seen == [13], "what was done last is undone first"
-    changes.uninstall()
-    assert seen == [13]
-
-
 def test_the_middle_of_a_hosts_import_is_too_early(host: Callable[[], Any], tmp_path: Path) -> None:
     core = tmp_path / "oddhost" / "core.py"
     core.write_text("import oddhost\noddhost.meddle()\n" + core.read_text())
