@@ -47,7 +47,7 @@ def save(folder: Path, name: str, head: dict[str, Any], rows: Iterable[dict[str,
     """
     folder.mkdir(parents=True, exist_ok=True)
     before = read(folder / FILE) if (folder / FILE).exists() else []
-    others = {run.name for run in before if run.head["command"] != head["command"]}
+    others = {run.name for run in before if run.head.get("command") != head.get("command")}
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     mine = Run(next(one for one in names if one not in others), head, list(rows))
     runs = [*(run for run in before if run.name != mine.name), mine]
