@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import RingAttentionError
-from . import errors, plot, profile, results, roads, speed
+from . import contenders, errors, plot, profile, results, speed
 from .peers import PEERS
 from .provenance import facts
 from .workload import Workload
@@ -59,7 +59,7 @@ def run(given: argparse.Namespace) -> int:
         if given.against and ring.size == 1:
             sys.stderr.write("--against compares rings of several ranks: start this with torchrun\n")
             return 2
-        chosen = roads.options(given.backward, given.traffic, given.heads_per_gather)
+        chosen = contenders.options(given.backward, given.traffic, given.heads_per_gather)
         if given.errors is not None:
             works = [_work(given, n, device, dtype) for n in given.tokens for dtype in _dtypes(given)]
             if given.window or given.document:
