@@ -248,20 +248,20 @@ from transformers import AttentionInterface, Trainer
 hosts = ParallelismConfig, Accelerator, AcceleratorState, Trainer
 before = [dict(vars(host)) for host in hosts]
 import hf_ring_attn
-from hf_ring_attn.integration import patches
+from hf_ring_attn.integration.patching import changes
 assert "trl" not in sys.modules
-first = patches.installed()
+first = changes.installed()
 from trl import SFTTrainer
-later = patches.installed()
+later = changes.installed()
 assert [dict(vars(host)) for host in hosts] != before
 hf_ring_attn.uninstall()
-assert not patches.installed()
+assert not changes.installed()
 assert type(sys.meta_path[0]).__name__ != "AfterImport"
 for host, old in zip(hosts, before):
     assert vars(host).keys() == old.keys() and all(vars(host)[name] is old[name] for name in old), host
 assert "ring_fp32" not in AttentionInterface()
 hf_ring_attn.install()
-assert sorted(patches.installed()) == sorted(later)
+assert sorted(changes.installed()) == sorted(later)
 print(len(first), len(later))
 """
 
