@@ -51,6 +51,15 @@ class MeshMismatch(Refused):
         )
 
 
+class OneProcess(Refused):
+    def __init__(self, found: str, variable: str) -> None:
+        super().__init__(
+            f"a ring_fp32 model got a single process, but {found}: it would train without a ring. Use accelerate "
+            "launch and a config with distributed_type: MULTI_GPU or FSDP, as in recipes/accelerate (for MULTI_CPU or "
+            f"use_cpu: true accelerate starts one process). If one process is what you want, unset {variable}."
+        )
+
+
 class UntestedParallelism(Refused):
     def __init__(self, what: str, todo: str) -> None:
         super().__init__(f"ring_fp32 with {what} is refused, because it was never tested: {todo}.")

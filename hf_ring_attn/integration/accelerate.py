@@ -9,6 +9,7 @@ parallelism wait; they are raised there if the model is another one.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .. import errors
+from ..comm import world_size
 from . import active, fsdp, parallelism
 from .buffers import prepared, shard_buffers_in_place, sharded_buffers
 from .gathering import gather_once_per_ring, gather_sums_per_ring
@@ -28,6 +30,7 @@ from .parallelism import (
     implementations,
     promote,
     refuse_host,
+    refuse_one_process,
     ring_enabled,
     torch_refusals,
     undecided,
@@ -70,6 +73,29 @@ def ring_group(accelerator: Any = None) -> ProcessGroup | None:
     return group
 
 
+def warn_without_ring() -> None:
+    """Warns, once, that a ring_fp32 model trains outside of a sharded batch on several processes."""
+    group, processes = ring_group(), world_size()
+    if group is not None:
+        say(_NOT_SHARED.format(group.size()), logging.WARNING)
+    elif processes > 1:
+        say(_WITHOUT_RING.format(processes), logging.WARNING)
+
+
+_NOT_SHARED = (
+    "a ring_fp32 model trains in a ring of {0}, but its batch is not shared: each rank computes every row whole. The "
+    "numbers are right, and no memory is saved. Share each batch in one of two ways: with "
+    "accelerator.maybe_context_parallel(buffers=[...], buffer_seq_dims=[...]) around the forward, or with sharded = "
+    "hf_ring_attn.shard(batch) and model(**sharded.inputs) inside `with sharded`."
+)
+_WITHOUT_RING = (
+    "a ring_fp32 model trains on {0} processes without a ring: each computes whole rows, as in plain data parallelism. "
+    "The numbers are right, and no memory is saved. For a ring, give accelerate launch a config with "
+    "parallelism_config_cp_size (on a command line --use_parallelism_config belongs to it), or Accelerator a "
+    'ParallelismConfig(cp_size={0}, cp_backend="ring"), or share each batch with hf_ring_attn.shard(batch).'
+)
+
+
 def settle(accelerator: Any, *objects: object) -> None:
     """Decides by the models among ``objects`` what the accelerator's cp_size means. Idempotent.
 
@@ -77,6 +103,7 @@ def settle(accelerator: Any, *objects: object) -> None:
     first; a host that never calls them may call it itself.
 
     Raises:
+        OneProcess: a ring_fp32 model in one process of a job that asked for several.
         ModelIsNoRing: the backend is "ring", but a model attends in another way.
         TorchContextParallelRefused: what accelerate refuses for torch's context parallelism, for another model.
         UntestedParallelism: a ring under DeepSpeed, FSDP1, Megatron-LM or XLA, or beside tp_size or sp_size.
@@ -84,9 +111,11 @@ def settle(accelerator: Any, *objects: object) -> None:
     """
     config = accelerator.parallelism_config
     models = [obj for obj in objects if isinstance(obj, nn.Module)]
+    ours = [uses_ring(model) for model in models]
+    if config is None and any(ours):
+        refuse_one_process(accelerator)
     if config is None or not models:
         return
-    ours = [uses_ring(model) for model in models]
     if any(ours):
         promote(config)
     if ring_enabled(config):

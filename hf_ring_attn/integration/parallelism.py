@@ -7,6 +7,7 @@ cp_backend "ring", ``cp_enabled`` is False: every special case for torch's conte
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,6 +125,25 @@ def refuse_host(accelerator: Any) -> None:
         raise errors.UntestedParallelism(others[kind], "use FSDP2 (fsdp_version: 2) or DDP")
     if is_fsdp1(accelerator):
         raise errors.UntestedParallelism("FSDP1", "set fsdp_version: 2 in the launch config, or use DDP")
+
+
+def refuse_one_process(accelerator: Any) -> None:
+    """Refuses a single process where a ring, or several processes, were asked for and no config arrived.
+
+    `accelerate launch` starts one process for MULTI_CPU, and leaves MASTER_PORT without WORLD_SIZE: then it was given
+    several. MASTER_PORT alone may be a cluster's.
+
+    Raises:
+        OneProcess: with what was found in the environment.
+    """
+    if accelerator.num_processes > 1:
+        return
+    cp_size = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")
+    if cp_size not in ("", "1"):
+        raise errors.OneProcess(f"PARALLELISM_CONFIG_CP_SIZE is {cp_size}", "PARALLELISM_CONFIG_CP_SIZE")
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
+    if by_accelerate and "WORLD_SIZE" not in os.environ:
+        raise errors.OneProcess("accelerate launch was given several processes", "MASTER_PORT")
 
 
 def is_fsdp1(accelerator: Any) -> bool:

@@ -26,11 +26,11 @@ def _logger() -> logging.Logger:
     return logger
 
 
-def say(text: str) -> None:
+def say(text: str, level: int = logging.INFO) -> None:
     """Logs a line on the first rank of the job, once per text."""
     if (text,) not in _said and world_rank() == 0:
         _said.add((text,))
-        _logger().info(text)
+        _logger().log(level, text)
 
 
 def warn(text: str) -> None:
