@@ -70,6 +70,7 @@ from .hosts import (
     PatchedByOthers,
     TorchContextParallelRefused,
     TorchHandlerWithRing,
+    UnclearCount,
     UntestedHost,
     UntestedParallelism,
 )
@@ -129,6 +130,7 @@ __all__ = [
     "TorchContextParallelRefused",
     "TorchHandlerWithRing",
     "TwoLayouts",
+    "UnclearCount",
     "UnevenLength",
     "UnknownForward",
     "UnknownMask",

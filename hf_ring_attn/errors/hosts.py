@@ -118,6 +118,15 @@ class BadBuffers(Refused):
         super().__init__(f"maybe_context_parallel got {got}, but {needed}.")
 
 
+class UnclearCount(Refused):
+    def __init__(self, got: object, labels: int, size: int, why: str) -> None:
+        super().__init__(
+            f"maybe_context_parallel got num_items_in_batch={got} for a batch of {labels} labels. It reads the number "
+            f"as {labels} (the whole batch) or {labels} / {size} (per rank), but {why}. Leave num_items_in_batch out, "
+            "or share each batch with hf_ring_attn.shard(batch): there it is the whole count of all batches of a step."
+        )
+
+
 class NoLogits(Refused):
     def __init__(self) -> None:
         super().__init__(
