@@ -71,6 +71,7 @@ from .hosts import (
     TorchContextParallelRefused,
     TorchHandlerWithRing,
     UnclearCount,
+    UnclearScheduler,
     UntestedHost,
     UntestedParallelism,
 )
@@ -131,6 +132,7 @@ __all__ = [
     "TorchHandlerWithRing",
     "TwoLayouts",
     "UnclearCount",
+    "UnclearScheduler",
     "UnevenLength",
     "UnknownForward",
     "UnknownMask",

@@ -127,6 +127,15 @@ class UnclearCount(Refused):
         )
 
 
+class UnclearScheduler(Refused):
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            "a prepared scheduler steps once for each process if its numbers of steps are multiplied by "
+            f"accelerator.num_processes, else once for each ring. Here {why}. Multiply all its numbers of steps by "
+            "accelerator.num_processes, or none, in whole numbers; or leave it out of prepare() and step it yourself."
+        )
+
+
 class NoLogits(Refused):
     def __init__(self) -> None:
         super().__init__(

@@ -1,5 +1,4 @@
-"""accelerate's `Accelerator`: where the model is first seen, the loader of a ring's batches, its scheduler, and its own
-cp context.
+"""accelerate's `Accelerator`: where the model is first seen, the loader of a ring's batches, and its own cp context.
 
 A plain loop makes its `Accelerator` before its model, so whether a stock config with cp_size > 1 means a ring is
 decided in `settle`, when `Accelerator.prepare` is given the model. Until then accelerate's refusals for torch's context
@@ -9,7 +8,6 @@ parallelism wait; they are raised there if the model is another one.
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +17,13 @@ from torch import Tensor, nn
 
 from .. import errors
 from ..comm import world_size
-from . import active, fsdp, parallelism
+from . import fsdp, parallelism, schedulers
 from .buffers import prepared, shard_buffers_in_place, sharded_buffers
 from .gathering import gather_once_per_ring, gather_sums_per_ring
 from .models import uses_ring
 from .parallelism import (
     RING,
+    constructing_for,
     decide,
     deferring_cp_checks,
     implementations,
@@ -36,7 +35,7 @@ from .parallelism import (
     undecided,
 )
 from .patches import Patch
-from .report import say
+from .report import warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -77,9 +76,9 @@ def warn_without_ring() -> None:
     """Warns, once, that a ring_fp32 model trains outside of a sharded batch on several processes."""
     group, processes = ring_group(), world_size()
     if group is not None:
-        say(_NOT_SHARED.format(group.size()), logging.WARNING)
+        warn(_NOT_SHARED.format(group.size()), everywhere=False)
     elif processes > 1:
-        say(_WITHOUT_RING.format(processes), logging.WARNING)
+        warn(_WITHOUT_RING.format(processes), everywhere=False)
 
 
 _NOT_SHARED = (
@@ -112,9 +111,11 @@ def settle(accelerator: Any, *objects: object) -> None:
     config = accelerator.parallelism_config
     models = [obj for obj in objects if isinstance(obj, nn.Module)]
     ours = [uses_ring(model) for model in models]
-    if config is None and any(ours):
-        refuse_one_process(accelerator)
-    if config is None or not models:
+    if not models:
+        return
+    if config is None:
+        if any(ours):
+            refuse_one_process(accelerator)
         return
     if any(ours):
         promote(config)
@@ -139,13 +140,15 @@ def _state_init(original: Callable[..., None]) -> Callable[..., None]:
         given: Any = bound.arguments.get("parallelism_config")
         if not undecided(given) or decide(given):
             original(self, *args, **kwargs)
-            return
-        # Refusals of torch's context parallelism are all that cp_enabled does here; the mesh comes later.
-        backend, given.cp_backend = given.cp_backend, RING
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            given.cp_backend = backend
+        else:
+            # Refusals of torch's context parallelism are all that cp_enabled does here; the mesh comes later.
+            backend, given.cp_backend = given.cp_backend, RING
+            try:
+                original(self, *args, **kwargs)
+            finally:
+                given.cp_backend = backend
+        if given is not None and given.cp_size > 1 and not constructing_for:  # a Trainer steps its own scheduler
+            schedulers.mark(self)
 
     return __init__
 
@@ -212,37 +215,6 @@ def _gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather_for_metrics
 
 
-_COUNTS_RINGS = (
-    "a scheduler that accelerate prepared steps {0} for each batch, once for each ring, as it would with as many "
-    "processes as there are rings: do not multiply its number of steps by accelerator.num_processes, which is {1}"
-)
-_COUNTS_PROCESSES = (
-    "a scheduler that accelerate prepared steps {0} times for each batch, once for each process, since accelerate was "
-    "not told of the ring. If its number of steps is not multiplied by accelerator.num_processes, tell accelerate "
-    '(ParallelismConfig(cp_size=..., cp_backend="ring")), or leave the scheduler out of prepare()'
-)
-
-
-def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        state = sys.modules["accelerate.state"].AcceleratorState()
-        config, linked = state.parallelism_config, self.step_with_optimizer and self.gradient_state.sync_gradients
-        if not ring_enabled(config) or self.split_batches or not linked:
-            if linked and not self.split_batches and state.num_processes > 1 and active.shared_out():
-                say(_COUNTS_PROCESSES.format(state.num_processes))
-            original(self, *args, **kwargs)
-        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            # accelerate steps once for each process, since each has a batch of its own; here each ring has one.
-            rings = state.num_processes // config.cp_size
-            say(_COUNTS_RINGS.format("once" if rings == 1 else f"{rings} times", state.num_processes))
-            for _ in range(rings):
-                last = getattr(self.scheduler, "total_steps", None)  # of OneCycleLR, as accelerate has it
-                if last is None or self.scheduler._step_count <= last:
-                    self.scheduler.step(*args, **kwargs)
-
-    return step
-
-
 _STATE = (
     "(self, mixed_precision=, cpu=, dynamo_plugin=, deepspeed_plugin=, fsdp_plugin=, torch_tp_plugin=, "
     "megatron_lm_plugin=, parallelism_config=, _from_accelerator=, **kwargs)"
@@ -253,12 +225,12 @@ _ACCELERATOR = "accelerate.accelerator:Accelerator."
 
 PATCHES = (
     *parallelism.PATCHES,
+    *schedulers.PATCHES,
     Patch("accelerate.state:AcceleratorState.__init__", _STATE, _state_init),
     Patch(_ACCELERATOR + "prepare", "(self, *args, device_placement=)", _prepare),
     Patch(_ACCELERATOR + "prepare_model", "(self, model, device_placement=, evaluation_mode=)", _prepare),
     Patch(_ACCELERATOR + "prepare_data_loader", _LOADER, _prepare_data_loader),
     Patch(_ACCELERATOR + "maybe_context_parallel", _BUFFERS, _maybe_context_parallel),
     Patch(_ACCELERATOR + "gather_for_metrics", "(self, input_data, use_gather_object=)", _gather_for_metrics),
-    Patch("accelerate.scheduler:AcceleratedScheduler.step", "(self, *args, **kwargs)", _scheduler_step),
 )
 """What `patches.install` changes in accelerate."""

@@ -21,7 +21,8 @@ from .patches import Patch
 
 RING = "ring"
 
-_constructing_for: list[nn.Module | None] = []
+constructing_for: list[nn.Module | None] = []
+"""Models for which an `Accelerator` is constructed: see `deferring_cp_checks`."""
 
 
 def ring_enabled(config: Any) -> bool:
@@ -73,16 +74,16 @@ def deferring_cp_checks(model: nn.Module | None = None) -> Iterator[None]:
     once what it always refuses. With None, and outside of this context, accelerate's refusals for torch's context
     parallelism wait until `settle` sees the model.
     """
-    _constructing_for.append(model)
+    constructing_for.append(model)
     try:
         yield
     finally:
-        _constructing_for.pop()
+        constructing_for.pop()
 
 
 def decide(config: Any) -> bool:
     """Promotes or refuses by the model of `deferring_cp_checks`; returns False if no model is known."""
-    model = _constructing_for[-1] if _constructing_for else None
+    model = constructing_for[-1] if constructing_for else None
     if model is None:
         return False
     if uses_ring(model):

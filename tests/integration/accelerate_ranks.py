@@ -15,6 +15,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from transformers import get_scheduler
 
 import hf_ring_attn
 from accelerate_batches import CP, averaged, batch, model, plain
@@ -173,6 +174,24 @@ def counts_that_are_not_clear_are_refused(accelerator: Any) -> None:
         accelerator.backward(loss(count) * accelerator.num_processes)
 
 
+def schedulers_have_the_rates_of_one_process(accelerator: Any) -> None:
+    """Both kinds of programs, as transformers' examples are written: made before `prepare`, with a loader."""
+    rings = accelerator.num_processes // CP
+    for multiplied in (True, False):
+        net, whole = model(), DataLoader(Rows(), batch_size=4 // rings)
+        made = torch.optim.SGD(net.parameters(), lr=1.0)
+        steps = 16 * accelerator.num_processes if multiplied else len(whole)
+        schedule = get_scheduler("linear", made, 0, steps)
+        net, optimizer, loader, schedule = accelerator.prepare(net, made, whole, schedule)
+        assert len(loader) == 16
+        for done, rows in enumerate(loader):
+            assert schedule.get_last_lr() == [1 - done / 16]
+            accelerator.gather_for_metrics(rows["input_ids"])
+            optimizer.step()
+            schedule.step()
+    assert not ours.schedulers.ProcessCount.lost, "a host loses a count"
+
+
 def buffers_that_do_not_fit_are_refused(accelerator: Any) -> None:
     prepared, inputs = accelerator.prepare(model()), batch(accelerator)
 
@@ -306,7 +325,8 @@ CHECKS: tuple[Callable[[Any], None], ...] = (
     stock_config_waits_for_the_model, a_wrapped_or_peft_model_is_recognised, ranks_of_a_ring_get_one_batch,
     documented_loop_is_exact, documented_loop_with_positional_tokens, documented_loop_with_padding,
     documented_loop_with_documents, loops_that_count_the_whole_batch, loops_that_count_by_rank,
-    counts_that_are_not_clear_are_refused, buffers_that_do_not_fit_are_refused, a_shared_view_and_a_tensor_given_twice,
+    counts_that_are_not_clear_are_refused, schedulers_have_the_rates_of_one_process,
+    buffers_that_do_not_fit_are_refused, a_shared_view_and_a_tensor_given_twice,
     values_are_gathered_once_per_ring,
     another_model_gets_accelerates_refusals, a_ring_refuses_another_model, dispatched_batches_are_refused,
 )  # fmt: skip
