@@ -11,12 +11,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from .. import errors
-from ..comm import world_size
+from ..comm import set_timeout, world_size
 from . import fsdp, parallelism, schedulers
 from .buffers import prepared, shard_buffers_in_place, sharded_buffers
 from .gathering import gather_once_per_ring, gather_sums_per_ring
@@ -95,11 +96,17 @@ _WITHOUT_RING = (
 )
 
 
+def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
+    """Notes a time-out that a Trainer was asked for: it drops it on the CPU. The default, 30 minutes, is no request."""
+    if accelerator.init_handler is None and timeout != timedelta(minutes=30):
+        accelerator.init_handler = sys.modules["accelerate.utils"].InitProcessGroupKwargs(timeout=timeout)
+
+
 def settle(accelerator: Any, *objects: object) -> None:
     """Decides by the models among ``objects`` what the accelerator's cp_size means. Idempotent.
 
     A ring_fp32 model promotes a stock config to cp_backend "ring". `Accelerator.prepare` and `prepare_model` call this
-    first; a host that never calls them may call it itself.
+    first; a host that never calls them may call it itself. The ring's group gets the time-out that the program asked for.
 
     Raises:
         OneProcess: a ring_fp32 model in one process of a job that asked for several.
@@ -123,6 +130,9 @@ def settle(accelerator: Any, *objects: object) -> None:
         refuse_host(accelerator)
         if any(type(loader).__name__ == "DataLoaderDispatcher" for loader in accelerator._dataloaders):
             raise errors.DispatchedBatches("a DataLoader was prepared with dispatch_batches=True")
+        if accelerator.state.device_mesh is not None:
+            asked = None if accelerator.init_handler is None else accelerator.init_handler.timeout
+            set_timeout(accelerator.state.device_mesh["cp"].get_group(), asked)
     for model, is_ring in zip(models, ours, strict=True):
         names = implementations(model)
         if ring_enabled(config) and names and not is_ring:

@@ -222,6 +222,14 @@ def _build_device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
     return build_device_mesh
 
 
+def _refuse_cpu(config: Any, accelerator: Any) -> None:
+    """Says of a known model on the CPU which attention it has: accelerate's own refusal names the device alone."""
+    model = constructing_for[-1] if constructing_for else None
+    if undecided(config) and model is not None and accelerator.distributed_type.name == "MULTI_CPU":
+        reasons = torch_refusals(config, accelerator)
+        raise errors.TorchContextParallelRefused(type(model).__name__, implementations(model), reasons)
+
+
 def _validate_accelerator(original: Callable[..., None]) -> Callable[..., None]:
     def _validate_accelerator(self: Any, accelerator: Any) -> None:
         if self.cp_size > 1:
@@ -230,6 +238,7 @@ def _validate_accelerator(original: Callable[..., None]) -> Callable[..., None]:
         if ring_enabled(self):
             refuse_host(accelerator)
         elif not (waits and torch_refusals(self, accelerator)):
+            _refuse_cpu(self, accelerator)
             original(self, accelerator)
 
     return _validate_accelerator

@@ -72,7 +72,7 @@ def mark(state: Any) -> None:
     """Makes num_processes of an `AcceleratorState`, and of the `PartialState` that it copies, a `ProcessCount`."""
     ProcessCount.lost = False
     for values in (sys.modules["accelerate.state"].PartialState._shared_state, vars(state)):
-        values["num_processes"] = ProcessCount(values["num_processes"])
+        values["num_processes"] = ProcessCount(int.__int__(values["num_processes"]))
 
 
 # ---- what a scheduler was made with ----------------------------------------------------------------------------------

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 import hf_ring_attn
 from comparison import Ranks
 from hf_ring_attn import errors
+from hf_ring_attn.integration import report
 from jobs import launched
 from plain_jobs import tokens, told
 from runs import Mesh
@@ -162,3 +166,51 @@ def test_a_frozen_model_is_told_nothing(ranks: Ranks) -> None:
 def test_one_process_is_told_nothing() -> None:
     assert told(lambda: tiny("llama", "ring_fp32").train()(**tokens(24))) == []
     assert not torch.distributed.is_initialized()
+
+
+def another_model_on_the_cpu() -> str:
+    with launched(Mesh(cp=2)), tempfile.TemporaryDirectory() as folder:
+        try:
+            trainer(Path(folder), tiny("llama", "sdpa"))
+        except errors.TorchContextParallelRefused as error:
+            return str(error)
+    return ""
+
+
+def test_another_model_on_the_cpu_is_told_how_to_get_a_ring(ranks: Ranks) -> None:
+    for text in ranks(2).run(another_model_on_the_cpu):
+        assert "LlamaForCausalLM has attn_implementation=sdpa" in text
+        assert "MULTI_CPU" in text
+        assert 'load the model with attn_implementation="ring_fp32"' in text
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropped_out(p: float, training: bool) -> list[str]:
+    model: Any = tiny("llama", "ring_fp32")
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=p)).train(training)
+    lines: list[str] = []
+
+    def run() -> None:
+        for _ in range(2):
+            with hf_ring_attn.shard(tokens(24)) as sharded:
+                model(**sharded.inputs)
+
+    report._said.clear()
+    with mock.patch.object(report.logger, "info", lines.append):
+        run()
+    return [line for line in lines if "dropout" in line]
+
+
+def test_dropout_outside_attention_is_said_once(ranks: Ranks) -> None:
+    (line,), others = ranks(2).run(dropped_out, 0.05, True)
+    assert "LlamaForCausalLM" not in line
+    assert "dropout in 2 modules (base_model.model.model.layers.0.self_attn.q_proj.lora_dropout.default" in line
+    assert "set it to 0" in line
+    assert others == []
+
+
+@pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.05, False)])
+def test_no_dropout_is_not_said(ranks: Ranks, p: float, training: bool) -> None:
+    assert ranks(2).run(dropped_out, p, training) == [[], []]
