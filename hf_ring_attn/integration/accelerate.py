@@ -106,7 +106,7 @@ def settle(accelerator: Any, *objects: object) -> None:
     """Decides by the models among ``objects`` what the accelerator's cp_size means. Idempotent.
 
     A ring_fp32 model promotes a stock config to cp_backend "ring". `Accelerator.prepare` and `prepare_model` call this
-    first; a host that never calls them may call it itself. The ring's group gets the time-out that the program asked for.
+    first; a host that never calls them may call it itself. The ring's group gets the time-out that was asked for.
 
     Raises:
         OneProcess: a ring_fp32 model in one process of a job that asked for several.

@@ -17,7 +17,7 @@ from .. import errors
 from ..config import RingConfig
 from . import backbone, checkpointing, exactness, experts, forwards, hybrids, modes, peft, rope, sharing, temperature
 from .active import Scope
-from .report import warn
+from .report import say, warn
 
 _OPTIONS = WeakIdKeyDictionary()
 """Options by the identity of a model's config: configs are saved as JSON, so nothing may be hung on them."""
@@ -105,9 +105,21 @@ def bind(model: nn.Module, scope: Scope) -> None:
     rope.install(model)
     temperature.install(model)
     sharing.install(model)
+    if scope.ring.size > 1 and model.training:
+        _say_dropout(model)
     if any(getattr(config, "output_attentions", False) for config in configs_of(model)):
         warn("output_attentions=True gives no attention weights with ring_fp32: they never exist.")
     _ADMITTED.setdefault(model, set()).add(case)
+
+
+def _say_dropout(model: nn.Module) -> None:
+    """Says once which modules draw random masks: each rank draws them for its own tokens, as another seed would."""
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    if found:
+        say(
+            f"dropout in {len(found)} modules ({found[0]}, ...): each rank draws masks for its own tokens, so loss and "
+            "gradient norms differ from those of one process as with another seed; to compare runs, set it to 0"
+        )
 
 
 def inside(model: nn.Module) -> nn.Module:
