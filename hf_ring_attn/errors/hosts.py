@@ -148,10 +148,10 @@ class NoLogits(Refused):
 class HeadReadPastFsdp(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(
-            f"the output embedding of {model} is trained (modules_to_save), and FSDP2 sums its gradient over ranks only "
-            "where the head is called. TRL's fused head reads its weight instead, so each rank would train its part by "
-            "its own tokens alone. Use DDP (fsdp off), or transformers.Trainer with full logits (its loss not chunked), "
-            "or leave the head out."
+            f"the output embedding of {model} is trained (modules_to_save), and FSDP2 sums its gradient over ranks "
+            "only where the head is called. TRL's fused head reads its weight instead, so each rank would train its "
+            "part by its own tokens alone. Use DDP (fsdp off), or transformers.Trainer with full logits (its loss not "
+            "chunked), or leave the head out."
         )
 
 

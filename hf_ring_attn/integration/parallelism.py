@@ -7,7 +7,6 @@ cp_backend "ring", ``cp_enabled`` is False: every special case for torch's conte
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from .. import errors
+from ..config import several_asked_for
 from .models import configs_of, uses_ring
 from .patches import Patch
 
@@ -131,20 +131,14 @@ def refuse_host(accelerator: Any) -> None:
 def refuse_one_process(accelerator: Any) -> None:
     """Refuses a single process where a ring, or several processes, were asked for and no config arrived.
 
-    `accelerate launch` starts one process for MULTI_CPU, and leaves MASTER_PORT without WORLD_SIZE: then it was given
-    several. MASTER_PORT alone may be a cluster's.
-
     Raises:
         OneProcess: with what was found in the environment.
     """
     if accelerator.num_processes > 1:
         return
-    cp_size = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")
-    if cp_size not in ("", "1"):
-        raise errors.OneProcess(f"PARALLELISM_CONFIG_CP_SIZE is {cp_size}", "PARALLELISM_CONFIG_CP_SIZE")
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
-    if by_accelerate and "WORLD_SIZE" not in os.environ:
-        raise errors.OneProcess("accelerate launch was given several processes", "MASTER_PORT")
+    found = several_asked_for()
+    if found is not None:
+        raise errors.OneProcess(*found)
 
 
 def is_fsdp1(accelerator: Any) -> bool:

@@ -21,6 +21,7 @@ import hf_ring_attn
 from accelerate_batches import CP, averaged, batch, model, plain
 from hf_ring_attn import errors
 from hf_ring_attn.integration import accelerate as ours
+from hf_ring_attn.integration.schedulers import ProcessCount
 
 # ---- checks --------------------------------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ def schedulers_have_the_rates_of_one_process(accelerator: Any) -> None:
             accelerator.gather_for_metrics(rows["input_ids"])
             optimizer.step()
             schedule.step()
-    assert not ours.schedulers.ProcessCount.lost, "a host loses a count"
+    assert not ProcessCount.lost, "a host loses a count"
 
 
 def buffers_that_do_not_fit_are_refused(accelerator: Any) -> None:

@@ -56,7 +56,7 @@ SETUPS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "basicConfig at ERROR": (lambda stream: logging.basicConfig(stream=stream, level="ERROR"), "program"),
     "a handler at WARNING": (at_warning, "stderr"),
     "dictConfig": (by_dict, "program"),
-    "transformers": (lambda stream: of_transformers.set_verbosity_error(), "stderr"),
+    "transformers": (lambda stream: of_transformers.set_verbosity(logging.ERROR), "stderr"),
     "accelerate": (lambda stream: get_logger("train", log_level="ERROR"), "stderr"),
     "a null handler": (lambda stream: logging.getLogger().addHandler(logging.NullHandler()), "stderr"),
     "its own handler": (lambda stream: report.logger.addHandler(logging.StreamHandler(stream)), "program"),

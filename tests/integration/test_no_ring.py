@@ -47,12 +47,12 @@ def rows() -> list[dict[str, list[int]]]:
 
 def trainer(folder: Path, model: Any, **given: Any) -> None:
     args = TrainingArguments(output_dir=str(folder), report_to="none", max_steps=1, use_cpu=True, **given)
-    Trainer(model=model, args=args, train_dataset=rows())  # type: ignore[arg-type]
+    Trainer(model=model, args=args, train_dataset=rows())
 
 
 def trainer_with_its_model_made_later(folder: Path, model: Any) -> None:
     args = TrainingArguments(output_dir=str(folder), report_to="none", max_steps=1, use_cpu=True)
-    Trainer(model_init=lambda: model, args=args, train_dataset=rows()).train()  # type: ignore[arg-type]
+    Trainer(model_init=lambda: model, args=args, train_dataset=rows()).train()
 
 
 def sft_trainer(folder: Path, model: Any) -> None:
