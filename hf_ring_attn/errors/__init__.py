@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import Refused, RingAttentionError
 from .batches import (
     BadBatch,
+    LateLayout,
     LayerWithoutSpec,
     LossNotSharded,
     LossWithoutLabels,
@@ -22,7 +23,6 @@ from .batches import (
     SelfCheckNotRun,
     SelfCheckRaised,
     ShardedMask,
-    UnknownForward,
     UnknownMask,
     UnknownOutput,
     UnknownTrainer,
@@ -89,6 +89,7 @@ __all__ = [
     "DispatchedBatches",
     "HeadReadPastFsdp",
     "ImportedTooEarly",
+    "LateLayout",
     "LaunchedTwice",
     "LayerWithoutSpec",
     "LeftHalfway",
@@ -134,7 +135,6 @@ __all__ = [
     "UnclearCount",
     "UnclearScheduler",
     "UnevenLength",
-    "UnknownForward",
     "UnknownMask",
     "UnknownOutput",
     "UnknownTrainer",

@@ -12,7 +12,7 @@ import pytest
 from accelerate.logging import get_logger
 from transformers.utils import logging as of_transformers
 
-from hf_ring_attn.integration import report
+from hf_ring_attn.integration import log
 
 
 @pytest.fixture(autouse=True)
@@ -20,12 +20,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     """The loggers of a process that has set up nothing."""
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
-    monkeypatch.setattr(report, "_said", set())
+    monkeypatch.setattr(log, "_said", set())
     yield root
-    root.handlers[:], report.logger.handlers[:] = handlers, []
+    root.handlers[:], log.logger.handlers[:] = handlers, []
     root.setLevel(level)
-    report.logger.setLevel(logging.NOTSET)
-    report.logger.propagate, report.logger.disabled = True, False
+    log.logger.setLevel(logging.NOTSET)
+    log.logger.propagate, log.logger.disabled = True, False
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def begin(fresh: logging.Logger) -> Callable[[], None]:
     """To be called in a test: pytest adds handlers of its own after the fixtures."""
 
     def begin() -> None:
-        fresh.handlers[:], report.logger.handlers[:] = [], []
+        fresh.handlers[:], log.logger.handlers[:] = [], []
         fresh.setLevel(logging.WARNING)
-        report.logger.setLevel(logging.NOTSET)
+        log.logger.setLevel(logging.NOTSET)
 
     return begin
 
@@ -59,12 +59,12 @@ SETUPS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "transformers": (lambda stream: of_transformers.set_verbosity(logging.ERROR), "stderr"),
     "accelerate": (lambda stream: get_logger("train", log_level="ERROR"), "stderr"),
     "a null handler": (lambda stream: logging.getLogger().addHandler(logging.NullHandler()), "stderr"),
-    "its own handler": (lambda stream: report.logger.addHandler(logging.StreamHandler(stream)), "program"),
+    "its own handler": (lambda stream: log.logger.addHandler(logging.StreamHandler(stream)), "program"),
 }
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("speak", [report.say, report.warn], ids=["line", "warning"])
+@pytest.mark.parametrize("speak", [log.say, log.warn], ids=["line", "warning"])
 def test_a_line_is_seen_once(
     begin: Callable[[], None], setup: str, speak: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_line_is_seen_once(
     speak("a line")
     of_transformers.set_verbosity(verbosity)
     seen = {"program": of_program.getvalue(), "stderr": capsys.readouterr().err}
-    if setup == "a handler at WARNING" and speak is report.warn:
+    if setup == "a handler at WARNING" and speak is log.warn:
         where = "program"
     assert seen[where].count("a line") == 1
     assert sum(text.count("a line") for text in seen.values()) == 1
@@ -85,21 +85,21 @@ def test_a_line_is_seen_once(
 def test_logging_may_be_set_up_later(begin: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
     begin()
     of_program = io.StringIO()
-    report.say("a first line")
+    log.say("a first line")
     logging.basicConfig(stream=of_program)
-    report.say("a second line")
+    log.say("a second line")
     assert capsys.readouterr().err == "[hf_ring_attn] a first line\n"
     assert of_program.getvalue().count("a second line") == 1
 
 
 def test_a_program_may_silence_it(begin: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
     begin()
-    report.logger.setLevel(logging.ERROR)
-    report.say("a line")
-    report.warn("a warning")
+    log.logger.setLevel(logging.ERROR)
+    log.say("a line")
+    log.warn("a warning")
     assert capsys.readouterr().err == ""
 
 
 def test_a_test_sees_it(caplog: pytest.LogCaptureFixture) -> None:
-    report.say("a line")
+    log.say("a line")
     assert caplog.messages == ["a line"]
