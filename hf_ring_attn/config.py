@@ -82,6 +82,21 @@ def is_a_launched_rank() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
+def several_asked_for() -> tuple[str, str] | None:
+    """The sign in the environment that this lone process was to be one of several, and its variable; None: no sign.
+
+    For MULTI_CPU `accelerate launch` starts one process, and sets MASTER_PORT without WORLD_SIZE only if it was given
+    several. MASTER_PORT alone may be a cluster's.
+    """
+    cp_size = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")
+    if cp_size not in ("", "1"):
+        return f"PARALLELISM_CONFIG_CP_SIZE is {cp_size}", "PARALLELISM_CONFIG_CP_SIZE"
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ
+    if by_accelerate and "MASTER_PORT" in os.environ:
+        return "accelerate launch was given several processes", "MASTER_PORT"
+    return None
+
+
 def triton_is_interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, on CPU tensors: its own TRITON_INTERPRET=1, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -227,7 +227,7 @@ def test_other_engines_are_refused_by_name(gpus: dict[str, Any], kind: str, name
 
 
 def test_settling_without_a_config_or_a_model_changes_nothing(gpus: dict[str, Any]) -> None:
-    ours.settle(SimpleNamespace(parallelism_config=None), model())
+    ours.settle(SimpleNamespace(parallelism_config=None, num_processes=2), model())
     made = accelerator(ParallelismConfig(cp_size=2))
     ours.settle(made, None, object(), torch.optim.SGD(model().parameters()))
     assert made.parallelism_config.cp_backend == "torch"
