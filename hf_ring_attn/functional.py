@@ -17,6 +17,7 @@ from .fingerprints import fingerprint
 from .kernels import Params, Request, ScoreFunction, ScoreMod
 from .layout import Layout, held_of_zigzag
 from .mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
+from .once import refuse_transforms
 from .ring import attend
 from .scored import attend_scored
 from .tables import Plan
@@ -123,6 +124,7 @@ def ring_attention(
     """
     _check_shapes(q, k, v, sinks)
     _check_options(window, softcap)
+    refuse_transforms("ring attention", q, k, v, sinks)
     mod = None if score_mod is None else ScoreMod.of(score_mod, q.device, config.deterministic)
     ring = Ring.of(group)
     halfway_of(ring).check()  # what is compared below would be taken for the rest of that attention

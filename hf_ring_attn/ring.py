@@ -18,7 +18,7 @@ from .backward import gradients
 from .comm import Ring
 from .kernels import KERNELS, Kernel, Params, accumulate_dtype
 from .layout import Layout
-from .once import once
+from .once import first_order_only, refuse_transforms
 from .tables import Plan, Tables
 from .traffic import Kept, Role, Traffic, kept_for, seen_by_heads, traffic_of
 
@@ -49,6 +49,7 @@ def attend(
     ``kept``: where what is gathered is left, or was by an attention with these options, keys, values and plan, on every
     rank alike; in compiled code, which may run an op twice or not at all, the layer's role.
     """
+    refuse_transforms("ring attention", q, k, v, params.sinks)
     out, lse = torch.ops.hf_ring_attn.ring_flash_attn_fwd(
         q, k, v, params.sinks, plan.tiles, plan.stops, params.scale, params.softcap, params.deterministic, plan.ring,
         kernel, backward, heads_per_gather or 0, traffic, *((None, None) if kept is None else (kept.number, kept.role)),
@@ -112,9 +113,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.plan, ctx.rest = (table, stops), rest
 
 
-@once("ring attention")
-def _backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks = ctx.saved_tensors
+@first_order_only("ring attention")
+def _backward(ctx: Any, saved: tuple[Tensor, ...], dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse, sinks = saved
     dq, dk, dv, dsinks = torch.ops.hf_ring_attn.ring_flash_attn_bwd(
         dout, q, k, v, out, lse, sinks, *ctx.plan, *ctx.rest
     )
@@ -158,9 +159,8 @@ class _GatherSequence(torch.autograd.Function):
         return layout.merge(ring.gather(x, "gathered a sequence").wait()[0])[:, : layout.length].contiguous()
 
     @staticmethod
-    @once("a row that was gathered")
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
+    @first_order_only("a row that was gathered")
+    def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None, None]:
         wide = ctx.layout.pad(gradient.to(accumulate_dtype(gradient.dtype)), 1)
         return ctx.ring.reduce_scatter(ctx.layout.split(wide)).to(gradient.dtype), None, None
 
@@ -179,9 +179,8 @@ class _SumOverRing(torch.autograd.Function):
         return ring.total(x)
 
     @staticmethod
-    @once("a sum over the ring")
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
+    @first_order_only("a sum over the ring")
+    def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.ring.total(gradient), None
 
 

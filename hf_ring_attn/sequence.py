@@ -17,7 +17,7 @@ from torch import Tensor
 from .comm import Ring
 from .exchange import Exchange
 from .layout import Layout
-from .once import once
+from .once import first_order_only
 
 ALL = slice(None)
 
@@ -158,8 +158,8 @@ class _Before(torch.autograd.Function):
         return x.view_as(x), exchange.arrived(exchange.take(rows.ring, x).wait()[0])
 
     @staticmethod
-    @once("a layer that takes tokens of other ranks")
-    def backward(ctx: Any, own: Tensor, before: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order_only("a layer that takes tokens of other ranks")
+    def backward(ctx: Any, _saved: tuple[()], own: Tensor, before: Tensor) -> tuple[Tensor | None, ...]:
         back = ctx.exchange.give_back(ctx.rows.ring, wide(before), own.shape[1])
         return (wide(own) + back).to(own.dtype), None, None
 

@@ -99,6 +99,15 @@ class SecondGradient(Refused):
         )
 
 
+class UnsupportedTransform(Refused):
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} was called inside forward-mode autograd or a gradient transform of torch.func (jvp, grad, jacrev, "
+            "hessian). Only its backward is known, so such a derivative would be wrong. Use loss.backward() or "
+            "torch.autograd.grad."
+        )
+
+
 class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(
