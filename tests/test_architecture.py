@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "hf_ring_attn"
 MOST_LINES = 320
 
-BASE = {"errors", "config"}
+BASE = {"errors", "config", "arguments"}
 CORE = BASE | {"layout", "mask", "comm", "fingerprints", "kernels", "once"}
 ALONG = {"sequence", "by_heads"}
 RING = CORE | ALONG | {
@@ -32,13 +32,14 @@ TOOLS = {"doctor", "plan", "bench", "verify"}
 # room -> the rooms it may import; every room may import itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "arguments": {"errors"},
+    "config": {"arguments", "errors"},
     "once": {"errors"},  # of any autograd function
     "layout": BASE,
     "balance": BASE | {"layout"},  # whose chunks are whose, by the work of documents alone
     "mask": BASE | {"layout"},
     "fingerprints": set(),  # of any tensor
-    "comm": BASE,  # traffic: buffers and groups, never who sees whom
+    "comm": BASE | {"fingerprints"},  # traffic: buffers and groups, never who sees whom
     "kernels": BASE | {"mask"},  # arithmetic: tiles as data, never a process group
     "exchange": BASE | {"comm"},
     "sequence": BASE | {"comm", "layout", "exchange", "once"},  # layers beside attention: which tokens go where

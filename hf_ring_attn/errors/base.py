@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHORT.maxtuple = _SHORT.maxlist = 16
+
+
+def shown(value: object) -> str:
+    """A value in few words: a tensor by its dtype and shape, text as it is, anything else by a short repr."""
+    if isinstance(value, type) or not (hasattr(value, "dtype") and hasattr(value, "shape")):
+        return value if isinstance(value, str) else _SHORT.repr(value)
+    return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+
 
 class RingAttentionError(Exception):
     """Base of all errors of this package."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +12,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import errors
+from ..arguments import check, check_type
 from ..comm import Ring
 from ..config import RingConfig
 from ..kernels import in_score_mod
-from ..layout import Layout, note_dealt, zigzag_was_told
+from ..layout import Layout, note_balanced
 from ..ring import gather_sequence
 from ..traffic import halfway_of
 from . import active, alike, drift, fsdp, handed, masks, models, randomness, sample, selfcheck, sharing
-from .report import announce, warn
+from .report import announce
 from .rows import PADDING, Facts, Whole, tokens_of, whole_rows
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Sharded:
     def positions(self) -> Tensor:
         """[T] int64: the place in the row of each token that this rank holds, in the order of ``inputs`` (with images
         and sound: in the order in which the text model gets them); places from S on are padding. It is right in every
-        layout, where `hf_ring_attn.positions` tells the zigzag's alone."""
+        layout; `hf_ring_attn.positions` describes the zigzag alone."""
         return self.layout.positions()
 
     def __enter__(self) -> Sharded:
@@ -128,12 +128,11 @@ def shard(
     Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents are
     read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. With
     RingConfig(layout="balanced"), where a zigzag gives some rank much more work than others, ranks hold other chunks
-    (`Sharded.positions` tells which), unless a rank was told zigzag places by `hf_ring_attn.positions`. A batch with
-    images or sound keeps the zigzag and is cut later, where the text model inside begins: towers see all on every
-    rank. In its context ranks draw the same random numbers, but for that text model. With labels, shift_labels are made
-    from the whole row before it is cut, and num_items_in_batch is the batch's own or the number of labelled tokens of
-    the whole batch, over W, so that out.loss is this rank's share times W; a Python number, unless a ``model`` is
-    given that is not under FSDP2 (which would round a tensor).
+    (`Sharded.positions` shows which). A batch with images or sound keeps the zigzag and is cut later, where the text
+    model inside begins: towers see all on every rank. In its context ranks draw the same random numbers, but for that
+    text model. With labels, shift_labels are made from the whole row before it is cut, and num_items_in_batch is the
+    batch's own or the number of labelled tokens of the whole batch, over W, so that out.loss is this rank's share times
+    W; a Python number, unless a ``model`` is given that is not under FSDP2 (which would round a tensor).
 
     Args:
         batch: what the model would get, whole: input_ids or inputs_embeds, and any of labels, shift_labels,
@@ -161,6 +160,9 @@ def shard_for(
     whole_loss: bool = False,
 ) -> Sharded:
     """`shard`. ``whole_loss``: the caller keeps labels from the model, and computes the loss by `loss.gathered`."""
+    check_type("batch", batch, Mapping, "a dict of the model's inputs")
+    check(model is None or isinstance(model, nn.Module), "model", model, "a torch.nn.Module, or None")
+    check(config is None or isinstance(config, RingConfig), "config", config, "a RingConfig, or None")
     ring = find_ring(group)
     halfway_of(ring).check()  # what is compared below would be taken for the rest of that attention
     if config is None:
@@ -173,15 +175,15 @@ def shard_for(
         device = tokens.device
         facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
-            facts.update(alike.fingerprints(batch, tokens))
+            facts.update(alike.inputs_of(batch, tokens))
         whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), config)
-        facts["layout"] = zlib.crc32(repr(whole.layout.owners).encode())
+        facts["layout"] = whole.layout.owners
     except errors.Refused as error:
         refusal = error
-    once = [zigzag_was_told(ring.size), sharing.compiled_here()]
+    why = None if refusal is None else str(refusal)
     try:
-        told, compiled = ring.agree(
-            facts, ring.small_device(device), alike.todo(batch), None if refusal is None else str(refusal), once
+        (compiled,) = ring.agree(
+            facts, ring.small_device(device), alike.todo(batch), why, [sharing.compiled_here()]
         )
     except errors.RefusedElsewhere as elsewhere:
         raise elsewhere from refusal
@@ -189,17 +191,13 @@ def shard_for(
         raise refusal
     if compiled:
         sharing.go_by_bits()
-    if told and whole.layout.owners:
-        warn(_ZIGZAG)
-        zigzag = replace(config, layout="zigzag")
-        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), zigzag)
 
     sharded = _cut(batch, whole, ring, config, model)
     sharded.scope.whole_loss = whole_loss
     sharded.scope.handed = handed.those(sharded.inputs, handed.PLACES)
     active.SHARED.add(sharded.scope)
     if whole.layout.owners:
-        note_dealt(sharded.scope, ring.size)
+        note_balanced(sharded.scope, ring.size)
     if sharded.scope.late and ring.size > 1:
         seeds = ring.numbers(randomness.drawn(), ring.small_device(device), "told its seed")
         sharded.scope.randomness = randomness.RingRandomness(seeds[0], ring.rank)
@@ -209,12 +207,6 @@ def shard_for(
         selfcheck.check(model, sharded.scope, share)
         masks.make_ahead(model, sharded.scope)
     return sharded
-
-
-_ZIGZAG = (
-    "packed rows keep the zigzag, though other chunks would share their work better: hf_ring_attn.positions was called "
-    "on some rank, and tells that. With sharded.positions in its place rows are balanced."
-)
 
 
 def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) -> Sharded:

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSequenceClassificationLoss
 
 from .. import errors
+from ..arguments import check_type
 from ..config import RingConfig
 from . import backbone, checkpointing, exactness, experts, forwards, hybrids, modes, peft, rope, sharing, temperature
 from .active import Scope
@@ -36,6 +37,8 @@ UNTESTED_WRAPPERS = {
 
 def configure(model: nn.Module, config: RingConfig) -> None:
     """Sets the options with which ``model`` runs in a ring; see `RingConfig`."""
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    check_type("config", config, RingConfig, "a RingConfig")
     for part in configs_of(model):
         _OPTIONS[part] = config
 
