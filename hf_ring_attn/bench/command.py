@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import RingAttentionError
-from . import errors, plot, profile, roads, speed
+from . import contenders, errors, plot, profile, speed
 from .peers import PEERS
 from .provenance import facts
 from .workload import Workload
@@ -60,7 +60,7 @@ def run(given: argparse.Namespace) -> int:
         if given.against and ring.size == 1:
             sys.stderr.write("--against compares rings of several ranks: start this with torchrun\n")
             return 2
-        chosen = roads.options(given.backward, given.traffic, given.heads_per_gather)
+        chosen = contenders.options(given.backward, given.traffic, given.heads_per_gather)
         if given.errors is not None:
             works = [_work(given, n, device, dtype) for n in given.tokens for dtype in _dtypes(given)]
             if given.window or given.document:

@@ -19,9 +19,9 @@ def throughput(rows: Rows) -> tuple[str, str, str, list[Line]]:
     """Forward and backward of each road, as a share of the same kernel on one device in the same run."""
     done = [row for row in rows if "failed" not in row]
     lines = []
-    for road in dict.fromkeys(row["road"] for row in done):
-        mine = sorted((row["tokens"], row["both"]["share"]) for row in done if row["road"] == road)
-        lines.append((road, [tokens for tokens, _ in mine], [share for _, share in mine]))
+    for contender in dict.fromkeys(row["road"] for row in done):
+        mine = sorted((row["tokens"], row["both"]["share"]) for row in done if row["road"] == contender)
+        lines.append((contender, [tokens for tokens, _ in mine], [share for _, share in mine]))
     return "forward + backward", "tokens in the row", "speed of a device, share of one device alone", lines
 
 

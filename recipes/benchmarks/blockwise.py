@@ -31,15 +31,15 @@ from torch import Tensor
 
 from hf_ring_attn.bench.provenance import REPOSITORY, facts
 
-sys.path.insert(0, str(REPOSITORY / "tests"))  # the ring on one device and the fault are those of the tests
+sys.path.insert(0, str(REPOSITORY))  # the ring on one device and the fault are those of the tests
 
-from chunks import Reusing, blockwise
 from hf_ring_attn.bench.replay import Answer, replay
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.reference import Reference
-from hf_ring_attn.mask import CAUSAL, Mask
+from hf_ring_attn.sharding.mask import CAUSAL, Mask
 from hf_ring_attn.testing import Case, Inputs, gradient_oracle, oracle, relative_error
-from live_bytes import peak_bytes
+from tests.helpers.blockwise_chunks import Reusing, blockwise
+from tests.helpers.live_bytes import peak_bytes
 
 LENGTH, HEADS, WIDTH = 3816, 5, 128
 SIZE, CHUNKS = 8, (477, 159, 53)

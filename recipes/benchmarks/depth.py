@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.replay import replay_backward, replay_forward
 from hf_ring_attn.bench.rounding import merged_forward, rounded_backward
-from hf_ring_attn.choice import kernel_for
 from hf_ring_attn.kernels import KERNELS, Params, Request
-from hf_ring_attn.mask import CAUSAL, Mask
+from hf_ring_attn.sharding.mask import CAUSAL, Mask
 from hf_ring_attn.testing import mismatch, relative_error
 
 DEPTHS, DEEPEST = (2, 16, 64), 126

@@ -94,8 +94,8 @@ def register_bare(length: int) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from hf_ring_attn.kernels import Params
-    from hf_ring_attn.layout import Layout
-    from hf_ring_attn.mask import CAUSAL, Mask, tiles
+    from hf_ring_attn.sharding.layout import Layout
+    from hf_ring_attn.sharding.mask import CAUSAL, Mask, tiles
 
     whole = Layout(length, 1, 0).whole()
     table = tiles(Mask.of(CAUSAL, 1, length), whole, whole)
@@ -177,8 +177,8 @@ import sys
 import torch
 from pathlib import Path
 from hf_ring_attn.kernels import KERNELS, Gradients, Params
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import CAUSAL, Mask, tiles
+from hf_ring_attn.sharding.layout import Layout
+from hf_ring_attn.sharding.mask import CAUSAL, Mask, tiles
 
 torch.set_num_threads(1)
 kernel, params = KERNELS["reference"], Params(64**-0.5)

@@ -25,14 +25,14 @@ from torch import Tensor
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
-from hf_ring_attn.bench import roads
+from hf_ring_attn.attention.kernel_choice import kernel_for
+from hf_ring_attn.bench import contenders
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.speed import largest_over
 from hf_ring_attn.bench.workload import Workload
 from hf_ring_attn.bench.world import world
-from hf_ring_attn.choice import kernel_for
-from hf_ring_attn.comm import Ring
-from hf_ring_attn.layout import Layout
+from hf_ring_attn.comm.ring import Ring
+from hf_ring_attn.sharding.layout import Layout
 
 ENTRIES = 8
 """How many queries, and how many keys, are computed in float64."""
@@ -87,10 +87,10 @@ def relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
     return max(float((got.double() - want).norm() / want.norm()) for got, want in pairs)
 
 
-def road_of(work: Workload, ring: Ring, kernel: str, ring_size: int) -> roads.Road:
+def road_of(work: Workload, ring: Ring, kernel: str, ring_size: int) -> contenders.Contender:
     if ring.size > 1:
-        return roads.in_ring(work, ring, kernel, roads.Options())
-    return roads.without_traffic(work, ring_size, ring_size // 2, kernel)
+        return contenders.in_ring(work, ring, kernel, contenders.Options())
+    return contenders.without_traffic(work, ring_size, ring_size // 2, kernel)
 
 
 def timed(run: Callable[[], object], device: torch.device, largest: Callable[[float], float]) -> tuple[float, float]:
@@ -111,13 +111,16 @@ def timed(run: Callable[[], object], device: torch.device, largest: Callable[[fl
 def measured(work: Workload, ring: Ring, given: argparse.Namespace) -> dict[str, Any]:
     kernel, largest = kernel_for(ring.name, given.kernel, work.request()), largest_over(ring, work.device)
     road_of(replace(work, tokens=min(WARM_UP, work.tokens)), ring, kernel, given.ring).both.run()
-    road = road_of(work, ring, kernel, given.ring)
+    contender = road_of(work, ring, kernel, given.ring)
     forward, backward = work.flops()
     result: dict[str, Any] = {"kernel": kernel, "ring": ring.size if ring.size > 1 else given.ring, "ranks": ring.size}
-    for name, run, flops in (("forward", road.forward.run, forward), ("both", road.both.run, forward + backward)):
+    for name, run, flops in (
+        ("forward", contender.forward.run, forward),
+        ("both", contender.both.run, forward + backward),
+    ):
         rounds = [timed(run, work.device, largest) for _ in range(given.rounds)]
         seconds = [one for one, _ in rounds]
-        rate = flops * road.share / statistics.median(seconds) / 1e12
+        rate = flops * contender.share / statistics.median(seconds) / 1e12
         result[name] = {"seconds": seconds, "peak_bytes": max(peak for _, peak in rounds), "tflops": rate}
     return result
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
+from hf_ring_attn.attention.kernel_choice import part_of
 from hf_ring_attn.bench.clock import Call, in_turns
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.biases import Alibi, RelativeBias
-from hf_ring_attn.choice import part_of
 from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking, choose
 from hf_ring_attn.kernels.base import Gradients
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import CAUSAL, Mask, tiles
+from hf_ring_attn.sharding.layout import Layout
+from hf_ring_attn.sharding.mask import CAUSAL, Mask, tiles
 
 
 def passes(name: str, function: Any, tokens: int, heads: tuple[int, int], width: int, device: str) -> dict[str, Call]:

@@ -27,7 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.bench.provenance import facts
-from hf_ring_attn.integration import selfcheck
+from hf_ring_attn.integration.selfcheck import check as selfcheck
+from hf_ring_attn.integration.selfcheck.row import SelfCheckState
 
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {
@@ -78,7 +79,7 @@ def measured(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     def seconds(self_check: bool, backward: bool = True) -> float:
         sharded = hf_ring_attn.shard({"input_ids": ids, "labels": ids}, config=config)
         if not self_check:
-            sharded.scope.sample = None
+            sharded.scope.state(SelfCheckState).sample = None
         dist.barrier()
         began = time.perf_counter()
         with sharded:
@@ -97,11 +98,12 @@ def measured(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         sharded = hf_ring_attn.shard({"input_ids": ids, "labels": ids}, config=config)
         dist.barrier()
         began = time.perf_counter()
-        selfcheck.check(model, sharded.scope, hf_ring_attn.integration.batch.share)
+        selfcheck.check(model, sharded.scope)
         if device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
-        assert sharded.scope.self_check == "passed", sharded.scope.self_check
+        state = sharded.scope.state(SelfCheckState)
+        assert state.verdict == "passed", state.verdict
         return time.perf_counter() - began
 
     first = check()

@@ -1,5 +1,5 @@
 """How evenly a ring shares the work of a mask, and how many bytes it moves, against a gather of the whole row: where
-every rank holds a zigzag's chunks, and where packed documents are balanced as `hf_ring_attn.balance` has it.
+every rank holds a zigzag's chunks, and where packed documents are balanced as `hf_ring_attn.sharding.balance` has it.
 
     python recipes/benchmarks/traffic.py [--length 131072] [--rings 2 4 8] [--save FILE.json]
 
@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_ring_attn.balance import balanced
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.traffic import tokens_received
 from hf_ring_attn.bench.workload import visible_pairs
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import CAUSAL, Band, Mask
-from hf_ring_attn.tables import Plan, Tables
+from hf_ring_attn.sharding.balance import balanced
+from hf_ring_attn.sharding.layout import Layout
+from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask
+from hf_ring_attn.sharding.plan import Plan, Tables
 
 WIDTH = 8 * 2 * 128
 """Numbers that a token's key and value have together."""

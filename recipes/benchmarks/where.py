@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from hf_ring_attn.bench import roads
+from hf_ring_attn.attention.kernel_choice import kernel_for
+from hf_ring_attn.bench import contenders
 from hf_ring_attn.bench.peers import PEERS
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.speed import largest_over
 from hf_ring_attn.bench.workload import Workload
 from hf_ring_attn.bench.world import world
-from hf_ring_attn.choice import kernel_for
-from hf_ring_attn.comm import Ring
+from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels import KERNELS
 
 ATTENTION = {"forward": re.compile(r"FlashAttentionForwardSm"), "backward": re.compile(r"FlashAttentionBackwardSm")}
@@ -84,14 +84,14 @@ def spent(events: Iterable[tuple[str, Interval]], calls: int) -> Spent:
     return Spent(*(x / calls for x in (total, forward, both - forward, some - both, moved - some, total - moved)))
 
 
-def measured(road: roads.Road, ring: Ring, device: torch.device) -> Spent:
-    road.both.run()
+def measured(contender: contenders.Contender, ring: Ring, device: torch.device) -> Spent:
+    contender.both.run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         largest_over(ring, device)(0.0)
         torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host gets ahead
         for _ in range(CALLS):
-            road.both.run()
+            contender.both.run()
         torch.cuda.synchronize()
     on_device = [
         (event.name(), (event.start_ns() / 1e6, (event.start_ns() + event.duration_ns()) / 1e6))
@@ -106,14 +106,14 @@ def compared(work: Workload, ring: Ring, rounds: int) -> list[dict[str, Any]]:
     """One row for each road and rank, medians of rounds. A collective."""
     kernel = kernel_for(ring.name, "flash4", work.request())
     by_name = {
-        "ring": roads.in_ring(work, ring, kernel, roads.Options()),
-        "without traffic": roads.without_traffic(work, ring.size, ring.rank, kernel),
+        "ring": contenders.in_ring(work, ring, kernel, contenders.Options()),
+        "without traffic": contenders.without_traffic(work, ring.size, ring.rank, kernel),
         **{name: make() for name, make in PEERS["ulysses"](work) if "flash" in name},
     }
     found: dict[str, list[Spent]] = {name: [] for name in by_name}
     for _ in range(rounds):
-        for name, road in by_name.items():
-            found[name].append(measured(road, ring, work.device))
+        for name, contender in by_name.items():
+            found[name].append(measured(contender, ring, work.device))
     mine = [
         {"tokens": work.tokens, "road": name, "rank": ring.rank}
         | {field: statistics.median(getattr(one, field) for one in some) for field in Spent._fields}
@@ -137,7 +137,7 @@ def main() -> None:
     with world(None) as (ring, device):
         if ring.size == 1:
             parser.error("start this with torchrun, on several GPUs")
-        KERNELS["flash4"].abreast = not given.one_stream
+        KERNELS["flash4"].two_streams = not given.one_stream
         head, rows = facts(), []
         for tokens in given.tokens:
             work = Workload(tokens, device, *given.heads, given.width, given.width)

@@ -28,7 +28,7 @@ from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.replay import replay
 from hf_ring_attn.bench.rounding import Way, rounded
 from hf_ring_attn.kernels import KERNELS, Params
-from hf_ring_attn.mask import CAUSAL, Mask
+from hf_ring_attn.sharding.mask import CAUSAL, Mask
 from hf_ring_attn.testing import mismatch, relative_error
 
 NAMES = ("dq", "dk", "dv")

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fake_flash2 import Fake
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.flash2.libraries import Lengths
 from hf_ring_attn.kernels.flash4.calls import Bounds
+from tests.kernels.fake_flash2 import Fake
 
 fake = Fake()
 

@@ -8,16 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import test_flash2
-import test_flash4
-from hf_ring_attn import tables
 from hf_ring_attn.bench import replay
 from hf_ring_attn.bench.replay import Answer, Road
 from hf_ring_attn.kernels import KERNELS, Params
-from hf_ring_attn.layout import Layout
+from hf_ring_attn.sharding import plan
+from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.testing import Case, inputs
-from test_flash2 import assert_same
-from test_flash4 import EXPRESSIBLE, mask_of, whole
+from tests.kernels import test_flash2, test_flash4
+from tests.kernels.test_flash2 import assert_same
+from tests.kernels.test_flash4 import EXPRESSIBLE, mask_of, whole
 
 WAYS: list[tuple[int, int, Road]] = [(4, 3, "ring"), (2, 8, "gather"), (4, 4, "sparse")]
 """Ring size, chunks of a rank, and the road of keys and gradients."""
@@ -63,7 +62,7 @@ def test_chunks_dealt_at_random(
         made.append(Layout(length, world_size, rank, tuple(owners) if world_size == size else ()))
         return made[-1]
 
-    monkeypatch.setattr(tables, "KEY_BLOCK", 12)  # cases are shorter than the real one
+    monkeypatch.setattr(plan, "KEY_BLOCK", 12)  # cases are shorter than the real one
     monkeypatch.setattr(replay, "Layout", layout)
     monkeypatch.setattr(replay, "ranks_of", replay.ranks_of.__wrapped__)
     case = whole(case, size * chunks // 2)

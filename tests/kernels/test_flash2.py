@@ -10,24 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checks import Ranks, distance, narrow_answer, worst
-from fake_flash2 import Fake
-from hf_ring_attn import tables
 from hf_ring_attn.bench.replay import Answer, Road, replay
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Request
 from hf_ring_attn.kernels.flash2 import Flash2
 from hf_ring_attn.kernels.flash2.calls import plan
 from hf_ring_attn.kernels.flash4.calls import Packed
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import CAUSAL, Band, Mask, Tile, tiles
-from hf_ring_attn.mask import UNBOUNDED as FAR
+from hf_ring_attn.sharding import plan as plan_module
+from hf_ring_attn.sharding.layout import Layout
+from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, Tile, tiles
+from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
 from hf_ring_attn.testing import Case, inputs, packed, relative_error
-from hf_ring_attn.traffic import lanes_of
-from rank_functions import Answer as Answers
-from rank_functions import attention
-from rank_functions import whole as gathered
-from test_flash4 import EXPRESSIBLE, mask_of, plain, whole
+from hf_ring_attn.traffic import head_halves
+from tests.helpers.checks import Ranks, distance, narrow_answer, worst
+from tests.helpers.rank_functions import Answer as Answers
+from tests.helpers.rank_functions import attention
+from tests.helpers.rank_functions import whole as gathered
+from tests.kernels.fake_flash2 import Fake
+from tests.kernels.test_flash4 import EXPRESSIBLE, mask_of, plain, whole
 
 SIZES = (1, 2, 4, 8)
 REQUEST = Request("cuda", torch.bfloat16, 8, 2, 128, 128, softcap=False, sinks=False, deterministic=False)
@@ -66,7 +66,7 @@ WAYS: list[tuple[int, Road]] = [
 @pytest.mark.parametrize(("size", "road"), WAYS)
 @pytest.mark.parametrize("case", EXPRESSIBLE, ids=lambda case: case.why)
 def test_calls_make_the_reference(case: Case, size: int, road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "KEY_BLOCK", 12)  # cases are shorter than the real one
+    monkeypatch.setattr(plan_module, "KEY_BLOCK", 12)  # cases are shorter than the real one
     case = whole(case, size)
     if case.length == 0:
         pytest.skip("nothing is left of it")
@@ -179,7 +179,7 @@ MANY = (packed(*[5] * 18, 6),)
 def test_as_few_calls_as_can_be(case: Case, size: int, forward: int, backward: int) -> None:
     _, _, fake = answers(case, size)
     kinds = [kind for kind, _, _ in fake.calls]
-    lanes = len(lanes_of(case.kv_heads, size))
+    lanes = len(head_halves(case.kv_heads, size))
     assert (kinds.count("forward"), kinds.count("backward")) == (forward, backward * lanes)
 
 

@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fake_flash2 import Fake
 from hf_ring_attn.bench.replay import replay
 from hf_ring_attn.kernels import KERNELS, Params, Request, choose
 from hf_ring_attn.kernels.flash2 import Flash2, libraries
 from hf_ring_attn.kernels.flash2.libraries import Lengths, Package, Torch
 from hf_ring_attn.kernels.flash4.calls import Bounds
-from hf_ring_attn.mask import UNBOUNDED, Tile
+from hf_ring_attn.sharding.mask import UNBOUNDED, Tile
 from hf_ring_attn.testing import CASES, inputs
-from package_flash2 import OPS, fake
-from test_flash2 import REQUEST
-from test_flash4 import mask_of
+from tests.kernels.fake_flash2 import Fake
+from tests.kernels.package_flash2 import OPS, fake
+from tests.kernels.test_flash2 import REQUEST
+from tests.kernels.test_flash4 import mask_of
 
 
 @pytest.mark.parametrize(

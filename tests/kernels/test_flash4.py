@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_flash4 import Fake
-from hf_ring_attn import tables
 from hf_ring_attn.bench.replay import Answer, Road, replay
 from hf_ring_attn.kernels import KERNELS, Params, Place, Request
 from hf_ring_attn.kernels.flash4 import Flash4, library
 from hf_ring_attn.kernels.flash4.blocks import Blocks, Sides
-from hf_ring_attn.mask import CAUSAL, Band, Mask
-from hf_ring_attn.mask import UNBOUNDED as FAR
+from hf_ring_attn.sharding import plan
+from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask
+from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
 from hf_ring_attn.testing import CASES, Case, inputs, packed, relative_error
-from hf_ring_attn.traffic import lanes_of
+from hf_ring_attn.traffic import head_halves
+from tests.helpers.fake_flash4 import Fake
 
 SIZES = (1, 2, 4, 8)
 REQUEST = Request("cuda", torch.bfloat16, 8, 2, 128, 128, softcap=False, sinks=False, deterministic=False)
@@ -75,7 +75,7 @@ WAYS = [
 def test_calls_make_the_reference(
     case: Case, size: int, road: Road, sides: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "KEY_BLOCK", 12)  # cases are shorter than the real one
+    monkeypatch.setattr(plan, "KEY_BLOCK", 12)  # cases are shorter than the real one
     case = whole(case, size)
     if case.length == 0:
         pytest.skip("nothing is left of it")
@@ -152,7 +152,7 @@ def plain(length: int, **more: object) -> Case:
 def test_as_few_calls_as_can_be(case: Case, size: int, forward: int, backward: int) -> None:
     _, _, fake = answers(case, size)
     kinds = [kind for kind, _, _ in fake.calls]
-    lanes = len(lanes_of(case.kv_heads, size))
+    lanes = len(head_halves(case.kv_heads, size))
     assert (kinds.count("forward"), kinds.count("backward")) == (forward, backward * lanes)
 
 

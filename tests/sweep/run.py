@@ -13,17 +13,16 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
-import torch  # noqa: E402  only after the paths
-import transformers  # noqa: E402  only after the paths
+import torch  # noqa: E402  only after the variable
+import transformers  # noqa: E402  only after the variable
 
-from hf_ring_attn.errors import RanksFailed  # noqa: E402  only after the paths
-from hf_ring_attn.testing import LiveRanks  # noqa: E402  only after the paths
-from sweep import table  # noqa: E402  only after the paths
-from sweep.comparison import Outcome, sweep  # noqa: E402  only after the paths
-from sweep.configs import Entry, entries  # noqa: E402  only after the paths
-from sweep.rows import KINDS, LENGTHS, ROWS, Row  # noqa: E402  only after the paths
+from hf_ring_attn.errors import RanksFailed  # noqa: E402  only after the variable
+from hf_ring_attn.testing import LiveRanks  # noqa: E402  only after the variable
+from tests.sweep import table  # noqa: E402  only after the variable
+from tests.sweep.comparison import Outcome, sweep  # noqa: E402  only after the variable
+from tests.sweep.configs import Entry, entries  # noqa: E402  only after the variable
+from tests.sweep.rows import KINDS, LENGTHS, ROWS, Row  # noqa: E402  only after the variable
 
 
 def outcomes_of(ranks: LiveRanks, entry: Entry, rows: list[Row]) -> list[tuple[str, Outcome]]:

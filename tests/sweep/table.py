@@ -13,7 +13,7 @@ from .comparison import Outcome
 from .configs import Entry, not_text
 
 FILED = Path(__file__).resolve().parents[2] / "recipes" / "results" / "support" / "support.json"
-COMMAND = "python tests/sweep/run.py --ring 2 4 --rows all --save recipes/results/support"
+COMMAND = "python -m tests.sweep.run --ring 2 4 --rows all --save recipes/results/support"
 GOOD = ("exact", "refused")
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...mask import UNBOUNDED, Tile
+from ...sharding.mask import UNBOUNDED, Tile
 from ..flash4.calls import DENSE_AT_MOST, Bounds, Call, Dense, Rectangle, of_rows, packed, read, rectangle
 
 JOINED_AT_MOST = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...mask import UNBOUNDED, Tile
+from ...sharding.mask import UNBOUNDED, Tile
 from ..base import Kernel, Params
 from ..reference import Reference
 from ..whole import whole

@@ -34,7 +34,7 @@ class Flash4:
     """
 
     name = "flash4"
-    abreast = True
+    two_streams = True
 
     def __init__(self, untested: bool = False, library: Library | None = None) -> None:
         self.untested = untested

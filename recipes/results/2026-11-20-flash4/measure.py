@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
+from hf_ring_attn.mask import CAUSAL, UNBOUNDED, Band, Mask
+
 from hf_ring_attn.bench.replay import Rank, places
 from hf_ring_attn.kernels import KERNELS, Gradients, Params
-from hf_ring_attn.mask import CAUSAL, UNBOUNDED, Band, Mask
 
 KERNEL = KERNELS["flash4"]
 ROUNDS = 7

@@ -8,6 +8,7 @@ Rank 3 of 8, causal, 32 query heads over 8 key heads, 128 wide, bfloat16, withou
 from __future__ import annotations
 
 import torch
+from hf_ring_attn.mask import CAUSAL, Mask
 from measure import KERNEL, LLAMA, W128, tensors, timed, visible
 
 from hf_ring_attn.bench.replay import Rank, places
@@ -15,7 +16,6 @@ from hf_ring_attn.kernels import Gradients, Params
 from hf_ring_attn.kernels.base import row_products
 from hf_ring_attn.kernels.flash4.accumulators import in_blocks
 from hf_ring_attn.kernels.flash4.blocks import HOPPER, Blocks
-from hf_ring_attn.mask import CAUSAL, Mask
 
 SIZE, RANK = 8, 3
 

@@ -13,11 +13,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "benchmarks"))
 
-from hf_ring_attn import balance  # noqa: E402  as above
-from hf_ring_attn.bench.provenance import facts  # noqa: E402  as above
 from hf_ring_attn.layout import Layout  # noqa: E402  as above
 from hf_ring_attn.mask import CAUSAL, Mask  # noqa: E402  as above
 from hf_ring_attn.tables import _pieces, seen_keys  # noqa: E402  as above
+
+from hf_ring_attn import balance  # noqa: E402  as above
+from hf_ring_attn.bench.provenance import facts  # noqa: E402  as above
 from traffic import documents_of, packed_rows  # noqa: E402  lies in a folder of programs
 
 LENGTH, RING = 131072, 8

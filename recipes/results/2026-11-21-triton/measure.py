@@ -22,12 +22,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 import triton
+from hf_ring_attn.layout import Layout, Run
+from hf_ring_attn.mask import CAUSAL, Band, Mask, tiles
 from torch import Tensor
 
 from hf_ring_attn.kernels import KERNELS, Gradients, Params
 from hf_ring_attn.kernels.triton import launch
-from hf_ring_attn.layout import Layout, Run
-from hf_ring_attn.mask import CAUSAL, Band, Mask, tiles
 from hf_ring_attn.testing import relative_error
 
 TRITON, REFERENCE = KERNELS["triton"], KERNELS["reference"]

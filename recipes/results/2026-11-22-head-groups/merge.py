@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from triton.testing import do_bench
-
 from hf_ring_attn.layout import Layout
+from triton.testing import do_bench
 
 for heads, width in ((12, 192), (4, 128)):
     for size in (2, 8):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import statistics
 
 import torch
-
-from hf_ring_attn.kernels import KERNELS, Gradients, Params
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Mask, tiles
+
+from hf_ring_attn.kernels import KERNELS, Gradients, Params
 
 SHAPES = (
     (2048, 32, 8, 128), (8192, 32, 8, 128), (32768, 32, 8, 128), (32768, 64, 8, 64), (32768, 16, 8, 256),

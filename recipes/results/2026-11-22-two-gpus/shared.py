@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from hf_ring_attn.traffic.kept import MAKES, TAKES, Compared
 
 from hf_ring_attn.bench.world import world
-from hf_ring_attn.traffic.kept import MAKES, TAKES, Compared
 
 
 def milliseconds(call: Callable[[], object], times: int = 20) -> float:

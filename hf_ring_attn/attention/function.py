@@ -1,0 +1,263 @@
+"""Ring attention as one function, for people without transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from ..arguments import FLOATS, INTEGERS, check, check_flag, check_tensor, check_type, is_whole, number, whole_number
+from ..comm.first_order import refuse_transforms
+from ..comm.ring import LOCAL, Ring
+from ..config import RingConfig
+from ..errors import BadShape, RanksDiffer, Refused, RefusedElsewhere
+from ..kernels import Params, Request, ScoreFunction, ScoreMod
+from ..sharding.layout import LONGEST, Layout
+from ..sharding.mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
+from ..sharding.plan import Plan
+from ..traffic import interruption_guard
+from .kernel_choice import kernel_for, kernel_for_scores, score_mod_facts
+from .op import attend
+from .score_mod_op import attend_scored
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `ring_attention` that do not change what it returns."""
+
+    group: ProcessGroup | None
+    causal: bool
+    window: tuple[int | None, int | None]
+    documents: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    score_mod: ScoreFunction | None
+    scale: float | None
+    length: int | None
+    config: RingConfig
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] = (None, None),
+    documents: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreFunction | None = None,
+    scale: float | None = None,
+    length: int | None = None,
+    return_lse: bool = False,
+    config: RingConfig = RingConfig(),
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a sequence that is spread over the ranks of a group, exact at any ring size.
+
+    Computes, for the whole row and with query head h reading key head h // (H / G)::
+
+        scores = scale * q @ k.T                       # then softcap * tanh(scores / softcap), if there is a cap
+        scores = score_mod(scores, b, h, i, j)         # of query i and key j of the whole row, if there is one
+        scores[not visible] = -inf                     # visible: same document, and inside causal and window
+        out = softmax([scores, sinks])[..., :S] @ v    # without sinks: softmax(scores) @ v
+
+    and returns this rank's rows of ``out``. Differentiable in q, k, v, sinks and what score_mod captures; sums over
+    tokens are kept in float32 (float64 for float64 inputs) in both passes, on the wire too, and each gradient is
+    rounded once. A query that sees no key gets 0.
+
+    Args:
+        q: [B, T, H, D], this rank's queries: ``row[:, positions(S, rank=rank, world_size=W)]``.
+        k: [B, T, G, D], H a multiple of G; v: [B, T, G, Dv]; of q's dtype.
+        group: the process group of the ring; None: the world, or this process alone if nothing is distributed.
+        causal: a query sees no later key.
+        window: (left, right): a query at p sees keys p - left to p + right; None means no bound on that side.
+            transformers' ``sliding_window=w`` of a causal model is (w - 1, 0).
+        documents: [B, S] or [S] integers for the whole row, the same on every rank: tokens see only tokens with the
+            same id, and -1 marks tokens that see nothing and are not seen. Read on the host. No mask of True and False.
+        softcap: cap of the scores, as in Gemma 2.
+        sinks: [H], a logit a head that takes part in the softmax without a value, as in gpt-oss. Its gradient is this
+            rank's share, as that of any weight: add over ranks.
+        score_mod: a function of a score, as in FlexAttention: ``score_mod(score, b, h, q_idx, kv_idx) -> score``, five
+            scalars in, one out, made of torch functions; b is the batch row, h the query head, and on every rank q_idx
+            and kv_idx count tokens from the beginning of the whole row. It is asked about visible pairs only. The
+            tensors that it uses, wherever it has them from (closures, modules, globals), are those of the whole row and
+            the same on every rank; those that require a gradient get this rank's share of it, as sinks do, rounded
+            once. The backward runs it again, so what it uses must stay until then. `hf_ring_attn.biases` has some. On a
+            GPU ``triton`` serves those that add something by head and kv_idx - q_idx, and ``flex`` most others: in
+            float32, with gradients of those tensors added up in no fixed order, so that their last bits differ from run
+            to run. ``flex`` compiles each function once, so a Python number in it that changes makes it another one:
+            use a tensor. Elsewhere the reference does, in float64
+            (``deterministic=True``: on a GPU too, with the same bits from run to run).
+            torch.compile breaks its graph here.
+        scale: factor of the scores; None: D ** -0.5.
+        length: S, the tokens of the whole row. None: the ranks tell each other in one small collective, and find out
+            there if they were called with different shapes or options.
+        return_lse: also return the log-sum-exp of each query's scores.
+        config: see `RingConfig`; ``loss`` and ``pad`` play no part here.
+
+    Returns:
+        out [B, T, H, Dv] in q's dtype; with ``return_lse`` also lse [B, H, T], float32 (float64 for float64), natural
+        logarithm, not differentiable, -inf where a query sees no key and there is no sink.
+
+    Raises:
+        BadShape, BadOption: for inputs that do not fit together.
+        BadScoreMod: score_mod is not such a function, or uses a gradient in a way that would lose it.
+        ScoreModChanged: in the backward: it is another function by then.
+        RanksDiffer: on every rank, if ranks were called differently (found only without ``length``, as is on the other
+            ranks what one of them refuses: RefusedElsewhere).
+        UnsupportedTransform: inside forward-mode autograd or a gradient transform of torch.func.
+        UnsupportedAttention: with every reason, if no kernel can compute this exactly.
+        LeftHalfway: an error ended an earlier attention of this ring half-way.
+    """
+    ring = Ring.of(group)
+    refusal: Refused | None = None
+    facts: dict[str, object] = dict.fromkeys(FACTS)
+    try:
+        _check_tensors(q, k, v, sinks, documents)
+        refuse_transforms("ring attention", q, k, v, sinks)
+        _check_options(causal, score_mod, return_lse, config)
+        band = _band(causal, window)
+        if softcap is not None:
+            softcap = number("softcap", softcap, "a number above 0, or None for no cap", above=0)
+        scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale, "a finite number, or None")
+        if length is not None:
+            length = whole_number("length", length, "a number of tokens, 0 to 2**40", most=LONGEST)
+        mod = None if score_mod is None else ScoreMod.of(score_mod, q.device, config.deterministic)
+        facts = _facts(q, k, v, documents, causal, tuple(window), softcap, scale, sinks, config, mod)
+    except Refused as error:
+        refusal = error
+    interruption_guard(ring).check()  # what is compared below would be taken for the rest of that attention
+    if length is None:
+        length = _agreed_length(ring, q, facts, refusal)
+    if refusal is not None:
+        raise refusal
+    layout = Layout(length, ring.size, ring.rank)
+    held = layout.held()
+    if q.shape[1] != held:
+        need = f"rank {ring.rank} of {ring.size} holds {held} of {length} tokens: see hf_ring_attn.positions"
+        raise BadShape("q", tuple(q.shape), need)
+
+    batch, _, heads, head_dim = q.shape
+    mask = Mask.of(band, batch, layout.padded, _documents(documents, batch, layout))
+    request = Request(
+        q.device.type, q.dtype, heads, k.shape[2], head_dim, v.shape[3], softcap is not None, sinks is not None,
+        config.deterministic, mask.holes, mod is not None,
+    )  # fmt: skip
+    params = Params(scale, softcap, sinks, config.deterministic, mod)
+    if mod is None:
+        kernel = kernel_for(ring.name, config.kernel, request)
+    else:
+        kernel = kernel_for_scores(ring.name, config.kernel, request, params, mask, batch, length)
+    real = torch.nonzero(layout.positions() < length).flatten().to(q.device)
+    short = held < layout.local_length
+    if short:
+        q, k, v = (x.new_zeros(batch, layout.local_length, *x.shape[2:]).index_copy(1, real, x) for x in (q, k, v))
+    if batch * layout.padded == 0:  # nothing to send, and not every road sends nothing
+        ring, layout, mask = Ring(LOCAL), Layout(q.shape[1], 1, 0), Mask.of(CAUSAL, batch, q.shape[1])
+    out, lse = (attend if mod is None else attend_scored)(
+        q, k, v, Plan.of(ring, layout, mask), params, kernel=kernel, backward=config.backward,
+        heads_per_gather=config.heads_per_gather, traffic=config.traffic,
+    )  # fmt: skip
+    if short:
+        out, lse = out.index_select(1, real), lse.index_select(2, real)
+    return (out, lse) if return_lse else out
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None) -> None:
+    check_tensor("q", q, FLOATS)
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x, (q.dtype,), q.device)
+    if q.dim() != 4 or 0 in q.shape[2:]:
+        raise BadShape("q", tuple(q.shape), "it must be [B, T, H, D]")
+    batch, tokens, heads, head_dim = q.shape
+    if k.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[3] != head_dim:
+        raise BadShape("k", tuple(k.shape), f"it must be [{batch}, {tokens}, G, {head_dim}] to go with q")
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
+        raise BadShape("v", tuple(v.shape), f"it must be [{batch}, {tokens}, {k.shape[2]}, Dv] to go with k")
+    if k.shape[2] == 0 or heads % k.shape[2]:
+        raise BadShape("k", tuple(k.shape), f"q's {heads} heads must be a multiple of its {k.shape[2]} heads")
+    if sinks is not None:
+        check_tensor("sinks", sinks, FLOATS, q.device)
+        if sinks.shape != (heads,):
+            raise BadShape("sinks", tuple(sinks.shape), f"it must be [{heads}], one for each query head")
+    if documents is not None:
+        check_tensor("documents", documents, INTEGERS)
+
+
+def _check_options(causal: bool, score_mod: ScoreFunction | None, return_lse: bool, config: RingConfig) -> None:
+    check_flag("causal", causal)
+    check_flag("return_lse", return_lse)
+    check(score_mod is None or callable(score_mod), "score_mod", score_mod, "a function of a score, or None")
+    check_type("config", config, RingConfig, "a RingConfig")
+
+
+def _band(causal: bool, window: tuple[int | None, int | None]) -> Band:
+    need = "(left, right) in tokens, each 0 or more, or None for no bound"
+    check(isinstance(window, tuple | list) and len(window) == 2, "window", window, need)
+    check(all(side is None or is_whole(side) for side in window), "window", window, need)
+    left, right = window
+    band = Band(-UNBOUNDED if right is None else -right, UNBOUNDED if left is None else left)
+    return band & (CAUSAL if causal else BIDIRECTIONAL)
+
+
+def _documents(documents: Tensor | None, batch: int, layout: Layout) -> Tensor | None:
+    """[B, padded] ids on the CPU, with padding as -1; None where all tokens are of one document."""
+    if documents is None:
+        if layout.padded == layout.length:
+            return None
+        documents = torch.zeros(layout.length, dtype=torch.int64)
+    if documents.shape not in ((layout.length,), (batch, layout.length)):
+        raise BadShape("documents", tuple(documents.shape), f"it must be [{batch}, {layout.length}], the whole row")
+    return layout.pad(documents.to("cpu", torch.int64).expand(batch, -1), 1, -1)
+
+
+FACTS = (
+    "number of rows (B)", "number of query heads (H)", "number of key heads (G)", "width of a query head (D)",
+    "width of a value head (Dv)", "dtype", "causal", "window", "softcap", "scale", "sinks", "score_mod",
+    "what the score_mod uses", "deterministic", "kernel", "backward", "heads_per_gather", "traffic", "documents",
+)  # fmt: skip
+"""What ranks compare of their calls."""
+
+
+def _facts(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, causal: bool, window: tuple[int | None, ...],
+    softcap: float | None, scale: float, sinks: Tensor | None, config: RingConfig, mod: ScoreMod | None,
+) -> dict[str, object]:  # fmt: skip
+    values = (
+        q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, causal, window, softcap, scale, sinks,
+        *score_mod_facts(mod).values(), config.deterministic, config.kernel, config.backward, config.heads_per_gather,
+        config.traffic, documents,
+    )  # fmt: skip
+    return dict(zip(FACTS, values, strict=True))
+
+
+def _agreed_length(ring: Ring, q: Tensor, facts: dict[str, object], refusal: Refused | None) -> int:
+    """The tokens of the whole row, on all ranks of the same call; if one refuses it, all of them raise."""
+    device = ring.small_device(q.device if refusal is None else torch.device("cpu"))
+    todo = "Call ring_attention with the same options on every rank."
+    try:
+        ring.agree(facts, device, todo, None if refusal is None else str(refusal))
+    except RefusedElsewhere as elsewhere:
+        raise refusal or elsewhere from None
+    if refusal is not None:  # in a ring of one
+        raise refusal
+    lengths = ring.numbers(q.shape[1], device, "told its length")
+    total = sum(lengths)
+    expected = [Layout(total, ring.size, rank).held() for rank in range(ring.size)]
+    if lengths != expected:
+        todo = f"A row of {total} tokens is held as {expected}: see hf_ring_attn.positions."
+        raise RanksDiffer("zigzag share of a row", list(lengths), todo)
+    return total
