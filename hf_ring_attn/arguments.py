@@ -50,17 +50,26 @@ def whole_number(name: str, value: object, need: str, least: int = 0, most: int 
 
 def number(name: str, value: object, need: str, above: float = -math.inf) -> float:
     """``value`` as a float, if it is a finite number above ``above``; a bool is none."""
-    # A whole number may be too large for a float.
-    if not isinstance(value, Real) or isinstance(value, bool) or not above < value < 2**1023 or value <= -(2**1023):
-        raise BadOption(name, value, need)
-    return float(value)
+    known = isinstance(value, Real) and not isinstance(value, bool)
+    try:
+        found = float(value) if known else math.nan  # type: ignore[arg-type]
+    except OverflowError:  # a whole number of hundreds of digits
+        found = math.inf
+    check(above < found < math.inf, name, value, need)
+    return found
+
+
+def check_dense(name: str, x: object) -> None:
+    """A tensor that is dense and has values."""
+    check_type(name, x, Tensor, "a tensor")
+    assert isinstance(x, Tensor)
+    check(x.layout == torch.strided and not x.is_nested, f"{name}.layout", x.layout, "that of a dense tensor")
+    check(x.device.type != "meta", f"{name}.device", x.device, "one that holds values")
 
 
 def check_tensor(name: str, x: object, dtypes: Sequence[torch.dtype], on: torch.device | None = None) -> None:
-    """A tensor with values, of one of these dtypes, on the device ``on`` if one is named."""
-    if not isinstance(x, Tensor):
-        raise BadOption(name, x, "a tensor")
-    check(x.layout == torch.strided and not x.is_nested, f"{name}.layout", x.layout, "torch.strided, a dense tensor")
-    check(x.device.type != "meta", f"{name}.device", x.device, "one that holds values")
+    """A dense tensor of one of these dtypes, on the device ``on`` if one is named."""
+    check_dense(name, x)
+    assert isinstance(x, Tensor)
     check(x.dtype in dtypes, f"{name}.dtype", x.dtype, " or ".join(map(str, dtypes)))
     check(on is None or x.device == on, f"{name}.device", x.device, f"{on}, as of q")

@@ -147,7 +147,8 @@ def ring_attention(
     layout = Layout(length, ring.size, ring.rank)
     held = layout.held()
     if q.shape[1] != held:
-        need = f"rank {ring.rank} of {ring.size} holds {held} of {length} tokens: see hf_ring_attn.positions"
+        need = f"rank {ring.rank} of {ring.size} holds {held} tokens of a row of length {length}"
+        need += ": see hf_ring_attn.positions"
         raise BadShape("q", tuple(q.shape), need)
 
     batch, _, heads, head_dim = q.shape

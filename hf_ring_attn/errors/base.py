@@ -11,9 +11,12 @@ _SHORT.maxtuple = _SHORT.maxlist = 16
 
 def shown(value: object) -> str:
     """A value in few words: a tensor by its dtype and shape, text as it is, anything else by a short repr."""
-    if isinstance(value, type) or not (hasattr(value, "dtype") and hasattr(value, "shape")):
-        return value if isinstance(value, str) else _SHORT.repr(value)
-    return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, str):
+        return value
+    try:
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"  # type: ignore[attr-defined]
+    except Exception:  # noqa: BLE001  no tensor, or a nested one, which has no shape
+        return _SHORT.repr(value)
 
 
 class RingAttentionError(Exception):

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import check, check_type, is_whole, whole_number
-from ..errors import BadShape, TwoLayouts
+from ..arguments import check, check_dense, is_whole, whole_number
+from ..errors import BadOption, BadShape, TwoLayouts
 
 Owners = tuple[int, ...]
 """The rank that holds each chunk of a row, in order; () for the zigzag."""
@@ -114,7 +114,12 @@ class Layout:
             return row
         shape = list(row.shape)
         shape[dim] = missing
-        more = row.new_full(shape, value) if value is not None else row.narrow(dim, -1, 1).expand(shape)
+        try:
+            more = row.narrow(dim, -1, 1).expand(shape) if value is None else row.new_full(shape, value)
+        except (TypeError, OverflowError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise BadOption("value", value, f"a number that {row.dtype} holds; None for a row with tokens") from error
         return torch.cat([row, more], dim)
 
     def shard(self, row: Tensor, dim: int) -> Tensor:
@@ -127,6 +132,10 @@ class Layout:
 
     def merge(self, gathered: Tensor) -> Tensor:
         """The padded row from all ranks' tokens: [W, B, T, ...] in rank order to [B, W * T, ...] in row order."""
+        check_dense("gathered", gathered)
+        need = f"it must be [{self.world_size}, B, {self.local_length}, ...]"
+        if gathered.dim() < 3 or (gathered.shape[0], gathered.shape[2]) != (self.world_size, self.local_length):
+            raise BadShape("gathered", tuple(gathered.shape), need)
         if self.world_size == 1:
             return gathered[0]
         pieces = gathered.unflatten(2, (self.chunks, gathered.shape[2] // self.chunks))
@@ -134,6 +143,8 @@ class Layout:
 
     def split(self, row: Tensor) -> Tensor:
         """The opposite of `merge`: [B, W * T, ...] in row order to [W, B, T, ...] in rank order."""
+        if _tokens(row, 1) != self.padded:
+            raise BadShape("row", tuple(row.shape), f"it must have {self.padded} tokens along dim 1: see `pad`")
         if self.world_size == 1:
             return row[None]
         batch, tokens, *rest = row.shape
@@ -179,7 +190,7 @@ def _places(world_size: int, owners: Owners) -> tuple[tuple[int, int], ...]:
 
 def _tokens(row: Tensor, dim: int) -> int:
     """How many a row has."""
-    check_type("row", row, Tensor, "a tensor")
+    check_dense("row", row)
     check(is_whole(dim, -row.dim(), row.dim() - 1), "dim", dim, f"a dim of the row, which has {row.dim()}")
     return row.shape[dim]
 

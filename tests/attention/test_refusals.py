@@ -35,7 +35,10 @@ SHAPES = [
     ({"sinks": torch.zeros(1, 4)}, "sinks has shape (1, 4), but it must be [4], one for each query head."),
     ({"documents": torch.zeros(3, 8).int()}, "documents has shape (3, 8), but it must be [2, 8], the whole row."),
     ({"documents": torch.zeros(7).int()}, "documents has shape (7,), but it must be [2, 8], the whole row."),
-    ({"length": 9}, "q has shape (2, 8, 4, 6), but rank 0 of 1 holds 9 of 9 tokens: see hf_ring_attn.positions."),
+    (
+        {"length": 9},
+        "q has shape (2, 8, 4, 6), but rank 0 of 1 holds 9 tokens of a row of length 9: see hf_ring_attn.positions.",
+    ),
 ]
 OPTIONS = [
     ({"k": qkv()["k"].double()}, "k.dtype=torch.float64 is not possible: it must be torch.float32."),

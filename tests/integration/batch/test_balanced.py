@@ -51,8 +51,8 @@ def test_a_loop_of_ones_own_keeps_the_zigzag(ranks: Ranks) -> None:
 
 TWO_LAYOUTS = (
     "TwoLayouts: positions() describes the zigzag layout, but this process holds a batch of a ring of 2 in the "
-    "balanced layout, where ranks hold other tokens. Use sharded.positions of that batch, or RingConfig(layout='zigzag') in "
-    "configure() or shard()."
+    "balanced layout, where ranks hold other tokens. Use sharded.positions of that batch, or "
+    "RingConfig(layout='zigzag') in configure() or shard()."
 )
 
 
