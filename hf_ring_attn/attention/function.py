@@ -78,6 +78,10 @@ def ring_attention(
     tokens are kept in float32 (float64 for float64 inputs) in both passes, on the wire too, and each gradient is
     rounded once. A query that sees no key gets 0.
 
+    Scores are float32 (float64 for float64), as in every flash attention, so a score of size s is known to s * 6e-8:
+    the relative error of out and gradients grows with the largest score, on one device too: 7e-6 at 1e2, 1e-3 at 1e4,
+    6e-2 at 1e6. Beyond 1e7 nothing of them is left, and gradients on a GPU may be nan.
+
     Args:
         q: [B, T, H, D], this rank's queries: ``row[:, positions(S, rank=rank, world_size=W)]``.
         k: [B, T, G, D], H a multiple of G; v: [B, T, G, Dv]; of q's dtype.
