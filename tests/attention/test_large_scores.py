@@ -1,4 +1,4 @@
-"""Scores so large that their last bit decides a probability: a ring's gradients are those of one device all the same."""
+"""Scores so large that their last bit decides a probability: a ring has the gradients of one device all the same."""
 
 from __future__ import annotations
 
