@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import RingAttentionError
-from . import contenders, errors, plot, profile, speed
+from . import contenders, errors, plot, profile, results, speed
 from .peers import PEERS
 from .provenance import facts
 from .workload import Workload
@@ -48,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--rings", type=int, nargs="+", default=errors.SIZES, help="of --errors: sizes that are played")
     how.add_argument("--rounds", type=int, default=5)
     how.add_argument("--profile", action="store_true", help="also save where the time goes (needs --save)")
-    how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw these saved results")
-    how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
+    how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw these results.jsonl")
+    how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -68,6 +67,7 @@ def run(given: argparse.Namespace) -> int:
                 return 2
             parts = given.errors or errors.PARTS
             return errors.run(works, ring, parts, given.rings, given.kernel, chosen, given.save)
+        head = {**facts(), "ranks": ring.size, "rounds": given.rounds}
         if first:
             sys.stdout.write(speed.HEAD + "\n")
         rows: list[dict[str, Any]] = []
@@ -82,9 +82,7 @@ def run(given: argparse.Namespace) -> int:
                 sys.stdout.write("\n".join(speed.table(found)) + "\n")
                 sys.stdout.flush()
             if first and given.save:  # after each row, so that a job that is stopped leaves what it has measured
-                given.save.mkdir(parents=True, exist_ok=True)
-                result = {**facts(), "ranks": ring.size, "rounds": given.rounds, "rows": rows}
-                (given.save / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+                results.save(given.save, "speed", head, rows)
             if given.profile and given.save:
                 profile.save(work, ring, given.kernel, chosen, given.save)
     return 0

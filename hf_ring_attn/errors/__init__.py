@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import Refused, RingAttentionError
 from .batches import (
     BadBatch,
+    LateLayout,
     LayerWithoutSpec,
     LossNotSharded,
     LossWithoutLabels,
@@ -22,7 +23,6 @@ from .batches import (
     SelfCheckNotRun,
     SelfCheckRaised,
     ShardedMask,
-    UnknownForward,
     UnknownMask,
     UnknownOutput,
     UnknownTrainer,
@@ -87,6 +87,7 @@ __all__ = [
     "DispatchedBatches",
     "HeadReadPastFsdp",
     "ImportedTooEarly",
+    "LateLayout",
     "LaunchedTwice",
     "LayerWithoutSpec",
     "LeftHalfway",
@@ -129,7 +130,6 @@ __all__ = [
     "TorchHandlerWithRing",
     "TwoLayouts",
     "UnevenLength",
-    "UnknownForward",
     "UnknownMask",
     "UnknownOutput",
     "UnknownTrainer",

@@ -91,8 +91,8 @@ class SecondGradient(Refused):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"a gradient of {what} was differentiated again (create_graph=True: a gradient penalty, a Hessian). "
-            "Kernels and messages compute it, so autograd does not know its derivative. Leave that term out, estimate it by "
-            "finite differences, or train without a ring and with attn_implementation='eager'."
+            "Kernels and messages compute it, so autograd does not know its derivative. Leave that term out, "
+            "estimate it by finite differences, or train without a ring and with attn_implementation='eager'."
         )
 
 
@@ -109,8 +109,8 @@ class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(
             "an exception that was caught (out of memory, for example) interrupted an earlier attention of this ring "
-            "on this rank. Messages of the ranks no longer match, so the next answer could be wrong. Start the job again, "
-            "or make the ring in a new process group."
+            "on this rank. Messages of the ranks no longer match, so the next answer could be wrong. Start the job "
+            "again, or make the ring in a new process group."
         )
 
 
@@ -190,6 +190,6 @@ class NoMatplotlib(RingAttentionError):
 class NotAResult(RingAttentionError):
     def __init__(self, file: str, why: str) -> None:
         super().__init__(
-            f"{file} holds nothing to plot ({why}). Give a speed.json or errors.json of hf-ring-attn bench --save, or "
-            "a depth.json of recipes/benchmarks/depth.py --save."
+            f"{file} holds nothing to plot ({why}). Give a results.jsonl of hf-ring-attn bench --save "
+            "or of recipes/benchmarks/depth.py --save."
         )

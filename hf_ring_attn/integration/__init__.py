@@ -8,9 +8,10 @@ from __future__ import annotations
 from .attention import masks
 from .attention.function import NAME, ring_attention_forward
 from .attention.masks import ring_mask
+from .context.model_record import forget_models
 from .hosts import accelerate, sft_trainer, trainer
 from .model import structure
-from .patching import changes
+from .patching import changes, hooks
 
 CHANGES = [
     changes.Registration("transformers.modeling_utils:AttentionInterface", NAME, ring_attention_forward),
@@ -35,3 +36,5 @@ def install() -> None:
 def uninstall() -> None:
     """Undoes the registrations and every patch of transformers, accelerate and trl."""
     changes.uninstall()
+    hooks.detach_all()
+    forget_models()

@@ -19,6 +19,14 @@ from tests.helpers.rank_functions import qkv
 IDS = torch.arange(16).view(2, 8)
 
 
+class Config:
+    _attn_implementation = "ring_fp32"
+
+
+MODEL = nn.Linear(1, 1)
+MODEL.config = Config()
+
+
 class Entry(NamedTuple):
     """A function, arguments that it takes, and which of them are tried; a wrong one may be named by its partners."""
 
@@ -47,7 +55,7 @@ ENTRIES = {
         "backward": "ring", "heads_per_gather": None, "traffic": "auto", "loss": "sharded", "layout": "auto",
         "pad": True, "deterministic": False, "save_attention": False, "self_check": True,
     }),
-    "configure": Entry(hf_ring_attn.configure, {"model": nn.Linear(1, 1), "config": RingConfig()}),
+    "configure": Entry(hf_ring_attn.configure, {"model": MODEL, "config": RingConfig()}),
     "shard": Entry(
         hf_ring_attn.shard, {"batch": {"input_ids": IDS}, "group": None, "config": None, "model": None},
         partners=("input_ids",),

@@ -15,9 +15,7 @@ FILES: list[ModuleType] = [core]
 """The files of errors that are held to this."""
 
 MOST_WORDS = 60
-BANNED = re.compile(
-    r"\b(told|tells?|dealt|deals?|lies?|kept|half-way|let go|were not to be had|of (one|its|their)s? own|say)\b"
-)
+BANNED = re.compile(r"\b(told|tells?|dealt|deals?|lies?|kept|half-way|let go|to be had|of (one|its|their)s? own|say)\b")
 
 ARGUMENTS: dict[str, Any] = {
     "length": 4097, "world_size": 8, "pads": True, "name": "documents", "got": (2, 4096), "what": "input_ids[0, 17]",

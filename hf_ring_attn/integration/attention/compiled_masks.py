@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...sharding.mask import UNBOUNDED
-from ..context.batch_context import Scope
+from ..context.batch_context import BatchContext
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,12 @@ def band_of(mask_function: Callable[..., Any]) -> tuple[int, int]:
     return known.lo, known.hi
 
 
-def fits(scope: Scope, config: Any, rows: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any) -> bool:
+def fits(
+    context: BatchContext, config: Any, rows: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any
+) -> bool:
     """Whether a mask of these sizes is that of a shard, for a model that was prepared."""
-    if scope.late or not any(config is known for known in scope.configs):
+    if context.text is not None or not any(config is known for known in context.log.configs):
         return False
     if not (isinstance(q_offset, int) and isinstance(kv_offset, int)) or q_offset != 0 or kv_offset != 0:
         return False
-    return (rows, q_length, kv_length) == (*scope.share.shape, scope.share.shape[1])
+    return (rows, q_length, kv_length) == (*context.share.shape, context.share.shape[1])

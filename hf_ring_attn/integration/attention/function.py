@@ -115,13 +115,13 @@ def _scored(spec: MaskSpec, function: ScoreFunction, params: Params, q: Tensor, 
     config, length = spec.config, spec.layout.length
     mod = ScoreMod.of(function, q.device, config.deterministic)
     agree_on_scores(Ring(spec.plan.ring), mod, q.device)
-    scope = batch_context.current()
-    if scope is not None:
-        replicas.watch_learned(mod.name, mod.captured, scope)
+    context = batch_context.current()
+    if context is not None:
+        replicas.watch_learned(mod.name, mod.captured, context)
     params = replace(params, score_mod=mod)
     request = replace(Request(*_facts(spec, params, q, k, v)), score_mod=True)
     kernel = kernel_for_scores(spec.plan.ring, config.kernel, request, params, spec.mask, q.shape[0], length)
-    _note(spec.scope is not None, kernel, request)
+    _note(spec.context is not None, kernel, request)
     out: Tensor = attend_scored(
         q, k, v, spec.plan, params, kernel=kernel, backward=config.backward, heads_per_gather=config.heads_per_gather,
         traffic=config.traffic,
@@ -153,7 +153,7 @@ def _is_causal(spec: MaskSpec) -> bool:
 
 def _kernel(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:
     """The kernel's name."""
-    asked = (spec.scope is not None, spec.plan.ring, spec.config.kernel, *_facts(spec, params, q, k, v))
+    asked = (spec.context is not None, spec.plan.ring, spec.config.kernel, *_facts(spec, params, q, k, v))
     if not torch.compiler.is_dynamo_compiling():
         return _chosen(*asked)
     name: str = _chosen_once(*asked)
@@ -194,14 +194,14 @@ def _chosen(scoped: bool, ring: str, name: str, *facts: Any) -> str:
 
 def _note(scoped: bool, kernel: str, request: Request) -> None:
     """For the line at start."""
-    scope = batch_context.current()
+    context = batch_context.current()
     if not scoped:
         say(f"no ring active; kernel {kernel}")
-    elif scope is not None:  # not in a recompute
-        scope.kernel = kernel
-        scope.features.update(name for name in ("softcap", "sinks", "score_mod") if getattr(request, name))
-        scope.scored += request.score_mod
-        scope.plain += not request.score_mod
+    elif context is not None:  # not in a recompute
+        context.log.kernel = kernel
+        context.log.features.update(name for name in ("softcap", "sinks", "score_mod") if getattr(request, name))
+        context.log.scored += request.score_mod
+        context.log.plain += not request.score_mod
 
 
 def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -219,8 +219,8 @@ def _local(
     dropout: float, softcap: float | None, s_aux: Tensor | None, sinks: Tensor | None, kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention outside any ring with a mask that is not ours: cached decoding and foreign towers."""
-    scope = batch_context.current()
-    if scope is not None and not scope.before_text:
+    context = batch_context.current()
+    if context is not None and not context.before_text:
         raise errors.LayerWithoutSpec(type(module).__name__, "nothing" if mask is None else type(mask).__name__)
     if softcap is None and s_aux is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)

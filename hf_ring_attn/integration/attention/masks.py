@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ from ...sharding.plan import Plan
 from ..context import batch_context, model_record
 from ..context.batch_context import MaskSpec
 from ..context.mask_functions import MaskExpr, SameGroup, looks_ahead, recognise, terms_of
+from ..context.model_record import latest_record
 from ..model import admission, call_inputs
 from ..patching.changes import Patch, render
 from . import compiled_masks
@@ -52,13 +52,13 @@ def ring_mask(
         Refused: for a mask or a model that a ring cannot do exactly, before any attention is computed.
     """
     if torch.compiler.is_dynamo_compiling() and compiled_masks.readable(attention_mask, config, kwargs):
-        scope = batch_context.current()
-        if scope is not None and compiled_masks.fits(
-            scope, config, batch_size, q_length, kv_length, q_offset, kv_offset
+        context = batch_context.current()
+        if context is not None and compiled_masks.fits(
+            context, config, batch_size, q_length, kv_length, q_offset, kv_offset
         ):
             name = _ahead(*compiled_masks.band_of(mask_function))
             if name:
-                spec: MaskSpec = getattr(scope.compiled_masks, name)
+                spec: MaskSpec = getattr(context.compiled_masks, name)
                 return spec
     mask: MaskSpec | Tensor | None = _ring_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, config, kwargs
@@ -70,28 +70,28 @@ def ring_mask(
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _ahead(lo: int, hi: int) -> str:
     """The name of the current batch's mask of this band among those made ahead; "" if it is refused."""
-    scope, band = batch_context.current(), Band(lo, hi)
-    assert scope is not None, "a compiler asks inside a batch"
-    if not _prepare_mask(scope, band):
+    context, band = batch_context.current(), Band(lo, hi)
+    assert context is not None, "a compiler asks inside a batch"
+    if not _prepare_mask(context, band):
         return ""
-    for model in scope.models:
-        _BANDS.setdefault(model, set()).add(band)
+    for model in context.log.models:
+        latest_record(model).state(_Bands).add(band)
     return _name(band)
 
 
-_BANDS: weakref.WeakKeyDictionary[nn.Module, set[Band]] = weakref.WeakKeyDictionary()
-"""The masks that compilers met in a model."""
+class _Bands(set[Band]):
+    """The masks that compilers met in a model."""
 
 
-def prepare_masks(model: nn.Module, scope: batch_context.Scope) -> None:
+def prepare_masks(model: nn.Module, context: batch_context.BatchContext) -> None:
     """Makes the masks that the compiled ``model`` is going to look up; nothing for others."""
-    for band in sorted(_BANDS.get(model, ())):
-        _prepare_mask(scope, band)
+    for band in sorted(latest_record(model).state(_Bands)):
+        _prepare_mask(context, band)
 
 
-def _prepare_mask(scope: batch_context.Scope, band: Band) -> bool:
+def _prepare_mask(context: batch_context.BatchContext, band: Band) -> bool:
     try:
-        setattr(scope.compiled_masks, _name(band), _of_shard(scope, band, scope.rows))
+        setattr(context.compiled_masks, _name(band), _of_shard(context, band, context.facts.rows))
     except errors.Refused:  # not looked up then: the model asks for it outside its graph, and is told
         return False
     return True
@@ -109,13 +109,13 @@ def _ring_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int, kv_offset: int, mask_function: Callable[..., Any],
     attention_mask: Tensor | None, config: Any, kwargs: dict[str, Any],
 ) -> MaskSpec | Tensor | None:  # fmt: skip
-    scope = batch_context.current()
+    context = batch_context.current()
     whole = q_length == kv_length and _is_zero(q_offset) and _is_zero(kv_offset)
-    if scope is not None and scope.before_text:
-        if whole and config is scope.text_config:
-            return _spec_of_whole_rows(scope.layout, scope, batch_size, mask_function, attention_mask, config)
-        scope = None  # a vision tower's
-    if scope is None:
+    if context is not None and context.text is not None and context.before_text:
+        if whole and config is context.text.config:
+            return _spec_of_whole_rows(context.layout, context, batch_size, mask_function, attention_mask, config)
+        context = None  # a vision tower's
+    if context is None:
         if not whole:
             # An explicit mask, also where it would be plain causal: softcap and sinks take the model's own eager code.
             kwargs["allow_is_causal_skip"] = False
@@ -128,42 +128,42 @@ def _ring_mask(
             raise errors.MaskOutsideRing()
         layout = Layout(q_length, 1, 0)
         return _spec_of_whole_rows(layout, None, batch_size, mask_function, attention_mask, config)
-    if not whole or q_length != scope.layout.local_length:
-        raise errors.UnshardedInput(q_length, kv_length, scope.layout.local_length, scope.layout.length)
-    admission.refuse(config, scope)
-    return _of_shard(scope, recognise(mask_function), batch_size)
+    if not whole or q_length != context.layout.local_length:
+        raise errors.UnshardedInput(q_length, kv_length, context.layout.local_length, context.layout.length)
+    admission.refuse(config, context)
+    return _of_shard(context, recognise(mask_function), batch_size)
 
 
 def _is_zero(offset: int | Tensor) -> bool:
     return isinstance(offset, int) and offset == 0
 
 
-def _of_shard(scope: batch_context.Scope, seen: MaskExpr, batch: int) -> MaskSpec:
-    scope.admit()
+def _of_shard(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
+    context.admit()
     if looks_ahead(seen):
-        scope.refuse_labels_of_bidirectional()
-    return scope.spec(seen, batch, functools.partial(_spec, scope))
+        context.refuse_labels_of_bidirectional()
+    return context.spec(seen, batch, functools.partial(_spec, context))
 
 
-def _spec(scope: batch_context.Scope, seen: MaskExpr, batch: int) -> MaskSpec:
+def _spec(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
     """The spec of a shard. What masking_utils closes over is one rank's share: the whole batch's is used here."""
 
     def alike(part: SameGroup) -> Terms:
         if part.kind == "chunks":
-            positions = scope.positions if CHUNKS_BY_POSITION else None
-            return _chunks(part.size, batch, scope.layout.padded, scope.hidden, positions)
+            positions = context.facts.positions if CHUNKS_BY_POSITION else None
+            return _chunks(part.size, batch, context.layout.padded, context.facts.hidden, positions)
         assert part.tensor is not None
-        if part.kind == "blocks" and scope.blocks is None and not bool((part.tensor >= 0).any()):
+        if part.kind == "blocks" and context.facts.blocks is None and not bool((part.tensor >= 0).any()):
             return ()
-        if part.kind == "blocks" and scope.blocks is not None:
-            mine = scope.layout.shard(scope.blocks, 1)
+        if part.kind == "blocks" and context.facts.blocks is not None:
+            mine = context.layout.shard(context.facts.blocks, 1)
             if torch.equal(mine, part.tensor.to("cpu", torch.int64).expand(batch, -1)):
-                return (Term(ids=scope.blocks),)
+                return (Term(ids=context.facts.blocks),)
         raise errors.ShardedMask(part.kind)
 
-    terms = both(terms_of(seen, alike), (Term(ids=scope.documents),))
-    mask = Mask.of_terms(terms, batch, scope.layout.padded, scope.hidden)
-    return MaskSpec(_plan(scope.ring.name, scope.layout, mask), scope.layout, mask, seen, scope.config, scope)
+    terms = both(terms_of(seen, alike), (Term(ids=context.facts.documents),))
+    mask = Mask.of_terms(terms, batch, context.layout.padded, context.facts.hidden)
+    return MaskSpec(_plan(context.ring.name, context.layout, mask), context.layout, mask, seen, context.config, context)
 
 
 def _chunks(size: int, batch: int, length: int, hidden: Tensor | None, positions: Tensor | None) -> Terms:
@@ -184,17 +184,17 @@ def _plan(ring: str, layout: Layout, mask: Mask) -> Plan:
 
 
 def _spec_of_whole_rows(
-    layout: Layout, scope: batch_context.Scope | None, batch: int, mask_function: Callable[..., Any],
+    layout: Layout, context: batch_context.BatchContext | None, batch: int, mask_function: Callable[..., Any],
     attention_mask: Tensor | None, config: Any,
 ) -> MaskSpec:  # fmt: skip
     """The spec of a call with whole rows: documents and padding come from this call alone.
 
     Args:
-        scope: the batch that is cut later, where the text model begins; None for a ring of one.
+        context: the batch that is cut later, where the text model begins; None for a ring of one.
     """
     length, seen = layout.length, recognise(mask_function)
-    if scope is not None and looks_ahead(seen):
-        scope.refuse_labels_of_bidirectional()
+    if context is not None and looks_ahead(seen):
+        context.refuse_labels_of_bidirectional()
     hidden = None
     if attention_mask is not None:
         hidden = ~attention_mask[:, :length].to("cpu", torch.bool)
@@ -211,9 +211,9 @@ def _spec_of_whole_rows(
     if layout.padded > length:
         terms = both(terms, (Term(ids=layout.pad(torch.zeros(batch, length, dtype=torch.int64), 1, -1)),))
     mask = Mask.of_terms(terms, batch, layout.padded, hidden)
-    if scope is None:
+    if context is None:
         return MaskSpec(_plan(LOCAL, layout, mask), layout, mask, seen, model_record.ring_config(config), None)
-    return MaskSpec(_plan(scope.ring.name, layout, mask), layout, mask, seen, scope.config, scope)
+    return MaskSpec(_plan(context.ring.name, layout, mask), layout, mask, seen, context.config, context)
 
 
 # ---- masks that are handed on ----------------------------------------------------------------------------------------
@@ -243,15 +243,15 @@ def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse_share(given: Mapping[str, Any]) -> None:
     """Refuses a mask of one rank's tokens that is made in no ring, and one for which transformers would look for
     documents in their positions: there the zigzag seems to begin another one, but not on every rank."""
-    scope, mask, positions = batch_context.current(), given["attention_mask"], given["position_ids"]
+    context, mask, positions = batch_context.current(), given["attention_mask"], given["position_ids"]
     if given["config"]._attn_implementation != "ring_fp32":
         return
-    if scope is None:
+    if context is None:
         if torch._C._current_graph_task_id() == -1:  # else a recompute, of which `ring_mask` says more
             call_inputs.refuse_outside((mask, positions))
         return
     by_positions = positions is not None and mask is None and given["past_key_values"] is None
-    if by_positions and scope.ring.size > 1 and not scope.before_text:
+    if by_positions and context.ring.size > 1 and not context.before_text:
         raise errors.ShardedMask("documents")
 
 

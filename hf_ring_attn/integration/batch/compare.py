@@ -35,7 +35,7 @@ def empty_facts(config: RingConfig, batch: Mapping[str, Any]) -> dict[str, objec
 
 
 def inputs_of(batch: Mapping[str, Any], tokens: Tensor) -> dict[str, object]:
-    """The batch's inputs, as `facts_of` names them."""
+    """The batch's inputs, as `empty_facts` names them."""
     told = {name: batch.get(name) for name in TOLD}
     return {_tokens(batch): tokens, **told, _rest(batch): {name: batch[name] for name in _others(batch)}}
 

@@ -21,11 +21,14 @@ from ...sharding.layout import Layout, note_balanced
 from ...traffic import interruption_guard
 from ..attention import masks
 from ..context import batch_context, model_record, ring_random, shared_kv
+from ..context.batch_context import BatchContext
 from ..context.cut import cut
 from ..context.mesh import find_ring
-from ..context.tracked_input import track
+from ..context.shared_kv import SharedKV
+from ..context.tracked_input import TrackedInputs, track
 from ..context.whole_batch import tokens_of, whole_rows
 from ..model import admission, call_inputs, fsdp, replicas
+from ..model.replicas import ReducedGradients
 from ..selfcheck import check, row
 from . import compare
 from .announce import announce
@@ -44,16 +47,16 @@ class Sharded:
     """
 
     inputs: dict[str, Any]
-    scope: batch_context.Scope
+    context: BatchContext
     _context: AbstractContextManager[None] | None = field(default=None, repr=False)
 
     @property
     def ring(self) -> Ring:
-        return self.scope.ring
+        return self.context.ring
 
     @property
     def layout(self) -> Layout:
-        return self.scope.layout
+        return self.context.layout
 
     @property
     def positions(self) -> Tensor:
@@ -63,7 +66,7 @@ class Sharded:
         return self.layout.positions()
 
     def __enter__(self) -> Sharded:
-        self._context = ring_context(self.scope)
+        self._context = ring_context(self.context)
         self._context.__enter__()
         return self
 
@@ -97,14 +100,14 @@ class Sharded:
         if self.ring.size == 1:
             return
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.scope.reduced.update(map(id, trained))
+        self.context.state(ReducedGradients).update(map(id, trained))
         # A rank without a gradient (an unused expert, say) still has to take part in the sum.
         gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
         for parameter, mean in zip(trained, self.ring.means(gradients), strict=True):
             parameter.grad = mean
 
     def _refuse_unused(self, method: str) -> None:
-        if self.ring.size > 1 and not self.scope.entered:
+        if self.ring.size > 1 and not self.context.log.entered:
             raise errors.NotEntered(f"sharded.{method}() was called")
 
 
@@ -137,7 +140,7 @@ def shard(
             attention_mask [B, S], position_ids [B, S], num_items_in_batch (of all the batches that a step adds up) ...
             The same on every rank of the ring; it is not changed.
         group: the process group of the ring; None: accelerate's "cp" axis, else the world.
-        config: options; None: those of ``model`` if given, else the defaults.
+        config: options; None: those set on the model (`configure`), else the defaults.
         model: the model that will run; only needed where it is compiled as a whole, to prepare it without hooks.
 
     Raises:
@@ -146,7 +149,8 @@ def shard(
         LeftHalfway: an error ended an earlier attention of this ring half-way.
     """
     sharded = shard_for(batch, group, config, model)
-    sharded.scope.handed |= track(sharded.inputs, call_inputs.COUNTED)  # a trainer counts by itself
+    counted = track(sharded.inputs, call_inputs.COUNTED)  # not in trainers, which count by themselves
+    sharded.context.state(TrackedInputs).update(counted)
     return sharded
 
 
@@ -164,9 +168,11 @@ def shard_for(
     ring = find_ring(group)
     interruption_guard(ring).check()  # what is compared below would be taken for the rest of that attention
     if config is None:
-        config = RingConfig() if model is None else model_record.options_of(model)
+        options = RingConfig() if model is None else model_record.options_of(model)
+    else:
+        options = config
     refusal: errors.Refused | None = None
-    facts = compare.empty_facts(config, batch)
+    facts = compare.empty_facts(options, batch)
     device = torch.device("cpu")
     try:
         tokens = tokens_of(batch)
@@ -174,7 +180,7 @@ def shard_for(
         facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
             facts.update(compare.inputs_of(batch, tokens))
-        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), config)
+        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options)
         facts["layout"] = whole.layout.owners
     except errors.Refused as error:
         refusal = error
@@ -190,28 +196,35 @@ def shard_for(
     if compiled:
         shared_kv.go_by_bits()
 
-    sharded = Sharded(*cut(batch, whole, ring, config, model is None or fsdp.is_sharded(model)))
-    sharded.scope.whole_loss = whole_loss
-    sharded.scope.handed = track(sharded.inputs, call_inputs.PLACES)
-    batch_context.LIVE.add(sharded.scope)
+    sharded = Sharded(*cut(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
+    context = sharded.context
+    context.keeps_labels = whole_loss
+    context.learn(explicit=config is not None)
+    context.state(TrackedInputs).update(track(sharded.inputs, call_inputs.PLACES))
+    batch_context.LIVE.add(context)
     if whole.layout.owners:
-        note_balanced(sharded.scope, ring.size)
-    if sharded.scope.late and ring.size > 1:
+        note_balanced(context, ring.size)
+    if context.text is not None and ring.size > 1:
         seeds = ring.numbers(ring_random.drawn(), ring.small_device(device), "told its seed")
-        sharded.scope.randomness = ring_random.RingRandomness(seeds[0], ring.rank)
-    sharded.scope.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, sharded.scope)
+        context.text.random = ring_random.RingRandomness(seeds[0], ring.rank)
+    context.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, context)
     if model is not None:
-        admission.bind(model, sharded.scope)
-        check.check(model, sharded.scope)
-        masks.prepare_masks(model, sharded.scope)
+        _admit(model, context)
     return sharded
 
 
 _NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=model)"
 
 
+def _admit(model: nn.Module, context: BatchContext) -> None:
+    """Everything that is done with an outermost model before it runs in a ring."""
+    record = admission.bind(model, context)
+    check.check(model, context, record)
+    masks.prepare_masks(model, context)
+
+
 @contextmanager
-def ring_context(scope: batch_context.Scope) -> Iterator[None]:
+def ring_context(context: BatchContext) -> Iterator[None]:
     """The context of a sharded batch: makes its ring active, and binds every model at its first call inside."""
 
     handles: list[RemovableHandle] = []
@@ -222,13 +235,11 @@ def ring_context(scope: batch_context.Scope) -> Iterator[None]:
     def before(module: nn.Module, _inputs: Any) -> None:
         # A module without weights is no model: the activation that a layer makes anew for each call, a loss. Nor is
         # what a score_mod is made of.
-        known = id(module) in scope.checked or in_score_mod()
+        known = id(module) in context.log.seen or in_score_mod()
         if not known and next(module.parameters(), None) is not None:
-            admission.bind(module, scope)
-            check.check(module, scope)
-            replicas.note_trained(module, scope)
-            masks.prepare_masks(module, scope)
-            watched.extend(call_inputs.watch(module, scope, inside=True))
+            _admit(module, context)
+            replicas.note_trained(module, context)
+            watched.extend(call_inputs.watch(module, context, inside=True))
             if _holds_compiled(module):  # which would trace the hook, and compile anew for that of each batch
                 handles.pop().remove()
                 handles.append(module.register_forward_hook(after, always_call=True))
@@ -242,26 +253,27 @@ def ring_context(scope: batch_context.Scope) -> Iterator[None]:
         handles.append(torch.nn.modules.module.register_module_forward_pre_hook(before))
 
     replicas.warn_if_not_reduced()
-    scope.entered = True
-    if not scope.checked:  # a model that was bound by name needs no hooks
+    context.log.entered = True
+    if not context.log.seen:  # a model that was bound by name needs no hooks
         watch()
-    for model in scope.models:
-        replicas.compare(model, scope)
-        watched.extend(call_inputs.watch(model, scope))
-    if scope.randomness is not None:
-        scope.randomness.enter()
+    for model in context.log.models:
+        replicas.compare(model, context)
+        watched.extend(call_inputs.watch(model, context))
+    random = None if context.text is None else context.text.random
+    if random is not None:
+        random.enter()
     try:
-        with batch_context.activate(scope):
+        with batch_context.activate(context):
             yield
     finally:
-        if scope.randomness is not None:
-            scope.randomness.leave()
-        scope.shared.clear()
+        if random is not None:
+            random.leave()
+        context.state(SharedKV).clear()
         for handle in handles:
             handle.remove()
         for undo in watched:
             undo()
-    announce(scope)
+    announce(context)
 
 
 def _holds_compiled(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...comm.ring import Ring
 from ...config import RingConfig
 from ...sharding.layout import Layout
-from .batch_context import Scope
+from .batch_context import BatchContext, BatchFacts, TextModel
 from .whole_batch import PADDING, MaskFacts, WholeBatch, tokens_of, whole_rows
 
 
@@ -18,7 +18,7 @@ class Share(NamedTuple):
     """What one rank holds of a batch."""
 
     inputs: dict[str, Any]
-    scope: Scope
+    context: BatchContext
 
 
 def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) -> Share:
@@ -42,11 +42,12 @@ def cut(
             model is called with: of 1250 tokens it makes 1248 in bfloat16. A tensor spares a compiler one graph.
     """
     layout, seen = whole.layout, MaskFacts() if whole.facts is None else whole.facts
-    scope = Scope(
-        ring, layout, config, seen.documents, seen.hidden, seen.positions, seen.blocks, whole.max_position,
-        has_labels=whole.items is not None, late=whole.facts is None, rows=tokens_of(batch).shape[0],
+    facts = BatchFacts(
+        documents=seen.documents, hidden=seen.hidden, positions=seen.positions, blocks=seen.blocks,
+        max_position=whole.max_position, rows=tokens_of(batch).shape[0], has_labels=whole.items is not None,
         numbered=whole.facts is not None and batch.get("position_ids") is None,
     )  # fmt: skip
+    context = BatchContext(ring, layout, config, facts, TextModel() if whole.facts is None else None)
     inputs = {
         name: layout.shard(layout.pad(x, 1, PADDING.get(name, 0)), 1) if name in whole.names else x
         for name, x in whole.inputs.items()
@@ -56,4 +57,4 @@ def cut(
         number = items.item() if count_as_number and isinstance(items, Tensor) else items
         inputs["num_items_in_batch"] = number / ring.size
     inputs["use_cache"] = False
-    return Share(inputs, scope)
+    return Share(inputs, context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,12 +25,16 @@ def uses_ring(model: nn.Module) -> bool:
     return any(config._attn_implementation == "ring_fp32" for config in configs_of(model))
 
 
+def unwrapped(model: nn.Module) -> list[nn.Module]:
+    """``model``, then the model inside it, as long as it is DDP or what torch.compile returns; the last is neither."""
+    is_ddp = type(model).__name__ == "DistributedDataParallel"
+    inner = model._modules.get("module" if is_ddp else "_orig_mod")
+    return [model] if inner is None else [model, *unwrapped(inner)]
+
+
 def inside(model: nn.Module) -> nn.Module:
     """The model inside DDP, which would note a forward without gradients, and inside what torch.compile returns."""
-    if type(model).__name__ == "DistributedDataParallel":
-        return inside(model._modules["module"])  # type: ignore[arg-type]  # it always has one
-    compiled = model._modules.get("_orig_mod")
-    return model if compiled is None else inside(compiled)
+    return unwrapped(model)[-1]
 
 
 def parameters_of(model: nn.Module, names: Iterable[str] = ()) -> list[str]:
@@ -58,3 +63,9 @@ def head_of(model: nn.Module) -> Any:
 def is_unit(module: nn.Module) -> bool:
     """What `fully_shard` was called with: by name, since torch.distributed is not imported here."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def uses_interface(model: nn.Module) -> bool:
+    """Returns True if the file of any transformers model in ``model`` refers to the attention interface."""
+    files = {type(module).__module__ for module in model.modules() if "config" in module.__dict__}
+    return any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)

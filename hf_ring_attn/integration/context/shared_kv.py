@@ -22,24 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...sharding.plan import Plan
 from ...traffic import ComparedKV, GatheredKV, LayerRole
-from ...traffic.gathered_kv import LAST, MAKES, TAKES, recomputing, small
+from ...traffic.gathered_kv import LAST, MAKES, recomputing
 
-_MAKES, _TAKES = "store_full_length_kv", "is_kv_shared_layer"
-"""transformers' attributes of attention modules that have these roles."""
-
-_ROLE = "_hf_ring_attn_role"
-"""Ours: a tensor [1], for a compiler makes a new graph for each number, and layers of one kind are to have one."""
-
-
-def install(model: nn.Module) -> None:
-    """Marks the layers of ``model`` that share keys and values by their roles."""
-    layers = [module for module in model.modules() if {_MAKES, _TAKES} <= vars(module).keys()]
-    takers = [module for module in layers if getattr(module, _TAKES)]
-    for module in layers if takers else []:
-        if module in takers:
-            vars(module)[_ROLE] = small(LAST if module is takers[-1] else TAKES)
-        elif getattr(module, _MAKES):
-            vars(module)[_ROLE] = small(MAKES)
+ROLE = "_hf_ring_attn_role"
+"""Our attribute of attention modules: a tensor [1], for a compiler makes a new graph for each number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +72,7 @@ class SharedKV:
             return None
         if key.is_inference():  # it has no count of its changes
             return None
-        role = int(vars(module).get(_ROLE, 0))
+        role = int(vars(module).get(ROLE, 0))
         versions = key._version, value._version
         made: _Made | None = self._made.get(key)
         if made is None and role == MAKES:
@@ -105,7 +91,7 @@ class SharedKV:
         return role
 
     def _role(self, module: nn.Module) -> LayerRole | None:
-        role: Tensor | None = module.__dict__.get(_ROLE)
+        role: Tensor | None = module.__dict__.get(ROLE)
         return None if role is None else LayerRole(self._compared.number, role)
 
 

@@ -49,3 +49,7 @@ def _facts(x: Tensor) -> tuple[Any, ...]:
 def track(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, TrackedInput]:
     """Those of the inputs that a model must be given as they are."""
     return {name: TrackedInput(inputs[name], _version(inputs[name])) for name in names if name in inputs}
+
+
+class TrackedInputs(dict[str, TrackedInput]):
+    """The inputs of one batch that a model must be given as they are, by name."""

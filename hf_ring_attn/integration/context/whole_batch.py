@@ -36,7 +36,7 @@ FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
 
 @dataclass(eq=False)
 class MaskFacts:
-    """What a mask needs to know of whole rows, padded, on the CPU: see `Scope`."""
+    """What a mask needs to know of whole rows, padded, on the CPU: see `BatchContext`."""
 
     documents: Tensor | None = None
     hidden: Tensor | None = None

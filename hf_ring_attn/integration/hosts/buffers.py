@@ -112,7 +112,7 @@ def sharded_buffers(
         yield
 
 
-class _Unnamed(batch_context.Scope):
+class _Unnamed(batch_context.BatchContext):
     """Stands where no prepared model is running: a mask made there would take a shard for a row."""
 
     def admit(self) -> NoReturn:

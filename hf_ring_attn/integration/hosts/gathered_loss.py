@@ -47,7 +47,7 @@ def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
         return args, {name: x for name, x in kwargs.items() if name not in HANDED_OVER}
 
     def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
-        if batch_context.current() is not sharded.scope:  # the self-check's row
+        if batch_context.current() is not sharded.context:  # the self-check's row
             return output
         if not isinstance(output, Mapping) or output.get("logits") is None:
             raise errors.NoLogits()

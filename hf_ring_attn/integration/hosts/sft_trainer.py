@@ -13,6 +13,7 @@ from ... import errors
 from ..context import batch_context, introspect
 from ..context.whole_batch import IGNORED
 from ..model import adapters
+from ..model.experts import AuxiliaryLoss
 from ..patching.changes import Patch
 from . import accelerate, trainer
 
@@ -28,10 +29,10 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        scope = batch_context.current()
-        if scope is None:
+        context = batch_context.current()
+        if context is None:
             return original(self, model, inputs, return_outputs, num_items_in_batch)
-        if scope.config.loss == "gathered":
+        if context.config.loss == "gathered":
             raise errors.NoLogits()
         if self.model.training and adapters.head_read_past_fsdp(self.model):
             raise errors.HeadReadPastFsdp(introspect.name_of(self.model))
@@ -48,8 +49,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         # SFTTrainer takes a count below 1 for 1, as a share of it may be: it gets the whole one, and its loss, to which
         # it adds that of experts, is multiplied here.
         shared = num_items_in_batch is not None and not self.args.average_tokens_across_devices
-        times = scope.ring.size if shared else 1
-        scope.share_of_whole = 1 / times
+        times = context.ring.size if shared else 1
+        context.state(AuxiliaryLoss).share = 1 / times
         try:
             count = num_items_in_batch * times if shared else num_items_in_batch
             result = original(self, model, inputs, return_outputs, count)
@@ -60,12 +61,12 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             # With images each rank has counted the whole rows that it was given; other rings' batches may have none.
             mask = inputs.get("attention_mask")
             counted = int(mask.sum()) if mask is not None else inputs["position_ids"].size(1)
-            mine = counted if not scope.late or scope.ring.rank == 0 else 0
+            mine = counted if context.text is None or context.ring.rank == 0 else 0
             of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device))
             self._total_train_tokens = tokens + int(of_all.sum())
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:  # which is no sum: each rank has that of the whole row
-            self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] *= times / scope.ring.size
+            self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] *= times / context.ring.size
         return (result[0] * times, result[1]) if return_outputs else result * times
 
     return compute_loss

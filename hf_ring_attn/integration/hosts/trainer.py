@@ -114,7 +114,7 @@ def _share(trainer: Any, model: nn.Module, whole: Any) -> tuple[Callable[[], Any
 def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
     """``local``: the dict with which the trainer's step goes on."""
     with sharded, _prepared(trainer, local):
-        if sharded.scope.config.loss == "gathered":
+        if sharded.context.config.loss == "gathered":
             with gathered(model, sharded):
                 yield sharded
         else:
@@ -184,21 +184,20 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        scope = batch_context.current()
-        if scope is not None and self.compute_loss_func is None and self.label_smoother is None:
+        context = batch_context.current()
+        if context is not None and self.compute_loss_func is None and self.label_smoother is None:
             num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
-        if scope is None or num_items_in_batch is None or not _counts(self):
+        if context is None or num_items_in_batch is None or not _counts(self):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
-        # The trainer's arithmetic is that of shards: it divides the count by the ring size unless ranks are averaged
-        # over, and multiplies the loss by all ranks if they are. The count that is handed on is the whole one, since
-        # losses take one below 1, as a share of it may be, for 1. A loss of whole rows is the same on every rank.
-        averaged, size = self.args.average_tokens_across_devices, scope.ring.size
-        sharded = scope.config.loss == "sharded"
-        scope.share_of_whole = 1 / size if sharded else 1.0
+        # As in a loop with `shard`: a rank's loss is its share times W, and a term that all ranks have alike is itself;
+        # the mean over ranks is the loss of the whole batch. A trainer that averages over devices counts whole batches
+        # and multiplies losses by all ranks: so the count is divided by W on its way in, the loss on its way out.
+        averaged, size = self.args.average_tokens_across_devices, context.ring.size
+        share = num_items_in_batch / size if averaged else num_items_in_batch
+        sharded = context.config.loss == "sharded"
         with nullcontext() if sharded else _smoothing(self, model):
-            count = num_items_in_batch if averaged else num_items_in_batch * size
-            result = original(self, model, inputs, return_outputs, count)
-        times = (1 if averaged else size) * (1 if sharded else 1 / size)
+            result = original(self, model, inputs, return_outputs, share if sharded else share * size)
+        times = 1 / size if averaged else 1
         return (result[0] * times, result[1]) if return_outputs else result * times
 
     return compute_loss
@@ -269,9 +268,9 @@ def predict(
         ignore_keys = [*ignore_keys, "past_key_values"]
     num_items = count(trainer, inputs) if has_labels else None
 
-    context, local = _share(trainer, model, inputs)
+    enter, local = _share(trainer, model, inputs)
     loss = outputs = None
-    with torch.no_grad(), trainer.compute_loss_context_manager(), context() as sharded:
+    with torch.no_grad(), trainer.compute_loss_context_manager(), enter() as sharded:
         if not has_labels:
             outputs = model(**local)
         elif prediction_loss_only:
@@ -295,7 +294,7 @@ def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
         return type(x)(whole_sequences(sharded, name, part) for part in x)
     layout = sharded.layout
     if name == "aux_loss" and isinstance(x, Tensor) and x.dim() == 0:  # of whole rows, on every rank
-        return x.detach() / sharded.scope.share_of_whole
+        return x.detach()
     if name == "router_logits" and isinstance(x, Tensor) and x.dim() == 2 and len(x) % layout.local_length == 0:
         return sharded.gather(x.detach().unflatten(0, (-1, layout.local_length))).flatten(0, 1)
     if isinstance(x, Tensor) and x.dim() >= 2:

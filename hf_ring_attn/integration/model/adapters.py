@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..context import introspect
+from ..context.batch_context import BatchContext
 
 EXACT = frozenset({
     "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA",
@@ -35,9 +36,9 @@ INEXACT_LORA = {
 """Options of `LoraConfig` that make another method of it."""
 
 
-def reasons(model: nn.Module) -> Iterator[str]:
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Why the adapters of ``model``, active or not, cannot be trained in a ring exactly; nothing if they can."""
-    for module in model.modules():
+    for module in model.modules() if context.ring.size > 1 else ():
         adapters: Any = getattr(module, "peft_config", None)
         if adapters:
             for name, adapter in adapters.items():
@@ -70,3 +71,7 @@ def head_read_past_fsdp(model: nn.Module) -> bool:
         return False
     weight = getattr(head, "weight", None)
     return weight is not None and bool(weight.requires_grad)
+
+
+def prepare(_model: nn.Module, _context: BatchContext) -> None:
+    """Adapters need nothing."""

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from ... import errors
 from ..context import batch_context
-from ..context.batch_context import Scope
+from ..context.batch_context import BatchContext
 from ..context.introspect import name_of, parameters_of, uses_ring
+from ..context.tracked_input import TrackedInputs
 
 Undo = Callable[[], None]
 
@@ -37,13 +38,18 @@ def refuse_outside(given: Sequence[Any]) -> None:
         NotEntered: on every rank alike.
     """
     # Batches with images are not cut yet: what they hold is of the whole row, and may be the program's own.
-    shares = [handed for scope in batch_context.live_batches() if not scope.late for handed in scope.handed.values()]
+    shares = [
+        handed
+        for context in batch_context.live_batches()
+        if context.text is None
+        for handed in context.state(TrackedInputs).values()
+    ]
     if any(handed.same_memory(x) for handed in shares for x in given):
         raise errors.NotEntered("a model was called with what shard() made")
 
 
 def _refuse_others(
-    model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], scope: Scope, has_loss: bool
+    model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], context: BatchContext, has_loss: bool
 ) -> None:
     """Refuses a call of ``model`` without what `shard` made, or with something else, on every rank alike.
 
@@ -52,13 +58,13 @@ def _refuse_others(
     Args:
         has_loss: whether the model returned one.
     """
-    names = parameters_of(model, scope.handed)
+    names = parameters_of(model, context.state(TrackedInputs))
     given = {**dict(zip(names, args, strict=False)), **given}
     counts = {name for name in COUNTED[:2] if given.get(name) is not None}
     counted = COUNTED[1:] if "labels" in counts else COUNTED[2:] if counts and has_loss else ()
     needed = {*PLACES, *counted}
     missing, other, copies = [], [], []
-    for name, handed in scope.handed.items():
+    for name, handed in context.state(TrackedInputs).items():
         x = given.get(name)
         if x is None:
             if name in needed and name in names:
@@ -72,11 +78,11 @@ def _refuse_others(
     if missing or other:
         raise errors.OtherInputs(name_of(model), missing, other)
     if copies:
-        other = [name for name in copies if not scope.handed[name].equals(given[name])]
+        other = [name for name in copies if not context.state(TrackedInputs)[name].equals(given[name])]
         refusal = errors.OtherInputs(name_of(model), [], other) if other else None
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), torch.device("cpu"))
         try:
-            scope.ring.agree({}, scope.ring.small_device(device), "", None if refusal is None else str(refusal))
+            context.ring.agree({}, context.ring.small_device(device), "", None if refusal is None else str(refusal))
         except errors.RefusedElsewhere as elsewhere:
             raise refusal or elsewhere from None
 
@@ -97,7 +103,7 @@ def _is_number(x: Any) -> bool:
 _BY_HOST = "hf_ring_attn looks at what a model's call was given"
 
 
-def watch(model: nn.Module, scope: Scope, inside: bool = False) -> list[Undo]:
+def watch(model: nn.Module, context: BatchContext, inside: bool = False) -> list[Undo]:
     """Refuses a call of ``model`` with other inputs than the sharded ones, one whose score_mod did not reach all of its
     attentions, and one that returns a loss though the batch has no labels. Returns what undoes it.
 
@@ -106,22 +112,22 @@ def watch(model: nn.Module, scope: Scope, inside: bool = False) -> list[Undo]:
     Args:
         inside: it is in its call already.
     """
-    began = [(scope.plain, scope.scored)]
-    looks = scope.ring.size > 1 and uses_ring(model)
+    began = [(context.log.plain, context.log.scored)]
+    looks = context.ring.size > 1 and uses_ring(model)
 
     @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def before(_model: nn.Module, _args: Any) -> None:
-        began[:] = [(scope.plain, scope.scored)]
+        began[:] = [(context.log.plain, context.log.scored)]
 
     @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def after(_model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
-        if looks and batch_context.current() is scope:  # else the self-check's row, or another batch
-            _refuse_others(model, args, given, scope, _has_loss(output))
-        if scope.ring.size > 1 and not scope.has_labels and _has_loss(output):
+        if looks and batch_context.current() is context:  # else the self-check's row, or another batch
+            _refuse_others(model, args, given, context, _has_loss(output))
+        if context.ring.size > 1 and not context.facts.has_labels and _has_loss(output):
             raise errors.LossWithoutLabels(name_of(model))
         if given.get("score_mod") is None:
             return
-        plain, scored = scope.plain - began[0][0], scope.scored - began[0][1]
+        plain, scored = context.log.plain - began[0][0], context.log.scored - began[0][1]
         if plain or not scored:
             raise errors.ScoreModDropped(name_of(model), scored, plain)
 

@@ -7,17 +7,26 @@ numbers a layer; all else is computed again. Only non-reentrant checkpointing ca
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ..context.batch_context import BatchContext
 from ..log import warn
 
 
-def keep_attention(model: nn.Module) -> None:
-    """Gives every checkpointed layer of transformers in ``model`` the policy, unless it has one of its own."""
+def unsupported(_model: nn.Module, _context: BatchContext) -> Iterator[str]:
+    """Every kind of checkpointing is exact."""
+    yield from ()
+
+
+def prepare(model: nn.Module, context: BatchContext) -> None:
+    """Gives every checkpointed layer of transformers in ``model`` the policy, unless it has another one."""
+    if not context.config.save_attention:
+        return
     functions = [
         (module, function)
         for module in model.modules()

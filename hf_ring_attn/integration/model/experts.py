@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -22,9 +22,17 @@ from transformers import PreTrainedModel
 from ... import errors
 from ...layers.collectives import sum_over_ring
 from ..context import batch_context
-from ..context.batch_context import Scope
+from ..context.batch_context import BatchContext
+from ..context.introspect import configs_of
 from ..patching.changes import Patch, install, render
-from .forward_source import loss_function_alone
+
+
+@dataclass
+class AuxiliaryLoss:
+    """The part of the auxiliary loss, which every rank has whole, that each rank returns."""
+
+    share: float = 1.0
+
 
 FUNCTION = "load_balancing_loss_func"
 SHARED = "transformers.models.mixtral.modeling_mixtral"
@@ -101,47 +109,30 @@ def asks(configs: Sequence[Any]) -> bool:
     return any(getattr(config, "output_router_logits", False) for config in configs)
 
 
-_CHANGES: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[Patch]]] = weakref.WeakKeyDictionary()
-"""Of each model, the changes to its files, without TRL and with it: files are looked at once, not once per batch."""
-
-
-def prepare(model: nn.Module) -> None:
+def prepare(model: nn.Module, _context: BatchContext) -> None:
     """Changes the function in the files of ``model``; the change does nothing outside a sharded batch."""
-    changes, with_trl = _CHANGES.setdefault(model, {}), "trl" in sys.modules
-    if with_trl not in changes:
-        files = _files(model)
-        if with_trl and (files or _may_ask(model)):
-            files[SHARED] = getattr(import_module(SHARED), FUNCTION)
-        changes[with_trl] = [Patch(f"{name}:{FUNCTION}", render(x), _in_a_ring) for name, x in files.items()]
-    install(changes[with_trl])
+    files = _files(model)
+    if "trl" in sys.modules and (files or _may_ask(model)):
+        files[SHARED] = getattr(import_module(SHARED), FUNCTION)
+    install([Patch(f"{name}:{FUNCTION}", render(function), _in_a_ring) for name, function in files.items()])
 
 
-def reasons(model: nn.Module, scope: Scope, configs: Sequence[Any]) -> Iterator[str]:
-    """Why the auxiliary loss that these configs ask for would not be that of whole rows."""
-    if not asks(configs):
-        return
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Reasons why the auxiliary loss would not be that of whole rows. A model without the function adds none."""
     functions = _files(model)
-    if not functions and _adds_nothing(model):
+    if context.ring.size == 1 or not functions or not asks(list(configs_of(model))):
         return
-    if not functions or not all(known(inspect.unwrap(function)) for function in functions.values()):
+    if not all(known(inspect.unwrap(function)) for function in functions.values()):
         yield f"its MoE auxiliary loss is none that is known here, and not exact on one rank's tokens; {_TODO}"
-    elif scope.config.loss == "gathered":
+    elif context.config.loss == "gathered":
         yield f"a gathered loss leaves the MoE auxiliary loss out; take loss='sharded', or {_TODO}"
-
-
-def _adds_nothing(model: nn.Module) -> bool:
-    """Whether the loss of ``model`` is its loss_function alone: DeepSeek V3 and kin balance their experts otherwise."""
-    head = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if head is None or type(head).loss_function is not PreTrainedModel.loss_function:
-        return False
-    return loss_function_alone(inspect.unwrap(type(head).forward))
 
 
 def _in_a_ring(original: Callable[..., Any]) -> Any:
     @torch.compiler.disable(reason="hf_ring_attn adds up over ranks here, which is not compiled")  # type: ignore[untyped-decorator]
     def load_balancing_loss_func(*args: Any, **kwargs: Any) -> Any:
-        scope = batch_context.current()
-        if scope is None or scope.ring.size == 1:
+        context = batch_context.current()
+        if context is None or context.ring.size == 1:
             return original(*args, **kwargs)
         if not known(inspect.unwrap(original)):
             why = f"its MoE auxiliary loss is none that is known here, and not exact on one rank's tokens; {_TODO}"
@@ -149,13 +140,13 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
         gate_logits, num_experts, top_k, attention_mask = _arguments(*args, **kwargs)
         if not isinstance(gate_logits, tuple):
             return original(*args, **kwargs)
-        weights = _weights(scope, attention_mask is not None).to(gate_logits[0].device)
+        weights = _weights(context, attention_mask is not None).to(gate_logits[0].device)
         if any(logits.shape[0] != len(weights) for logits in gate_logits):
             found = [tuple(logits.shape) for logits in gate_logits]
             raise errors.BadShape("router_logits", found[0], f"it must have the {len(weights)} tokens of this rank")
         experts = num_experts or gate_logits[0].shape[-1]
-        total = balance(gate_logits, experts, top_k, weights, functools.partial(sum_over_ring, ring=scope.ring))
-        return total * scope.share_of_whole
+        total = balance(gate_logits, experts, top_k, weights, functools.partial(sum_over_ring, ring=context.ring))
+        return total * context.state(AuxiliaryLoss).share
 
     return load_balancing_loss_func
 
@@ -167,10 +158,10 @@ def _arguments(
     return gate_logits, num_experts, top_k, attention_mask
 
 
-def _weights(scope: Scope, masked: bool) -> Tensor:
+def _weights(context: BatchContext, masked: bool) -> Tensor:
     """[B * T] float32: which of this rank's tokens count: not the ring's padding, nor what a mask hides."""
-    layout = scope.layout
-    real = (torch.arange(layout.padded) < layout.length).expand(scope.rows, -1)
-    if masked and scope.hidden is not None:
-        real = real & ~scope.hidden
+    layout = context.layout
+    real = (torch.arange(layout.padded) < layout.length).expand(context.facts.rows, -1)
+    if masked and context.facts.hidden is not None:
+        real = real & ~context.facts.hidden
     return layout.shard(real, 1).flatten().float()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..context.batch_context import BatchContext
 from ..context.introspect import is_unit
 from ..log import say
 
+UNTESTED = {
+    "FullyShardedDataParallel": "FSDP1 is not tested: use FSDP2 (fsdp_version: 2) or DDP",
+    "DeepSpeedEngine": "DeepSpeed is not tested: use FSDP2 or DDP",
+}
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -48,3 +54,12 @@ def uncast(count: Any, model: nn.Module | None) -> Any:
 def is_sharded(model: nn.Module) -> bool:
     """Returns True if `fully_shard` was called on ``model`` or on a part of it."""
     return any(map(is_unit, model.modules()))
+
+
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    kinds = {type(module).__name__ for module in model.modules()} if context.ring.size > 1 else set()
+    yield from (UNTESTED[kind] for kind in sorted(kinds & UNTESTED.keys()))
+
+
+def prepare(_model: nn.Module, _context: BatchContext) -> None:
+    """Wrappers need nothing here: accelerate's policy is set before it shards a model (`keep_float32`)."""

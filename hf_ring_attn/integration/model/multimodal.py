@@ -10,6 +10,7 @@ of any weight.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from torch import Tensor, nn
 from ... import errors
 from ...sharding.layout import Layout
 from ..context import batch_context
-from ..context.batch_context import MaskSpec, Scope
+from ..context.batch_context import BatchContext, MaskSpec
 from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import PADDING, mask_facts, text_positions
+from ..patching.hooks import attach
 from . import structure
 
-_MARK = "_hf_ring_attn_backbone"
 CUT_BEFORE = {"labels", "shift_labels", "num_items_in_batch"}
 PER_TOKEN = {"input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs"}
 """Of a text model's inputs, [B, S, ...], those that are cut along the row."""
@@ -31,49 +32,51 @@ _CALLED = "was called with"
 _ALONE = "train this model without a ring, or its text model alone"
 
 
-def install(model: nn.Module, scope: Scope) -> None:
-    """Hooks the text model inside ``model``, whose batch holds images. Idempotent; inert for all other batches.
-
-    Raises:
-        UnsupportedModel: there is no text model inside that could be called with a part of the row.
-    """
+def _text_of(model: nn.Module) -> Any:
+    """The text model inside ``model`` that could be called with a part of the row; None if there is none."""
     outer: Any = next((module for module in model.modules() if "config" in module.__dict__), model)
     text = outer.get_decoder() if hasattr(outer, "get_decoder") else None
     if text is None or text.config is outer.config or text.config is not outer.config.get_text_config():
-        why = "it is given images or sound, but has no text model inside it that could take a part of the row"
-        raise errors.UnsupportedModel(type(outer).__name__, [why])
-    scope.text_config = text.config
-    if _MARK not in text.__dict__:
-        handles = (
-            text.register_forward_pre_hook(_enter, with_kwargs=True),
-            text.register_forward_hook(_leave, always_call=True),
-        )
-        text.__dict__[_MARK] = handles
+        return None
+    return text
+
+
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    if context.text is not None and _text_of(model) is None:
+        yield "it is given images or sound, but has no text model inside it that could take a part of the row"
+
+
+def prepare(model: nn.Module, context: BatchContext) -> None:
+    """Hooks the text model inside ``model``, whose batch holds images."""
+    if context.text is not None:
+        text = _text_of(model)
+        context.text.config = text.config
+        attach(text, "text model", _enter, _leave)
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    scope = batch_context.current()
-    if scope is None or not scope.late:
+    context = batch_context.current()
+    if context is None or context.text is None:
         return None
-    scope.inside = True
-    if scope.randomness is not None:
-        scope.randomness.apart()
+    context.text.running = True
+    if context.text.random is not None:
+        context.text.random.apart()
     named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
-    return (), cut(module, named, scope)
+    return (), cut(module, named, context)
 
 
 def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
-    scope = batch_context.current()
-    if scope is not None:
-        scope.inside = False
-        if scope.randomness is not None:
-            scope.randomness.together()
+    context = batch_context.current()
+    if context is not None and context.text is not None:
+        context.text.running = False
+        if context.text.random is not None:
+            context.text.random.together()
 
 
-def cut(text: nn.Module, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
+def cut(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[str, Any]:
     """This rank's share of what a text model was called with, whole.
 
     Raises:
@@ -82,7 +85,7 @@ def cut(text: nn.Module, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
         UnsupportedModel: nobody gave position_ids, and the text model would not number its tokens 0, 1, 2, ...
     """
     where = type(text).__name__
-    layout, embeds = scope.layout, named.get("inputs_embeds")
+    layout, embeds = context.layout, named.get("inputs_embeds")
     tokens = embeds if embeds is not None else named["input_ids"]
     rows, length = tokens.shape[:2]
     if length != layout.length:
@@ -94,13 +97,13 @@ def cut(text: nn.Module, named: dict[str, Any], scope: Scope) -> dict[str, Any]:
     if not isinstance(mask, dict | MaskSpec):  # else made of the whole row, by the model around
         _refuse_mask(where, mask, rows, length)
         facts = mask_facts(layout, rows, text_positions(positions), mask)
-        scope.documents, scope.hidden, scope.positions = facts.documents, facts.hidden, facts.positions
+        context.learn(documents=facts.documents, hidden=facts.hidden, positions=facts.positions)
         mask = torch.ones(rows, layout.local_length, dtype=torch.int64, device=tokens.device)
     if positions is None:
-        if reasons := list(structure.position_reasons(text, scope.hidden is not None)):
+        if reasons := list(structure.position_reasons(text, context.facts.hidden is not None)):
             raise errors.UnsupportedModel(where, reasons)
         positions = torch.arange(length, device=tokens.device)[None]
-    scope.max_position = int(positions.max())
+    context.learn(max_position=int(positions.max()))
 
     local: dict[str, Any] = {"attention_mask": mask, "position_ids": _share(layout, positions, -1), "use_cache": False}
     for name, x in named.items():

@@ -10,22 +10,29 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import re
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import errors
 from ...layers.halo import RowShare
 from ..context import batch_context
-from ..patching.changes import Patch, install, on_uninstall, render
+from ..context.batch_context import BatchContext
+from ..context.introspect import configs_of, uses_interface
+from ..context.model_record import latest_record
+from ..patching.changes import Patch, install, render
+from ..patching.hooks import attach
 from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERATIONS, RUNNING, known, replaceable
 
 LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe"}
 """Types of layers that hybrids have beside attention."""
+NORM = re.compile(r"Norm(Gated)?$")
+STATEFUL = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|ShortConv|LinearAttention|LightningAttention|xLSTM")
 MASK = "create_recurrent_attention_mask"
 _MARK = "_hf_ring_attn_hybrid"
 _RAN = "_hf_ring_attn_hybrid_ran"
@@ -69,62 +76,73 @@ def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-_EXACT = WeakIdKeyDictionary()
-"""Configs of models whose layers beside attention are all known, by their identity, as in `models`."""
+@dataclass
+class Recurrent:
+    """The recurrent layers of one model.
+
+    Args:
+        layers: those that are known here, by name.
+        unknown: the path of the first module that carries state in another way; None if there is none.
+        attends: False where all layers of the model are recurrences that are known here.
+    """
+
+    layers: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
+    unknown: str | None = None
+    attends: bool = True
+    found: bool = False
 
 
-def admit(configs: Collection[Any]) -> None:
-    """Notes that a model with these configs was looked at, and that its layers beside attention are known."""
-    for config in configs:
-        _EXACT[config] = True
+def recurrent_of(model: nn.Module) -> Recurrent:
+    """The recurrent layers of ``model``, looked for once for each of its structures."""
+    known = latest_record(model).state(Recurrent)
+    if not known.found:
+        layers = recurrent_layers(model)
+        known.layers = {name: weakref.ref(module) for name, module in layers.items()}
+        known.unknown = _unknown(model, layers)
+        alone = len(layers) > 0 and known.unknown is None and not uses_interface(model)
+        known.attends = not (alone and _without_attention(list(configs_of(model))))
+        known.found = True
+    return known
 
 
-def without_attention(configs: Collection[Any]) -> bool:
-    """Whether models with these configs say of all their layers that none attends, as Mamba does."""
+def _unknown(model: nn.Module, layers: Mapping[str, nn.Module]) -> str | None:
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if not STATEFUL.search(kind) or NORM.search(kind) or any(name.startswith(f"{layer}.") for layer in layers):
+            continue
+        holds = any(inner is layer for layer in layers.values() for inner in module.modules())
+        if not holds and not (layers and "ALL_ATTENTION_FUNCTIONS" in names_of(module)):
+            return str(name)
+    return None
+
+
+def _without_attention(configs: Collection[Any]) -> bool:
+    """Returns True if models with these configs say of all their layers that none attends, as Mamba does."""
     types = [set(getattr(config, "layer_types", None) or ()) for config in configs]
     return any(types) and all(kinds <= {"linear_attention", "mamba"} for kinds in types)
 
 
-def admitted(config: Any) -> bool:
-    return config in _EXACT
-
-
 # ---- the changes to a model and its file -----------------------------------------------------------------------------
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.WeakSet[nn.Module], list[Patch]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Of each model, the layers that are known here, and the changes to their files."""
+
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    name = recurrent_of(model).unknown
+    if name is None:
+        return
+    where = f"{name or 'it'} ({type(model.get_submodule(name)).__name__})"
+    if context.ring.size > 1:
+        yield f"{where} carries state along the sequence"
+    elif context.facts.documents is not None:
+        yield f"{where} carries state from one document of a packed row to the next"
 
 
-def prepare(model: nn.Module) -> None:
-    """Hooks the layers of ``model`` that are known here, and changes the functions that they use. Idempotent; both do
-    nothing outside a sharded batch, and are undone by `patches.uninstall`."""
-    if model not in _KNOWN:
-        layers = weakref.WeakSet(recurrent_layers(model).values())
-        files = {file["__name__"]: file for file in (_forward(module).__globals__ for module in layers)}
-        _KNOWN[model] = layers, [patch for name, file in files.items() for patch in _patches(name, file)]
-    layers, patches = _KNOWN[model]
-    install(patches)
+def prepare(model: nn.Module, _context: BatchContext) -> None:
+    """Hooks the layers of ``model`` that are known here, and changes the functions that they use."""
+    layers = [layer for reference in recurrent_of(model).layers.values() if (layer := reference()) is not None]
+    files = {file["__name__"]: file for file in (_forward(module).__globals__ for module in layers)}
+    install([patch for name, file in files.items() for patch in _patches(name, file)])
     for module in layers:
-        if _MARK not in module.__dict__:
-            before = module.register_forward_pre_hook(_enter, with_kwargs=True)
-            module.__dict__[_MARK] = (before, module.register_forward_hook(_leave, always_call=True))
-        _HOOKED.add(module)  # also one that was copied together with its hooks
-    if layers:
-        on_uninstall(_unhook)
-
-
-_HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The layers of all models that have hooks."""
-
-
-def _unhook() -> None:
-    while _HOOKED:
-        module = _HOOKED.pop()
-        module.__dict__.pop(_RAN, None)
-        for handle in module.__dict__.pop(_MARK, ()):
-            handle.remove()
+        attach(module, "recurrent layer", _enter, _leave)
 
 
 def _patches(name: str, file: dict[str, Any]) -> Iterator[Patch]:
@@ -149,8 +167,8 @@ def _replaced(module: nn.Module) -> str | None:
 @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given, recomputed = [*args, *kwargs.values()], torch._C._current_graph_task_id() != -1
-    if (scope := _shared_scope()) is not None and MASK not in _forward(module).__globals__ and not recomputed:
-        _tell(given, scope)
+    if (context := _shared_scope()) is not None and MASK not in _forward(module).__globals__ and not recomputed:
+        _tell(given, context)
     rows: RowShare | None = next(
         (getattr(x, _MARK) for x in given if isinstance(x, Tensor) and hasattr(x, _MARK)), None
     )
@@ -163,17 +181,17 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             why = f"{name} of its file was replaced after hf_ring_attn had changed it: replace it before"
             raise errors.UnsupportedModel(type(module).__name__, [why])
     # A recompute whose checkpoint copied the mask has lost what hung on it.
-    elif scope is not None or (_RAN in module.__dict__ and recomputed):
+    elif context is not None or (_RAN in module.__dict__ and recomputed):
         raise errors.RecurrentLayerWithoutMask(type(module).__name__)
     RUNNING.append((module, rows))
 
 
-def _tell(given: list[Any], scope: batch_context.Scope) -> None:
+def _tell(given: list[Any], context: batch_context.BatchContext) -> None:
     """Of a model without attention, whose layers are given this rank's share of the padding mask as it came."""
-    share = (scope.rows, scope.layout.local_length)
+    share = (context.facts.rows, context.layout.local_length)
     mask = next((x for x in given if isinstance(x, Tensor) and tuple(x.shape) == share), None)
     if mask is not None:
-        setattr(mask, _MARK, RowShare(scope.ring, scope.layout, scope.documents))
+        setattr(mask, _MARK, RowShare(context.ring, context.layout, context.facts.documents))
 
 
 @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
@@ -182,12 +200,12 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
         RUNNING.pop()
 
 
-def _shared_scope() -> batch_context.Scope | None:
+def _shared_scope() -> batch_context.BatchContext | None:
     """The sharded batch in which such layers need help: in a ring, or where a row holds several documents."""
-    scope = batch_context.current()
-    if scope is None or scope.before_text or (scope.ring.size == 1 and scope.documents is None):
+    context = batch_context.current()
+    if context is None or context.before_text or (context.ring.size == 1 and context.facts.documents is None):
         return None
-    return scope
+    return context
 
 
 def _mask(original: Callable[..., Any]) -> Any:
@@ -196,16 +214,20 @@ def _mask(original: Callable[..., Any]) -> Any:
         config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor | None:
         """This rank's share of the padding mask, with what the layers that get it need to know hung on it."""
-        scope = _shared_scope()
-        if scope is None:
+        context = _shared_scope()
+        if context is None:
             mask: Tensor | None = original(config, inputs_embeds, attention_mask, *args, **kwargs)
             return mask
         rows, length = inputs_embeds.shape[:2]
-        if length != scope.layout.local_length:
-            raise errors.UnshardedInput(length, length, scope.layout.local_length, scope.layout.length)
-        real = torch.ones(rows, scope.layout.padded) if scope.hidden is None else scope.hidden.logical_not()
-        share = scope.layout.shard(real, 1).to(inputs_embeds.device, torch.int64)
-        setattr(share, _MARK, RowShare(scope.ring, scope.layout, scope.documents))
+        if length != context.layout.local_length:
+            raise errors.UnshardedInput(length, length, context.layout.local_length, context.layout.length)
+        real = (
+            torch.ones(rows, context.layout.padded)
+            if context.facts.hidden is None
+            else context.facts.hidden.logical_not()
+        )
+        share = context.layout.shard(real, 1).to(inputs_embeds.device, torch.int64)
+        setattr(share, _MARK, RowShare(context.ring, context.layout, context.facts.documents))
         return share
 
     return create_recurrent_attention_mask

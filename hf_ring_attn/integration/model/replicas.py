@@ -12,7 +12,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from ..context.batch_context import Scope
+from ..context.batch_context import BatchContext
+from ..context.model_record import latest_record
 from ..log import warn
 
 SAME_WEIGHTS = (
@@ -21,7 +22,13 @@ SAME_WEIGHTS = (
 )
 
 AVERAGING = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}
-_last: list[tuple[str, list[weakref.ref[Tensor]], Scope, int]] = []
+
+
+class ReducedGradients(set[int]):
+    """Identities of the parameters whose gradients `Sharded.reduce_gradients` averaged in one batch."""
+
+
+_last: list[tuple[str, list[weakref.ref[Tensor]], BatchContext, int]] = []
 """What trains in the last batch, by its name and its tensors, and how often these had been written until then."""
 
 
@@ -36,18 +43,18 @@ def _classes(model: nn.Module) -> set[str]:
     return {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
 
 
-def note_trained(model: nn.Module, scope: Scope) -> None:
+def note_trained(model: nn.Module, context: BatchContext) -> None:
     """Notes a model that trains in a ring with nothing that would average its gradients, and compares its weights."""
-    if scope.ring.size > 1 and model.training and not averages_gradients(model):
-        compare(model, scope)
-        _note(type(model).__name__, model.parameters(), scope)
+    if context.ring.size > 1 and model.training and not averages_gradients(model):
+        compare(model, context)
+        _note(type(model).__name__, model.parameters(), context)
 
 
-_COMPARED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""Models whose weights were compared, by the names of rings."""
+class _Compared(set[str]):
+    """The names of the rings in which a model's weights were compared."""
 
 
-def compare(model: nn.Module, scope: Scope) -> None:
+def compare(model: nn.Module, context: BatchContext) -> None:
     """Refuses a model that trains in a ring, and that nothing wraps, if its ranks begin with different weights.
 
     Reads what is trained, once for each model and ring.
@@ -55,8 +62,8 @@ def compare(model: nn.Module, scope: Scope) -> None:
     Raises:
         RanksDiffer: on every rank, with the name of the first weight that differs.
     """
-    ring = scope.ring
-    if ring.size == 1 or not model.training or ring.name in _COMPARED.get(model, ()):
+    ring = context.ring
+    if ring.size == 1 or not model.training or ring.name in latest_record(model).state(_Compared):
         return
     bare = not averages_gradients(model)
     trained = {name: x for name, x in model.named_parameters() if x.requires_grad and bare}
@@ -64,28 +71,28 @@ def compare(model: nn.Module, scope: Scope) -> None:
         device = ring.small_device(next(iter(trained.values())).device)
         ring.agree({"number of weights that train": len(trained)}, device, SAME_WEIGHTS)
         ring.agree({f"weights of {name}": x for name, x in trained.items()}, device, SAME_WEIGHTS)
-    _COMPARED.setdefault(model, set()).add(ring.name)
+    latest_record(model).state(_Compared).add(ring.name)
 
 
-def watch_learned(name: str, captured: Iterable[Tensor], scope: Scope) -> None:
+def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) -> None:
     """Notes what a score_mod learns that belongs to no model: a wrapper of a model does not average its gradient."""
     own = [x for x in captured if x.is_leaf and x.requires_grad]
-    if scope.ring.size == 1 or not own:
+    if context.ring.size == 1 or not own:
         return
-    models = list(scope.models)
+    models = list(context.log.models)
     known = {id(parameter) for model in models for parameter in model.parameters()}
     own = [x for x in own if id(x) not in known]
     # FSDP's weights have no identity while they are gathered.
     if own and not any("FSDPModule" in _classes(model) for model in models):
-        _note(f"what the score_mod {name} learns", own, scope)
+        _note(f"what the score_mod {name} learns", own, context)
 
 
-def _note(name: str, tensors: Iterable[Tensor], scope: Scope) -> None:
+def _note(name: str, tensors: Iterable[Tensor], context: BatchContext) -> None:
     trained = [x for x in tensors if x.requires_grad]
-    if any(known is scope and of == name and _same(references, trained) for of, references, known, _ in _last):
+    if any(known is context and of == name and _same(references, trained) for of, references, known, _ in _last):
         return
-    _last[:] = [one for one in _last if one[2] is scope]
-    _last.append((name, [weakref.ref(x) for x in trained], scope, sum(x._version for x in trained)))
+    _last[:] = [one for one in _last if one[2] is context]
+    _last.append((name, [weakref.ref(x) for x in trained], context, sum(x._version for x in trained)))
 
 
 def _same(references: list[weakref.ref[Tensor]], tensors: list[Tensor]) -> bool:
@@ -95,13 +102,15 @@ def _same(references: list[weakref.ref[Tensor]], tensors: list[Tensor]) -> bool:
 def warn_if_not_reduced() -> None:
     """Warns, once, if the last batch was followed by a step with gradients that differ from rank to rank."""
     while _last:
-        name, references, scope, written = _last.pop()
+        name, references, context, written = _last.pop()
         trained = [x for x in (reference() for reference in references) if x is not None]
         # Weights that nobody has written since: gradients are still being added up, or there is no training.
-        if sum(x._version for x in trained) == written or all(id(x) in scope.reduced for x in trained):
+        if sum(x._version for x in trained) == written or all(
+            id(x) in context.state(ReducedGradients) for x in trained
+        ):
             continue
         warn(
-            f"{name} trained in a ring of {scope.ring.size}, but neither DDP nor FSDP wraps it and "
+            f"{name} trained in a ring of {context.ring.size}, but neither DDP nor FSDP wraps it and "
             "sharded.reduce_gradients(module) was not called with it: each rank holds the gradient of its own tokens "
             "only, so the replicas drift apart. Call it after backward, once the gradients of a step are complete."
         )

@@ -7,39 +7,34 @@ the row that this adds to cos and sin.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..context import batch_context
+from ..context.batch_context import BatchContext
+from ..patching.hooks import attach
 
-_MARK = "_hf_ring_attn_rope"
+
+def unsupported(_model: nn.Module, _context: BatchContext) -> Iterator[str]:
+    """Every RoPE is supported."""
+    yield from ()
 
 
-def install(model: nn.Module) -> None:
-    """Hooks the rotary modules whose frequencies depend on the batch. Idempotent; inert outside a ring."""
+def prepare(model: nn.Module, _context: BatchContext) -> None:
+    """Hooks the rotary modules whose frequencies depend on the batch."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         kinds = kind.values() if isinstance(kind, dict) else [kind]
-        if any(k is not None and ("dynamic" in k or k == "longrope") for k in kinds) and not hasattr(module, _MARK):
-            handles = (
-                module.register_forward_pre_hook(_show_longest, with_kwargs=True),
-                module.register_forward_hook(_drop_longest),
-            )
-            setattr(module, _MARK, handles)
-
-
-def uninstall(model: nn.Module) -> None:
-    """Removes the hooks."""
-    for module in model.modules():
-        for handle in module.__dict__.pop(_MARK, ()):
-            handle.remove()
+        if any(k is not None and ("dynamic" in k or k == "longrope") for k in kinds):
+            attach(module, "longest position", _show_longest, _drop_longest)
 
 
 def _longest() -> int | None:
-    scope = batch_context.current()
-    return None if scope is None or scope.ring.size == 1 else scope.max_position
+    context = batch_context.current()
+    return None if context is None or context.ring.size == 1 else context.facts.max_position
 
 
 def _show_longest(
@@ -59,7 +54,7 @@ def _with(position_ids: Tensor, longest: int) -> Tensor:
 
 
 def _drop_longest(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    if _longest() is None:
+    if output is None or _longest() is None:
         return None
     if isinstance(output, Tensor):  # complex exponentials (DeepSeek V2, Llama 4)
         return output[..., :-1, :]

@@ -8,32 +8,51 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ... import errors
+from ..context.batch_context import BatchContext
+from ..context.introspect import configs_of, uses_interface, uses_ring
 from ..patching.changes import Patch
+from .recurrent import recurrent_of
 
 NAME = "ring_fp32"
 TEXT = ("input_ids", "inputs_embeds")
 
 
-def reasons(model: nn.Module, recurrent_layers: Collection[str] = (), attends: bool = True) -> Iterator[str]:
-    """Every reason why ``model``, of which each rank sees a part of the sequence, would not be exact.
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Every reason why ``model``, of which each rank sees a part of the sequence, would not be exact."""
+    if context.ring.size > 1:
+        yield from _attention_reasons(model, list(configs_of(model)))
+        yield from _token_reasons(model)
+    if context.facts.numbered:  # also in a ring of one, whose rows `shard` has numbered too
+        yield from position_reasons(model, context.facts.hidden is not None)
 
-    Args:
-        mixers: names of modules that are exact, whatever they are made of.
-        attends: whether it has attention; a recurrence needs no positions.
-    """
+
+def prepare(_model: nn.Module, _context: BatchContext) -> None:
+    """The structure of a model needs nothing."""
+
+
+def _attention_reasons(model: nn.Module, configs: list[Any]) -> Iterator[str]:
+    attends = recurrent_of(model).attends
+    if configs and not uses_ring(model):
+        yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not 'ring_fp32'"
+    if configs and attends and not uses_interface(model):
+        yield "its code does not use transformers' attention interface, so its attention would stay on each rank"
     parts = [part for _, part in text_modules(model) if isinstance(part, PreTrainedModel)] if attends else []
     if parts and not any("position_ids" in inspect.signature(type(part).forward).parameters for part in parts):
         yield "no part of it takes position_ids, so each rank would number its own tokens from 0"
+
+
+def _token_reasons(model: nn.Module) -> Iterator[str]:
+    known = recurrent_of(model).layers
     for name, module in text_modules(model):
         where = f"{name or 'it'} ({type(module).__name__})"
-        if any(name.startswith(f"{mixer}.") for mixer in recurrent_layers):
+        if any(name.startswith(f"{layer}.") for layer in known):
             continue
         if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
             yield f"{where} mixes neighbouring tokens, which lie on other ranks"

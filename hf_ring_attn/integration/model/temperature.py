@@ -13,41 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..context.batch_context import MaskSpec
+from ..context.batch_context import BatchContext, MaskSpec
+from ..patching.hooks import attach, attached
 
-_MARK = "_hf_ring_attn_temperature"
+_KEY = "temperature"
 _NEEDS = ("use_rope", "floor_scale", "attn_scale")
 
 
 def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
-        if module.__dict__.get("attn_temperature_tuning") or _MARK in module.__dict__:
+        if module.__dict__.get("attn_temperature_tuning") or attached(module, _KEY):
             yield name, module
 
 
-def reasons(model: nn.Module) -> Iterator[str]:
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Why a model with temperature tuning is not exact: its layers are not those that this file knows."""
-    for name, module in _tuned(model):
+    for name, module in _tuned(model) if context.ring.size > 1 else ():
         if not all(hasattr(module, attribute) for attribute in _NEEDS):
             yield f"{name} ({type(module).__name__}) has a temperature tuning that is not Llama 4's"
 
 
-def install(model: nn.Module) -> None:
-    """Hooks the layers that tune by place. Idempotent; inert outside a ring."""
+def prepare(model: nn.Module, _context: BatchContext) -> None:
+    """Hooks the layers that scale their queries by place."""
     for _, module in _tuned(model):
-        if not module.use_rope and _MARK not in module.__dict__:
-            handles = (
-                module.register_forward_pre_hook(_leave_it_out, with_kwargs=True),
-                module.register_forward_hook(_put_it_back, always_call=True),
-            )
-            module.__dict__[_MARK] = handles
-
-
-def uninstall(model: nn.Module) -> None:
-    """Removes the hooks."""
-    for module in model.modules():
-        for handle in module.__dict__.pop(_MARK, ()):
-            handle.remove()
+        if not getattr(module, "use_rope", True):
+            attach(module, _KEY, _leave_it_out, _put_it_back)
 
 
 def _leave_it_out(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -62,7 +52,7 @@ def _put_it_back(module: Any, _args: Any, _output: Any) -> None:
 
 def scaled(module: Any, query: Tensor, spec: MaskSpec) -> Tensor:
     """The queries [B, H, T, D] as a hooked layer would have scaled them in one process; others as they are."""
-    if _MARK not in module.__dict__ or spec.layout.world_size == 1:
+    if not attached(module, _KEY) or spec.layout.world_size == 1:
         return query
     places = spec.places.to(query.device)
     steps = torch.floor((places.float() + 1.0) / module.floor_scale)

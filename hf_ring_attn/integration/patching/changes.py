@@ -168,7 +168,7 @@ class _Installed:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.undos: list[tuple[str | None, Undo]] = []
+        self.undos: list[tuple[str, Undo]] = []
         self.waiting: dict[str, list[Change]] = {}
         self.warned: set[str] = set()
         self.finder = AfterImport(self.waited_for, lambda name, module: self.apply({name: module}))
@@ -177,7 +177,7 @@ class _Installed:
         return name in self.waiting
 
     def keys(self) -> list[str]:
-        return [key for key, _ in self.undos if key is not None]
+        return [key for key, _ in self.undos]
 
     def add(self, changes: Iterable[Change]) -> None:
         with self.lock:
@@ -263,13 +263,6 @@ def install(changes: Iterable[Change]) -> None:
         UntestedHost: the host's version lies outside `TESTED`; once per host.
     """
     _installed.add(changes)
-
-
-def on_uninstall(undo: Undo) -> None:
-    """Has the next `uninstall` call ``undo`` too, once, in its turn: what was done last is undone first."""
-    with _installed.lock:
-        if all(known is not undo for _, known in _installed.undos):
-            _installed.undos.append((None, undo))
 
 
 def installed() -> list[str]:

@@ -13,7 +13,6 @@ itself, a frequency that changes after 8192. Nor what happens in training mode o
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping, Set
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -24,13 +23,15 @@ from torch import Tensor, nn
 from ... import errors
 from ...comm.ring import LOCAL, Ring
 from ..context import batch_context, introspect
+from ..context.batch_context import BatchContext
 from ..context.cut import Share, share
+from ..context.model_record import ModelRecord
 from ..context.tensor_tree import tensors_of
 from ..model.replicas import SAME_WEIGHTS
 from .compare import Places, Recorder, relative, spread
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
-from .tolerance import AMPLIFICATION, EXACT, LOSS, outputs, rounded_anew
+from .tolerance import AMPLIFICATION, LOSS, outputs, rounded_anew
 from .tolerance import tolerance as tolerance_of
 
 TRIES = 3
@@ -38,14 +39,15 @@ TRIES = 3
 
 _SAME_WEIGHTS = f"The self-check ran it on every rank alone, so their weights differ. {SAME_WEIGHTS}"
 
-_VERDICTS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], str]] = weakref.WeakKeyDictionary()
-"""What came of a model's checks, by ring and kind of batch."""
+
+class _Verdicts(dict[tuple[object, ...], str]):
+    """What came of a model's checks, by ring and kind of batch."""
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------
 
 
-def check(model: nn.Module, scope: batch_context.Scope) -> None:
+def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     """Called with every outermost model that runs in a ring; once per model, ring and kind of batch it does something.
 
     Raises:
@@ -56,24 +58,24 @@ def check(model: nn.Module, scope: batch_context.Scope) -> None:
             go on after a forward that failed). NothingToCheck: it returned nothing that could be compared.
         Refused: what the ring refuses in any forward.
     """
-    state, ring = scope.state(SelfCheckState), scope.ring
+    state, ring = context.state(SelfCheckState), context.ring
     sample = state.sample
-    if not scope.config.self_check:
+    if not context.config.self_check:
         state.verdict = "off"
+        return
     if sample is None or torch.compiler.is_compiling():
         return
     inner = introspect.inside(model)
-    case: tuple[object, ...] = (ring.name, scope.has_labels, scope.config.loss)
+    case: tuple[object, ...] = (ring.name, context.facts.has_labels, context.config.loss)
     if _sharding(inner) is None:  # else other rings, whose batches may be of another kind, take part in each forward
         case += (sample.first is None, sample.hides)
-    verdicts = _VERDICTS.get(inner, {})
+    verdicts = record.state(_Verdicts)
     if case not in verdicts:
         if not introspect.uses_ring(inner):  # a loss, a head: what is called beside the model
             return
-        job = _Check(inner, scope, sample, _device(model, sample))
+        job = _Check(inner, context, sample, _device(model, sample))
         with preserved(inner, job.device):
             verdicts[case] = job.run()
-        _VERDICTS[inner] = verdicts
     state.verdict = verdicts[case]
 
 
@@ -107,7 +109,7 @@ class _Found:
         return math.inf if math.isnan(self.got) != math.isnan(self.want) else 0.0 if math.isnan(away) else away
 
     def within(self, tolerance: float) -> bool:
-        return self.tokens <= tolerance and self.loss() <= max(EXACT, LOSS * tolerance)
+        return self.tokens <= tolerance and self.loss() <= LOSS * tolerance
 
 
 @dataclass
@@ -116,15 +118,15 @@ class _Check:
     those of the ring, and of the other rings whose ranks shard the same weights."""
 
     model: nn.Module
-    scope: batch_context.Scope
+    context: BatchContext
     sample: Sample
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.ring = self.scope.ring
-        self.config = replace(self.scope.config, pad=True)
+        self.ring = self.context.ring
+        self.config = replace(self.context.config, pad=True)
         self.sharding = _sharding(self.model)
-        self.labelled = self.scope.has_labels and self.config.loss == "sharded"
+        self.labelled = self.context.facts.has_labels and self.config.loss == "sharded"
 
     def run(self) -> str:
         """The verdict in words."""
@@ -144,7 +146,7 @@ class _Check:
             with outputs(lambda x: dtypes.add(x.dtype)):  # noqa: B023  it is called in this turn only
                 whole = self._whole(row, rows)
                 share = self._sharded(mine)
-            places = Places.of(mine.scope.layout, mine.scope.hidden, self.device)
+            places = Places.of(mine.context.layout, mine.context.facts.hidden, self.device)
             found = self._table(places.errors(whole, share), whole, share, dtypes)
             if math.isnan(found.tokens):
                 raise errors.NothingToCheck(introspect.name_of(self.model))
@@ -166,7 +168,7 @@ class _Check:
         self._refuse_pooled(whole, share, places, tolerance)
         where = self._first_difference(row, mine, places, least)
         kind = introspect.class_of(self.model.get_submodule(where))
-        tokens = mine.scope.layout.length
+        tokens = mine.context.layout.length
         raise errors.SelfCheckFailed(
             introspect.name_of(self.model), self.ring.size, tokens, found.tokens, tolerance, where, kind
         )
@@ -177,18 +179,20 @@ class _Check:
         row = self.sample.row(self.model, self.ring.size, self.labelled, seed, rows)
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in row.items()}
 
-    def _alone(self, row: Mapping[str, Any]) -> batch_context.Scope:
+    def _alone(self, row: Mapping[str, Any]) -> BatchContext:
         """The scope of the whole row in a ring of one: the same masks and kernels."""
-        return self._shared(row, Ring(LOCAL)).scope
+        return self._shared(row, Ring(LOCAL)).context
 
     def _shared(self, row: Mapping[str, Any], ring: Ring) -> Share:
-        mine = share(row, ring, self.config, self.scope.late)
-        mine.scope.text_config = self.scope.text_config
+        mine = share(row, ring, self.config, self.context.text is not None)
+        mine.context.log.seen |= self.context.log.seen  # the model was admitted
+        if mine.context.text is not None and self.context.text is not None:
+            mine.context.text.config = self.context.text.config
         return mine
 
-    def _call(self, inputs: Mapping[str, Any], scope: batch_context.Scope) -> Any:
+    def _call(self, inputs: Mapping[str, Any], context: BatchContext) -> Any:
         taken = introspect.parameters_of(self.model, inputs)
-        with batch_context.activate(scope):
+        with batch_context.activate(context):
             return self.model(**{name: x for name, x in inputs.items() if name in taken})
 
     def _whole(self, row: Mapping[str, Any], rows: int) -> Any:
@@ -213,7 +217,7 @@ class _Check:
 
     def _sharded(self, mine: Share) -> Any:
         try:
-            return self._call(mine.inputs, mine.scope)
+            return self._call(mine.inputs, mine.context)
         except (errors.RingAttentionError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -270,7 +274,7 @@ class _Check:
         with Recorder(places, whole=True).watching(self.model) as want:
             self._call(row, self._alone(row))
         with Recorder(places, whole=False).watching(self.model) as got:
-            self._call(mine.inputs, mine.scope)
+            self._call(mine.inputs, mine.context)
         with Recorder(places, whole=True).watching(self.model) as again, rounded_anew(self.device):
             self._call(row, self._alone(row))
         events = list(want.events)

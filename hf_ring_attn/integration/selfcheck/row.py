@@ -53,25 +53,25 @@ class Sample:
     hides: tuple[bool, bool]
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any], whole: WholeBatch, scope: batch_context.Scope) -> Sample | None:
+    def of(cls, batch: Mapping[str, Any], whole: WholeBatch, context: batch_context.BatchContext) -> Sample | None:
         """Of a user's batch; None where there is no self-check."""
-        length, hidden = scope.layout.length, scope.hidden
-        if scope.ring.size == 1 or not scope.config.self_check or not length:
+        length, hidden = context.layout.length, context.facts.hidden
+        if context.ring.size == 1 or not context.config.self_check or not length:
             return None
         given = {name: x for name, x in whole.inputs.items() if name in batch and name not in DROPPED}
         rows = tokens_of(batch).shape[0]
         tokens = {n: x for n, x in given.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
         others = {name: x for name, x in given.items() if name not in tokens}
-        if scope.late:  # a row of text alone: images do not come in parts
+        if context.text is not None:  # a row of text alone: images do not come in parts
             tokens = {name: x if name in TOKENS else torch.zeros_like(x) for name, x in tokens.items()}
             others = {n: x for n, x in others.items() if not FEATURES.search(n) and next(tensors_of(x), None) is None}
-        count, positions = row_length(scope.ring.size), batch.get("position_ids")
+        count, positions = row_length(context.ring.size), batch.get("position_ids")
         return cls(
             rows,
             length,
             {name: x[:1, :count].detach().clone() for name, x in tokens.items()},
             others,
-            None if positions is None or scope.late else int(positions.flatten()[0]),
+            None if positions is None or context.text is not None else int(positions.flatten()[0]),
             batch.get("attention_mask") is not None,
             (False, False) if hidden is None else (bool(hidden[:, 0].any()), bool(hidden[:, length - 1].any())),
         )

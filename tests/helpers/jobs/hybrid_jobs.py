@@ -19,8 +19,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import hf_ring_attn
 from hf_ring_attn.integration.context import model_record
-from hf_ring_attn.integration.model import admission, recurrent
-from hf_ring_attn.integration.patching import changes
+from hf_ring_attn.integration.model import admission
+from hf_ring_attn.integration.patching import changes, hooks
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import compile_jobs
 from tests.helpers.jobs.balanced_jobs import BALANCED, chunks_forced
@@ -256,8 +256,7 @@ def kept(count: int) -> tuple[int, list[int]]:
     del model, sharded
     gc.collect()
     registries: tuple[Any, ...] = (
-        changes._installed.undos, recurrent._HOOKED, recurrent._KNOWN, recurrent._EXACT, model_record._OPTIONS,
-        admission._ADMITTED,
+        changes._installed.undos, hooks._HOOKED, model_record._OPTIONS, model_record._RECORDS,
     )  # fmt: skip
     return len(alive), [len(registry) for registry in registries]
 
@@ -267,9 +266,9 @@ def bound() -> list[str]:
     seen: list[str] = []
     bind = admission.bind
 
-    def noted(model: nn.Module, scope: Any) -> None:
+    def noted(model: nn.Module, context: Any) -> None:
         seen.append(type(model).__name__)
-        bind(model, scope)
+        bind(model, context)
 
     with mock.patch.object(admission, "bind", noted):
         run(lambda model, inputs: model(**inputs), tokens(24))

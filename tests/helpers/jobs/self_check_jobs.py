@@ -97,7 +97,7 @@ def trained(kind: str, self_check: bool) -> Trained:
         with torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else nullcontext(), sharded:
             loss = model(**sharded.inputs).loss
         loss.backward()
-        found.verdicts.append(sharded.scope.state(SelfCheckState).verdict)
+        found.verdicts.append(sharded.context.state(SelfCheckState).verdict)
         found.calls.append(len(calls))
         gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
         found.bits += [loss.detach(), torch.rand(3), *gradients, *(x.clone() for x in model.buffers())]
@@ -155,7 +155,7 @@ def two_rings(planted: str) -> tuple[list[str], str]:
             with sharded:
                 loss = model(**sharded.inputs).loss
             loss.backward()
-            verdicts.append(sharded.scope.state(SelfCheckState).verdict)
+            verdicts.append(sharded.context.state(SelfCheckState).verdict)
     except RingAttentionError as error:
         return verdicts, f"{type(error).__name__}: {error}"
     return verdicts, ""
@@ -166,7 +166,7 @@ def of_a_batch(model: str, batch: Batch) -> str:
     sharded = hf_ring_attn.shard(batch)
     with sharded:
         tiny(model, "ring_fp32").double()(**sharded.inputs)
-    return sharded.scope.state(SelfCheckState).verdict
+    return sharded.context.state(SelfCheckState).verdict
 
 
 def gathered_loss() -> tuple[str, Tensor]:
@@ -176,7 +176,7 @@ def gathered_loss() -> tuple[str, Tensor]:
     inputs = {name: x for name, x in sharded.inputs.items() if name not in HANDED_OVER}
     with sharded, gathered(model, sharded):
         loss = model(**inputs, labels=batch["labels"]).loss
-    return sharded.scope.state(SelfCheckState).verdict, loss
+    return sharded.context.state(SelfCheckState).verdict, loss
 
 
 def with_other_weights() -> tuple[str, str]:

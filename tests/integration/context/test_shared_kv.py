@@ -16,9 +16,11 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.comm.ring import LOCAL
 from hf_ring_attn.integration.context import shared_kv
 from hf_ring_attn.integration.context.shared_kv import SharedKV
+from hf_ring_attn.integration.model import shared_layers
 from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.testing import relative_error
 from hf_ring_attn.traffic.gathered_kv import COMPARED, LAST, MAKES, TAKES
+from tests.helpers.contexts import ring_of_two
 from tests.helpers.jobs import plain_jobs
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.compile_jobs import Compiled
@@ -184,7 +186,7 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Module() for _ in range(3))
         for number, layer in enumerate(self.layers):
-            vars(layer).update({shared_kv._MAKES: number == 0, shared_kv._TAKES: number > 0})
+            vars(layer).update({shared_layers._MAKES: number == 0, shared_layers._TAKES: number > 0})
 
 
 def plan() -> Plan:
@@ -203,7 +205,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def asked() -> tuple[list[Any], SharedKV, Tensor, Tensor]:
     """Layers, of which the first has gathered, what is kept of it, and its key and value."""
     model = Layers()
-    shared_kv.install(model)
+    shared_layers.prepare(model, ring_of_two())
     shared, key, value = SharedKV(), torch.randn(2, 3), torch.randn(2, 3)
     layers = [*model.layers]
     assert shared.kept(layers[0], key, value, PLAN, torch.float32) is not None
@@ -273,9 +275,9 @@ def test_layers_are_known_by_their_marks() -> None:
     six = [MAKES, MAKES, TAKES, TAKES, TAKES, LAST]
     for name, wanted in (("gemma3n", six), ("gemma4", six), ("llama", [0, 0])):
         model: Any = tiny(name)
-        shared_kv.install(model)
+        shared_layers.prepare(model, ring_of_two())
         layers = [layer.self_attn for layer in model.model.layers]
-        roles = [int(vars(layer).get(shared_kv._ROLE, 0)) for layer in layers]
+        roles = [int(vars(layer).get(shared_kv.ROLE, 0)) for layer in layers]
         assert roles == wanted
 
 

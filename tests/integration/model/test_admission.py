@@ -309,5 +309,5 @@ def test_options_follow_the_model() -> None:
     hf_ring_attn.configure(model, options)
     assert model_record.options_of(torch.nn.Sequential(model)) is options
     assert model_record.options_of(other) == RingConfig()
-    assert hf_ring_attn.shard(tokens(8), model=model).scope.config is options
+    assert hf_ring_attn.shard(tokens(8), model=model).context.config is options
     assert "ring" not in model.config.to_json_string()

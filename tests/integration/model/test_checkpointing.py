@@ -13,6 +13,7 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.integration import log
 from hf_ring_attn.integration.model import checkpointing
+from tests.helpers.contexts import alone
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.models.tiny_models import tiny
@@ -72,7 +73,7 @@ def test_a_policy_of_ones_own_is_kept() -> None:
     model: Any = tiny("llama", "ring_fp32").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**NON_REENTRANT, "context_fn": mine})
     with mock.patch.object(checkpointing, "warn") as warn:
-        checkpointing.keep_attention(model)
+        checkpointing.prepare(model, alone(RingConfig(save_attention=True)))
     assert "no effect beside another context_fn" in warn.call_args.args[0]
     layer = model.model.layers[0]
     assert layer._gradient_checkpointing_func.keywords["context_fn"] is mine
@@ -82,13 +83,13 @@ def test_without_checkpointing_it_is_told_that_nothing_is_saved() -> None:
     model: Any = tiny("llama", "ring_fp32")
     model.eval()
     with mock.patch.object(checkpointing, "warn") as warn:
-        checkpointing.keep_attention(model)
+        checkpointing.prepare(model, alone(RingConfig(save_attention=True)))
         assert not warn.called, "nothing is computed again in evaluation"
-        checkpointing.keep_attention(model.train())
+        checkpointing.prepare(model.train(), alone(RingConfig(save_attention=True)))
         assert "no layer of the model is checkpointed" in warn.call_args.args[0]
         warn.reset_mock()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
-        checkpointing.keep_attention(model)
-        checkpointing.keep_attention(model)
+        checkpointing.prepare(model, alone(RingConfig(save_attention=True)))
+        checkpointing.prepare(model, alone(RingConfig(save_attention=True)))
     assert not warn.called
     assert model.model.layers[0]._gradient_checkpointing_func.keywords["context_fn"] is checkpointing.contexts

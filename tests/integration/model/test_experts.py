@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers import MixtralForCausalLM
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import hf_ring_attn
 from hf_ring_attn.integration.hosts.trainer import whole_sequences
 from hf_ring_attn.integration.model import experts
 from hf_ring_attn.integration.model.experts import FUNCTION, SHARED, balance, known
-from hf_ring_attn.integration.model.forward_source import loss_function_alone
 from hf_ring_attn.testing import LiveRanks
+from tests.helpers.contexts import alone
 from tests.helpers.jobs.plain_jobs import Batch, padded
 from tests.helpers.models.tiny_models import SIZES, build, tiny
 
@@ -75,86 +72,6 @@ def test_others_are_not_known(model: str) -> None:
     assert not known(of(model))
 
 
-@pytest.mark.parametrize(
-    "kind", ["AfmoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Llama4ForConditionalGeneration"]
-)
-def test_a_loss_without_more_to_it_is_seen(kind: str) -> None:
-    assert loss_function_alone(inspect.unwrap(getattr(transformers, kind).forward))
-
-
-class Forwards:
-    """As people write them."""
-
-    loss_function: Any
-    _of_both: Any
-
-    def _added(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
-        loss = self.loss_function(logits, labels)
-        loss += 0.1 * aux_loss
-        return MoeCausalLMOutputWithPast(loss=loss)
-
-    def _in_place_of_it(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
-        loss = self.loss_function(logits, labels)
-        total = loss + 0.1 * aux_loss
-        return MoeCausalLMOutputWithPast(loss=total)
-
-    def _of_its_own(self, logits: Any, labels: Any) -> Any:
-        loss = logits.gather(-1, labels[..., None]).sum()
-        return MoeCausalLMOutputWithPast(loss=loss)
-
-    def _on_the_way_out(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
-        loss = self.loss_function(logits, labels)
-        return MoeCausalLMOutputWithPast(loss=loss + aux_loss)
-
-    def _into_the_outputs(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
-        loss = self.loss_function(logits, labels)
-        outputs = MoeCausalLMOutputWithPast(loss=loss)
-        outputs.loss = aux_loss
-        return outputs
-
-    def _under_its_name(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
-        loss = self.loss_function(logits, labels)
-        outputs = MoeCausalLMOutputWithPast(loss=loss)
-        outputs["loss"] = aux_loss
-        return outputs
-
-    def _one_of_two(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
-        loss, logits = self.loss_function(logits, labels) + aux_loss, logits
-        return MoeCausalLMOutputWithPast(loss=loss)
-
-    def _summed_in_a_tuple(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
-        loss = self.loss_function(logits, labels)
-        total = sum((loss, aux_loss))
-        return (total, logits)
-
-    def _by_name(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
-        loss = self.loss_function(logits, labels)
-        outputs = MoeCausalLMOutputWithPast(loss=loss)
-        outputs.update({"loss": aux_loss})  # type: ignore[no-untyped-call]
-        return outputs
-
-    def _after_it(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
-        loss = self.loss_function(logits, labels)
-        return MoeCausalLMOutputWithPast(loss=loss).loss + aux_loss
-
-    def _by_a_method(self, logits: Any, labels: Any, aux_loss: Any) -> Any:
-        loss = self.loss_function(logits, labels)
-        return self._of_both(loss=loss, aux_loss=aux_loss)
-
-    def _elsewhere(self, *inputs: Any, **more: Any) -> Any:
-        return self._added(*inputs, **more)
-
-
-@pytest.mark.parametrize("name", [name for name in vars(Forwards) if name[0] == "_" and name[1] != "_"])
-def test_anything_more_is_seen_too(name: str) -> None:
-    assert not loss_function_alone(getattr(Forwards, name))
-
-
-def test_without_its_source_nothing_is_known() -> None:
-    assert not loss_function_alone(eval("lambda self, logits: self.loss_function(logits)"))
-    assert not loss_function_alone(inspect.unwrap(MixtralForCausalLM.forward))
-
-
 def of_whole_rows(batch: Batch) -> tuple[Tensor, list[Tensor]]:
     model = tiny("mixtral", "ring_fp32")
     sharded = hf_ring_attn.shard(batch)
@@ -186,7 +103,7 @@ def test_a_function_that_is_not_known_is_left_as_it_is_outside_a_ring(monkeypatc
     model = tiny("mixtral")
     model.__class__ = kind
     try:
-        experts.prepare(model)
+        experts.prepare(model, alone())
         assert home.load_balancing_loss_func(1, 2, 3, d=4, e=5) == (1, 2, 3, 4, 5)
         assert hasattr(home.load_balancing_loss_func, "__wrapped__")
     finally:
@@ -210,7 +127,7 @@ def test_trls_fused_head_takes_mixtrals_for_every_model(
     monkeypatch.setitem(sys.modules, "trl", ModuleType("trl"))
     config: dict[str, Any] = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     try:
-        experts.prepare(build(kind, **config))
+        experts.prepare(build(kind, **config), alone())
         assert all(hasattr(getattr(sys.modules[name], FUNCTION), "__wrapped__") for name in changed)
     finally:
         hf_ring_attn.uninstall()

@@ -14,6 +14,7 @@ import tests.helpers.jobs.refusal_jobs as jobs
 from hf_ring_attn import errors
 from hf_ring_attn.integration.context.not_a_tensor import Opaque
 from hf_ring_attn.integration.model import structure
+from tests.helpers.contexts import ring_of_two
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.jobs.refusal_jobs import Forward
@@ -63,7 +64,7 @@ def test_a_model_is_refused_on_every_rank(ranks: Ranks, forward: Forward) -> Non
 def test_what_looks_at_single_tokens_is_exact() -> None:
     model = tiny("llama", "ring_fp32")
     model.model.layers[0].mlp.mixer = nn.Conv1d(32, 32, 1)
-    assert list(structure.reasons(model)) == []
+    assert list(structure.unsupported(model, ring_of_two())) == []
 
 
 def test_a_model_with_a_table_of_its_own_is_refused_when_it_is_made() -> None:

@@ -12,6 +12,7 @@ import hf_ring_attn
 import tests.helpers.jobs.refusal_jobs as jobs
 from hf_ring_attn import errors
 from hf_ring_attn.integration.model import training_mode
+from tests.helpers.contexts import ring_of_two
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.jobs.refusal_jobs import Forward, Training
@@ -71,8 +72,8 @@ def test_what_is_inexact_in_training(make: Callable[[], nn.Module], text: str) -
     model: Any = tiny("llama", "ring_fp32")
     for layer in model.model.layers:
         layer.mlp.own = make()
-    assert list(training_mode.reasons(model.eval())) == []
-    (reason,) = training_mode.reasons(model.train())
+    assert list(training_mode.unsupported(model.eval(), ring_of_two())) == []
+    (reason,) = training_mode.unsupported(model.train(), ring_of_two())
     assert reason.startswith(f"model.layers.0.mlp.own {text}")
 
 
@@ -80,16 +81,16 @@ def test_what_is_inexact_in_training(make: Callable[[], nn.Module], text: str) -
 def test_what_is_exact_in_training_too(make: Callable[[], nn.Module]) -> None:
     model = tiny("llama", "ring_fp32").train()
     model.model.layers[0].mlp.own = make()
-    assert list(training_mode.reasons(model)) == []
+    assert list(training_mode.unsupported(model, ring_of_two())) == []
 
 
 @pytest.mark.parametrize(("make", "text"), INEXACT, ids=lambda x: x if isinstance(x, str) else "")
 def test_towers_may_do_so_since_every_rank_runs_them_whole(make: Callable[[], nn.Module], text: str) -> None:
     model: Any = tiny("gemma3 vision", "ring_fp32").train()
     model.model.vision_tower.own = make()
-    assert list(training_mode.reasons(model)) == []
+    assert list(training_mode.unsupported(model, ring_of_two())) == []
     model.model.language_model.own = make()
-    (reason,) = training_mode.reasons(model.model)
+    (reason,) = training_mode.unsupported(model.model, ring_of_two())
     assert reason.startswith(f"language_model.own {text}")
 
 
