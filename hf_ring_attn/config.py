@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .errors import BadOption
+from .arguments import check_choice, check_flag, whole_number
 
 Backward = Literal["ring", "gather"]
 Loss = Literal["sharded", "gathered"]
@@ -33,12 +33,11 @@ class RingConfig:
         loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" re-gathers the logits in
             their original order and computes the loss on the whole row (S x V memory on every rank), which makes
             label smoothing and custom loss functions exact.
-        layout: who holds which token of a batch. "zigzag": what `hf_ring_attn.positions` tells, for every batch.
-            "balanced": where a zigzag would leave a rank with more than 1.1 times the mean's work, packed rows are
-            dealt other chunks, and ``sharded.positions`` alone tells where a rank's tokens are; batches of images or
-            sound, those of `maybe_context_parallel`, and all once a rank has called `positions`, keep the zigzag.
-            "auto": balanced in Trainer and SFTTrainer, which index nothing by a token's place; the zigzag in loops of
-            one's own, which may.
+        layout: who holds which token of a batch. "zigzag": as `hf_ring_attn.positions` describes it, for every batch.
+            "balanced": where a zigzag would leave a rank with more than 1.1 times the mean's work, ranks hold other
+            chunks of packed rows, and ``sharded.positions`` alone shows which; batches of images or sound, and those
+            of `maybe_context_parallel`, keep the zigzag. "auto": balanced in Trainer and SFTTrainer, which index
+            nothing by a token's place; the zigzag in other training loops, which may.
         pad: pad rows to a multiple of 2 * ring size (of up to 16 * ring size, where ``layout`` deals more chunks) with
             tokens that nobody sees; False refuses other lengths.
         deterministic: demand the same bits from run to run.
@@ -60,16 +59,14 @@ class RingConfig:
     self_check: bool = True
 
     def __post_init__(self) -> None:
-        if self.backward not in get_args(Backward):
-            raise BadOption("backward", self.backward, f"one of {get_args(Backward)}")
-        if self.traffic not in get_args(Traffic):
-            raise BadOption("traffic", self.traffic, f"one of {get_args(Traffic)}")
-        if self.loss not in get_args(Loss):
-            raise BadOption("loss", self.loss, f"one of {get_args(Loss)}")
-        if self.layout not in get_args(Arrangement):
-            raise BadOption("layout", self.layout, f"one of {get_args(Arrangement)}")
-        if self.heads_per_gather is not None and self.heads_per_gather < 1:
-            raise BadOption("heads_per_gather", self.heads_per_gather, "a positive number of heads, or None")
+        check_choice("backward", self.backward, get_args(Backward))
+        check_choice("traffic", self.traffic, get_args(Traffic))
+        check_choice("loss", self.loss, get_args(Loss))
+        check_choice("layout", self.layout, get_args(Arrangement))
+        if self.heads_per_gather is not None:
+            whole_number("heads_per_gather", self.heads_per_gather, "a positive number of heads, or None", 1)
+        for name in ("pad", "deterministic", "save_attention", "self_check"):
+            check_flag(name, getattr(self, name))
 
 
 def kernel_from_environment() -> str | None:

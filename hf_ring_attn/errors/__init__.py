@@ -50,6 +50,7 @@ from .core import (
     TwoLayouts,
     UnevenLength,
     UnsupportedAttention,
+    UnsupportedTransform,
 )
 from .hosts import (
     BadBuffers,
@@ -143,6 +144,7 @@ __all__ = [
     "UnsupportedAttention",
     "UnsupportedModel",
     "UnsupportedOption",
+    "UnsupportedTransform",
     "UntestedHost",
     "UntestedParallelism",
 ]

@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "hf_ring_attn"
 MOST_LINES = 400
 
-BASE = {"errors", "config"}
+BASE = {"errors", "config", "arguments"}
 DATA = BASE | {"comm", "sharding"}
 RING = DATA | {"kernels", "traffic", "layers", "attention"}
 SHARED = {"integration.log", "integration.patching", "integration.context"}
@@ -32,7 +32,8 @@ TOOLS = {"doctor", "plan", "bench", "verify"}
 # room -> the rooms it may import; every room may import itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "arguments": {"errors"},
+    "config": {"arguments", "errors"},
     "comm": BASE,  # buffers and groups, never who sees whom
     "sharding": BASE | {"comm"},  # data only: layouts, masks, plans
     "kernels": BASE | {"sharding.mask"},  # arithmetic: tiles as data, never a process group
