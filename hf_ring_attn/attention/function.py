@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -136,11 +137,11 @@ def ring_attention(
         band = _band(causal, window)
         if softcap is not None:
             softcap = number("softcap", softcap, "a number above 0, or None for no cap", above=0)
-        scale = q.shape[3] ** -0.5 if scale is None else number("scale", scale, "a finite number, or None")
+        factor = q.shape[3] ** -0.5 if scale is None else number("scale", scale, "a finite number, or None")
         if length is not None:
             length = whole_number("length", length, "a number of tokens, 0 to 2**40", most=LONGEST)
         mod = None if score_mod is None else ScoreMod.of(score_mod, q.device, config.deterministic)
-        facts = _facts(q, k, v, documents, causal, tuple(window), softcap, scale, sinks, config, mod)
+        facts = _facts(q, k, v, documents, causal, tuple(window), softcap, factor, sinks, config, mod)
     except Refused as error:
         refusal = error
     interruption_guard(ring).check()  # what is compared below would be taken for the rest of that attention
@@ -161,7 +162,7 @@ def ring_attention(
         q.device.type, q.dtype, heads, k.shape[2], head_dim, v.shape[3], softcap is not None, sinks is not None,
         config.deterministic, mask.holes, mod is not None,
     )  # fmt: skip
-    params = Params(scale, softcap, sinks, config.deterministic, mod)
+    params = Params(factor, softcap, sinks, config.deterministic, mod)
     if mod is None:
         kernel = kernel_for(ring.name, config.kernel, request)
     else:
@@ -211,8 +212,9 @@ def _check_options(causal: bool, score_mod: ScoreFunction | None, return_lse: bo
 
 def _band(causal: bool, window: tuple[int | None, int | None]) -> Band:
     need = "(left, right) in tokens, each 0 or more, or None for no bound"
-    check(isinstance(window, tuple | list) and len(window) == 2, "window", window, need)
-    check(all(side is None or is_whole(side) for side in window), "window", window, need)
+    check_type("window", window, (tuple, list), need)
+    sides: Sequence[object] = window
+    check(len(sides) == 2 and all(side is None or is_whole(side) for side in sides), "window", window, need)
     left, right = window
     band = Band(-UNBOUNDED if right is None else -right, UNBOUNDED if left is None else left)
     return band & (CAUSAL if causal else BIDIRECTIONAL)

@@ -113,7 +113,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 @first_order_only("ring attention")
-def _backward(ctx: Any, saved: tuple[Tensor, ...], dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, saved: tuple[Any, ...], dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks = saved
     dq, dk, dv, dsinks = torch.ops.hf_ring_attn.ring_flash_attn_bwd(
         dout, q, k, v, out, lse, sinks, *ctx.plan, *ctx.rest

@@ -104,7 +104,7 @@ class _Scored(torch.autograd.Function):
 
     @staticmethod
     @first_order_only("ring attention with a score_mod")
-    def backward(ctx: Any, saved: tuple[Tensor, ...], dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, saved: tuple[Any, ...], dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *captured = saved
         job: _Job = ctx.job
         ctx.state.check()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import check, check_dense, is_whole, whole_number
+from ..arguments import check, check_dense, check_type, is_whole, whole_number
 from ..errors import BadOption, BadShape, TwoLayouts
 
 Owners = tuple[int, ...]
@@ -56,8 +56,9 @@ class Layout:
         last = self.world_size - 1
         whole_number("rank", self.rank, f"from 0 to {last}", most=last)
         need = f"the ranks 0 to {last}, each as often as every other"
-        whole = isinstance(self.owners, tuple) and all(map(is_whole, self.owners))
-        check(whole and (not self.owners or _is_shared_evenly(self.owners, last + 1)), "owners", self.owners, need)
+        check_type("owners", self.owners, tuple, need)
+        even = all(map(is_whole, self.owners)) and _is_shared_evenly(self.owners, self.world_size)
+        check(not self.owners or even, "owners", self.owners, need)
 
     @property
     def chunks(self) -> int:
@@ -81,8 +82,8 @@ class Layout:
 
     def runs(self, rank: int | None = None) -> tuple[Run, ...]:
         """The contiguous runs of tokens that ``rank`` (default: this one) holds, in its local order."""
-        last = self.world_size - 1
-        rank = self.rank if rank is None else whole_number("rank", rank, f"from 0 to {last}, or None", most=last)
+        most = self.world_size - 1
+        rank = self.rank if rank is None else whole_number("rank", rank, f"from 0 to {most}, or None", most=most)
         chunk, runs = self.chunk, [Run(0, 0, 0)]
         for number, place in enumerate(chunks_of(self.world_size, self.owners)[rank]):
             last = runs[-1]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import INTEGERS, check, check_tensor, is_whole, whole_number
+from ..arguments import INTEGERS, check, check_tensor, check_type, is_whole, whole_number
 from ..errors import BadShape, CrossedDocuments
 from .layout import Run
 
@@ -169,7 +169,8 @@ class Mask:
             hidden: [B, S] bool, keys that nobody sees though their queries see others: what a 2-D padding mask means
                 in transformers. None: no key is hidden.
         """
-        check(isinstance(band, Band) and all(is_whole(x, -UNBOUNDED) for x in band), "band", band, "a Band of integers")
+        check_type("band", band, Band, "a Band of integers")
+        check(all(is_whole(x, -UNBOUNDED) for x in band), "band", band, "a Band of integers")
         return cls.of_terms((Term(band, documents),), batch, length, hidden)
 
     @classmethod

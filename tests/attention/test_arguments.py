@@ -24,7 +24,7 @@ class Config:
 
 
 MODEL = nn.Linear(1, 1)
-MODEL.config = Config()
+MODEL.__dict__["config"] = Config()
 
 
 class Entry(NamedTuple):
@@ -89,7 +89,7 @@ VALUES: dict[str, Any] = {
     "a module": nn.Linear(1, 1), "a mask": torch.ones(2, 8, dtype=torch.bool), "of no dim": torch.tensor(1),
     "empty": torch.zeros(0), "of one dim": torch.zeros(8), "of three dims": torch.zeros(2, 8, 6),
     "of five dims": torch.zeros(1, 2, 8, 4, 6), "integers": torch.zeros(2, 8, 4, 6, dtype=torch.int64),
-    "bools": torch.zeros(2, 8, 4, 6, dtype=torch.bool), "complex numbers": torch.zeros(2, 8, 4, 6).cfloat(),
+    "bools": torch.zeros(2, 8, 4, 6, dtype=torch.bool), "complex numbers": torch.zeros(2, 8, 4, 6).to(torch.complex64),
     "double": torch.zeros(2, 8, 4, 6).double(), "half": torch.zeros(2, 8, 4, 6).half(),
     "float8": torch.zeros(2, 8, 4, 6).to(torch.float8_e4m3fn), "no heads": torch.zeros(2, 8, 0, 6),
     "no width": torch.zeros(2, 8, 4, 0), "no tokens": torch.zeros(2, 0, 4, 6), "no rows": torch.zeros(0, 8, 4, 6),
@@ -99,7 +99,7 @@ VALUES: dict[str, Any] = {
     "float ids": IDS.float(), "other ids": IDS[:, :5], "unsigned": torch.zeros(2, 8, dtype=torch.uint64),
     "nested": torch.nested.nested_tensor([torch.zeros(8, 4, 6), torch.zeros(8, 4, 6)]),
     "quantized": torch.quantize_per_tensor(torch.zeros(2, 8, 4, 6), 0.1, 0, torch.qint8),
-    "complex sinks": torch.zeros(4).cfloat(), "integer sinks": torch.zeros(4, dtype=torch.int32),
+    "complex sinks": torch.zeros(4).to(torch.complex64), "integer sinks": torch.zeros(4, dtype=torch.int32),
 }  # fmt: skip
 
 

@@ -198,7 +198,7 @@ def test_values_that_differ_are_noticed_and_shown(
     ("change", "text"),
     [
         ({"documents": torch.zeros(8)}, "documents.dtype=torch.float32 is not possible"),
-        ({"q": qkv(4)["q"].cfloat()}, "q.dtype=torch.complex64 is not possible"),
+        ({"q": qkv(4)["q"].to(torch.complex64)}, "q.dtype=torch.complex64 is not possible"),
         ({"k": None}, "k=None is not possible: it must be a tensor."),
     ],
 )

@@ -54,8 +54,8 @@ def penalty_of(what: str, plain: bool) -> tuple[Tensor, Tensor]:
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "backward": lambda x, penalty: penalty.backward(),  # type: ignore[no-untyped-call]
-    "backward of inputs": lambda x, penalty: penalty.backward(inputs=[x]),  # type: ignore[no-untyped-call]
+    "backward": lambda x, penalty: penalty.backward(),
+    "backward of inputs": lambda x, penalty: penalty.backward(inputs=[x]),
     "grad": lambda x, penalty: torch.autograd.grad(penalty, x),
     "grad with a graph": lambda x, penalty: torch.autograd.grad(penalty, x, create_graph=True),
     "grad of a product": lambda x, penalty: torch.autograd.grad(penalty * 2, [x], grad_outputs=penalty.detach()),
