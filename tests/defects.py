@@ -16,7 +16,7 @@ from hf_ring_attn.comm import Pending, Ring
 from hf_ring_attn.integration import batch, rows
 from hf_ring_attn.kernels import Place, ScoreMod, reference
 from hf_ring_attn.kernels.reference import Block, Reference
-from hf_ring_attn.kernels.score_mod import Indices, Pull
+from hf_ring_attn.kernels.score_mods.score_mod import Indices, Pull
 from hf_ring_attn.layout import Layout, Run
 from hf_ring_attn.mask import Band, Mask, tiles
 from hf_ring_attn.sequence import Piece, Rows, Span

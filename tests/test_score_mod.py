@@ -16,7 +16,8 @@ from checks import EXACT, UNROUNDED, Errors, Ranks, distance, worst
 from defects import planted
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.functional import ring_attention
-from hf_ring_attn.kernels import reference, score_mod
+from hf_ring_attn.kernels import reference
+from hf_ring_attn.kernels.score_mods import score_mod
 from hf_ring_attn.layout import Layout
 from hf_ring_attn.mask import CAUSAL, Mask
 from hf_ring_attn.tables import Plan, Tables

@@ -11,13 +11,13 @@ import torch
 from ..config import kernel_from_environment
 from ..errors import BadOption, UnsupportedAttention
 from .base import Asked, Gradients, Kernel, Params, Part, Place, Request, accumulate_dtype
-from .code import code_of
 from .flash2 import Flash2
 from .flash4 import Flash4
 from .flex import Flex
 from .reference import Reference
-from .score_graph import text_of
-from .score_mod import PART, ScoreFunction, ScoreMod, in_score_mod
+from .score_mods.function_code import code_of
+from .score_mods.graph import text_of
+from .score_mods.score_mod import PART, ScoreFunction, ScoreMod, in_score_mod
 from .triton import Triton
 
 KERNELS: dict[str, Kernel] = {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..mask import Tile
 from .base import Gradients, InOrder, Params, Request, accumulate_dtype, row_products
-from .score_mod import Indices, Pull
+from .score_mods.score_mod import Indices, Pull
 
 SCORES_PER_BLOCK = 2**21
 """Upper bound on the elements of one block of scores: 8 MiB in float32, inside the caches of common CPUs."""

@@ -28,9 +28,9 @@ from ..base import (
     products_in_place,
     with_sinks,
 )
-from ..score_graph import Unfit
-from ..score_mod import ScoreMod
-from ..score_trial import Trials, fails
+from ..score_mods.graph import Unfit
+from ..score_mods.score_mod import ScoreMod
+from ..score_mods.trial import Trials, fails
 from .calls import NO_ROOM, Calls
 from .graph import Graph
 from .leaves import gathered, spread
