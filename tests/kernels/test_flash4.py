@@ -14,7 +14,7 @@ from torch import Tensor
 from fake_flash4 import Fake
 from hf_ring_attn import tables
 from hf_ring_attn.bench.replay import Answer, Road, replay
-from hf_ring_attn.kernels import KERNELS, Params, Place, Request
+from hf_ring_attn.kernels import KERNELS, Params, Place, Request, choose, flash4
 from hf_ring_attn.kernels.flash4 import Flash4, library
 from hf_ring_attn.kernels.flash4.blocks import Blocks, Sides
 from hf_ring_attn.mask import CAUSAL, Band, Mask
@@ -195,6 +195,17 @@ def test_what_is_refused_says_why(request_: Request, words: str) -> None:
     assert not kernel.rounds_gradients(REQUEST)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
+def test_only_hopper_is_served(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash4 compiles for Blackwell and was never run there, so it refuses by name and triton serves."""
+    monkeypatch.setattr(flash4, "_capability", lambda: capability)
+    monkeypatch.setattr(flash4, "not_installed", lambda: ())
+    got = ".".join(map(str, capability))
+    assert Flash4().unsupported(REQUEST) == [f"was tried on Hopper (compute capability 9.0) alone, got {got}"]
+    monkeypatch.setattr(type(KERNELS["triton"]), "unsupported", lambda *_: [])
+    assert choose("auto", REQUEST).name == "triton"
+
+
 def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"}
 
@@ -211,7 +222,7 @@ def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPat
 
 def test_a_library_that_does_not_import_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    loaded = library.load.__wrapped__(9)
+    loaded = library.load.__wrapped__()
     assert loaded.library is None
     assert loaded.reasons[0].startswith("flash-attn-4 does not import: ")
 
