@@ -8,6 +8,9 @@ from typing import Literal, get_args
 
 from .errors import BadOption
 
+KERNEL_NAMES = ("flash4", "triton", "flash2", "flex", "reference")
+"""Every kernel, the preferred one first. `hf_ring_attn.kernels` has them under these names."""
+
 Backward = Literal["ring", "gather"]
 Loss = Literal["sharded", "gathered"]
 Traffic = Literal["auto", "messages", "pulls"]
@@ -19,7 +22,8 @@ class RingConfig:
     """What a ring may choose. No choice changes the answer beyond the order of float32 sums.
 
     Args:
-        kernel: "auto", or the name of one kernel: then that kernel runs or the call is refused with its reasons.
+        kernel: "auto", or one of `KERNEL_NAMES`: then that kernel runs or the call is refused with its reasons.
+            "auto" never takes flash2, which rounds each contribution to a gradient.
         backward: "ring" passes keys and values on, and the float32 sums of their gradients behind them;
             "gather" gathers keys and values again and reduce-scatters float32 gradients (more memory, fewer hops).
         heads_per_gather: how many key/value heads are gathered at a time; memory of the gathered keys and values is
@@ -60,6 +64,7 @@ class RingConfig:
     self_check: bool = True
 
     def __post_init__(self) -> None:
+        _check_kernel("kernel", self.kernel)
         if self.backward not in get_args(Backward):
             raise BadOption("backward", self.backward, f"one of {get_args(Backward)}")
         if self.traffic not in get_args(Traffic):
@@ -73,8 +78,20 @@ class RingConfig:
 
 
 def kernel_from_environment() -> str | None:
-    """The kernel named by HF_RING_ATTN_KERNEL, for command lines; a kernel named in a call goes first."""
-    return os.environ.get("HF_RING_ATTN_KERNEL") or None
+    """The kernel named by HF_RING_ATTN_KERNEL, for command lines; a kernel named in a call goes first.
+
+    Raises:
+        BadOption: there is no such kernel.
+    """
+    name = os.environ.get("HF_RING_ATTN_KERNEL") or None
+    if name is not None:
+        _check_kernel("HF_RING_ATTN_KERNEL", name)
+    return name
+
+
+def _check_kernel(option: str, name: str) -> None:
+    if name not in ("auto", *KERNEL_NAMES):
+        raise BadOption(option, name, f"'auto' or one of {KERNEL_NAMES}")
 
 
 def is_a_launched_rank() -> bool:

@@ -54,7 +54,7 @@ def named(name: str) -> dict[str, Kernel]:
     if name == "auto":
         name = kernel_from_environment() or "auto"
     if name != "auto" and name not in KERNELS:
-        raise BadOption("kernel", name, f"'auto' or one of {sorted(KERNELS)}")
+        raise BadOption("kernel", name, f"'auto' or one of {tuple(KERNELS)}")
     return KERNELS if name == "auto" else {name: KERNELS[name]}
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_ring_attn import kernels
+from hf_ring_attn.config import KERNEL_NAMES, RingConfig
 from hf_ring_attn.errors import BadOption, UnsupportedAttention
 from hf_ring_attn.kernels import KERNELS, Request, choose
 from hf_ring_attn.kernels.reference import Reference
@@ -66,11 +67,17 @@ def test_every_reason_of_every_kernel_is_given(picky: Picky, monkeypatch: pytest
 def test_a_kernel_that_does_not_exist_is_refused() -> None:
     with pytest.raises(BadOption) as error:
         choose("flash9", REQUEST)
-    assert str(error.value) == f"kernel='flash9' is not possible: it must be 'auto' or one of {sorted(KERNELS)}."
+    assert str(error.value) == f"kernel='flash9' is not possible: it must be 'auto' or one of {KERNEL_NAMES}."
+
+
+def test_the_options_know_every_kernel() -> None:
+    """RingConfig refuses other names, and config.py may not import kernels."""
+    assert tuple(KERNELS) == KERNEL_NAMES
+    assert [RingConfig(kernel=name).kernel for name in ("auto", *KERNELS)] == ["auto", *KERNELS]
 
 
 def test_the_environment_names_the_kernel_for_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_RING_ATTN_KERNEL", "flash9")
-    with pytest.raises(BadOption, match="kernel='flash9'"):
+    with pytest.raises(BadOption, match="HF_RING_ATTN_KERNEL='flash9' is not possible: it must be 'auto' or one of"):
         choose("auto", REQUEST)
     assert choose("reference", REQUEST).name == "reference"
