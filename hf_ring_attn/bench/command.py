@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "More ranks than GPUs may share them",
     )  # fmt: skip
     how.add_argument(
-        "--rings", type=count(), nargs="+", default=errors.SIZES, help="of --errors: sizes that are played"
+        "--rings", type=count(), nargs="+", default=errors.SIZES, help="of --errors: sizes to play"
     )
     how.add_argument("--rounds", type=count(), default=5)
     how.add_argument("--profile", action="store_true", help="also save where the time goes (needs --save)")
