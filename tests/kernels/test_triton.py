@@ -158,6 +158,6 @@ def test_in_the_interpreter(name: str) -> None:
     """Cases in processes of their own, since a process that has imported triton can no longer interpret it."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *RUNS[name]],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=110,
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=220,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
