@@ -10,13 +10,13 @@ train on sequences that are spread over N ranks.
 from __future__ import annotations
 
 from . import biases
+from .attention.function import ring_attention
 from .config import RingConfig
 from .errors import Refused, RingAttentionError
-from .functional import ring_attention
 from .integration import install, uninstall
-from .integration.batch import Sharded, shard
-from .integration.models import configure
-from .layout import positions
+from .integration.batch.shard import Sharded, shard
+from .integration.context.model_record import configure
+from .sharding.layout import positions
 
 __version__ = "0.1.0.dev0"
 

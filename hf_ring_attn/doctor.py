@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from . import trial
-from .integration.patches import TESTED
+from .attention import kernel_trial
+from .integration.patching.changes import TESTED
 from .kernels import BY_NAME_ONLY, KERNELS, Request, named
 
 PACKAGES = (
@@ -20,7 +20,7 @@ PACKAGES = (
 def report(request: Request) -> tuple[str, bool]:
     """For people: packages, devices, and the table of kernels for one request; and whether any of them can serve it."""
     reasons = {
-        name: kernel.unsupported(request) or list(trial.fails(name, request)) for name, kernel in KERNELS.items()
+        name: kernel.unsupported(request) or list(kernel_trial.fails(name, request)) for name, kernel in KERNELS.items()
     }
     taken = next((name for name in named("auto") if not reasons[name]), None)
     lines = [*_packages(), "", *_devices(), "", *_kernels(request, reasons)]

@@ -21,7 +21,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from . import errors
-from .integration import launchers
+from .integration.hosts import launchers
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -23,7 +23,9 @@ _stderr = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the cases that are marked `full`")
-    parser.addoption("--fuzz", type=int, default=500, help="how many random masks tests/test_mask_fuzz.py tries")
+    parser.addoption(
+        "--fuzz", type=int, default=500, help="how many random masks tests/sharding/test_mask_fuzz.py tries"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import KERNEL_NAMES
-from . import errors, plot, profile, roads, speed
+from . import contenders, errors, plot, profile, results, speed
 from .peers import PEERS
 from .provenance import facts
 from .workload import Workload
@@ -86,13 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="errors in place of speed, against one device and float64 (rings); PR 821's case (pr821); default: both. "
         "More ranks than GPUs may share them",
     )  # fmt: skip
-    how.add_argument(
-        "--rings", type=count(), nargs="+", default=errors.SIZES, help="of --errors: sizes to play"
-    )
+    how.add_argument("--rings", type=count(), nargs="+", default=errors.SIZES, help="of --errors: sizes to play")
     how.add_argument("--rounds", type=count(), default=5)
     how.add_argument("--profile", action="store_true", help="also save where the time goes (needs --save)")
-    how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw these saved results")
-    how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
+    how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw these results.jsonl")
+    how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -103,11 +100,12 @@ def run(given: argparse.Namespace) -> int:
         if given.against and ring.size == 1:
             sys.stderr.write("--against compares rings of several ranks: start this with torchrun\n")
             return 2
-        chosen = roads.options(given.backward, given.traffic, given.heads_per_gather)
+        chosen = contenders.options(given.backward, given.traffic, given.heads_per_gather)
         if given.errors is not None:
             works = [_work(given, n, device, dtype) for n in given.tokens for dtype in _dtypes(given)]
             parts = given.errors or errors.PARTS
             return errors.run(works, ring, parts, given.rings, given.kernel, chosen, given.save)
+        head = {**facts(), "ranks": ring.size, "rounds": given.rounds}
         if first:
             sys.stdout.write(speed.HEAD + "\n")
         rows: list[dict[str, Any]] = []
@@ -122,9 +120,7 @@ def run(given: argparse.Namespace) -> int:
                 sys.stdout.write("\n".join(speed.table(found)) + "\n")
                 sys.stdout.flush()
             if first and given.save:  # after each row, so that a job that is stopped leaves what it has measured
-                given.save.mkdir(parents=True, exist_ok=True)
-                result = {**facts(), "ranks": ring.size, "rounds": given.rounds, "rows": rows}
-                (given.save / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+                results.save(given.save, "speed", head, rows)
             if given.profile and given.save:
                 profile.save(work, ring, given.kernel, chosen, given.save)
     return 0

@@ -8,7 +8,6 @@ deterministic mode where they have one, so that the order of atomic adds is not 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..choice import kernel_for
-from ..comm import Ring
+from ..attention.kernel_choice import kernel_for
+from ..attention.op import attend
+from ..comm.ring import Ring
 from ..errors import Refused
 from ..kernels import KERNELS
-from ..layout import Layout
-from ..ring import attend, gather_sequence
-from ..tables import Plan
+from ..layers.collectives import gather_sequence
+from ..sharding.layout import Layout
+from ..sharding.plan import Plan
 from ..testing import Case, Inputs, inputs, mismatch, relative_error
-from . import roads
+from . import contenders, results
 from .provenance import facts
 from .replay import Answer, replay
 from .rounding import WAYS, rounded
@@ -74,12 +74,12 @@ def exact(work: Workload, data: Data) -> Answer:
     return replay(KERNELS["reference"], q, k, v, dout, mask, 1, replace(work.params(), deterministic=False))
 
 
-def played(work: Workload, kernel: str, data: Data, size: int) -> Answer:
+def simulated(work: Workload, kernel: str, data: Data, size: int) -> Answer:
     """This package's ring of ``size`` on one device; of 1: the kernel alone."""
     return replay(KERNELS[kernel], *data, work.mask(Layout(work.tokens, 1, 0)), size, work.params())
 
 
-def live(work: Workload, kernel: str, data: Data, ring: Ring, chosen: roads.Options) -> Answer:
+def live(work: Workload, kernel: str, data: Data, ring: Ring, chosen: contenders.Options) -> Answer:
     """The whole row's answer on every rank, by the ring itself."""
     layout = Layout(work.tokens, ring.size, ring.rank)
     *leaves, dout = (layout.shard(layout.pad(x, 1), 1) for x in data)
@@ -106,7 +106,7 @@ def compared(got: Answer, one: Answer, want: Answer) -> dict[str, Any]:
 
 def of_inputs(
     work: Workload, ring: Ring, name: str, data: Data, *, sizes: Sequence[int], kernel: str,
-    chosen: Sequence[roads.Options],
+    chosen: Sequence[contenders.Options],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Rows of one set of inputs: live rings on all ranks, everything else on the first alone."""
     work, kernel = _deterministic(work, ring, kernel)
@@ -118,12 +118,12 @@ def of_inputs(
         "heads": [work.heads, work.kv_heads], "widths": [work.width, work.value_width],
         "deterministic": work.deterministic,
     }  # fmt: skip
-    one, want = played(work, kernel, data, 1), exact(work, data)
+    one, want = simulated(work, kernel, data, 1), exact(work, data)
     for way, got in ran:
         yield {**head, "ring_size": ring.size, "way": way, "live": True, **compared(got, one, want)}
     for size in sizes:
         yield {**head, "ring_size": size, "way": OURS, "live": False} | compared(
-            played(work, kernel, data, size), one, want
+            simulated(work, kernel, data, size), one, want
         )
         for way in WAYS if size > 1 and work.dtype.itemsize == 2 else ():
             got = rounded(KERNELS[kernel], *data, size, work.params(), way)
@@ -132,7 +132,7 @@ def of_inputs(
 
 def measure(
     works: Sequence[Workload], ring: Ring, parts: Sequence[str], sizes: Sequence[int], kernel: str,
-    chosen: Sequence[roads.Options],
+    chosen: Sequence[contenders.Options],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """All rows, on the first rank; the others help and have none."""
     device = works[0].device
@@ -153,15 +153,15 @@ def measure(
 
 def run(
     works: Sequence[Workload], ring: Ring, parts: Sequence[str], sizes: Sequence[int], kernel: str,
-    chosen: Sequence[roads.Options], save: Path | None,
+    chosen: Sequence[contenders.Options], save: Path | None,
 ) -> int:  # fmt: skip
-    """Prints the table and writes errors.json; the exit code."""
+    """Prints the table and saves its rows as the run "errors"; returns the exit code."""
     uneven = [(work.tokens, size) for work in works for size in sizes if size > 1 and work.tokens % (2 * size)]
     if uneven:
         tokens, size = uneven[0]
         sys.stderr.write(f"{tokens} tokens do not fill a zigzag ring of {size}: give a multiple of {2 * size}\n")
         return 2
-    head, rows = facts(), []
+    head, rows = {**facts(), "ranks": ring.size}, []
     if not ring.rank:
         sys.stdout.write(HEAD + "\n")
     for row in measure(works, ring, parts, sizes, kernel, chosen):
@@ -169,9 +169,7 @@ def run(
         sys.stdout.write(line(row) + "\n")
         sys.stdout.flush()
         if save:  # after each row, so that a job that is stopped leaves what it has measured
-            save.mkdir(parents=True, exist_ok=True)
-            result = {**head, "ranks": ring.size, "rows": rows}
-            (save / "errors.json").write_text(json.dumps(result, indent=1) + "\n")
+            results.save(save, "errors", head, rows)
     return 0
 
 

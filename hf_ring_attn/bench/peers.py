@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .roads import Road, differentiated
+from .contenders import Contender, differentiated
 from .workload import Workload
 
-Made = tuple[str, Callable[[], Road]]
+Made = tuple[str, Callable[[], Contender]]
 
 
 def ring_flash_attn(work: Workload) -> Iterator[Made]:
@@ -27,7 +27,7 @@ def ring_flash_attn(work: Workload) -> Iterator[Made]:
     local = work.tokens // dist.get_world_size()
     group: Any = dist.group.WORLD
 
-    def zigzag() -> Road:
+    def zigzag() -> Contender:
         module = _ring_flash_attn()
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def ring_flash_attn(work: Workload) -> Iterator[Made]:
 
         return differentiated(function, work.inputs(local, 0), local / work.tokens)
 
-    def llama3() -> Road:
+    def llama3() -> Contender:
         module = _ring_flash_attn()
         ends = torch.tensor([0, work.tokens], device=work.device, dtype=torch.int32)
         ranks = dist.get_rank(), dist.get_world_size()
@@ -76,7 +76,7 @@ def torch_cp(work: Workload) -> Iterator[Made]:
     local = work.tokens // dist.get_world_size()
     mesh = init_device_mesh(work.device.type, (dist.get_world_size(),))
 
-    def with_backend(backend: SDPBackend) -> Callable[[], Road]:
+    def with_backend(backend: SDPBackend) -> Callable[[], Contender]:
         @contextmanager
         def inside() -> Iterator[None]:
             row = torch.zeros(1, work.tokens, device=work.device)  # it looks at a buffer's length
@@ -124,7 +124,7 @@ def ulysses(work: Workload) -> Iterator[Made]:
     """Heads in place of tokens: one exchange before and one after attention. Needs as many key heads as ranks."""
     local = work.tokens // dist.get_world_size()
 
-    def through(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Road]:
+    def through(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Contender]:
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             whole = (_Exchanged.apply(x, True) for x in (q, k, v))  # type: ignore[no-untyped-call]
             out: Tensor = _Exchanged.apply(attention(*whole), False)  # type: ignore[no-untyped-call]

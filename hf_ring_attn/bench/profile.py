@@ -8,24 +8,24 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
-from ..choice import kernel_for
-from ..comm import Ring
-from . import roads
+from ..attention.kernel_choice import kernel_for
+from ..comm.ring import Ring
+from . import contenders
 from .workload import Workload
 
 CALLS = 3
 
 
-def save(work: Workload, ring: Ring, kernel: str, chosen: Sequence[roads.Options], folder: Path) -> None:
+def save(work: Workload, ring: Ring, kernel: str, chosen: Sequence[contenders.Options], folder: Path) -> None:
     """Writes profile-TOKENS-ROAD-RANK.txt (kernels by time) and .json.gz (for chrome://tracing) of each rank."""
     kernel = kernel_for(ring.name, kernel, work.request())
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if work.device.type == "cuda" else [])]
     for one in chosen:
-        road = roads.in_ring(work, ring, kernel, one)
-        road.both.run()
+        contender = contenders.in_ring(work, ring, kernel, one)
+        contender.both.run()
         with torch.profiler.profile(activities=activities) as found:
             for _ in range(CALLS):
-                road.both.run()
+                contender.both.run()
             if work.device.type == "cuda":
                 torch.cuda.synchronize()
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import Ring
+from ..comm.ring import Ring
 from ..kernels import Gradients, Kernel, Params, Place, accumulate_dtype
-from ..layout import Layout
-from ..mask import Mask
-from ..tables import Plan, Segments, Tables, seen_keys
-from ..traffic import lanes_of
+from ..sharding.layout import Layout
+from ..sharding.mask import Mask
+from ..sharding.plan import Plan, Segments, Tables, seen_keys
+from ..traffic import head_halves
 
 
 class Answer(NamedTuple):
@@ -37,7 +37,7 @@ class Rank(NamedTuple):
     def of(cls, length: int, size: int, rank: int, mask: Mask, sparse: bool = False) -> Rank:
         layout = Layout(length, size, rank)
         assert layout.padded == length, "a replay pads nothing"
-        plan = Plan.of(Ring.played(size, rank), layout, mask, sparse_share=float(sparse))
+        plan = Plan.of(Ring.simulated(size, rank), layout, mask, sparse_share=float(sparse))
         runs = seen_keys(mask, layout, rank) if sparse and size > 1 else layout.whole()
         seen = [torch.arange(run.position, run.position + run.length) for run in runs]
         seen.append(torch.empty(0, dtype=torch.int64))
@@ -78,7 +78,14 @@ def replay(
 
 
 def replay_forward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask, size: int, params: Params, road: Road = "ring"
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    size: int,
+    params: Params,
+    road: Road = "ring",
 ) -> tuple[Tensor, Tensor]:
     """out [B, S, H, Dv] and lse [B, H, S], each rank's queries against all the keys that it sees, in one softmax."""
     batch, length, heads, _ = q.shape
@@ -125,7 +132,7 @@ def replay_backward(
         kernel.new_gradient(mine, places(mine, k, v, rank.tables.queries, rank.tables.segments[0], params.scale)[0])
         for rank, (_, mine, _, _) in zip(ranks, parts, strict=True)
     ]
-    for lane in lanes_of(k.shape[2], size):
+    for lane in head_halves(k.shape[2], size):
         of_lane = slice(lane.start * (q.shape[2] // k.shape[2]), lane.stop * (q.shape[2] // k.shape[2]))
         keys = [(k[:, here][:, :, lane], v[:, here][:, :, lane]) for here in at]
         travelling: list[tuple[Tensor, Tensor] | None] = [None] * size

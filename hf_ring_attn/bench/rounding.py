@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import Gradients, Kernel, Params, accumulate_dtype
-from ..mask import CAUSAL, UNBOUNDED, Mask
+from ..sharding.mask import CAUSAL, UNBOUNDED, Mask
 from .replay import Answer, places, ranks_of, replay_forward
 
 Way = Literal["rounded parts", "16-bit sums"]

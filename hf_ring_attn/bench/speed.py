@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 from .. import traffic
-from ..choice import kernel_for
-from ..comm import Ring
-from ..layout import Layout
-from . import roads
+from ..attention.kernel_choice import kernel_for
+from ..comm.ring import Ring
+from ..sharding.layout import Layout
+from . import contenders
 from .clock import Call, in_turns
 from .peers import PEERS
 from .traffic import received
 from .workload import Workload
 
-Made = tuple[str, Callable[[], roads.Road]]
+Made = tuple[str, Callable[[], contenders.Contender]]
 ONE = "one device"
 
 
 def measure(
-    work: Workload, ring: Ring, chosen: Sequence[roads.Options], *, ring_size: int, kernel: str, against: Sequence[str],
-    rounds: int, largest: Callable[[float], float],
+    work: Workload, ring: Ring, chosen: Sequence[contenders.Options], *, ring_size: int, kernel: str,
+    against: Sequence[str], rounds: int, largest: Callable[[float], float],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One row of numbers for each road: seconds of each round, TFLOP/s a device, its share of one device, memory.
 
@@ -34,13 +34,13 @@ def measure(
         largest: as in `clock.in_turns`.
     """
     kernel = kernel_for(ring.name, kernel, work.request())
-    made: dict[str, roads.Road] = {}
+    made: dict[str, contenders.Contender] = {}
     failed: dict[str, str] = {}
     for name, make in _contestants(work, ring, chosen, ring_size, kernel, against):
         reason = ""
         try:
-            road = make()
-            for call in (road.forward, road.both):
+            contender = make()
+            for call in (contender.forward, contender.both):
                 with call.inside():
                     call.run()
         except (ImportError, RuntimeError, ValueError, TypeError, AssertionError, AttributeError) as error:
@@ -49,19 +49,19 @@ def measure(
         if largest(float(bool(reason))):
             failed[name] = reason or "another rank could not"
         else:
-            made[name] = road
+            made[name] = contender
     calls: dict[str, Call] = {}
-    for name, road in made.items():
-        calls[name + " forward"], calls[name + " both"] = road.forward, road.both
+    for name, contender in made.items():
+        calls[name + " forward"], calls[name + " both"] = contender.forward, contender.both
     found = in_turns(calls, rounds, work.device, largest)
     forward_flops, backward_flops = work.flops()
     ours = {one.name: one for one in chosen}
     rows: list[dict[str, Any]] = []
-    for name, road in made.items():
+    for name, contender in made.items():
         row: dict[str, Any] = {"road": name, "tokens": work.tokens, "kernel": kernel}
         for kind, flops in (("forward", forward_flops), ("both", forward_flops + backward_flops)):
             measured, alone = found[f"{name} {kind}"], found[f"{ONE} {kind}"]
-            rate = [flops * road.share / seconds / 1e12 for seconds in measured.seconds]
+            rate = [flops * contender.share / seconds / 1e12 for seconds in measured.seconds]
             reference = [flops / seconds / 1e12 for seconds in alone.seconds]
             row[kind] = {
                 "seconds": measured.seconds,
@@ -79,16 +79,21 @@ def measure(
 
 
 def _contestants(
-    work: Workload, ring: Ring, chosen: Sequence[roads.Options], ring_size: int, kernel: str, against: Sequence[str]
+    work: Workload,
+    ring: Ring,
+    chosen: Sequence[contenders.Options],
+    ring_size: int,
+    kernel: str,
+    against: Sequence[str],
 ) -> Iterator[Made]:
-    yield ONE, lambda: roads.one_device(work, kernel)
+    yield ONE, lambda: contenders.one_device(work, kernel)
     if ring.size == 1 and ring_size > 1:
         rank = ring_size // 2
         for heads in dict.fromkeys(one.heads_per_gather for one in chosen):
             name = f"rank {rank} of {ring_size}" + (f" heads {heads}" if heads else "")
-            yield name, functools.partial(roads.without_traffic, work, ring_size, rank, kernel, heads)
+            yield name, functools.partial(contenders.without_traffic, work, ring_size, rank, kernel, heads)
     for one in chosen if ring.size > 1 else ():
-        yield one.name, functools.partial(roads.in_ring, work, ring, kernel, one)
+        yield one.name, functools.partial(contenders.in_ring, work, ring, kernel, one)
     for peer in against:
         yield from PEERS[peer](work)
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..kernels import accumulate_dtype
-from ..layout import Layout
-from ..tables import Plan, Tables
+from ..sharding.layout import Layout
+from ..sharding.plan import Plan, Tables
 from .workload import Workload
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import Params, Request
-from ..layout import Layout
-from ..mask import CAUSAL, UNBOUNDED, Band, Mask, tiles
+from ..sharding.layout import Layout
+from ..sharding.mask import CAUSAL, UNBOUNDED, Band, Mask, tiles
 
 
 @dataclass(frozen=True)

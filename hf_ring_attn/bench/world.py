@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ..comm import Ring
+from ..comm.ring import Ring
 from ..config import is_a_launched_rank
 
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import Refused, RingAttentionError
 from .batches import (
     BadBatch,
+    LateLayout,
     LayerWithoutSpec,
     LossNotSharded,
     LossWithoutLabels,
@@ -22,7 +23,6 @@ from .batches import (
     SelfCheckNotRun,
     SelfCheckRaised,
     ShardedMask,
-    UnknownForward,
     UnknownMask,
     UnknownOutput,
     UnknownTrainer,
@@ -86,6 +86,7 @@ __all__ = [
     "DispatchedBatches",
     "HeadReadPastFsdp",
     "ImportedTooEarly",
+    "LateLayout",
     "LaunchedTwice",
     "LayerWithoutSpec",
     "LeftHalfway",
@@ -128,7 +129,6 @@ __all__ = [
     "TorchHandlerWithRing",
     "TwoLayouts",
     "UnevenLength",
-    "UnknownForward",
     "UnknownMask",
     "UnknownOutput",
     "UnknownTrainer",

@@ -30,6 +30,14 @@ class NotEntered(Refused):
         )
 
 
+class LateLayout(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "the model asks for RingConfig(layout='balanced'), but its batch was sharded without naming the model, in "
+            "the zigzag layout. Call hf_ring_attn.shard(batch, model=model)."
+        )
+
+
 class OtherInputs(Refused):
     """``missing``: inputs that the call lacked; ``other``: those that are not what `shard` made."""
 
@@ -229,17 +237,6 @@ class LossNotSharded(Refused):
                 "transformers.Trainer (SFTTrainer makes no logits)"
             )
         super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {trainer}; {_OWN_LOOP}")
-
-
-class UnknownForward(Refused):
-    """``how``: what its forward is, to follow "a forward of its own"; ``where``: on what it may be said to be exact."""
-
-    def __init__(self, model: str, how: str, where: str) -> None:
-        super().__init__(
-            f"{model} has a forward of its own{how} and may change the loss in a way that one rank's tokens do not "
-            "tell: a term that is added to it would be counted once for each rank. If the loss stays as it is, say so "
-            f"with the attribute `ring_fp32_exact = True` on {where}; else {_OWN_LOOP}"
-        )
 
 
 class LossWithoutLabels(Refused):

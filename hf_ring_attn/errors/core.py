@@ -181,6 +181,6 @@ class NoMatplotlib(RingAttentionError):
 class NotAResult(RingAttentionError):
     def __init__(self, file: str, why: str) -> None:
         super().__init__(
-            f"{file} holds nothing to plot ({why}). Give a speed.json or errors.json of hf-ring-attn bench --save, or "
-            "a depth.json of recipes/benchmarks/depth.py --save."
+            f"{file} holds nothing to plot ({why}). Give a results.jsonl of hf-ring-attn bench --save "
+            "or of recipes/benchmarks/depth.py --save."
         )

@@ -1,19 +1,26 @@
-"""Everything that knows Hugging Face, one host a file."""
+"""Everything that knows Hugging Face.
+
+Imports go one way: hosts -> batch -> {selfcheck, attention} -> model -> context -> {patching, log}.
+"""
 
 from __future__ import annotations
 
-from . import accelerate, exactness, masks, patches, trainer, trl
-from .attention import NAME, ring_attention_forward
-from .masks import ring_mask
+from .attention import masks
+from .attention.function import NAME, ring_attention_forward
+from .attention.masks import ring_mask
+from .context.model_record import forget_models
+from .hosts import accelerate, sft_trainer, trainer
+from .model import structure
+from .patching import changes, hooks
 
 CHANGES = [
-    patches.Registration("transformers.modeling_utils:AttentionInterface", NAME, ring_attention_forward),
-    patches.Registration("transformers.masking_utils:AttentionMaskInterface", NAME, ring_mask),
+    changes.Registration("transformers.modeling_utils:AttentionInterface", NAME, ring_attention_forward),
+    changes.Registration("transformers.masking_utils:AttentionMaskInterface", NAME, ring_mask),
     *masks.PATCHES,
-    *exactness.PATCHES,
+    *structure.PATCHES,
     *accelerate.PATCHES,
     *trainer.PATCHES,
-    *trl.PATCHES,
+    *sft_trainer.PATCHES,
 ]
 
 
@@ -23,9 +30,11 @@ def install() -> None:
     Raises:
         ChangedHost: a host is of a version whose functions are not those that were patched, by name.
     """
-    patches.install(CHANGES)
+    changes.install(CHANGES)
 
 
 def uninstall() -> None:
     """Undoes the registrations and every patch of transformers, accelerate and trl."""
-    patches.uninstall()
+    changes.uninstall()
+    hooks.detach_all()
+    forget_models()

@@ -1,7 +1,7 @@
 """The contract of a kernel: attention of tiles on one device. A kernel never sees a process group.
 
 Shapes: q [B, T, H, D]; k [B, S, G, D]; v [B, S, G, Dv]; query head h reads key head h // (H / G).
-lse [B, H, T], natural logarithm, -inf where a query sees no key. tiles: see `hf_ring_attn.mask.tiles`.
+lse [B, H, T], natural logarithm, -inf where a query sees no key. tiles: see `hf_ring_attn.sharding.mask.tiles`.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Request:
 class InOrder:
     """Accumulators in the order of their tensors, for kernels that have no order of their own."""
 
-    abreast = False
+    two_streams = False
 
     def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
         return torch.zeros(chunk.shape, dtype=accumulate_dtype(chunk.dtype), device=chunk.device)
@@ -217,7 +217,7 @@ class Kernel(Protocol):
     """
 
     name: str
-    abreast: bool
+    two_streams: bool
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, out: Tensor | None = None

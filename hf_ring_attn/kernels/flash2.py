@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..mask import UNBOUNDED, Tile
+from ..sharding.mask import UNBOUNDED, Tile
 from .base import Gradients, InOrder, Params, Request, aligned, products_in_place, reasons_of_flash, with_sinks
 from .flash4.calls import Bounds, Dense, Packed, Rectangle, joined, packed, read, rectangle
 

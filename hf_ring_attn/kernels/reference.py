@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..mask import Tile
+from ..sharding.mask import Tile
 from .base import HALVES, Gradients, InOrder, Params, Request, accumulate_dtype, row_products
 from .score_mods.score_mod import Indices, Pull
 

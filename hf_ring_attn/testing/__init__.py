@@ -3,20 +3,7 @@
 Imports nothing of the package but its errors, so that what is measured and what measures share no mistake.
 """
 
-from .cases import (
-    BIDIRECTIONAL,
-    CASES,
-    CAUSAL,
-    PADDING,
-    WORLD_SIZES,
-    Band,
-    Case,
-    Inputs,
-    Row,
-    inputs,
-    packed,
-    sliding,
-)
+from .cases import BIDIRECTIONAL, CASES, CAUSAL, PADDING, WORLD_SIZES, Band, Case, Inputs, Row, inputs, packed, sliding
 from .compare import mismatch, relative_error
 from .oracle import gradient_oracle, oracle, visible
 from .ranks import LiveRanks

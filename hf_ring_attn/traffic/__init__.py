@@ -8,35 +8,34 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..comm import Ring
+from ..comm.ring import Ring
 from ..errors import CapturedGraph, NoPulls
-from .base import Hop, Sums, Traffic, lanes_of, visiting_order
-from .halfway import halfway_of
-from .heads import head_groups, seen_by_heads, walk_groups
-from .kept import Compared, Kept, Role, kept_for
+from .base import RingStep, Sums, Traffic, head_halves, visiting_order
+from .gathered_kv import ComparedKV, GatheredKV, LayerRole, gathered_kv_for
+from .head_groups import ring_pass_groups, seen_by_heads
+from .interrupted import interruption_guard
 from .messages import Messages
 
 if TYPE_CHECKING:
     from .pulls import Pulls
 
 __all__ = [
-    "Compared",
-    "Hop",
-    "Kept",
+    "ComparedKV",
+    "GatheredKV",
+    "LayerRole",
     "Messages",
-    "Role",
+    "RingStep",
     "Sums",
     "Traffic",
     "buffer_bytes",
     "chosen",
-    "halfway_of",
-    "head_groups",
-    "kept_for",
-    "lanes_of",
+    "gathered_kv_for",
+    "head_halves",
+    "interruption_guard",
+    "ring_pass_groups",
     "seen_by_heads",
     "traffic_of",
     "visiting_order",
-    "walk_groups",
 ]
 
 _PULLS: dict[tuple[str, torch.device], tuple[object, Pulls | str]] = {}

@@ -7,10 +7,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..comm import Ring
-from ..layout import Owners
-from .abreast import HERE, At
-from .kept import Part
+from ..comm.ring import Ring
+from ..sharding.layout import Owners
+from .gathered_kv import KVGroup
+from .two_streams import CURRENT_STREAM, StreamContext
 
 Sums = tuple[Tensor, Tensor]
 
@@ -18,7 +18,7 @@ PULLED = 64 * 2**20
 """`Traffic.bytes_per_gather` where keys are pulled, which takes no multiprocessors: measured, see recipes/results."""
 
 
-class Hop(NamedTuple):
+class RingStep(NamedTuple):
     """A few heads of one rank's keys, where this rank adds to their gradients.
 
     Args:
@@ -26,7 +26,7 @@ class Hop(NamedTuple):
         heads: which of the key heads.
         k, v: [B, T, heads, ...] of that rank, not always contiguous.
         sums: of dk and dv, opaque, with what the ranks before this one have added; to be added to in place.
-        at: as in `Part`.
+        at: as in `KVGroup`.
     """
 
     source: int
@@ -34,7 +34,7 @@ class Hop(NamedTuple):
     k: Tensor
     v: Tensor
     sums: Sums
-    at: At = HERE
+    at: StreamContext = CURRENT_STREAM
 
 
 class Traffic(Protocol):
@@ -50,8 +50,14 @@ class Traffic(Protocol):
     bytes_per_gather: int
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False, abreast: bool = False
-    ) -> Generator[Part]:
+        self,
+        k: Tensor,
+        v: Tensor,
+        groups: list[slice],
+        owners: Owners = (),
+        keep: bool = False,
+        two_streams: bool = False,
+    ) -> Generator[KVGroup]:
         """Keys and values [B, S, heads, ...] of the whole row in order, a group of heads at a time, the next group on
         its way meanwhile. The first sets out at once, before the iterator is asked for it.
 
@@ -63,15 +69,15 @@ class Traffic(Protocol):
         """
         ...
 
-    def hops(
-        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], abreast: bool = False
-    ) -> Generator[Hop]:
+    def ring_pass(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+    ) -> Generator[RingStep]:
         """Walks the ring: every rank's keys once, lane by lane, this rank's own last. The first set out at once.
 
         Sums start at the rank after the one whose keys they belong to, with ``new(source, lane)``, and move on when
         the walk is resumed: those of one lane travel while the other lane is computed. They are home when their owner
-        adds to them, so nothing is left to wait for at the end. ``abreast``: lanes may be added to on streams of their
-        own, as in `gathered`.
+        adds to them, so nothing is left to wait for at the end. ``two_streams``: lanes may be added to on streams of
+        their own, as in `gathered`.
         """
         ...
 
@@ -81,7 +87,7 @@ def visiting_order(ring: Ring) -> list[int]:
     return [(ring.rank - 1 - step) % ring.size for step in range(ring.size)]
 
 
-def lanes_of(heads: int, ring_size: int) -> list[slice]:
+def head_halves(heads: int, ring_size: int) -> list[slice]:
     """Two halves of the key heads, so that one half travels while the other is computed; one where that cannot be."""
     if ring_size == 1 or heads == 1:
         return [slice(0, heads)]

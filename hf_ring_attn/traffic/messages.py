@@ -6,11 +6,11 @@ from collections.abc import Callable, Generator
 
 from torch import Tensor
 
-from ..comm import Pending, Ring
-from ..layout import Layout, Owners
-from .base import Hop, Sums, visiting_order
-from .halfway import halfway_of
-from .kept import Part
+from ..comm.ring import Pending, Ring
+from ..sharding.layout import Layout, Owners
+from .base import RingStep, Sums, visiting_order
+from .gathered_kv import KVGroup
+from .interrupted import interruption_guard
 
 KEYS = "passed keys and values on"
 
@@ -24,27 +24,33 @@ class Messages:
         self.ring = ring
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False, abreast: bool = False
-    ) -> Generator[Part]:
+        self,
+        k: Tensor,
+        v: Tensor,
+        groups: list[slice],
+        owners: Owners = (),
+        keep: bool = False,
+        two_streams: bool = False,
+    ) -> Generator[KVGroup]:
         layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank, owners)
-        halfway = halfway_of(self.ring)
+        halfway = interruption_guard(self.ring)
         sent = self.ring.by_heads((k, v), groups, halfway.sending(self.ring.gather))
 
-        def arriving() -> Generator[Part]:
+        def arriving() -> Generator[KVGroup]:
             for group, (keys, values) in sent:
-                yield Part(group, layout.merge(keys), layout.merge(values))
+                yield KVGroup(group, layout.merge(keys), layout.merge(values))
             halfway.end()
 
         return arriving()
 
-    def hops(
-        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], abreast: bool = False
-    ) -> Generator[Hop]:
+    def ring_pass(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+    ) -> Generator[RingStep]:
         sources = visiting_order(self.ring)
-        halfway = halfway_of(self.ring)
+        halfway = interruption_guard(self.ring)
         send_on = halfway.sending(self.ring.send_on)
 
-        def walk(keys: Pending | None) -> Generator[Hop]:
+        def walk(keys: Pending | None) -> Generator[RingStep]:
             sums: list[Pending | None] = [None] * len(lanes)
             for step, source in enumerate(sources):
                 last = step + 1 == len(sources)
@@ -55,7 +61,7 @@ class Messages:
                 for number, lane in enumerate(lanes):
                     arrived = sums[number]
                     total = new(source, lane) if arrived is None else _pair(arrived)
-                    yield Hop(source, lane, here[0][:, :, lane], here[1][:, :, lane], total)
+                    yield RingStep(source, lane, here[0][:, :, lane], here[1][:, :, lane], total)
                     if not last:
                         sums[number] = send_on(total, "passed gradients on")
             halfway.end()

@@ -2,14 +2,14 @@
 
 torch's symmetric memory makes a buffer of each rank readable by all. NCCL's point-to-point messages reach less than
 half of a link's speed at the sizes of a ring's hops, cost the host ten times as much to launch, and take
-multiprocessors from the attention that they are to hide behind (recipes/results has the measurement); a copy does not.
+multiprocessors from the attention that they are to hide behind (recipes/results/2026-11-21-pulls); a copy does not.
 
 What keeps ranks from reading too early or writing too soon:
 
 - Keys and values lie in one of two buffers, by turns from op to op. A barrier of each op follows the writing and
   comes before the reading; that of the next op says that everyone has finished reading this one's, so the buffer
   after next may be written again.
-- Groups of heads, and lanes, may be attended on two streams by turns (see `abreast`); each waits for its own keys and
+- Groups of heads, and lanes, may be attended on two streams by turns (`two_streams`); each waits for its own keys and
   sums, and both are joined at the end of a walk. What travels lies in memory of the stream that an op is called on.
 - The sums of a lane lie in an outbox. READY says to the next rank that they are there, TAKEN to the one before that
   they have been copied, and the outbox may be written again.
@@ -26,13 +26,13 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from ..comm import Ring
-from ..layout import Owners, chunks_of
-from .abreast import Abreast
-from .base import PULLED, Hop, Sums, visiting_order
-from .halfway import halfway_of
-from .kept import Part
+from ..comm.ring import Ring
+from ..sharding.layout import Owners, chunks_of
+from .base import PULLED, RingStep, Sums, visiting_order
+from .gathered_kv import KVGroup
+from .interrupted import interruption_guard
 from .packing import Packing
+from .two_streams import Abreast
 
 LOST_AFTER_MS = 600_000
 """`Pulls.lost_after_ms` where torch does not tell a process group's timeout; NCCL's default."""
@@ -79,7 +79,7 @@ class Pulls:
         self.keys_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.sums_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.ops = itertools.count()
-        self.halfway = halfway_of(ring)
+        self.halfway = interruption_guard(ring)
         self.lost_after_ms = _lost_after_ms(ring, device)
         self.held: dict[object, object] = {}
         self.keys: list[Shared] = []
@@ -107,8 +107,14 @@ class Pulls:
     # ---- keys and values -------------------------------------------------------------------------------------------
 
     def gathered(
-        self, k: Tensor, v: Tensor, groups: list[slice], owners: Owners = (), keep: bool = False, abreast: bool = False
-    ) -> Generator[Part]:
+        self,
+        k: Tensor,
+        v: Tensor,
+        groups: list[slice],
+        owners: Owners = (),
+        keep: bool = False,
+        two_streams: bool = False,
+    ) -> Generator[KVGroup]:
         size = self.ring.size
         held = chunks_of(size, owners)
         packing = Packing.of(k, v, groups, len(held[0]))
@@ -127,8 +133,8 @@ class Pulls:
                 packing.lay_down(row, shared[number], order, held)
                 return row, self._event(self.keys_stream)
 
-        def arriving(ahead: tuple[Tensor, Any]) -> Generator[Part]:
-            with self._streams(abreast) as streams:
+        def arriving(ahead: tuple[Tensor, Any]) -> Generator[KVGroup]:
+            with self._streams(two_streams) as streams:
                 for number, group in enumerate(groups):
                     at = streams.turn(number)
                     row, arrived = ahead
@@ -136,7 +142,7 @@ class Pulls:
                         ahead = pull(number + 1)
                     with at:
                         self._compute().wait_event(arrived)
-                    yield Part(group, *packing.apart(row, number), at)
+                    yield KVGroup(group, *packing.apart(row, number), at)
                     with at:
                         read.append(self._event(self._compute()))
             self._end()
@@ -166,9 +172,9 @@ class Pulls:
 
     # ---- the ring --------------------------------------------------------------------------------------------------
 
-    def hops(
-        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], abreast: bool = False
-    ) -> Generator[Hop]:
+    def ring_pass(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+    ) -> Generator[RingStep]:
         *others, own = visiting_order(self.ring)
         packing = Packing.of(k, v, lanes)
         rooms = min(2, len(others))
@@ -187,14 +193,14 @@ class Pulls:
 
         keys = {(step, lane): pull(step, lane) for step in range(min(2, len(others))) for lane in range(len(lanes))}
 
-        def walk() -> Generator[Hop]:
+        def walk() -> Generator[RingStep]:
             first = others[0] if others else own
             # Those of a lane that it begins with, and room for the next ones: they change places at each step.
             sums = [_with_room(new(first, lane)) for lane in lanes]
             self.held["sums"] = sums
             room = self._room(sums[0][0], len(lanes)) if others else 0
             arrived: list[Any] = [None] * len(lanes)
-            with self._streams(abreast) as streams:
+            with self._streams(two_streams) as streams:
                 turns = [(number, lane, streams.turn(number)) for number, lane in enumerate(lanes)]
                 for step, source in enumerate(others):
                     for number, lane, at in turns:
@@ -203,7 +209,7 @@ class Pulls:
                         with at:
                             self._wait_for(arrived[number])
                             self._wait_for(keys_arrived)
-                        yield Hop(source, lane, *packing.apart(landing, number), here, at)
+                        yield RingStep(source, lane, *packing.apart(landing, number), here, at)
                         with at:
                             read[step, number] = self._event(self._compute())
                             if step + 2 < len(others):
@@ -212,7 +218,7 @@ class Pulls:
                 for number, lane, at in turns:
                     with at:
                         self._wait_for(arrived[number])
-                    yield Hop(own, lane, k[:, :, lane], v[:, :, lane], sums[number][len(others) % 2], at)
+                    yield RingStep(own, lane, k[:, :, lane], v[:, :, lane], sums[number][len(others) % 2], at)
             # The next rank has copied the last sums once it says so. Only the next op's first sums wait for that.
             with torch.cuda.stream(self.sums_stream):
                 for number in range(len(lanes)):
@@ -264,8 +270,8 @@ class Pulls:
     def _previous(self) -> int:
         return (self.ring.rank - 1) % self.ring.size
 
-    def _streams(self, abreast: bool) -> Abreast:
-        return Abreast(self.other_stream if abreast else None, self.device)
+    def _streams(self, two_streams: bool) -> Abreast:
+        return Abreast(self.other_stream if two_streams else None, self.device)
 
     def _compute(self) -> Any:
         return torch.cuda.current_stream(self.device)

@@ -11,7 +11,6 @@ shows there. Errors are relative to the norm of what they are errors of.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -25,14 +24,14 @@ from torch import Tensor
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
-from hf_ring_attn.bench import roads
+from hf_ring_attn.attention.kernel_choice import kernel_for
+from hf_ring_attn.bench import contenders, results
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.speed import largest_over
 from hf_ring_attn.bench.workload import Workload
 from hf_ring_attn.bench.world import world
-from hf_ring_attn.choice import kernel_for
-from hf_ring_attn.comm import Ring
-from hf_ring_attn.layout import Layout
+from hf_ring_attn.comm.ring import Ring
+from hf_ring_attn.sharding.layout import Layout
 
 ENTRIES = 8
 """How many queries, and how many keys, are computed in float64."""
@@ -87,10 +86,10 @@ def relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
     return max(float((got.double() - want).norm() / want.norm()) for got, want in pairs)
 
 
-def road_of(work: Workload, ring: Ring, kernel: str, ring_size: int) -> roads.Road:
+def road_of(work: Workload, ring: Ring, kernel: str, ring_size: int) -> contenders.Contender:
     if ring.size > 1:
-        return roads.in_ring(work, ring, kernel, roads.Options())
-    return roads.without_traffic(work, ring_size, ring_size // 2, kernel)
+        return contenders.in_ring(work, ring, kernel, contenders.Options())
+    return contenders.without_traffic(work, ring_size, ring_size // 2, kernel)
 
 
 def timed(run: Callable[[], object], device: torch.device, largest: Callable[[float], float]) -> tuple[float, float]:
@@ -111,13 +110,16 @@ def timed(run: Callable[[], object], device: torch.device, largest: Callable[[fl
 def measured(work: Workload, ring: Ring, given: argparse.Namespace) -> dict[str, Any]:
     kernel, largest = kernel_for(ring.name, given.kernel, work.request()), largest_over(ring, work.device)
     road_of(replace(work, tokens=min(WARM_UP, work.tokens)), ring, kernel, given.ring).both.run()
-    road = road_of(work, ring, kernel, given.ring)
+    contender = road_of(work, ring, kernel, given.ring)
     forward, backward = work.flops()
     result: dict[str, Any] = {"kernel": kernel, "ring": ring.size if ring.size > 1 else given.ring, "ranks": ring.size}
-    for name, run, flops in (("forward", road.forward.run, forward), ("both", road.both.run, forward + backward)):
+    for name, run, flops in (
+        ("forward", contender.forward.run, forward),
+        ("both", contender.both.run, forward + backward),
+    ):
         rounds = [timed(run, work.device, largest) for _ in range(given.rounds)]
         seconds = [one for one, _ in rounds]
-        rate = flops * road.share / statistics.median(seconds) / 1e12
+        rate = flops * contender.share / statistics.median(seconds) / 1e12
         result[name] = {"seconds": seconds, "peak_bytes": max(peak for _, peak in rounds), "tflops": rate}
     return result
 
@@ -131,7 +133,7 @@ def main() -> None:
     parser.add_argument("--ring", type=int, default=8, help="in one process: the ring of which one rank is computed")
     parser.add_argument("--kernel", default="auto", help="as in RingConfig")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     given = parser.parse_args()
     with world(None) as (ring, device):
         if given.tokens % (2 * ring.size):
@@ -158,8 +160,7 @@ def run(given: argparse.Namespace, ring: Ring, device: torch.device) -> None:
     if "errors" in result:
         print("largest relative error of single vectors:", {k: f"{x:.1e}" for k, x in result["errors"].items()})
     if given.save:
-        given.save.mkdir(parents=True, exist_ok=True)
-        (given.save / f"long_row_{ring.size}.json").write_text(json.dumps(result, indent=1) + "\n")
+        results.save(given.save, f"long_row_{ring.size}", result)
 
 
 if __name__ == "__main__":

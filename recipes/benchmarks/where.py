@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import statistics
 from collections.abc import Iterable
@@ -24,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from hf_ring_attn.bench import roads
+from hf_ring_attn.attention.kernel_choice import kernel_for
+from hf_ring_attn.bench import contenders, results
 from hf_ring_attn.bench.peers import PEERS
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.speed import largest_over
 from hf_ring_attn.bench.workload import Workload
 from hf_ring_attn.bench.world import world
-from hf_ring_attn.choice import kernel_for
-from hf_ring_attn.comm import Ring
+from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels import KERNELS
 
 ATTENTION = {"forward": re.compile(r"FlashAttentionForwardSm"), "backward": re.compile(r"FlashAttentionBackwardSm")}
@@ -84,14 +83,14 @@ def spent(events: Iterable[tuple[str, Interval]], calls: int) -> Spent:
     return Spent(*(x / calls for x in (total, forward, both - forward, some - both, moved - some, total - moved)))
 
 
-def measured(road: roads.Road, ring: Ring, device: torch.device) -> Spent:
-    road.both.run()
+def measured(contender: contenders.Contender, ring: Ring, device: torch.device) -> Spent:
+    contender.both.run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         largest_over(ring, device)(0.0)
         torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host gets ahead
         for _ in range(CALLS):
-            road.both.run()
+            contender.both.run()
         torch.cuda.synchronize()
     on_device = [
         (event.name(), (event.start_ns() / 1e6, (event.start_ns() + event.duration_ns()) / 1e6))
@@ -106,14 +105,14 @@ def compared(work: Workload, ring: Ring, rounds: int) -> list[dict[str, Any]]:
     """One row for each road and rank, medians of rounds. A collective."""
     kernel = kernel_for(ring.name, "flash4", work.request())
     by_name = {
-        "ring": roads.in_ring(work, ring, kernel, roads.Options()),
-        "without traffic": roads.without_traffic(work, ring.size, ring.rank, kernel),
+        "ring": contenders.in_ring(work, ring, kernel, contenders.Options()),
+        "without traffic": contenders.without_traffic(work, ring.size, ring.rank, kernel),
         **{name: make() for name, make in PEERS["ulysses"](work) if "flash" in name},
     }
     found: dict[str, list[Spent]] = {name: [] for name in by_name}
     for _ in range(rounds):
-        for name, road in by_name.items():
-            found[name].append(measured(road, ring, work.device))
+        for name, contender in by_name.items():
+            found[name].append(measured(contender, ring, work.device))
     mine = [
         {"tokens": work.tokens, "road": name, "rank": ring.rank}
         | {field: statistics.median(getattr(one, field) for one in some) for field in Spent._fields}
@@ -132,12 +131,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one-stream", action="store_true", help="nothing abreast")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     given = parser.parse_args()
     with world(None) as (ring, device):
         if ring.size == 1:
             parser.error("start this with torchrun, on several GPUs")
-        KERNELS["flash4"].abreast = not given.one_stream
+        KERNELS["flash4"].two_streams = not given.one_stream
         head, rows = facts(), []
         for tokens in given.tokens:
             work = Workload(tokens, device, *given.heads, given.width, given.width)
@@ -148,9 +147,8 @@ def main() -> None:
                     spent_here = ", ".join(f"{field} {row[field]:.2f}" for field in Spent._fields)
                     print(f"{tokens:>9,} {row['road']:24s} rank {row['rank']}: {spent_here} ms", flush=True)
                 if given.save:
-                    given.save.mkdir(parents=True, exist_ok=True)
-                    name = f"where_{ring.size}{'_one_stream' if given.one_stream else ''}.json"
-                    (given.save / name).write_text(json.dumps({**head, "calls": CALLS, "rows": rows}, indent=1) + "\n")
+                    name = f"where_{ring.size}{'_one_stream' if given.one_stream else ''}"
+                    results.save(given.save, name, {**head, "calls": CALLS}, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CUDA graphs, for tests/gpu/test_pulls_on_gpu.py: torchrun --nproc_per_node 2 tests/gpu/graph_ranks.py
+"""CUDA graphs, for tests/gpu/test_pulls_on_gpu.py: torchrun --nproc_per_node 2 -m tests.gpu.graph_ranks
 
 Layers around attention in a ring, compiled so that inductor replays what it can as CUDA graphs: outputs and gradients
 of batches that follow each other are those of the same layers without a compiler. And a graph that is captured around
@@ -13,16 +13,16 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from verdict import told
 
-from hf_ring_attn.choice import kernel_for
-from hf_ring_attn.comm import Ring
+from hf_ring_attn.attention.kernel_choice import kernel_for
+from hf_ring_attn.attention.op import attend
+from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.errors import CapturedGraph
 from hf_ring_attn.kernels import Params, Request
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import CAUSAL, Mask
-from hf_ring_attn.ring import attend
-from hf_ring_attn.tables import Plan
+from hf_ring_attn.sharding.layout import Layout
+from hf_ring_attn.sharding.mask import CAUSAL, Mask
+from hf_ring_attn.sharding.plan import Plan
+from tests.gpu.verdict import told
 
 LENGTH, HEADS, KV_HEADS, WIDTH, BATCHES = 2048, 8, 4, 64, 6
 BOUND = 1e-2

@@ -1,4 +1,4 @@
-"""What every rank of tests/gpu/test_models_on_gpu.py does: torchrun --nproc_per_node 2 tests/gpu/model_ranks.py
+"""What every rank of tests/gpu/test_models_on_gpu.py does: torchrun --nproc_per_node 2 -m tests.gpu.model_ranks
 
 Tiny models of every kind in a ring, over NCCL where there are GPUs, in float32, against transformers' own attention on
 one device: hybrids, experts with their auxiliary loss, windows, sinks, latent attention; whole rows, padded and packed
@@ -9,33 +9,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "integration")]
-
-from verdict import told  # noqa: E402  only after the paths
-
-import hf_ring_attn  # noqa: E402  only after the paths
-import test_randomness as towers  # noqa: E402  only after the paths
-from hf_ring_attn.bench.world import world  # noqa: E402  only after the paths
-from hf_ring_attn.testing import relative_error  # noqa: E402  only after the paths
-from hybrid_jobs import HYBRIDS  # noqa: E402  only after the paths
-from plain_jobs import (  # noqa: E402  only after the paths
-    Answer,
-    Batch,
-    Step,
-    by_itself,
-    in_a_ring,
-    packed,
-    padded,
-    ready,
-    tokens,
-)
-from tiny_models import MODELS  # noqa: E402  only after the paths
+import hf_ring_attn
+import tests.integration.context.test_ring_random as towers
+from hf_ring_attn.bench.world import world
+from hf_ring_attn.testing import relative_error
+from tests.gpu.verdict import told
+from tests.helpers.jobs.hybrid_jobs import HYBRIDS
+from tests.helpers.jobs.plain_jobs import Answer, Batch, Step, by_itself, in_a_ring, packed, padded, ready, tokens
+from tests.helpers.models.tiny_models import MODELS
 
 DOCUMENTS = (5, 20, 3, 30, 9)
 BATCHES: dict[str, Batch] = {"whole": tokens(67), "padded": padded(67, right=20), "packed": packed(*DOCUMENTS)}

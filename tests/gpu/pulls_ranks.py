@@ -1,4 +1,4 @@
-"""What every rank of tests/gpu/test_pulls_on_gpu.py does: torchrun --nproc_per_node 4 tests/gpu/pulls_ranks.py
+"""What every rank of tests/gpu/test_pulls_on_gpu.py does: torchrun --nproc_per_node 4 -m tests.gpu.pulls_ranks
 
 Attention in a ring by pulls and by messages, whose bits must be the same, under masks of every kind, and the answer
 that of the reference for the whole row in float64, also where ranks exchange only what they see; and fifty backward
@@ -18,18 +18,18 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from verdict import told
 
+from hf_ring_attn.attention.kernel_choice import kernel_for
+from hf_ring_attn.attention.op import attend
 from hf_ring_attn.bench.world import ranks_per_gpu, world
-from hf_ring_attn.choice import kernel_for
-from hf_ring_attn.comm import Ring
+from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels import KERNELS, Params, Request
 from hf_ring_attn.kernels.whole import whole
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import CAUSAL, Band, Mask, tiles
-from hf_ring_attn.ring import attend
-from hf_ring_attn.tables import Plan
-from hf_ring_attn.traffic import heads, traffic_of
+from hf_ring_attn.sharding.layout import Layout
+from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, tiles
+from hf_ring_attn.sharding.plan import Plan
+from hf_ring_attn.traffic import head_groups, traffic_of
+from tests.gpu.verdict import told
 
 REPEATS, FAR = 50, 0.01
 """Deterministic passes; and a relative error that rounding to bfloat16 does not make."""
@@ -116,7 +116,7 @@ def answer(case: Case, ring: Ring, traffic: str) -> list[Tensor]:
         q, k, v, plan, params, kernel=kernel, backward=case.backward, heads_per_gather=case.heads_per_gather,
         traffic=traffic,
     )  # fmt: skip
-    least = mock.patch.multiple(heads, SUMS=1, QUERIES=1, SCORES=1) if case.apart else nullcontext()
+    least = mock.patch.multiple(head_groups, SUMS=1, QUERIES=1, SCORES=1) if case.apart else nullcontext()
     with least:
         return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)]
 

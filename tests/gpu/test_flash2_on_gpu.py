@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.bench.replay import Answer, Road, replay
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Params, Request
 from hf_ring_attn.kernels.flash2 import Flash2, How, Package, Torch
 from hf_ring_attn.kernels.flash4.calls import Bounds
-from hf_ring_attn.mask import UNBOUNDED, Band, Mask
+from hf_ring_attn.sharding.mask import UNBOUNDED, Band, Mask
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, Inputs, inputs, packed, relative_error, sliding
-from kernel_answers import mask_of
-from rank_functions import poisoned_memory
+from tests.helpers.kernel_answers import mask_of
+from tests.helpers.rank_functions import poisoned_memory
 
 FLASH2, REFERENCE = KERNELS["flash2"], KERNELS["reference"]
 REQUEST = Request("cuda", torch.bfloat16, 8, 2, 128, 128, softcap=False, sinks=False, deterministic=False)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.bench.replay import Answer, Road, replay
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Params, Request
 from hf_ring_attn.kernels.flash4 import Flash4
-from hf_ring_attn.mask import UNBOUNDED, Band, Mask
+from hf_ring_attn.sharding.mask import UNBOUNDED, Band, Mask
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, inputs, mismatch, packed, relative_error, sliding
 
 FLASH4, REFERENCE = KERNELS["flash4"], KERNELS["reference"]

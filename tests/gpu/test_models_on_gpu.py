@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_models_of_every_kind_give_one_gpus_answer() -> None:
-    program = Path(__file__).with_name("model_ranks.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run = subprocess.run([*launcher, str(program)], capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run(
+        [*launcher, "-m", "tests.gpu.model_ranks"], capture_output=True, text=True, timeout=300, check=False
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "cases, 0 wrong" in run.stdout

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_ring_attn.attention.function import ring_attention
+from hf_ring_attn.attention.kernel_choice import part_of
 from hf_ring_attn.bench.replay import Answer, Road, replay
 from hf_ring_attn.biases import Alibi, RelativeBias
-from hf_ring_attn.choice import part_of
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking, choose
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, inputs, packed, relative_error, sliding
-from kernel_answers import mask_of
+from tests.helpers.kernel_answers import mask_of
 
 FLEX, TRITON, REFERENCE = KERNELS["flex"], KERNELS["triton"], KERNELS["reference"]
 ABLE = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
@@ -76,12 +76,14 @@ def of_kernel(x: Any) -> str:
 
 
 @dataclass
-class Played:
+class SimulatedTraffic:
     answer: Answer
     captured: list[Tensor]
 
 
-def played(kernel: Any, case: Case, function: nn.Module, dtype: torch.dtype, size: int, road: Road = "ring") -> Played:
+def simulated(
+    kernel: Any, case: Case, function: nn.Module, dtype: torch.dtype, size: int, road: Road = "ring"
+) -> SimulatedTraffic:
     """``dtype``: of the inputs that are rounded; the reference widens them to float64."""
     x = inputs(case, dtype)
     wide = torch.float64 if kernel is REFERENCE else dtype
@@ -99,10 +101,10 @@ def played(kernel: Any, case: Case, function: nn.Module, dtype: torch.dtype, siz
     sinks = None if x["sinks"] is None else x["sinks"].cuda().to(wide)
     params, extra = Params(case.head_dim**-0.5, case.softcap, sinks, False, mod), mod.new_gradients()
     got = replay(kernel, q, k, v, dout, mask_of(case, x["documents"]), size, params, road=road, extra=extra)
-    return Played(got, list(extra.values()))
+    return SimulatedTraffic(got, list(extra.values()))
 
 
-def far(got: Played, want: Played, dtype: torch.dtype) -> dict[str, float]:
+def far(got: SimulatedTraffic, want: SimulatedTraffic, dtype: torch.dtype) -> dict[str, float]:
     """How often what 16 bits allow: eps; in float32 1e-5."""
     unit = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     errors = {}
@@ -119,10 +121,10 @@ def far(got: Played, want: Played, dtype: torch.dtype) -> dict[str, float]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
 def test_alone_and_in_a_ring_it_is_as_near_to_float64_as_16_bits_allow(case: Case, kernel: Any, name: str) -> None:
     function = FUNCTIONS[name](case).cuda()
-    want = played(REFERENCE, case, function, torch.bfloat16, 1)
+    want = simulated(REFERENCE, case, function, torch.bfloat16, 1)
     ways: list[tuple[int, Road]] = [(1, "ring"), (4, "ring"), (4, "gather")]
     for size, road in ways:
-        errors = far(played(kernel, case, function, torch.bfloat16, size, road), want, torch.bfloat16)
+        errors = far(simulated(kernel, case, function, torch.bfloat16, size, road), want, torch.bfloat16)
         print(kernel.name, name, case.why, size, road, {key: f"{error:.2f}" for key, error in errors.items()})  # noqa: T201  # for -rP
         assert max(errors.values()) < 1, (size, road, errors)
 
@@ -133,10 +135,10 @@ def test_float32_is_float32(kernel: Any, name: str) -> None:
     function = FUNCTIONS[name](case).cuda()
     torch.set_float32_matmul_precision("high")  # as many training programs do
     try:
-        got = played(kernel, case, function, torch.float32, 2)
+        got = simulated(kernel, case, function, torch.float32, 2)
     finally:
         torch.set_float32_matmul_precision("highest")
-    errors = far(got, played(REFERENCE, case, function, torch.float32, 1), torch.float32)
+    errors = far(got, simulated(REFERENCE, case, function, torch.float32, 1), torch.float32)
     assert max(errors.values()) < 1, errors
 
 

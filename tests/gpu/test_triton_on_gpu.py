@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from checks import same_bits
 from hf_ring_attn.kernels import KERNELS, Gradients, Request
 from hf_ring_attn.kernels.triton import launch
 from hf_ring_attn.kernels.triton.blocks import TABLE, widest_head
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import tiles
+from hf_ring_attn.sharding.layout import Layout
+from hf_ring_attn.sharding.mask import tiles
 from hf_ring_attn.testing import BIDIRECTIONAL, CASES, CAUSAL, Case, Inputs, inputs, packed, relative_error, sliding
-from kernel_answers import Answer, computed, mask_of, on, params_of, table_of, unit, vanishing, wanted
-from rank_functions import poisoned_memory
+from tests.helpers.checks import same_bits
+from tests.helpers.kernel_answers import Answer, computed, mask_of, on, params_of, table_of, unit, vanishing, wanted
+from tests.helpers.rank_functions import poisoned_memory
 
 pytestmark = [
     pytest.mark.gpu,

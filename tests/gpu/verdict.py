@@ -6,7 +6,7 @@ import sys
 
 import torch.distributed as dist
 
-from hf_ring_attn.comm import Ring
+from hf_ring_attn.comm.ring import Ring
 
 
 def told(ring: Ring, wrong: list[str], tried: str) -> bool:

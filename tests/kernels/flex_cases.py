@@ -16,8 +16,8 @@ from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Kernel, ScoreMod
 from hf_ring_attn.kernels.flex import Flex
 from hf_ring_attn.testing import Case, inputs
-from kernel_answers import mask_of, params_of
-from score_mods import MODS, Builder, Mod
+from tests.helpers.kernel_answers import mask_of, params_of
+from tests.helpers.score_mods import MODS, Builder, Mod
 
 NAMES = (*Answer._fields, "captured")
 
@@ -55,7 +55,7 @@ class Played:
     captured: list[Tensor]
 
 
-def played(kernel: Kernel, case: Case, mod: Mod, size: int, road: Road = "ring") -> Played:
+def simulated(kernel: Kernel, case: Case, mod: Mod, size: int, road: Road = "ring") -> Played:
     x = inputs(case)
     function = ScoreMod.of(mod.function, torch.device("cpu"))
     function = function.with_values(function.captured, [y.requires_grad for y in function.captured])
@@ -81,4 +81,4 @@ def distances(got: Played, want: Played) -> dict[str, float]:
     return errors
 
 
-__all__ = ["MODS", "NAMES", "Builder", "Played", "RingConfig", "distances", "mixed", "on_cpu", "played"]
+__all__ = ["MODS", "NAMES", "Builder", "Played", "RingConfig", "distances", "mixed", "on_cpu", "simulated"]

@@ -20,25 +20,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from checks import UNROUNDED, same_bits
-from fake_flash2 import Fake as FakeFlash2
-from fake_flash4 import Fake as FakeFlash4
-from flex_cases import on_cpu
-from hf_ring_attn import tables
 from hf_ring_attn.bench import replay
 from hf_ring_attn.bench.replay import Answer, Road, places
-from hf_ring_attn.comm import Ring
+from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Place, Request, ScoreMod, accumulate_dtype, choose
 from hf_ring_attn.kernels.flash2 import Flash2
 from hf_ring_attn.kernels.flash4 import Flash4
 from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.kernels.triton import Triton
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.tables import Plan, Tables
+from hf_ring_attn.sharding import plan as plan_module
+from hf_ring_attn.sharding.layout import Layout
+from hf_ring_attn.sharding.plan import Plan, Tables
 from hf_ring_attn.testing import CASES, Case, Inputs, inputs, packed, relative_error, sliding
-from hf_ring_attn.traffic import lanes_of
-from kernel_answers import NO_HOLES, mask_of, on, params_of, table_of, unit, vanishing, wanted, without_padding
-from rank_functions import poisoned_memory
+from hf_ring_attn.traffic import head_halves
+from tests.helpers.checks import UNROUNDED, same_bits
+from tests.helpers.fake_flash4 import Fake as FakeFlash4
+from tests.helpers.kernel_answers import (
+    NO_HOLES,
+    mask_of,
+    on,
+    params_of,
+    table_of,
+    unit,
+    vanishing,
+    wanted,
+    without_padding,
+)
+from tests.helpers.rank_functions import poisoned_memory
+from tests.kernels.fake_flash2 import Fake as FakeFlash2
+from tests.kernels.flex_cases import on_cpu
 
 FLEX: Kernel
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
@@ -118,7 +128,7 @@ class Problem:
 
     def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Place, Place, Place]:
         layout = Layout(self.case.length, 1, 0)
-        plan = Plan.of(Ring.played(1, 0), layout, mask_of(self.case, self.x["documents"]))
+        plan = Plan.of(Ring.simulated(1, 0), layout, mask_of(self.case, self.x["documents"]))
         known = Tables.of(plan.tiles, plan.stops, 1)
         return places(q, k, v, known.queries, known.segments[0], self.params.scale)
 
@@ -152,7 +162,7 @@ class Problem:
 
     def answer(self, lanes: list[slice] | None = None, times: int = 1) -> dict[str, Tensor]:
         out, lse = self.forward()
-        lanes = lanes_of(self.x["k"].shape[2], 2) if lanes is None else lanes
+        lanes = head_halves(self.x["k"].shape[2], 2) if lanes is None else lanes
         wide = accumulate_dtype(out.dtype)
         return {"out": out, "lse": lse, **self.finished(self.backward(out, lse, lanes, times), wide)}
 
@@ -243,21 +253,19 @@ def test_shapes_dtypes_and_memory_of_what_it_returns(name: str) -> None:
         assert lse.shape == (2, 4, 44) and lse.dtype == accumulate_dtype(dtype) and lse.is_contiguous()
         gradients = problem.finished(problem.backward(out, lse, [slice(0, 2)]), dtype).values()
         assert [x.shape[2] for x in gradients] == [4, 2, 2] and {x.dtype for x in gradients} == {dtype}
-        owners = {x.untyped_storage().data_ptr() for x in (out, lse, *(problem.x[key] for key in ("q", "k", "v")))}  # type: ignore[literal-required]
+        owners = {x.untyped_storage().data_ptr() for x in (out, lse, *(problem.x[key] for key in ("q", "k", "v")))}
         assert len(owners) == 5, "nothing shares memory"
 
 
 @every_row
 def test_views_with_any_strides(name: str) -> None:
     problem = Problem.of(name, DETAIL)
-    want = problem.answer()
+    want, x = problem.answer(), problem.x
     for order in ((0, 2, 1, 3), (3, 0, 2, 1)):
         back = tuple(order.index(dim) for dim in range(4))
-        q, k, v, dout = (
-            problem.x[key].permute(order).contiguous().permute(back)  # type: ignore[literal-required]
-            for key in ("q", "k", "v", "dout")
-        )
-        problem.x.update(q=q, k=k, v=v, dout=dout)
+        tensors = (x["q"], x["k"], x["v"], x["dout"])
+        q, k, v, dout = (y.permute(order).contiguous().permute(back) for y in tensors)
+        problem.x = Inputs(q=q, k=k, v=v, dout=dout, sinks=x["sinks"], documents=x["documents"])
         got = problem.answer()
         assert all(relative_error(got[key], want[key]) < 1e-6 for key in want)
 
@@ -286,7 +294,7 @@ BALANCED: list[tuple[int, int, Road]] = [(4, 3, "ring"), (2, 8, "gather"), (4, 4
 MORE: list[tuple[int, int, Road]] = [(2, 4, "ring"), (8, 2, "ring")]
 WAYS = [
     *product(("flash2", "flash4"), ZIGZAG), *product(("flash2", "flash4", "reference"), BALANCED),
-    *product(("flash4, square blocks",), [(2, 0, "ring")]),
+    ("flash4, square blocks", (2, 0, "ring")),
 ]  # fmt: skip
 SELDOM = list(product(("flash2", "flash4", "reference"), MORE))
 RINGS: dict[str, Callable[[], Kernel]] = {name: ROWS[name].make for name in ("flash2", "flash4", "reference")} | {
@@ -296,9 +304,9 @@ RINGS: dict[str, Callable[[], Kernel]] = {name: ROWS[name].make for name in ("fl
 
 @cache
 def alone(case: Case) -> Answer:
-    x = inputs(case, torch.float32)
-    mask = mask_of(case, x["documents"])
-    return replay.replay(Reference(), x["q"], x["k"], x["v"], x["dout"], mask, 1, params_of(case, x), torch.float32)
+    x, params = inputs(case, torch.float32), params_of(case, inputs(case, torch.float32))
+    tensors, mask = (x["q"], x["k"], x["v"], x["dout"]), mask_of(case, x["documents"])
+    return replay.replay(Reference(), *tensors, mask, 1, params, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +330,7 @@ def test_a_ring_is_one_process(
         made.append(Layout(length, world_size, rank, tuple(owners)))
         return made[-1]
 
-    monkeypatch.setattr(tables, "KEY_BLOCK", 12)  # cases are shorter than the real one
+    monkeypatch.setattr(plan_module, "KEY_BLOCK", 12)  # cases are shorter than the real one
     if chunks:
         monkeypatch.setattr(replay, "Layout", layout)
         monkeypatch.setattr(replay, "ranks_of", replay.ranks_of.__wrapped__)

@@ -14,24 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from checks import Ranks, distance, narrow_answer, worst
-from fake_flash2 import Fake
 from hf_ring_attn.bench.replay import Road, replay
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Request, flash2
 from hf_ring_attn.kernels.flash2 import Flash2, How, Package, Torch, plan
 from hf_ring_attn.kernels.flash4.calls import Bounds
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import CAUSAL, Band, Mask, Tile, tiles
-from hf_ring_attn.mask import UNBOUNDED as FAR
+from hf_ring_attn.sharding.layout import Layout
+from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, Tile, tiles
+from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
 from hf_ring_attn.testing import CASES, Case, inputs, packed
-from hf_ring_attn.traffic import lanes_of
-from kernel_answers import NO_HOLES, mask_of, params_of
-from rank_functions import Answer as Answers
-from rank_functions import attention
-from rank_functions import whole as gathered
-from test_all_kernels import REQUEST, assert_same
-from test_flash4 import plain
+from hf_ring_attn.traffic import head_halves
+from tests.helpers.checks import Ranks, distance, narrow_answer, worst
+from tests.helpers.kernel_answers import NO_HOLES, mask_of, params_of
+from tests.helpers.rank_functions import Answer as Answers
+from tests.helpers.rank_functions import attention
+from tests.helpers.rank_functions import whole as gathered
+from tests.kernels.fake_flash2 import Fake
+from tests.kernels.test_all_kernels import REQUEST, assert_same
+from tests.kernels.test_flash4 import plain
 
 
 def ours(fake: Fake) -> Flash2:
@@ -131,7 +131,7 @@ def test_as_few_calls_as_can_be(case: Case, size: int, forward: int, backward: i
     tensors = x["q"], x["k"], x["v"], x["dout"]
     replay(ours(fake), *tensors, mask_of(case, x["documents"]), size, params_of(case, x), torch.float32)
     kinds = [kind for kind, _, _ in fake.calls]
-    lanes = len(lanes_of(case.kv_heads, size))
+    lanes = len(head_halves(case.kv_heads, size))
     assert (kinds.count("forward"), kinds.count("backward")) == (forward, backward * lanes)
 
 

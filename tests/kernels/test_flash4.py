@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fake_flash4 import Fake
 from hf_ring_attn.bench.replay import replay
 from hf_ring_attn.kernels import KERNELS, Params, Place, choose, flash4
 from hf_ring_attn.kernels.flash4 import Flash4, library
 from hf_ring_attn.kernels.flash4.blocks import Blocks, Sides
-from hf_ring_attn.mask import CAUSAL, Mask
+from hf_ring_attn.sharding.mask import CAUSAL, Mask
 from hf_ring_attn.testing import CASES, Case, inputs, packed, relative_error
-from hf_ring_attn.traffic import lanes_of
-from kernel_answers import NO_HOLES, mask_of, params_of
-from test_all_kernels import REQUEST
+from hf_ring_attn.traffic import head_halves
+from tests.helpers.fake_flash4 import Fake
+from tests.helpers.kernel_answers import NO_HOLES, mask_of, params_of
+from tests.kernels.test_all_kernels import REQUEST
 
 SIZES = (1, 2, 4, 8)
 
@@ -93,7 +93,7 @@ def test_as_few_calls_as_can_be(case: Case, size: int, forward: int, backward: i
     tensors = x["q"], x["k"], x["v"], x["dout"]
     replay(Flash4(fake), *tensors, mask_of(case, x["documents"]), size, params_of(case, x), torch.float32)
     kinds = [kind for kind, _, _ in fake.calls]
-    lanes = len(lanes_of(case.kv_heads, size))
+    lanes = len(head_halves(case.kv_heads, size))
     assert (kinds.count("forward"), kinds.count("backward")) == (forward, backward * lanes)
 
 

@@ -11,24 +11,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from checks import Ranks
-from flex_cases import distances, mixed, on_cpu, played
-from hf_ring_attn import tables
+from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.bench.replay import Road
 from hf_ring_attn.biases import Alibi
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.errors import UnsupportedAttention
-from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Gradients, Params, Request, ScoreMod
 from hf_ring_attn.kernels.flex import Flex, leaves, places
 from hf_ring_attn.kernels.flex.places import BEYOND, Places
-from hf_ring_attn.layout import Layout
-from hf_ring_attn.mask import CAUSAL, Band, Mask, Tile, tiles
-from hf_ring_attn.mask import UNBOUNDED as FAR
+from hf_ring_attn.sharding import plan as plan_module
+from hf_ring_attn.sharding.layout import Layout
+from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, Tile, tiles
+from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
 from hf_ring_attn.testing import Case, inputs, packed, sliding
-from kernel_answers import NO_HOLES, without_padding
-from rank_functions import held, qkv
-from score_mods import MODS, Builder, only_where_seen
+from tests.helpers.checks import Ranks
+from tests.helpers.kernel_answers import NO_HOLES, without_padding
+from tests.helpers.rank_functions import held, qkv
+from tests.helpers.score_mods import MODS, Builder, only_where_seen
+from tests.kernels.flex_cases import distances, mixed, on_cpu, simulated
 
 CPU = torch.device("cpu")
 EXACT = 1e-12
@@ -51,8 +51,8 @@ FUNCTIONS = ("worked_example", "several", "documents_of_its_own", "score_ignored
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_give_the_reference(name: str) -> None:
     with on_cpu() as flex:
-        got = played(flex, ALL, MODS[name](Builder(ALL, torch.float64)), 2)
-    errors = distances(got, played(KERNELS["reference"], ALL, MODS[name](Builder(ALL, torch.float64)), 1))
+        got = simulated(flex, ALL, MODS[name](Builder(ALL, torch.float64)), 2)
+    errors = distances(got, simulated(KERNELS["reference"], ALL, MODS[name](Builder(ALL, torch.float64)), 1))
     assert max(errors.values()) < EXACT, errors
 
 
@@ -62,7 +62,7 @@ MASKS = [case for case in NO_HOLES if case.documents or case.band not in ((0, No
 
 def test_masks_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """One function, compiled a few times for all of them: lengths, masks, tables and ring sizes are data."""
-    monkeypatch.setattr(tables, "KEY_BLOCK", 12)  # cases are shorter than the real one
+    monkeypatch.setattr(plan_module, "KEY_BLOCK", 12)  # cases are shorter than the real one
     monkeypatch.setattr(leaves, "MOST_COPIES", 128)
     same = {"heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "softcap": None, "scale": None}
     worst: dict[tuple[str, int, str], float] = {}
@@ -74,8 +74,8 @@ def test_masks_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
             if not cut.length:
                 continue
             errors = distances(
-                played(flex, cut, mixed(Builder(cut, torch.float64)), size, road),
-                played(KERNELS["reference"], cut, mixed(Builder(cut, torch.float64)), 1),
+                simulated(flex, cut, mixed(Builder(cut, torch.float64)), size, road),
+                simulated(KERNELS["reference"], cut, mixed(Builder(cut, torch.float64)), 1),
             )
             # What is given back by gathers is summed in float32 by the replay.
             worst[case.why, size, road] = max(errors.values()) * (1 if road == "ring" else 1e-6)
@@ -87,8 +87,8 @@ def test_masks_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_function_says_of_hidden_pairs_plays_no_part() -> None:
     case = Case(why="causal", length=23, heads=4, kv_heads=2, seed=1)
     with on_cpu() as flex:
-        got = played(flex, case, only_where_seen(Builder(case, torch.float64)), 1)
-    errors = distances(got, played(KERNELS["reference"], case, only_where_seen(Builder(case, torch.float64)), 1))
+        got = simulated(flex, case, only_where_seen(Builder(case, torch.float64)), 1)
+    errors = distances(got, simulated(KERNELS["reference"], case, only_where_seen(Builder(case, torch.float64)), 1))
     assert max(errors.values()) < EXACT, errors
 
 
@@ -130,7 +130,7 @@ def through_the_ring(backward: str) -> dict[str, Tensor]:
 def test_real_ranks(ranks: Ranks, backward: str) -> None:
     shares = ranks(2).run(through_the_ring, backward)
     case = replace(ALL, sinks=False)
-    want = played(KERNELS["reference"], case, mixed(Builder(case, torch.float64)), 1)
+    want = simulated(KERNELS["reference"], case, mixed(Builder(case, torch.float64)), 1)
     for name, exact in zip(("q", "k", "v"), want.answer[2:], strict=True):
         whole_row = torch.empty_like(exact)
         for rank, share in enumerate(shares):

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from flex_cases import on_cpu
+from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.biases import Alibi
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.errors import UnsupportedAttention
-from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import Params, ScoreMod
 from hf_ring_attn.kernels.flex import calls
 from hf_ring_attn.kernels.flex.graph import Graph
 from hf_ring_attn.kernels.flex.leaves import Copies, gathered, spread
 from hf_ring_attn.kernels.score_mods.graph import Unfit
-from hf_ring_attn.mask import CAUSAL, Mask
-from rank_functions import qkv
+from hf_ring_attn.sharding.mask import CAUSAL, Mask
+from tests.helpers.rank_functions import qkv
+from tests.kernels.flex_cases import on_cpu
 
 CPU = torch.device("cpu")
 HEADS = torch.linspace(-1, 1, 4, requires_grad=True)

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from flex_cases import on_cpu
+from hf_ring_attn.attention.kernel_choice import part_of
 from hf_ring_attn.biases import Alibi
-from hf_ring_attn.choice import part_of
 from hf_ring_attn.errors import UnsupportedAttention
 from hf_ring_attn.kernels import Request, ScoreMod, asking, choose
 from hf_ring_attn.kernels import flex as room
 from hf_ring_attn.kernels.flex.leaves import gathered
 from hf_ring_attn.kernels.flex.places import Places
-from hf_ring_attn.mask import CAUSAL, Band, Mask
-from score_mods import Scaled
-from test_flex import REQUEST
-from test_flex_graph import CPU, HEADS, PAIRS
+from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask
+from tests.helpers.score_mods import Scaled
+from tests.kernels.flex_cases import on_cpu
+from tests.kernels.test_flex import REQUEST
+from tests.kernels.test_flex_graph import CPU, HEADS, PAIRS
 
 MASK = Mask.of(CAUSAL, 1, 300)
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checks import EXACT, UNROUNDED, distance, exact_answer, same_bits, worst
 from hf_ring_attn.kernels import Gradients, Params, accumulate_dtype, reference
-from hf_ring_attn.layout import Run
-from hf_ring_attn.mask import UNBOUNDED, Band, Mask, tiles
+from hf_ring_attn.sharding.layout import Run
+from hf_ring_attn.sharding.mask import UNBOUNDED, Band, Mask, tiles
 from hf_ring_attn.testing import BIDIRECTIONAL, CASES, Case, Inputs, gradient_oracle, inputs, oracle, packed, sliding
-from rank_functions import Answer, poisoned_memory
+from tests.helpers.checks import EXACT, UNROUNDED, distance, exact_answer, same_bits, worst
+from tests.helpers.rank_functions import Answer, poisoned_memory
 
 KERNEL = reference.Reference()
 LONG = Case(why="several blocks a tile", length=200, heads=4, kv_heads=2, head_dim=16, value_dim=12, band=sliding(130))

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hf_ring_attn.kernels import KERNELS, Request, triton
 from hf_ring_attn.kernels.triton.schedule import bounds, schedule
-from hf_ring_attn.mask import tiles
+from hf_ring_attn.sharding.mask import tiles
 from hf_ring_attn.testing import BIDIRECTIONAL, CASES, CAUSAL, Case, inputs, sliding, visible
-from kernel_answers import mask_of, pieces
+from tests.helpers.kernel_answers import mask_of, pieces
 
 REQUEST = Request("cpu", torch.bfloat16, 4, 2, 64, 64, softcap=False, sinks=False, deterministic=True)
 PARTS = 3

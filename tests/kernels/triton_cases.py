@@ -12,14 +12,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checks import UNROUNDED, same_bits
 from hf_ring_attn.kernels import Kernel
 from hf_ring_attn.kernels.triton import Triton, launch
-from hf_ring_attn.layout import Layout, Owners
-from hf_ring_attn.mask import tiles
+from hf_ring_attn.sharding.layout import Layout, Owners
+from hf_ring_attn.sharding.mask import tiles
 from hf_ring_attn.testing import CASES, Case, Inputs, inputs, packed, relative_error, sliding
-from kernel_answers import Answer, computed, mask_of, on, params_of, table_of, unit, vanishing, wanted
-from rank_functions import poisoned_memory
+from tests.helpers.checks import UNROUNDED, same_bits
+from tests.helpers.kernel_answers import Answer, computed, mask_of, on, params_of, table_of, unit, vanishing, wanted
+from tests.helpers.rank_functions import poisoned_memory
 
 KERNEL: Kernel = Triton()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from checks import UNROUNDED
-from flex_cases import Played, distances
+from hf_ring_attn.attention.function import ring_attention
+from hf_ring_attn.attention.kernel_choice import part_of
 from hf_ring_attn.bench.replay import Road, replay
-from hf_ring_attn.choice import part_of
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.functional import ring_attention
 from hf_ring_attn.kernels import KERNELS, Kernel, Request, ScoreMod, asking
 from hf_ring_attn.testing import Case, inputs, packed, relative_error, sliding
-from kernel_answers import mask_of, on, params_of
-from rank_functions import poisoned_memory
-from score_mods import Builder, Mod, alibi, relative_bias
+from tests.helpers.checks import UNROUNDED
+from tests.helpers.kernel_answers import mask_of, on, params_of
+from tests.helpers.rank_functions import poisoned_memory
+from tests.helpers.score_mods import Builder, Mod, alibi, relative_bias
+from tests.kernels.flex_cases import Played, distances
 
 TRITON, REFERENCE = KERNELS["triton"], KERNELS["reference"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,7 +62,7 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-def played(kernel: Kernel, case: Case, name: str, size: int, road: Road = "ring") -> Played:
+def simulated(kernel: Kernel, case: Case, name: str, size: int, road: Road = "ring") -> Played:
     """In float32, or for the reference from the same inputs in float64."""
     dtype = torch.float64 if kernel is REFERENCE else torch.float32
     x = on(DEVICE.type, inputs(case, torch.float32))
@@ -82,7 +82,7 @@ def played(kernel: Kernel, case: Case, name: str, size: int, road: Road = "ring"
     ids=["all", "holes", "long", "long, sparse"],
 )  # fmt: skip
 def test_it_is_the_reference(case: Case, size: int, road: Road, name: str) -> None:
-    errors = distances(played(TRITON, case, name, size, road), played(REFERENCE, case, name, 1))
+    errors = distances(simulated(TRITON, case, name, size, road), simulated(REFERENCE, case, name, 1))
     learned = [errors.pop(key) for key in list(errors) if key.startswith("captured")]
     assert max(errors.values()) < UNROUNDED, errors
     assert learned and max(learned) < CANCELLED, learned

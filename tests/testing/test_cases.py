@@ -21,7 +21,7 @@ from hf_ring_attn.testing import (
     packed,
     sliding,
     visible,
-)  # fmt: skip
+)
 
 RINGS = [size for size in WORLD_SIZES if size > 1]
 

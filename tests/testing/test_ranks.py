@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,7 +209,8 @@ def alive(pid: int) -> bool:
 
 
 ORPHANS = """
-import os, test_ranks
+import os
+from tests.testing import test_ranks
 from hf_ring_attn.testing import LiveRanks
 pair = LiveRanks(2)
 print(*(pid for pid, *_ in pair.run(test_ranks.summed, 1)), flush=True)
@@ -221,7 +221,7 @@ os._exit(1)
 
 def test_ranks_end_with_their_process_even_if_it_is_killed_and_they_hang() -> None:
     """The guard of conftest.py ends the run in this way."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *filter(None, sys.path)))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", ORPHANS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     pids = [int(word) for word in done.stdout.split()]

@@ -33,7 +33,7 @@ class Flash4:
     """
 
     name = "flash4"
-    abreast = True
+    two_streams = True
 
     def __init__(self, library: Library | None = None) -> None:
         self._given = library

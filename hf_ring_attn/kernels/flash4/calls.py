@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...mask import UNBOUNDED, Tile
+from ...sharding.mask import UNBOUNDED, Tile
 from .blocks import Blocks
 
 DENSE_AT_MOST = 4

@@ -17,17 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..base import (
-    HALVES,
-    Asked,
-    Gradients,
-    InOrder,
-    Params,
-    Request,
-    accumulate_dtype,
-    products_in_place,
-    with_sinks,
-)
+from ..base import HALVES, Asked, Gradients, InOrder, Params, Request, accumulate_dtype, products_in_place, with_sinks
 from ..score_mods.graph import Unfit
 from ..score_mods.score_mod import ScoreMod
 from ..score_mods.trial import Trials, fails

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mask import Tile
+from ...sharding.mask import Tile
 
 BLOCK = 128
 """Queries, and keys, of a block that FlexAttention passes over as a whole. Its own blocks divide this."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...mask import UNBOUNDED
+from ...sharding.mask import UNBOUNDED
 
 FAR = 2**31
 """Further than any token: bounds of bands are cut to this, and two indices are packed into one integer with it."""
@@ -77,7 +77,7 @@ def schedule(
     """The programs that cover one side in blocks, each with the other side's blocks that it must visit.
 
     Args:
-        tiles: [N, 9], see `hf_ring_attn.mask.tiles`.
+        tiles: [N, 9], see `hf_ring_attn.sharding.mask.tiles`.
         side: "queries" (forward, dq) or "keys" (dk, dv): what a program owns a block of.
         block, other_block: tokens in a block of this side, and of the other.
         tokens: of this side, in each of ``batch`` rows.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...mask import UNBOUNDED, Tile
+from ...sharding.mask import UNBOUNDED, Tile
 from ..base import Gradients, Params
 from ..score_mods.score_mod import ScoreFunction, ScoreMod
 from . import launch

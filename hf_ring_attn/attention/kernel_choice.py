@@ -1,0 +1,124 @@
+"""The kernel that all ranks of a ring compute with: one that can, and that got a small attention right here."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import errors
+from ..comm.fingerprint import fingerprint
+from ..comm.ring import Ring
+from ..kernels import KERNELS, Params, Part, Request, ScoreMod, asking, choose, named, text_of
+from ..sharding.layout import Run
+from ..sharding.mask import Mask, tiles
+from . import kernel_trial
+
+_SAME_KERNEL = (
+    "Kernels differ in the order of their sums and in the memory order of gradients that travel, so install the same "
+    "packages and versions for every rank, or name one kernel that all have: RingConfig(kernel='reference')."
+)
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_for(ring: str, name: str, request: Request) -> str:
+    """The name of the kernel for a request: each rank chooses, and one small collective makes sure of the same choice.
+
+    Kept for as long as the process lives, so a request costs its collective once. Ranks of a ring meet the same
+    requests in the same order.
+
+    Raises:
+        BadOption, UnsupportedAttention, or RefusedElsewhere on the other ranks: no such kernel, or none that can.
+        RanksDiffer: on every rank, if the ranks chose differently or have different versions of torch.
+    """
+    chosen, refusal = "", None
+    try:
+        chosen = choose(name, request, kernel_trial.fails).name
+    except errors.Refused as error:
+        refusal = error
+    meeting = Ring(ring)
+    facts = {
+        f"kernel (of {sorted(KERNELS)}, by number)": sorted(KERNELS).index(chosen) if chosen else -1,
+        "version of torch (its fingerprint)": zlib.crc32(torch.__version__.encode()),
+    }
+    device = meeting.small_device(torch.device(request.device))
+    try:
+        meeting.agree(facts, device, _SAME_KERNEL, None if refusal is None else str(refusal))
+    except errors.RefusedElsewhere as elsewhere:
+        raise refusal or elsewhere from None
+    if refusal is not None:
+        raise refusal
+    return chosen
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Functions of scores, and the rings whose ranks have been found to have the same."""
+
+
+def score_mod_facts(mod: ScoreMod | None) -> dict[str, int]:
+    """What ranks must agree on. Reads every tensor that the function uses, on the host."""
+    used = () if mod is None else (*mod.captured, *mod.fixed)
+    code = 0 if mod is None else 1 + zlib.crc32(text_of(mod).encode())
+    return {
+        "score_mod (a fingerprint of what it computes)": code,
+        "what the score_mod uses (a fingerprint of its tensors)": fingerprint(
+            torch.tensor([fingerprint(x) for x in used], dtype=torch.int64)
+        ),
+    }
+
+
+def agree_on_scores(ring: Ring, mod: ScoreMod, device: torch.device) -> None:
+    """Makes sure, once for each function, that all ranks have the same, with the same numbers. A collective.
+
+    Raises:
+        RanksDiffer: on every rank.
+    """
+    try:
+        known = _KNOWN.setdefault(mod.function, set())
+    except TypeError:  # it cannot be remembered
+        known = set()
+    if ring.size > 1 and ring.name not in known:
+        ring.agree(score_mod_facts(mod), ring.small_device(device), _SAME_FUNCTION)
+        known.add(ring.name)
+
+
+_SAME_FUNCTION = (
+    "Every rank computes with its own copy of the function and of what it uses: seed a learned bias alike, or make it "
+    "a part of the model."
+)
+
+
+def kernel_for_scores(
+    ring: str, name: str, request: Request, params: Params, mask: Mask, batch: int, length: int
+) -> str:
+    """As `kernel_for`, for the ``score_mod`` of ``params``, which kernels may try on a part of this attention.
+
+    Args:
+        mask: of ``batch`` whole rows of ``length`` tokens.
+    """
+    mod = params.score_mod
+    assert mod is not None, "without a score_mod a request says all"
+    if {"flex", "triton"} & set(named(name)):
+        request = asking(request, mod, params.scale, params.softcap, functools.partial(part_of, mask, batch, length))
+    return kernel_for(ring, name, request)
+
+
+PART_ROWS, PART_QUERIES, PART_KEYS = 2, 200, 320
+
+
+def part_of(mask: Mask, batch: int, length: int) -> Part:
+    """The first tokens of a few rows, from the first that sees anything; keys in two pieces for the backward."""
+    rows = mask.terms[0][1][: min(batch, PART_ROWS)]
+    start = min((queries[0].start for queries, _ in rows if queries), default=0)
+    queries, keys = min(PART_QUERIES, length - start), min(PART_KEYS, length - start)
+
+    def seen(first: int, stop: int) -> Tensor:
+        table = tiles(mask, [Run(0, start, queries)], [Run(0, start + first, stop - first)])
+        return table[table[:, 0] < len(rows)]
+
+    pieces = [(0, keys // 2), (keys // 2, keys)]
+    return Part(len(rows), queries, keys, seen(0, keys), tuple((a, b, seen(a, b)) for a, b in pieces if a < b))

@@ -1,0 +1,135 @@
+"""A small attention in a ring of two, played on one device, that a kernel must get right before it serves.
+
+A kernel's own word is about shapes and versions. What a compiler made of it on this very GPU, and whether it keeps the
+contract where a ring uses all of it (some heads at a time, sums that others began), is seen here and nowhere else
+before the first step: a wrong gradient leaves the loss of that step as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..kernels import KERNELS, Params, Request
+from ..kernels.whole import whole
+from ..sharding.layout import Layout
+from ..sharding.mask import CAUSAL, Mask, tiles
+from ..sharding.plan import Plan, Tables
+from ..traffic import RingStep, Sums
+from ..traffic.simulated import SimulatedTraffic
+from .backward import gradients
+from .op import forward
+
+LENGTH, RANKS = 8 * 33, 2
+OWNERS = (0, 1, 1, 0, 1, 1, 0, 0)
+"""Of the row's chunks. More runs of tokens than a zigzag's, which kernels meet where packed rows are balanced."""
+ROWS, KEY_HEADS = 2, 3
+FAR = {2: 0.02, 4: 1e-3}
+"""A relative error that only another attention has, by the bytes of an element: bfloat16 alone makes 0.003."""
+
+Answer = dict[str, Tensor]
+
+
+@lru_cache(maxsize=256)
+def fails(kernel: str, request: Request) -> tuple[str, ...]:
+    """What ``kernel``, which says that it can serve ``request``, gets wrong here; in words, empty if nothing.
+
+    Tried on GPUs: on a CPU the reference serves, which is the definition. Not tried with a score_mod.
+    """
+    if request.device != "cuda" or kernel == "reference" or request.score_mod:
+        return ()
+    try:
+        errors = tried(kernel, request, torch.device("cuda", torch.cuda.current_device()))
+    except torch.OutOfMemoryError:  # says nothing of the kernel
+        raise
+    except Exception as error:  # noqa: BLE001  whatever a compiler or a driver says, this kernel cannot serve here
+        line = next(iter(f"{error}".splitlines()), "")
+        return (f"a small attention failed here: {type(error).__name__}: {line[:200]}",)
+    far = FAR[request.dtype.itemsize]
+    wrong = [f"{name} by {error:.0%}" for name, error in errors.items() if not error < far]
+    return (f"a small attention came out wrong here: {', '.join(wrong)}",) if wrong else ()
+
+
+def tried(kernel: str, request: Request, device: torch.device) -> dict[str, float]:
+    """The relative errors of out, lse, dq, dk and dv of a small attention of the kind that ``request`` asks for."""
+    kv_heads = min(request.kv_heads, KEY_HEADS)
+    heads = kv_heads * (request.heads // request.kv_heads)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(device, request.dtype)
+
+    q, dout = random(ROWS, LENGTH, heads, request.head_dim), random(ROWS, LENGTH, heads, request.value_dim)
+    k, v = (random(ROWS, LENGTH, kv_heads, width) for width in (request.head_dim, request.value_dim))
+    sinks = random(heads) if request.sinks else None
+    params = Params(
+        request.head_dim**-0.5, 3.0 if request.softcap else None, sinks, deterministic=request.deterministic
+    )
+    ids = torch.arange(LENGTH, device="cpu") // 50 % 2  # two documents in turns
+    mask = Mask.of(CAUSAL, ROWS, LENGTH, ids.expand(ROWS, -1) if request.holes else None)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        got = simulated(kernel, q, k, v, dout, mask, params)
+        want = defined(q.double(), k.double(), v.double(), dout.double(), mask, params)
+    return {name: float((got[name].double() - x).norm() / x.norm()) for name, x in want.items()}
+
+
+def defined(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
+    """What the reference says of whole rows."""
+    runs = Layout(LENGTH, 1, 0).whole()
+    params = Params(params.scale, params.softcap, None if params.sinks is None else params.sinks.double())
+    return whole(KERNELS["reference"], q, k, v, dout, tiles(mask, runs, runs), params)
+
+
+def simulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
+    """The answer of a ring of two to whole rows, by the code of the real one: each rank in its turn, and twice, since
+    what a rank gets from the other is known only when that has been computed."""
+    found: list[Answer] = []
+    began: list[dict[tuple[int, int], Sums]] = [{}, {}]
+    for _ in range(2):
+        found = []
+        arriving, began = began, [{}, {}]
+        for rank in range(RANKS):
+            layout = Layout(LENGTH, RANKS, rank, OWNERS)
+            traffic = _Traffic(layout, (k, v), arriving[1 - rank], began[rank])
+            plan = Plan.of(traffic.ring, layout, mask, sparse_share=0)
+            tables = Tables.of(plan.tiles, plan.stops, RANKS)
+            my_q, my_k, my_v, my_dout = (layout.shard(x, 1) for x in (q, k, v, dout))
+            out, lse = forward(traffic, KERNELS[kernel], my_q, my_k, my_v, tables, params, 0)
+            dq, dk, dv, _ = gradients(
+                traffic, KERNELS[kernel], my_dout, my_q, my_k, my_v, out, lse, tables, params, "ring", 0, {}
+            )
+            found.append({"out": out, "lse": lse.transpose(1, 2), "dq": dq, "dk": dk, "dv": dv})
+    row = Layout(LENGTH, RANKS, 0, OWNERS)
+    rows = {name: row.merge(torch.stack([one[name] for one in found])) for name in found[0]}
+    return {**rows, "lse": rows["lse"].transpose(1, 2)}
+
+
+class _Traffic(SimulatedTraffic):
+    """A `Traffic` whose messages are dictionaries.
+
+    Args:
+        arriving: sums that the other rank has begun, by source and first head; empty where that is not known yet.
+        began: where this rank's are noted.
+    """
+
+    groups = 2
+
+    def __init__(
+        self, layout: Layout, row: Sequence[Tensor], arriving: dict[tuple[int, int], Sums],
+        began: dict[tuple[int, int], Sums],
+    ) -> None:  # fmt: skip
+        super().__init__(layout, row)
+        self._arriving, self._began = arriving, began
+
+    def ring_pass(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+    ) -> Generator[RingStep]:
+        def sums(source: int, lane: slice) -> Sums:
+            at = source, lane.start
+            found = self._arriving.get(at) if source == self.ring.rank else None
+            return self._began.setdefault(at, found or new(source, lane))
+
+        return self.walk(lanes, sums)

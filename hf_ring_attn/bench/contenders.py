@@ -1,0 +1,150 @@
+"""What takes part in a measurement: this package's roads, one device alone, and one rank of a ring without traffic."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention.backward import gradients
+from ..attention.op import attend, forward
+from ..comm.ring import LOCAL, Ring
+from ..kernels import KERNELS
+from ..sharding.layout import Layout, Owners
+from ..sharding.plan import Plan, Tables
+from ..traffic import RingStep, Sums
+from ..traffic.base import PULLED
+from ..traffic.gathered_kv import KVGroup
+from ..traffic.simulated import SimulatedTraffic
+from ..traffic.two_streams import Abreast
+from .clock import Call
+from .workload import Workload
+
+
+class Contender(NamedTuple):
+    """One way to compute a workload: its forward, and its forward and backward; ``share``: of the row's flops."""
+
+    forward: Call
+    both: Call
+    share: float
+
+
+def differentiated(
+    function: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Sequence[Tensor], share: float,
+    inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Contender:  # fmt: skip
+    """A road from a function of q, k and v."""
+    *given, dout = inputs
+    leaves = [x.detach().requires_grad_() for x in given]
+
+    def alone() -> object:
+        with torch.no_grad():
+            return function(*given)
+
+    both = Call(lambda: torch.autograd.grad(function(*leaves), leaves, dout), inside)
+    return Contender(Call(alone, inside), both, share)
+
+
+class Options(NamedTuple):
+    """How a ring computes, as in `RingConfig`; 0 heads: chosen by size."""
+
+    backward: str = "ring"
+    traffic: str = "auto"
+    heads_per_gather: int = 0
+
+    @property
+    def name(self) -> str:
+        heads = f" {self.heads_per_gather}" if self.heads_per_gather else ""
+        return f"ring_fp32 {self.backward} {self.traffic.replace('auto', '')}".rstrip() + heads
+
+
+def options(backwards: Sequence[str], traffics: Sequence[str], heads: Sequence[int]) -> list[Options]:
+    """All combinations."""
+    return [Options(*one) for one in itertools.product(backwards, traffics, heads)]
+
+
+def one_device(work: Workload, kernel: str) -> Contender:
+    """The same kernel over the whole row, on every device for itself."""
+    plan = Plan.of(Ring(LOCAL), Layout(work.tokens, 1, 0), work.mask(Layout(work.tokens, 1, 0)))
+    return _road(work, plan, kernel, work.tokens, 1.0, Options())
+
+
+def in_ring(work: Workload, ring: Ring, kernel: str, chosen: Options) -> Contender:
+    layout = Layout(work.tokens, ring.size, ring.rank)
+    plan = Plan.of(ring, layout, work.mask(layout))
+    return _road(work, plan, kernel, layout.local_length, 1 / ring.size, chosen)
+
+
+def _road(work: Workload, plan: Plan, kernel: str, tokens: int, share: float, chosen: Options) -> Contender:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, plan, work.params(), kernel=kernel, **chosen._asdict())[0]
+
+    return differentiated(function, work.inputs(tokens, 0), share)
+
+
+class Alone(SimulatedTraffic):
+    """One rank of a ring whose messages have all arrived: what its own work costs, on one device. A `Traffic`."""
+
+    groups, bytes_per_gather = 2, PULLED
+
+    def __init__(self, layout: Layout, row: Sequence[Tensor]) -> None:
+        super().__init__(layout, row)
+        self._device = row[0].device
+        self._other = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    def gathered(
+        self,
+        k: Tensor,
+        v: Tensor,
+        groups: list[slice],
+        owners: Owners = (),
+        keep: bool = False,
+        two_streams: bool = False,
+    ) -> Generator[KVGroup]:
+        with self._streams(two_streams) as streams:
+            for number, part in enumerate(super().gathered(k, v, groups, owners, keep)):
+                yield part._replace(at=streams.turn(number))
+
+    def ring_pass(
+        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+    ) -> Generator[RingStep]:
+        with self._streams(two_streams) as streams:
+            at = {lane.start: streams.turn(number) for number, lane in enumerate(lanes)}
+            kept: dict[int, Sums] = {}
+
+            def sums(source: int, lane: slice) -> Sums:
+                if lane.start not in kept:  # a real rank begins its sums once, too
+                    with at[lane.start]:
+                        kept[lane.start] = new(source, lane)
+                return kept[lane.start]
+
+            for hop in self.walk(lanes, sums):
+                yield hop._replace(at=at[hop.heads.start])
+
+    def _streams(self, two_streams: bool) -> Abreast:
+        return Abreast(self._other if two_streams else None, self._device)
+
+
+def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str, heads_per_gather: int = 0) -> Contender:
+    """One rank of a ring of ``ring_size``, by the code of the real one on GPUs of one machine."""
+    layout = Layout(work.tokens, ring_size, rank)
+    q, _, _, dout = work.inputs(layout.local_length, 1)
+    _, *row, _ = work.inputs(layout.padded, 0)
+    traffic = Alone(layout, row)
+    plan = Plan.of(traffic.ring, layout, work.mask(layout), sparse_share=0)
+    tables = Tables.of(plan.tiles, plan.stops, ring_size)
+    k, v = (layout.shard(x, 1) for x in row)
+    params, computing = work.params(), KERNELS[kernel]
+
+    def one_way() -> tuple[Tensor, Tensor]:
+        return forward(traffic, computing, q, k, v, tables, params, heads_per_gather)
+
+    def both() -> object:
+        out, lse = one_way()
+        return gradients(traffic, computing, dout, q, k, v, out, lse, tables, params, "ring", 0, {})
+
+    return Contender(Call(one_way), Call(both), 1 / ring_size)

@@ -1,0 +1,1 @@
+"""Collectives of a ring. Knows no mask and no model."""

@@ -1,0 +1,278 @@
+"""All traffic between ranks: gather by head groups, ring pass, float32 sums, agreement. Nothing here knows a mask."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from ..errors import PeerLost, RanksDiffer, RefusedElsewhere
+
+# torch renamed these in 2.13 and warns about the old names on every call.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+LOCAL = ""
+"""The name of the ring of one, which needs no process group."""
+
+
+@cache
+def _leave_gloo_in_order() -> None:
+    """A process that used gloo asynchronously may abort at its end (torch 2.13, seen in 3 of 40), unless this is done.
+
+    gloo's threads let go of the last tensors under the interpreter's lock, and one that asks for the lock while the
+    interpreter ends is killed inside C++, the process with it: "terminate called without an active exception". So
+    groups are destroyed first, and then the threads are given the lock for as long as that takes.
+    """
+
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        time.sleep(0.1)
+
+    atexit.register(leave)
+
+
+@contextmanager
+def _following_peers(doing: str, ring: Ring) -> Iterator[None]:
+    """Says in words that an error of the backend is another rank's failure seen from here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, (PeerLost, torch.OutOfMemoryError)):
+            raise
+        raise PeerLost(doing, ring.rank, ring.size) from error
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """Tensors on their way. `wait` returns them; on a GPU it orders streams and does not stop the host."""
+
+    ring: Ring
+    doing: str
+    tensors: list[Tensor]
+    works: Sequence[Any]
+
+    def wait(self) -> list[Tensor]:
+        with _following_peers(self.doing, self.ring):
+            for work in self.works:
+                work.wait()
+        return self.tensors
+
+
+class Ring:
+    """The ranks that share a sequence, by the name of their process group (names, unlike groups, go through ops)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Ring:
+        """The ring over ``group``; over the world if that is None, and of one rank where nothing is distributed."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(LOCAL)
+        group = group if group is not None else dist.group.WORLD
+        assert group is not None
+        return cls(LOCAL if dist.get_world_size(group) == 1 else group.group_name)
+
+    @classmethod
+    def simulated(cls, size: int, rank: int) -> Ring:
+        """A rank of a ring that one process plays: it knows its place, and has nobody to send anything to."""
+        ring = cls(LOCAL)
+        ring.__dict__.update(size=size, rank=rank)
+        return ring
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        group = _resolve_process_group(self.name)  # type: ignore[arg-type]  # a NewType of torch 2.13
+        if dist.get_backend(group) == "gloo":
+            _leave_gloo_in_order()
+        return group
+
+    @cached_property
+    def size(self) -> int:
+        return 1 if self.name == LOCAL else dist.get_world_size(self.group)
+
+    @cached_property
+    def rank(self) -> int:
+        return 0 if self.name == LOCAL else dist.get_rank(self.group)
+
+    # ---- keys and values, forward ------------------------------------------------------------------------------
+
+    def gather(self, tensor: Tensor, doing: str = "gathered keys and values") -> Pending:
+        """Every rank's ``tensor`` [...] as [W, ...] in rank order, on its way."""
+        if self.size == 1:
+            return Pending(self, doing, [tensor[None]], ())
+        tensor = tensor.contiguous()
+        everyone = tensor.new_empty(self.size, *tensor.shape)
+        with _following_peers(doing, self):
+            work = _all_gather_single(everyone.view(-1), tensor.view(-1), group=self.group, async_op=True)
+        return Pending(self, doing, [everyone], (work,))
+
+    def by_heads(
+        self, tensors: Sequence[Tensor], groups: Sequence[slice], send: Callable[[Tensor], Pending] | None = None
+    ) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Sends tensors [B, T, G, ...] a group of heads at a time, the next group on its way meanwhile: the first one
+        leaves now, whenever it is asked for.
+
+        Args:
+            send: how; None: `gather`, which gives [W, B, T, heads, ...] in rank order.
+
+        Yields:
+            the group, and what came for each tensor.
+        """
+        send = send or self.gather
+
+        def launch(group: slice) -> list[Pending]:
+            return [send(tensor[:, :, group]) for tensor in tensors]
+
+        def arriving(ahead: list[Pending]) -> Iterator[tuple[slice, list[Tensor]]]:
+            for here, following in zip(groups, [*groups[1:], None], strict=True):
+                arrived = ahead
+                if following is not None:
+                    ahead = launch(following)
+                yield here, [pending.wait()[0] for pending in arrived]
+
+        return arriving(launch(groups[0]))
+
+    def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], doing: str) -> Pending:
+        """From [sum(sends), ...], so many rows for each rank in order, [sum(receives), ...], so many of each."""
+        tensor = tensor.contiguous()
+        arriving = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        with _following_peers(doing, self):
+            work = dist.all_to_all_single(arriving, tensor, receives, sends, group=self.group, async_op=True)
+        return Pending(self, doing, [arriving], (work,))
+
+    # ---- the ring, backward --------------------------------------------------------------------------------------
+
+    def send_on(self, tensors: Sequence[Tensor], doing: str) -> Pending:
+        """Sends tensors to the next rank and takes the previous rank's, which have the same shapes."""
+        tensors = [tensor.contiguous() for tensor in tensors]
+        if self.size == 1:
+            return Pending(self, doing, tensors, ())
+        arriving = [torch.empty_like(tensor) for tensor in tensors]
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        moves = []
+        for tag, (mine, theirs) in enumerate(zip(tensors, arriving, strict=True)):
+            moves.append(dist.P2POp(dist.isend, mine, group=self.group, tag=tag, group_peer=following))
+            moves.append(dist.P2POp(dist.irecv, theirs, group=self.group, tag=tag, group_peer=previous))
+        with _following_peers(doing, self):
+            return Pending(self, doing, arriving, dist.batch_isend_irecv(moves))
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """[W, ...] in rank order: the sum over ranks of this rank's entry [...], added in the tensor's own dtype."""
+        if self.size == 1:
+            return tensor[0]
+        tensor = tensor.contiguous()
+        mine = torch.empty_like(tensor[0])
+        with _following_peers("summed gradients of keys and values", self):
+            _reduce_scatter_single(mine.view(-1), tensor.view(-1), group=self.group)
+        return mine
+
+    # ---- small things --------------------------------------------------------------------------------------------
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean over the ring, summed in float32 (float64 for float64), in the tensor's own dtype."""
+        return self.means([tensor])[0]
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the ring, in float32 (float64 for float64), in the tensor's own dtype."""
+        wide = tensor.to(_wide(tensor.dtype), copy=True)
+        if self.size > 1:
+            with _following_peers("added up over the ring", self):
+                dist.all_reduce(wide, group=self.group)
+        return wide.to(tensor.dtype)
+
+    def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of each tensor, as `mean`; small ones travel together, up to `TOGETHER` numbers."""
+        if self.size == 1:
+            return list(tensors)
+        found: list[Tensor] = []
+        for run in _together(tensors):
+            wide = torch.cat([x.reshape(-1).to(_wide(x.dtype)) for x in run])
+            with _following_peers("averaged over the ring", self):
+                dist.all_reduce(wide, group=self.group)
+            parts = (wide / self.size).split([x.numel() for x in run])
+            found += [part.view(x.shape).to(x.dtype) for part, x in zip(parts, run, strict=True)]
+        return found
+
+    def agree(
+        self, facts: dict[str, int], device: torch.device, todo: str, refusal: str | None = None,
+        any_of: Sequence[bool] = (),
+    ) -> list[bool]:  # fmt: skip
+        """One small collective: all ranks hold the same facts, or all ranks raise.
+
+        Args:
+            facts: whole numbers by name, the same names on every rank.
+            todo: what to do if they differ.
+            refusal: why this rank refuses its batch, if it does; then every rank raises with that reason.
+            any_of: what may be so on one rank alone; as many on every rank.
+
+        Returns: of each of ``any_of``, whether it is so on any rank.
+
+        Raises:
+            RefusedElsewhere: some rank of the ring refused. RanksDiffer: the first fact that differs.
+        """
+        if self.size == 1:
+            return list(any_of)
+        row = torch.tensor([int(refusal is not None), *facts.values(), *any_of], dtype=torch.int64, device=device)
+        table = self.gather(row, "compared its batch with the other ranks").wait()[0].tolist()
+        if any(line[0] for line in table):
+            texts: list[str | None] = [None] * self.size
+            with _following_peers("collected refusals", self):
+                dist.all_gather_object(texts, refusal, group=self.group)
+            raise RefusedElsewhere({rank: text for rank, text in enumerate(texts) if text is not None})
+        for column, name in enumerate(facts, start=1):
+            if len({line[column] for line in table}) > 1:
+                raise RanksDiffer(name, [line[column] for line in table], todo)
+        return [any(line[1 + len(facts) + place] for line in table) for place in range(len(any_of))]
+
+    def small_device(self, device: torch.device) -> torch.device:
+        """Where small facts must lie to travel: on the GPU for NCCL, which knows no CPU tensors."""
+        if self.size > 1 and dist.get_backend(self.group) == "nccl":
+            return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu") if self.size > 1 and dist.get_backend(self.group) == "gloo" else device
+
+    def numbers(self, number: int, device: torch.device, doing: str) -> list[int]:
+        """Every rank's whole number."""
+        row = torch.tensor([number], dtype=torch.int64, device=device)
+        return [int(n) for n in self.gather(row, doing).wait()[0].flatten().tolist()]
+
+
+TOGETHER = 2**24
+"""Numbers that `Ring.means` sends in one message: 64 MiB in float32."""
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _together(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one device that are summed in one dtype, as many as fit in one message."""
+    run: list[Tensor] = []
+    for x in tensors:
+        like = not run or (_wide(x.dtype), x.device) == (_wide(run[0].dtype), run[0].device)
+        if not like or sum(one.numel() for one in run) + x.numel() > TOGETHER:
+            yield from [run] if run else []
+            run = []
+        run.append(x)
+    yield from [run] if run else []
+
+
+def world_rank() -> int:
+    """This process's rank in the job; 0 where nothing is distributed."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Processes in the job; 1 where nothing is distributed."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,0 +1,73 @@
+"""Sending each rank of a ring just the keys that it sees, and their gradients back to where the keys live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .ring import Pending, Ring
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Which of its tokens a rank sends to each rank, and where those that it gets belong.
+
+    Args:
+        sends: tokens that go to rank 0, 1, ...; receives: that come from there.
+        sent: [sum(sends)] the places, in this rank's own T tokens, of what it sends, in that order.
+        received: [sum(receives)] the places, in the S tokens that it sees, of what comes, in that order: each once.
+    """
+
+    sends: list[int]
+    receives: list[int]
+    sent: Tensor
+    received: Tensor
+    _on: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, sends: Tensor, receives: Tensor, ring_size: int) -> Exchange:
+        """From tables [n, 3 or more]: a rank, where a run of tokens begins, and how long it is; in order of ranks."""
+        counts = _counts(sends, ring_size), _counts(receives, ring_size)
+        return cls(*counts, _places(sends), _places(receives))
+
+    def take(self, ring: Ring, tensor: Tensor) -> Pending:
+        """[B, T, ...] of this rank's tokens, on its way as `arrived` takes it: [S, B, ...] in order of arrival."""
+        sent, _ = self._indices(tensor.device)
+        return ring.all_to_all(
+            tensor.index_select(1, sent).transpose(0, 1), self.sends, self.receives, "exchanged keys and values"
+        )
+
+    def arrived(self, tensor: Tensor) -> Tensor:
+        """What `take` brought as [B, S, ...] in order."""
+        _, received = self._indices(tensor.device)
+        return torch.empty_like(tensor).index_copy_(0, received, tensor).transpose(0, 1)
+
+    def give_back(self, ring: Ring, gradient: Tensor, tokens: int) -> Tensor:
+        """Sums over ranks: from [B, S, ...] of the tokens that each rank sees, [B, T, ...] of this rank's own.
+
+        Added in rank order and in the gradient's own dtype, so the same bits come out from run to run.
+        """
+        sent, received = self._indices(gradient.device)
+        leaving = gradient.index_select(1, received).transpose(0, 1)
+        (parts,) = ring.all_to_all(leaving, self.receives, self.sends, "gave gradients back").wait()
+        home = gradient.new_zeros(tokens, *parts.shape[1:])
+        for places, part in zip(sent.split(self.sends), parts.split(self.sends), strict=True):
+            home.index_add_(0, places, part)  # a rank sends no token twice
+        return home.transpose(0, 1)
+
+    def _indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._on:
+            self._on[device] = self.sent.to(device), self.received.to(device)
+        return self._on[device]
+
+
+def _counts(table: Tensor, ring_size: int) -> list[int]:
+    counts = torch.zeros(ring_size, dtype=torch.int64).index_add_(0, table[:, 0], table[:, 2])
+    return [int(count) for count in counts]
+
+
+def _places(table: Tensor) -> Tensor:
+    runs = [torch.arange(start, start + length) for start, length in table[:, 1:3].tolist()]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,1 @@
+"""The attention and mask functions that are registered as "ring_fp32"."""

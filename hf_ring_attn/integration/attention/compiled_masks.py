@@ -1,0 +1,94 @@
+"""Masks of compiled models: made on the host before the model is called, looked up inside its graph.
+
+A compiler cannot trace how a mask becomes tiles, and must not keep what came of it: the next batch has other documents.
+So the host makes a kind of mask when a compiler first meets it, and from then on for every batch before the same model
+is called. The graph holds only the way to it, from the current batch by a name. What lies there are inputs of the
+graph, read anew in every call; where nothing does, a guard of the compiler fails, and the kind is made then.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...sharding.mask import UNBOUNDED
+from ..context.batch_context import BatchContext
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the indices say so far: lo <= query - key <= hi."""
+
+    lo: int = -UNBOUNDED
+    hi: int = UNBOUNDED
+    device: None = None
+
+    def __and__(self, other: _Known) -> _Known:
+        return _Known(max(self.lo, other.lo), min(self.hi, other.hi))
+
+    def to(self, _device: None) -> _Known:
+        return self
+
+
+class _Index:
+    """Stands for the index of any query or any key, less a distance, in a mask function that is being read.
+
+    A compiler shows a function's calls, not what it closes over, so here functions are called, not recognised. It can
+    do what those of `readable` do with indices and nothing else.
+    """
+
+    def __init__(self, less: int = 0) -> None:
+        self.less = less
+
+    def new_ones(self, _shape: tuple[()], dtype: torch.dtype) -> _Known:
+        return _Known()
+
+
+class _Query(_Index):
+    def __sub__(self, distance: int) -> _Query:
+        return _Query(self.less + operator.index(distance))  # a number that a compiler took for a variable, as well
+
+    def __ge__(self, zero: int) -> _Known:
+        return _Known()
+
+
+class _Key(_Index):
+    def __le__(self, query: _Query) -> _Known:
+        return _Known(lo=query.less)
+
+    def __gt__(self, query: _Query) -> _Known:
+        return _Known(hi=query.less - 1)
+
+
+def readable(attention_mask: Tensor | None, config: Any, hints: dict[str, Any]) -> bool:
+    """Whether masking_utils asks for a mask that is causal, causal with a window, or bidirectional, and nothing more.
+
+    It says that the mask may be skipped of none but these, of chunks and of bidirectional windows.
+    """
+    if attention_mask is None or hints.get("use_vmap") or getattr(config, "attention_chunk_size", None) is not None:
+        return False
+    if hints.get("allow_is_causal_skip"):
+        return True
+    return bool(hints.get("allow_is_bidirectional_skip")) and hints.get("local_size") is None
+
+
+def band_of(mask_function: Callable[..., Any]) -> tuple[int, int]:
+    """lo and hi of a readable mask function."""
+    known = mask_function(0, 0, _Query(), _Key())
+    return known.lo, known.hi
+
+
+def fits(
+    context: BatchContext, config: Any, rows: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any
+) -> bool:
+    """Whether a mask of these sizes is that of a shard, for a model that was prepared."""
+    if context.text is not None or not any(config is known for known in context.log.configs):
+        return False
+    if not (isinstance(q_offset, int) and isinstance(kv_offset, int)) or q_offset != 0 or kv_offset != 0:
+        return False
+    return (rows, q_length, kv_length) == (*context.share.shape, context.share.shape[1])

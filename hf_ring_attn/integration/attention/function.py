@@ -1,0 +1,237 @@
+"""The attention function registered as "ring_fp32". The only place that knows transformers' [B, H, T, D]."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ... import errors
+from ...attention.kernel_choice import agree_on_scores, kernel_for, kernel_for_scores
+from ...attention.op import attend
+from ...attention.score_mod_op import attend_scored
+from ...comm.ring import Ring
+from ...kernels import Params, Request, ScoreFunction, ScoreMod
+from ...sharding.mask import Band
+from ...traffic import GatheredKV, LayerRole
+from ..context import batch_context
+from ..context.batch_context import MaskSpec
+from ..log import say
+from ..model import replicas, temperature
+
+NAME = "ring_fp32"
+
+REFUSED_ARGUMENTS = {
+    "position_bias": "a bias of S x S scores built from local lengths (T5) is not supported",
+    "attn_bias": "an additive bias is not supported",
+    "indices": "sparse attention over chosen indices (DeepSeek V3.2 and kin) is not supported",
+    "block_indices": "sparse attention over chosen blocks is not supported",
+    "head_mask": "masking of heads is not supported",
+}
+
+
+def ring_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskSpec | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreFunction | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer; runs in the ring if and only if its mask is our spec.
+
+    Args:
+        query: [B, H, T, D]; key: [B, G, T, D]; value: [B, G, T, Dv].
+        s_aux, sinks: [H] sink logits, under either of the names that models use.
+        score_mod: as in `ring_attention`; b counts the batch's rows, q_idx and kv_idx the tokens of a row, padding
+            among them. A model hands on to its layers what its call is given beside its inputs; a layer of one's own
+            may give each its own function.
+
+    Returns:
+        [B, T, H, Dv] contiguous in query's dtype, and None for the weights, which never exist.
+
+    Raises:
+        Refused: for what a ring cannot do exactly.
+    """
+    if not isinstance(attention_mask, MaskSpec):
+        if score_mod is not None:
+            _refuse(errors.UnsupportedArgument, type(module).__name__, "score_mod", _SCORED_LOCALLY)
+        return _local(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, sinks, kwargs)
+    spec, where = attention_mask, type(module).__name__
+    if dropout:
+        todo = "it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout, attn_pdrop)"
+        _refuse(errors.UnsupportedArgument, where, f"dropout={dropout}", todo)
+    for name, why in REFUSED_ARGUMENTS.items():
+        if kwargs.get(name) is not None:
+            _refuse(errors.UnsupportedArgument, where, name, why)
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal) and _is_causal(spec):
+        _refuse(errors.UnsupportedArgument, where, "is_causal=False", _CAUSAL_OR_NOT)
+    whole = spec.layout.world_size > 1 and query.shape[2] != spec.places.shape[0]
+    if whole or key.shape[2] != query.shape[2]:
+        _refuse(errors.UnshardedInput, query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
+
+    dtype = query.dtype
+    query = temperature.scaled(module, query, spec)
+    q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
+    params = Params(
+        float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        float(softcap) if softcap is not None else None,
+        sinks if s_aux is None else s_aux,
+        spec.config.deterministic,
+    )
+    if score_mod is not None:
+        out = _scored(spec, score_mod, params, q, k, v)
+    else:
+        out, _ = attend(
+            q, k, v, spec.plan, params, kernel=_kernel(spec, params, q, k, v), backward=spec.config.backward,
+            heads_per_gather=spec.config.heads_per_gather, traffic=spec.config.traffic,
+            kept=_kept(spec, module, key, value, k.dtype),
+        )  # fmt: skip
+    return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
+
+
+_SCORED_LOCALLY = (
+    "with a mask that is not the ring's (cached decoding, a vision tower) transformers' own attention would run, which "
+    "leaves it out. Pass it to the layers of a text model, called with whole rows (use_cache=False)"
+)
+
+
+# A function of the user's own is run and looked into at every call: a compiler's graph ends before it.
+@torch.compiler.disable(reason="hf_ring_attn runs a score_mod outside of graphs")  # type: ignore[untyped-decorator]
+def _scored(spec: MaskSpec, function: ScoreFunction, params: Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    config, length = spec.config, spec.layout.length
+    mod = ScoreMod.of(function, q.device, config.deterministic)
+    agree_on_scores(Ring(spec.plan.ring), mod, q.device)
+    context = batch_context.current()
+    if context is not None:
+        replicas.watch_learned(mod.name, mod.captured, context)
+    params = replace(params, score_mod=mod)
+    request = replace(Request(*_facts(spec, params, q, k, v)), score_mod=True)
+    kernel = kernel_for_scores(spec.plan.ring, config.kernel, request, params, spec.mask, q.shape[0], length)
+    _note(spec.context is not None, kernel, request)
+    out: Tensor = attend_scored(
+        q, k, v, spec.plan, params, kernel=kernel, backward=config.backward, heads_per_gather=config.heads_per_gather,
+        traffic=config.traffic,
+    )[0]  # fmt: skip
+    return out
+
+
+def _kept(
+    spec: MaskSpec, module: nn.Module, key: Tensor, value: Tensor, dtype: torch.dtype
+) -> GatheredKV | LayerRole | None:
+    """Where layers with these keys and values find what the first of them gathered; None: each gathers for itself."""
+    if spec.shared is None:
+        return None
+    if torch.compiler.is_compiling():
+        return spec.shared.traced(module)
+    return spec.shared.kept(module, key, value, spec.plan, dtype)
+
+
+_CAUSAL_OR_NOT = (
+    "its mask is causal, but transformers' sdpa drops a causal mask, and then attends both ways: which of the two is "
+    "meant is not known. Set use_bidirectional_attention=False in the model's config, or give it what its mask is made "
+    "of (token_type_ids)"
+)
+
+
+def _is_causal(spec: MaskSpec) -> bool:
+    return isinstance(spec.seen, Band) and spec.seen.lo == 0
+
+
+def _kernel(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The kernel's name."""
+    asked = (spec.context is not None, spec.plan.ring, spec.config.kernel, *_facts(spec, params, q, k, v))
+    if not torch.compiler.is_dynamo_compiling():
+        return _chosen(*asked)
+    name: str = _chosen_once(*asked)
+    return name if name else _refuse(_chosen, *asked)
+
+
+def _facts(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Of a `Request`, each one: a compiler keeps numbers and dtypes, and no object of ours."""
+    return (
+        q.device.type, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], params.softcap is not None,
+        params.sinks is not None, params.deterministic, spec.plan.holes,
+    )  # fmt: skip
+
+
+# A compiler runs it once for each set of arguments, all of which it guards, and keeps the name; it would break its
+# graph in the search for installed packages.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _chosen_once(*asked: Any) -> str:
+    try:
+        return _chosen(*asked)
+    except errors.Refused:  # a compiler would make an error of its own of it
+        return ""
+
+
+@torch.compiler.disable(reason="hf_ring_attn refuses this attention: uncompiled, it says why")  # type: ignore[untyped-decorator]
+def _refuse(refusal: Callable[..., Any], *facts: Any) -> Any:
+    """Raises a refusal outside compiled code, in which it would be a stranger's error."""
+    raise refusal(*facts)
+
+
+def _chosen(scoped: bool, ring: str, name: str, *facts: Any) -> str:
+    """The kernel's name for a layer, noted for the line at start."""
+    request = Request(*facts)
+    kernel = kernel_for(ring, name, request)
+    _note(scoped, kernel, request)
+    return kernel
+
+
+def _note(scoped: bool, kernel: str, request: Request) -> None:
+    """For the line at start."""
+    context = batch_context.current()
+    if not scoped:
+        say(f"no ring active; kernel {kernel}")
+    elif context is not None:  # not in a recompute
+        context.log.kernel = kernel
+        context.log.features.update(name for name in ("softcap", "sinks", "score_mod") if getattr(request, name))
+        context.log.scored += request.score_mod
+        context.log.plain += not request.score_mod
+
+
+def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All in one dtype: autocast's where it is on, as torch's own attention does; else the widest of them."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def _local(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
+    dropout: float, softcap: float | None, s_aux: Tensor | None, sinks: Tensor | None, kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention outside any ring with a mask that is not ours: cached decoding and foreign towers."""
+    context = batch_context.current()
+    if context is not None and not context.before_text:
+        raise errors.LayerWithoutSpec(type(module).__name__, "nothing" if mask is None else type(mask).__name__)
+    if softcap is None and s_aux is None and sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    # torch's sdpa has neither softcap nor sinks; the model's own eager code has what the model needs.
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        why = f"{type(module).__module__} has no eager_attention_forward to decode with"
+        raise errors.UnsupportedArgument(type(module).__name__, "softcap or sinks", why)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    extra = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
+    kwargs.update({name: x for name, x in extra.items() if x is not None})
+    out, _ = eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+    return out, None

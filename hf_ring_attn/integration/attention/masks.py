@@ -1,0 +1,262 @@
+"""transformers' masks as data: a mask function is recognised, never probed, and becomes a `MaskSpec`.
+
+masking_utils calls the registered function once per kind of mask and forward, and passes what it returns on to every
+attention layer untouched. Ours returns a spec that carries the ring, the layout and the tables of tiles, so nothing
+that a backward or a recompute needs lives in a global.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.masking_utils import sdpa_mask
+
+from ... import errors
+from ...comm.ring import LOCAL, Ring, world_size
+from ...sharding.layout import Layout
+from ...sharding.mask import Band, Mask, Term, Terms, both
+from ...sharding.plan import Plan
+from ..context import batch_context, model_record
+from ..context.batch_context import MaskSpec
+from ..context.mask_functions import MaskExpr, SameGroup, looks_ahead, recognise, terms_of
+from ..context.model_record import latest_record
+from ..model import admission, call_inputs
+from ..patching.changes import Patch, render
+from . import compiled_masks
+
+CHUNKS_BY_POSITION = hasattr(masking_utils, "remap_positions_for_packed_sequence")
+"""Whether this transformers counts chunks from the start of each document; 5.17 counts from that of the row."""
+
+
+def ring_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    **kwargs: Any,
+) -> MaskSpec | Tensor | None:
+    """The mask function registered for "ring_fp32": a spec, or transformers' own mask for cached decoding.
+
+    Raises:
+        Refused: for a mask or a model that a ring cannot do exactly, before any attention is computed.
+    """
+    if torch.compiler.is_dynamo_compiling() and compiled_masks.readable(attention_mask, config, kwargs):
+        context = batch_context.current()
+        if context is not None and compiled_masks.fits(
+            context, config, batch_size, q_length, kv_length, q_offset, kv_offset
+        ):
+            name = _ahead(*compiled_masks.band_of(mask_function))
+            if name:
+                spec: MaskSpec = getattr(context.compiled_masks, name)
+                return spec
+    mask: MaskSpec | Tensor | None = _ring_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, config, kwargs
+    )
+    return mask
+
+
+# A compiler runs it once for a band, which it guards, and keeps the name. Other batches have their own masks there.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _ahead(lo: int, hi: int) -> str:
+    """The name of the current batch's mask of this band among those made ahead; "" if it is refused."""
+    context, band = batch_context.current(), Band(lo, hi)
+    assert context is not None, "a compiler asks inside a batch"
+    if not _prepare_mask(context, band):
+        return ""
+    for model in context.log.models:
+        latest_record(model).state(_Bands).add(band)
+    return _name(band)
+
+
+class _Bands(set[Band]):
+    """The masks that compilers met in a model."""
+
+
+def prepare_masks(model: nn.Module, context: batch_context.BatchContext) -> None:
+    """Makes the masks that the compiled ``model`` is going to look up; nothing for others."""
+    for band in sorted(latest_record(model).state(_Bands)):
+        _prepare_mask(context, band)
+
+
+def _prepare_mask(context: batch_context.BatchContext, band: Band) -> bool:
+    try:
+        setattr(context.compiled_masks, _name(band), _of_shard(context, band, context.facts.rows))
+    except errors.Refused:  # not looked up then: the model asks for it outside its graph, and is told
+        return False
+    return True
+
+
+def _name(band: Band) -> str:
+    return f"band_{band.lo}_{band.hi}"
+
+
+_BY_HOST = "hf_ring_attn makes this mask from the batch, or refuses it: uncompiled, it says why"
+
+
+@torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
+def _ring_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int, kv_offset: int, mask_function: Callable[..., Any],
+    attention_mask: Tensor | None, config: Any, kwargs: dict[str, Any],
+) -> MaskSpec | Tensor | None:  # fmt: skip
+    context = batch_context.current()
+    whole = q_length == kv_length and _is_zero(q_offset) and _is_zero(kv_offset)
+    if context is not None and context.text is not None and context.before_text:
+        if whole and config is context.text.config:
+            return _spec_of_whole_rows(context.layout, context, batch_size, mask_function, attention_mask, config)
+        context = None  # a vision tower's
+    if context is None:
+        if not whole:
+            # An explicit mask, also where it would be plain causal: softcap and sinks take the model's own eager code.
+            kwargs["allow_is_causal_skip"] = False
+            return sdpa_mask(
+                batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+                kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, config=config,
+                **kwargs,
+            )  # fmt: skip
+        if torch._C._current_graph_task_id() != -1 and world_size() > 1:
+            raise errors.MaskOutsideRing()
+        layout = Layout(q_length, 1, 0)
+        return _spec_of_whole_rows(layout, None, batch_size, mask_function, attention_mask, config)
+    if not whole or q_length != context.layout.local_length:
+        raise errors.UnshardedInput(q_length, kv_length, context.layout.local_length, context.layout.length)
+    admission.refuse(config, context)
+    return _of_shard(context, recognise(mask_function), batch_size)
+
+
+def _is_zero(offset: int | Tensor) -> bool:
+    return isinstance(offset, int) and offset == 0
+
+
+def _of_shard(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
+    context.admit()
+    if looks_ahead(seen):
+        context.refuse_labels_of_bidirectional()
+    return context.spec(seen, batch, functools.partial(_spec, context))
+
+
+def _spec(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
+    """The spec of a shard. What masking_utils closes over is one rank's share: the whole batch's is used here."""
+
+    def alike(part: SameGroup) -> Terms:
+        if part.kind == "chunks":
+            positions = context.facts.positions if CHUNKS_BY_POSITION else None
+            return _chunks(part.size, batch, context.layout.padded, context.facts.hidden, positions)
+        assert part.tensor is not None
+        if part.kind == "blocks" and context.facts.blocks is None and not bool((part.tensor >= 0).any()):
+            return ()
+        if part.kind == "blocks" and context.facts.blocks is not None:
+            mine = context.layout.shard(context.facts.blocks, 1)
+            if torch.equal(mine, part.tensor.to("cpu", torch.int64).expand(batch, -1)):
+                return (Term(ids=context.facts.blocks),)
+        raise errors.ShardedMask(part.kind)
+
+    terms = both(terms_of(seen, alike), (Term(ids=context.facts.documents),))
+    mask = Mask.of_terms(terms, batch, context.layout.padded, context.facts.hidden)
+    return MaskSpec(_plan(context.ring.name, context.layout, mask), context.layout, mask, seen, context.config, context)
+
+
+def _chunks(size: int, batch: int, length: int, hidden: Tensor | None, positions: Tensor | None) -> Terms:
+    """Chunks of ``size`` positions: those given, else places in the row, counted from after its left padding."""
+    if positions is None:
+        left = torch.zeros(batch, 1, dtype=torch.int64) if hidden is None else hidden.long().cumprod(1).sum(1, True)
+        positions = torch.arange(length) - left
+    ids = positions.div(size, rounding_mode="floor").expand(batch, -1)
+    return (Term(ids=ids - ids.min()),)  # those of padding are negative
+
+
+@functools.lru_cache(maxsize=128)
+def _plan(ring: str, layout: Layout, mask: Mask) -> Plan:
+    plan = Plan.of(Ring(ring), layout, mask)
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
+        torch._dynamo.maybe_mark_dynamic(plan.tiles, 0)  # other documents, another number of tiles: the same graph
+    return plan
+
+
+def _spec_of_whole_rows(
+    layout: Layout, context: batch_context.BatchContext | None, batch: int, mask_function: Callable[..., Any],
+    attention_mask: Tensor | None, config: Any,
+) -> MaskSpec:  # fmt: skip
+    """The spec of a call with whole rows: documents and padding come from this call alone.
+
+    Args:
+        context: the batch that is cut later, where the text model begins; None for a ring of one.
+    """
+    length, seen = layout.length, recognise(mask_function)
+    if context is not None and looks_ahead(seen):
+        context.refuse_labels_of_bidirectional()
+    hidden = None
+    if attention_mask is not None:
+        hidden = ~attention_mask[:, :length].to("cpu", torch.bool)
+        hidden = layout.pad(hidden, 1, False) if hidden.any() else None
+
+    def alike(part: SameGroup) -> Terms:
+        assert part.tensor is not None
+        if part.kind == "chunks":
+            at = None if part.positions is None else layout.pad(part.positions.to("cpu", torch.int64), 1)
+            return _chunks(part.size, batch, layout.padded, hidden, at)
+        return (Term(ids=layout.pad(part.tensor[:, :length].to("cpu", torch.int64).expand(batch, -1), 1, -1)),)
+
+    terms = terms_of(seen, alike)
+    if layout.padded > length:
+        terms = both(terms, (Term(ids=layout.pad(torch.zeros(batch, length, dtype=torch.int64), 1, -1)),))
+    mask = Mask.of_terms(terms, batch, layout.padded, hidden)
+    if context is None:
+        return MaskSpec(_plan(LOCAL, layout, mask), layout, mask, seen, model_record.ring_config(config), None)
+    return MaskSpec(_plan(context.ring.name, layout, mask), layout, mask, seen, context.config, context)
+
+
+# ---- masks that are handed on ----------------------------------------------------------------------------------------
+
+
+def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model around makes one mask, and its text model is called with that: what is prepared is returned as it is.
+
+    masking_utils tells a prepared mask by its four dimensions, so a tensor that has them stands in for ours there.
+    """
+    signature = inspect.signature(original)
+
+    def _preprocess_mask_arguments(*args: Any, **kwargs: Any) -> Any:
+        spec = next((x for x in (*args, *kwargs.values()) if isinstance(x, MaskSpec)), None)
+        if spec is None:
+            if not torch.compiler.is_dynamo_compiling():
+                _refuse_share(signature.bind(*args, **kwargs).arguments)
+            return original(*args, **kwargs)
+        stand_in = torch.empty(0, 0, 0, 0)
+        args = tuple(stand_in if x is spec else x for x in args)
+        kwargs = {name: stand_in if x is spec else x for name, x in kwargs.items()}
+        return tuple(spec if x is stand_in else x for x in original(*args, **kwargs))
+
+    return _preprocess_mask_arguments
+
+
+def _refuse_share(given: Mapping[str, Any]) -> None:
+    """Refuses a mask of one rank's tokens that is made in no ring, and one for which transformers would look for
+    documents in their positions: there the zigzag seems to begin another one, but not on every rank."""
+    context, mask, positions = batch_context.current(), given["attention_mask"], given["position_ids"]
+    if given["config"]._attn_implementation != "ring_fp32":
+        return
+    if context is None:
+        if torch._C._current_graph_task_id() == -1:  # else a recompute, of which `ring_mask` says more
+            call_inputs.refuse_outside((mask, positions))
+        return
+    by_positions = positions is not None and mask is None and given["past_key_values"] is None
+    if by_positions and context.ring.size > 1 and not context.before_text:
+        raise errors.ShardedMask("documents")
+
+
+_PREPROCESS = "_preprocess_mask_arguments"
+PATCHES = [
+    Patch(f"{masking_utils.__name__}:{_PREPROCESS}", render(getattr(masking_utils, _PREPROCESS)), _handed_on)
+    for _ in range(hasattr(masking_utils, _PREPROCESS))  # whatever its parameters are
+]

@@ -1,0 +1,46 @@
+"""The one line at start: what is active, on rank 0."""
+
+from __future__ import annotations
+
+from ...sharding.mask import BIDIRECTIONAL, CAUSAL, Band
+from ...traffic import chosen
+from ..context.batch_context import BatchContext
+from ..context.mask_functions import SameGroup, parts_of
+from ..log import say
+from ..selfcheck.row import SelfCheckState
+
+
+def features(context: BatchContext) -> set[str]:
+    """What a batch's attention had beyond one causal sequence, in words."""
+    documents = context.facts.documents
+    facts = [part for seen in context.kinds for part in parts_of(seen)]
+    present = {
+        "window": any(isinstance(fact, Band) and fact not in (CAUSAL, BIDIRECTIONAL) for fact in facts),
+        "chunks": any(isinstance(fact, SameGroup) and fact.kind == "chunks" for fact in facts),
+        "blocks": any(isinstance(fact, SameGroup) and fact.kind == "blocks" for fact in facts),
+        "bidirectional": BIDIRECTIONAL in context.kinds,
+        "documents": documents is not None and int(documents.max()) > 0,
+        f"{context.layout.chunks} chunks a rank, dealt by their work": bool(context.layout.owners),
+    }
+    return context.log.features | {name for name, is_there in present.items() if is_there}
+
+
+def announce(context: BatchContext) -> None:
+    """Says what was active in a sharded batch, once per ring size, kernel and set of features."""
+    if not context.log.kernel:
+        return
+    present = sorted(features(context))
+    key = (context.ring.size, context.log.kernel, *present)
+    layout, config, log = context.layout, context.config, context.log
+    what = f"; {', '.join(present)}" if present else ""
+    verdict = context.state(SelfCheckState).verdict
+    checked = f"; self-check {verdict}" if verdict else ""
+    if context.ring.size == 1:
+        say(f"no ring active; kernel {context.log.kernel}{what}", key)
+    else:
+        say(
+            f"ring of {context.ring.size}: {layout.local_length} of {layout.length} tokens a rank, kernel "
+            f"{log.kernel}, backward {config.backward} by {chosen(context.ring, config.traffic)}, "
+            f"loss {config.loss}{what}{checked}",
+            key,
+        )

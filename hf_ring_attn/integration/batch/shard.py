@@ -1,0 +1,293 @@
+"""Sharding a batch by name, and what follows from it: the loss of the whole batch, and whole sequences back."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ... import errors
+from ...comm.ring import Ring
+from ...config import RingConfig
+from ...kernels import in_score_mod
+from ...layers.collectives import gather_sequence
+from ...sharding.layout import Layout, note_dealt, zigzag_was_told
+from ...traffic import interruption_guard
+from ..attention import masks
+from ..context import batch_context, model_record, ring_random, shared_kv
+from ..context.batch_context import BatchContext
+from ..context.cut import cut
+from ..context.mesh import find_ring
+from ..context.shared_kv import SharedKV
+from ..context.tracked_input import TrackedInputs, track
+from ..context.whole_batch import tokens_of, whole_rows
+from ..log import warn
+from ..model import admission, call_inputs, fsdp, replicas
+from ..model.replicas import ReducedGradients
+from ..selfcheck import check, row
+from . import compare
+from .announce import announce
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(eq=False)
+class Sharded:
+    """A batch of which this rank holds its share. See `shard`.
+
+    Attributes:
+        inputs: what to pass to the model: ``model(**sharded.inputs)``.
+        ring: the ring that shares the batch; layout: who holds which token.
+    """
+
+    inputs: dict[str, Any]
+    context: BatchContext
+    _context: AbstractContextManager[None] | None = field(default=None, repr=False)
+
+    @property
+    def ring(self) -> Ring:
+        return self.context.ring
+
+    @property
+    def layout(self) -> Layout:
+        return self.context.layout
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64: the place in the row of each token that this rank holds, in the order of ``inputs`` (with images
+        and sound: in the order in which the text model gets them); places from S on are padding. It is right in every
+        layout, where `hf_ring_attn.positions` tells the zigzag's alone."""
+        return self.layout.positions()
+
+    def __enter__(self) -> Sharded:
+        self._context = ring_context(self.context)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        context, self._context = self._context, None
+        assert context is not None, "left a context that was not entered"
+        context.__exit__(*error)
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        """The loss of the whole batch from each rank's ``out.loss``: their mean, detached, the same on every rank."""
+        self._refuse_unused("reduce")
+        return self.ring.mean(loss.detach())
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Whole sequences in their original order from every rank's share.
+
+        Args:
+            x: [B, T, ...], such as ``out.logits``.
+
+        Returns:
+            [B, S, ...] without the ring's padding, the same on every rank. Differentiable: a loss that every rank
+            computes on it gives the right gradient once gradients are averaged over ranks. Memory: S x ... on each.
+        """
+        if x.dim() < 2 or x.shape[1] != self.layout.local_length:
+            raise errors.BadShape("x", tuple(x.shape), f"it must be [B, {self.layout.local_length}, ...]")
+        return gather_sequence(x, self.ring, self.layout)
+
+    def reduce_gradients(self, model: nn.Module) -> None:
+        """Averages gradients over the ring, in float32, for a model that neither DDP nor FSDP wraps."""
+        self._refuse_unused("reduce_gradients")
+        if self.ring.size == 1:
+            return
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.context.state(ReducedGradients).update(map(id, trained))
+        # A rank without a gradient (an unused expert, say) still has to take part in the sum.
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
+        for parameter, mean in zip(trained, self.ring.means(gradients), strict=True):
+            parameter.grad = mean
+
+    def _refuse_unused(self, method: str) -> None:
+        if self.ring.size > 1 and not self.context.log.entered:
+            raise errors.NotEntered(f"sharded.{method}() was called")
+
+
+def shard(
+    batch: Mapping[str, Any],
+    group: ProcessGroup | None = None,
+    *,
+    config: RingConfig | None = None,
+    model: nn.Module | None = None,
+) -> Sharded:
+    """This rank's share of a batch, and the context in which a model computes it.
+
+    >>> sharded = hf_ring_attn.shard(batch)
+    >>> with sharded:
+    ...     out = model(**sharded.inputs)
+    >>> out.loss.backward()                       # DDP or FSDP averages gradients; else sharded.reduce_gradients(model)
+    >>> loss = sharded.reduce(out.loss)           # of the whole batch
+
+    Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents are
+    read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. With
+    RingConfig(layout="balanced"), where a zigzag gives some rank much more work than others, ranks hold other chunks
+    (`Sharded.positions` tells which), unless a rank was told zigzag places by `hf_ring_attn.positions`. A batch with
+    images or sound keeps the zigzag and is cut later, where the text model inside begins: towers see all on every
+    rank. In its context ranks draw the same random numbers, but for that text model. With labels, shift_labels are made
+    from the whole row before it is cut, and num_items_in_batch is the batch's own or the number of labelled tokens of
+    the whole batch, over W, so that out.loss is this rank's share times W; a Python number, unless a ``model`` is
+    given that is not under FSDP2 (which would round a tensor).
+
+    Args:
+        batch: what the model would get, whole: input_ids or inputs_embeds, and any of labels, shift_labels,
+            attention_mask [B, S], position_ids [B, S], num_items_in_batch (of all the batches that a step adds up) ...
+            The same on every rank of the ring; it is not changed.
+        group: the process group of the ring; None: accelerate's "cp" axis, else the world.
+        config: options; None: those set on the model (`configure`), else the defaults.
+        model: the model that will run; only needed where it is compiled as a whole, to prepare it without hooks.
+
+    Raises:
+        BadBatch, UnevenLength: on every rank, if any rank's batch cannot be sharded exactly.
+        RanksDiffer: on every rank, if the ranks hold different batches.
+        LeftHalfway: an error ended an earlier attention of this ring half-way.
+    """
+    sharded = shard_for(batch, group, config, model)
+    counted = track(sharded.inputs, call_inputs.COUNTED)  # not in trainers, which count by themselves
+    sharded.context.state(TrackedInputs).update(counted)
+    return sharded
+
+
+def shard_for(
+    batch: Mapping[str, Any],
+    group: ProcessGroup | None,
+    config: RingConfig | None,
+    model: nn.Module | None,
+    whole_loss: bool = False,
+) -> Sharded:
+    """`shard`. ``whole_loss``: the caller keeps labels from the model, and computes the loss by `loss.gathered`."""
+    ring = find_ring(group)
+    interruption_guard(ring).check()  # what is compared below would be taken for the rest of that attention
+    if config is None:
+        options = RingConfig() if model is None else model_record.options_of(model)
+    else:
+        options = config
+    refusal: errors.Refused | None = None
+    facts = compare.empty_facts(options, batch)
+    device = torch.device("cpu")
+    try:
+        tokens = tokens_of(batch)
+        device = tokens.device
+        facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
+        if ring.size > 1:
+            facts.update(compare.fingerprints(batch, tokens))
+        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options)
+        facts["layout"] = zlib.crc32(repr(whole.layout.owners).encode())
+    except errors.Refused as error:
+        refusal = error
+    once = [zigzag_was_told(ring.size), shared_kv.compiled_here()]
+    try:
+        told, compiled = ring.agree(
+            facts, ring.small_device(device), compare.todo(batch), None if refusal is None else str(refusal), once
+        )
+    except errors.RefusedElsewhere as elsewhere:
+        raise elsewhere from refusal
+    if refusal is not None:
+        raise refusal
+    if compiled:
+        shared_kv.go_by_bits()
+    if told and whole.layout.owners:
+        warn(_ZIGZAG)
+        zigzag = replace(options, layout="zigzag")
+        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), zigzag)
+
+    sharded = Sharded(*cut(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
+    context = sharded.context
+    context.keeps_labels = whole_loss
+    context.learn(explicit=config is not None)
+    context.state(TrackedInputs).update(track(sharded.inputs, call_inputs.PLACES))
+    batch_context.LIVE.add(context)
+    if whole.layout.owners:
+        note_dealt(context, ring.size)
+    if context.text is not None and ring.size > 1:
+        seeds = ring.numbers(ring_random.drawn(), ring.small_device(device), "told its seed")
+        context.text.random = ring_random.RingRandomness(seeds[0], ring.rank)
+    context.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, context)
+    if model is not None:
+        _admit(model, context)
+    return sharded
+
+
+_ZIGZAG = (
+    "packed rows keep the zigzag, though other chunks would share their work better: hf_ring_attn.positions was called "
+    "on some rank, and tells that. With sharded.positions in its place rows are balanced."
+)
+
+
+_NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=model)"
+
+
+def _admit(model: nn.Module, context: BatchContext) -> None:
+    """Everything that is done with an outermost model before it runs in a ring."""
+    record = admission.bind(model, context)
+    check.check(model, context, record)
+    masks.prepare_masks(model, context)
+
+
+@contextmanager
+def ring_context(context: BatchContext) -> Iterator[None]:
+    """The context of a sharded batch: makes its ring active, and binds every model at its first call inside."""
+
+    handles: list[RemovableHandle] = []
+    watched: list[call_inputs.Undo] = []
+
+    # Not compiled: a model that is compiled in place, and not named to `shard`, would trace them.
+    @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
+    def before(module: nn.Module, _inputs: Any) -> None:
+        # A module without weights is no model: the activation that a layer makes anew for each call, a loss. Nor is
+        # what a score_mod is made of.
+        known = id(module) in context.log.seen or in_score_mod()
+        if not known and next(module.parameters(), None) is not None:
+            _admit(module, context)
+            replicas.note_trained(module, context)
+            watched.extend(call_inputs.watch(module, context, inside=True))
+            if _holds_compiled(module):  # which would trace the hook, and compile anew for that of each batch
+                handles.pop().remove()
+                handles.append(module.register_forward_hook(after, always_call=True))
+
+    @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
+    def after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        handles.pop().remove()
+        watch()
+
+    def watch() -> None:
+        handles.append(torch.nn.modules.module.register_module_forward_pre_hook(before))
+
+    replicas.warn_if_not_reduced()
+    context.log.entered = True
+    if not context.log.seen:  # a model that was bound by name needs no hooks
+        watch()
+    for model in context.log.models:
+        replicas.compare(model, context)
+        watched.extend(call_inputs.watch(model, context))
+    random = None if context.text is None else context.text.random
+    if random is not None:
+        random.enter()
+    try:
+        with batch_context.activate(context):
+            yield
+    finally:
+        if random is not None:
+            random.leave()
+        context.state(SharedKV).clear()
+        for handle in handles:
+            handle.remove()
+        for undo in watched:
+            undo()
+    announce(context)
+
+
+def _holds_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was called on ``model`` or on a part of it."""
+    return any(
+        module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+        for module in model.modules()
+    )

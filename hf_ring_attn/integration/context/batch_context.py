@@ -1,0 +1,229 @@
+"""The sharded batch that is being computed now, and the mask that its attention layers read.
+
+The stack of active batches is process-wide, not thread-local: backward runs in threads of its own. Everything that a
+backward or a recompute needs travels on the `MaskSpec`, so leaving the context before backward is fine.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ... import errors
+from ...attention.op import attentions
+from ...comm.ring import Ring
+from ...config import RingConfig
+from ...sharding.layout import Layout
+from ...sharding.mask import Mask
+from ...sharding.plan import Plan
+from .mask_functions import MaskExpr
+from .not_a_tensor import Opaque
+from .ring_random import RingRandomness
+from .shared_kv import SharedKV
+
+S = TypeVar("S")
+
+_STACK: list[BatchContext] = []
+
+LIVE: weakref.WeakSet[BatchContext] = weakref.WeakSet()
+"""Every sharded batch that is still in use, entered or not."""
+
+
+def live_batches() -> list[BatchContext]:
+    """Sharded batches of rings of several ranks that are still in use."""
+    return [context for context in LIVE if context.ring.size > 1]
+
+
+class MaskSpec(Opaque):
+    """The mask of an attention layer: the plan of its ring, and where it came from.
+
+    Not a dataclass: FSDP2 walks the fields of dataclasses among a layer's inputs and rebuilds them, and this is one
+    opaque object, whose context leads back to it.
+
+    Args:
+        mask: of the whole rows.
+        seen: which keys a query sees, as the model asked for it.
+        context: the sharded batch it belongs to; None for a ring of one that needs none.
+
+    Attributes:
+        places: [T] int64, where this rank's tokens are in the row: a tensor, since a compiler makes a new graph for
+            each layout that it looks into.
+        shared: gathered keys and values that several layers attend to; None: each layer gathers for itself.
+    """
+
+    def __init__(
+        self, plan: Plan, layout: Layout, mask: Mask, seen: MaskExpr, config: RingConfig, context: BatchContext | None
+    ) -> None:
+        self.plan = plan
+        self.mask = mask
+        self.layout = layout
+        self.places = layout.positions()
+        self.seen = seen
+        self.config = config
+        self.context = context
+        # A given number of heads per gather bounds memory: then nothing outlives its attention.
+        shares = context is not None and context.ring.size > 1 and config.heads_per_gather is None
+        self.shared = context.state(SharedKV) if context is not None and shares else None
+
+    def contiguous(self) -> MaskSpec:
+        """Itself: generate() with a static cache calls this on every mask that was made ahead."""
+        return self
+
+
+class CompiledMasks:
+    """The masks of a batch that were made before its compiled model was called, as attributes: see `compiled_masks`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFacts:
+    """What is known of a batch before its model runs.
+
+    Args:
+        documents: [B, S padded] ids on the CPU, -1 for padding to the ring; None: one document, causal masks only.
+        hidden: [B, S padded] bool on the CPU, keys that a 2-D padding mask hides; None: none.
+        positions: [B, S padded] on the CPU, the position ids of documents; None: places in the row count.
+        blocks: [B, S padded] on the CPU, spans that attend both ways (images), by their ids, -1 for other tokens.
+        max_position: the largest position id of the whole batch, for RoPE that depends on it.
+        rows: B.
+        has_labels: the batch holds labels, so the model computes a loss on its shard.
+        numbered: the batch had no position_ids, and was given 0, 1, 2, ... in each row.
+        explicit: the options were given to `shard`, so those of a model that is called do not count.
+    """
+
+    documents: Tensor | None = None
+    hidden: Tensor | None = None
+    positions: Tensor | None = None
+    blocks: Tensor | None = None
+    max_position: int | None = None
+    rows: int = 0
+    has_labels: bool = False
+    numbered: bool = False
+    explicit: bool = False
+
+
+@dataclass
+class RunLog:
+    """What happened in a batch's context: for the line at start, and for the checks at its end."""
+
+    kernel: str = ""
+    features: set[str] = field(default_factory=set)
+    plain: int = 0
+    scored: int = 0
+    """Attentions of the row that ran in this context, without a score_mod and with one; no compiled ones without."""
+    before: int = 0
+    """Attentions that ran before this batch, or belong to another one inside its context."""
+    entered: bool = False
+    called: bool = False
+    attends: bool = True
+    """False beside a model that is known to have no attention."""
+    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    """The outermost models that were called."""
+    configs: list[Any] = field(default_factory=list)
+    """Their transformers configs."""
+    seen: set[int] = field(default_factory=set)
+    """Identities of the modules and configs that were admitted."""
+
+
+@dataclass
+class TextModel:
+    """The text model of a batch with images or sound: the batch is cut where it begins (`multimodal`).
+
+    Args:
+        config: its transformers config.
+        running: it is being called.
+        random: makes all ranks draw the same random numbers around it; None in a ring of one.
+    """
+
+    config: Any = None
+    running: bool = False
+    random: RingRandomness | None = None
+
+
+@dataclass(eq=False)
+class BatchContext:
+    """One sharded batch: its ring, who holds which token, what is known of it, and what happened in it.
+
+    Args:
+        text: of a batch with images or sound; None: the batch itself is cut.
+        keeps_labels: labels are kept from the model, and the loss is computed on gathered logits.
+    """
+
+    ring: Ring
+    layout: Layout
+    config: RingConfig
+    facts: BatchFacts = field(default_factory=BatchFacts)
+    text: TextModel | None = None
+    keeps_labels: bool = False
+    log: RunLog = field(default_factory=RunLog)
+    compiled_masks: CompiledMasks = field(default_factory=CompiledMasks)
+    _specs: dict[tuple[MaskExpr, int], MaskSpec] = field(default_factory=dict)
+    _states: dict[type, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # A tensor without memory: a compiler keeps numbers, and makes a new graph for each, but lets sizes vary.
+        self.share = torch.empty(()).expand(self.facts.rows, self.layout.local_length)
+
+    def learn(self, **facts: Any) -> None:
+        """Adds what became known once the model was called, as of a batch with images."""
+        self.facts = replace(self.facts, **facts)
+
+    def state(self, kind: type[S]) -> S:
+        """A feature's own state of this batch: an instance of its class, made at first use."""
+        found: S = self._states.setdefault(kind, kind())
+        return found
+
+    def spec(self, seen: MaskExpr, batch: int, make: Callable[[MaskExpr, int], MaskSpec]) -> MaskSpec:
+        """The spec of a kind of mask, made once per batch."""
+        key = (seen, batch)
+        if key not in self._specs:
+            self._specs[key] = make(seen, batch)
+        return self._specs[key]
+
+    @property
+    def kinds(self) -> set[MaskExpr]:
+        """The kinds of masks that were made for it."""
+        return {seen for seen, _ in self._specs}
+
+    @property
+    def before_text(self) -> bool:
+        """True while whole rows are computed on every rank alike: in a batch with images, around its text model."""
+        return self.text is not None and not self.text.running
+
+    def admit(self) -> None:
+        """Called for every mask made in this context; a context that stands for no sharded batch refuses."""
+
+    def refuse_labels_of_bidirectional(self) -> None:
+        if self.facts.has_labels and self.ring.size > 1:
+            raise errors.LossNotSharded("the loss of a model with bidirectional attention (masked LM, encoders)")
+
+
+def current() -> BatchContext | None:
+    """The innermost active batch."""
+    return _STACK[-1] if _STACK else None
+
+
+@contextmanager
+def activate(context: BatchContext) -> Iterator[BatchContext]:
+    """Makes ``context`` the active batch.
+
+    Raises:
+        NoRingAttention: on leaving, if a model ran but none of its layers attended in the ring.
+    """
+    _STACK.append(context)
+    log = context.log
+    log.before = attentions()
+    try:
+        yield context
+    finally:
+        _STACK.remove(context)
+        ran = attentions() - log.before
+        for outer in _STACK:
+            outer.log.before += ran
+    if log.called and log.attends and not ran:
+        raise errors.NoRingAttention()

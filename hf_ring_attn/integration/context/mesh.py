@@ -1,0 +1,43 @@
+"""The ring of accelerate's mesh: its process group, and whether a config asks for one."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ...comm.ring import Ring
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+RING = "ring"
+"""The cp_backend of a ring."""
+
+
+def ring_enabled(config: Any) -> bool:
+    """Returns True if a `ParallelismConfig` (or None) asks for a ring of more than one rank."""
+    return config is not None and config.cp_size > 1 and config.cp_backend == RING
+
+
+def ring_group(accelerator: Any = None) -> ProcessGroup | None:
+    """The process group of the "cp" axis of accelerate's mesh; None where accelerate has no mesh with such an axis.
+
+    Args:
+        accelerator: None takes the mesh of the `Accelerator` of this process, if there is one. None is ever made here.
+    """
+    if accelerator is not None:
+        config, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
+    elif "accelerate.state" in sys.modules:
+        shared = sys.modules["accelerate.state"].AcceleratorState._shared_state
+        config, mesh = shared.get("parallelism_config"), shared.get("device_mesh")
+    else:
+        return None
+    if config is None or mesh is None or config.cp_size == 1:
+        return None
+    group: ProcessGroup = mesh["cp"].get_group()
+    return group
+
+
+def find_ring(group: ProcessGroup | None = None) -> Ring:
+    """The ring over ``group``; if None, over accelerate's "cp" axis where it has one, else the world, else of one."""
+    return Ring.of(ring_group() if group is None else group)

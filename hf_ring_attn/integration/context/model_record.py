@@ -1,0 +1,134 @@
+"""The options set on a model, and one record of all that was found out about it, dropped when the model changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ... import errors
+from ...config import RingConfig
+from ..patching.hooks import is_ours
+from .introspect import configs_of, inside
+
+S = TypeVar("S")
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+_OPTIONS = WeakIdKeyDictionary()
+"""Options by the identity of a model's config, which is all that a mask function is given. Configs are saved as JSON,
+so nothing may be hung on them."""
+
+
+def configure(model: nn.Module, config: RingConfig) -> None:
+    """Sets the options with which ``model`` runs in a ring, in trainers and in loops with `shard`; see `RingConfig`.
+
+    Raises:
+        BadOption: ``config`` is no RingConfig, or ``model`` no model with a transformers config.
+    """
+    if not isinstance(config, RingConfig):
+        raise errors.BadOption("config", config, "a hf_ring_attn.RingConfig")
+    parts = list(configs_of(model))
+    if not parts:
+        raise errors.BadOption("model", type(model).__name__, "a model of transformers, wrapped or not")
+    for part in parts:
+        _OPTIONS[part] = config
+
+
+def ring_config(config: Any) -> RingConfig:
+    """The options set for the model that has this transformers config; the defaults if none were set."""
+    options: RingConfig | None = None if config is None else _OPTIONS.get(config)
+    return RingConfig() if options is None else options
+
+
+def configured(configs: Iterable[Any]) -> RingConfig | None:
+    """The options set for a model with these transformers configs; None if none were."""
+    return next((_OPTIONS[part] for part in configs if part in _OPTIONS), None)
+
+
+def options_of(model: nn.Module) -> RingConfig:
+    """The options set for ``model``, wrapped or not; else the defaults."""
+    return configured(configs_of(model)) or RingConfig()
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+Stamp = tuple[list[weakref.ref[nn.Module]], list[tuple[Any, ...]], list[object]]
+
+
+class ModelRecord:
+    """All that was found out about one model while it had one structure: features keep their own state in it.
+
+    Attributes:
+        configs: the transformers configs in the model.
+        ids: the identities of its modules and configs.
+    """
+
+    def __init__(self, stamp: Stamp, configs: list[Any]) -> None:
+        self.stamp, self.configs = stamp, configs
+        self.ids = {id(reference()) for reference in stamp[0]} | set(map(id, configs))
+        self._states: dict[type, Any] = {}
+
+    def state(self, kind: type[S]) -> S:
+        """A feature's own state of this model: an instance of its class, made at first use."""
+        found: S = self._states.setdefault(kind, kind())
+        return found
+
+
+_RECORDS: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = weakref.WeakKeyDictionary()
+
+
+def record_of(model: nn.Module) -> ModelRecord:
+    """The record of ``model``: a new one where its structure changed since the last call. Walks through its modules."""
+    model = inside(model)
+    known, configs = _RECORDS.get(model), list(configs_of(model))
+    stamp = _stamp(model, configs)
+    if known is None or not _same(known.stamp, stamp):
+        known = _RECORDS[model] = ModelRecord(stamp, configs)
+    return known
+
+
+def latest_record(model: nn.Module) -> ModelRecord:
+    """The record of ``model`` as of its last batch, without another walk."""
+    return _RECORDS.get(inside(model)) or record_of(model)
+
+
+def forget_models() -> None:
+    """Drops every record; `uninstall` calls it, since hooks and patches are gone then."""
+    _RECORDS.clear()
+
+
+def _stamp(model: nn.Module, configs: list[Any]) -> Stamp:
+    """The structure of a model: its modules, what is set on them, their hooks and weights, and its configs.
+
+    Training flags are no part of it: a model goes to and fro between training and evaluation.
+    """
+    modules = list(model.modules())
+    return [weakref.ref(module) for module in modules], [_facts(module) for module in modules], _values(configs)
+
+
+def _facts(module: nn.Module) -> tuple[Any, ...]:
+    own = module.__dict__
+    hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values(), *own["_backward_hooks"].values()]
+    weights = own["_parameters"].values()
+    trained = sum(1 for weight in weights if weight is not None and weight.requires_grad)
+    forward = own.get("forward")
+    return type(module), sum(not is_ours(hook) for hook in hooks), id(forward), len(weights), trained
+
+
+def _values(configs: list[Any]) -> list[object]:
+    """The values of every transformers config, those of nested configs by themselves."""
+    plain = (bool, int, float, str, type(None), list, tuple, dict)
+    return [
+        (id(config), [(name, repr(value)) for name, value in vars(config).items() if isinstance(value, plain)])
+        for config in configs
+    ]
+
+
+def _same(one: Stamp, other: Stamp) -> bool:
+    if len(one[0]) != len(other[0]) or one[1:] != other[1:]:
+        return False
+    return all(a() is b() for a, b in zip(one[0], other[0], strict=True))  # ids alone are reused

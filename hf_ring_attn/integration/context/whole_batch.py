@@ -1,0 +1,259 @@
+"""What a batch holds, whole: its tokens, documents, padding, blocks and labels, ready to be cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import errors
+from ...config import RingConfig
+from ...sharding.balance import balanced
+from ...sharding.layout import Layout
+
+IGNORED = -100
+PADDING = {
+    "labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1, "input_ids": None, "inputs_embeds": None,
+    "per_layer_inputs": None,
+}  # fmt: skip
+"""What a token of padding holds, by input; 0 for all others, and None for the row's last token again: zeros, or a token
+whose embedding is zero, make gradients nan in models that divide by its norm, if only by way of 0 * inf."""
+KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+"""Inputs that repeat the documents for kernels; true for the whole row only, so they are not passed on."""
+FEATURES = re.compile(
+    "pixel_values|input_features|input_values|image_patches|flattened_patches|audio_input_ids|mm_encoder_outputs"
+)
+"""Inputs of images and sound, with which a batch is cut where the text model begins: see `backbone`."""
+FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
+
+
+@dataclass(eq=False)
+class MaskFacts:
+    """What a mask needs to know of whole rows, padded, on the CPU: see `BatchContext`."""
+
+    documents: Tensor | None = None
+    hidden: Tensor | None = None
+    positions: Tensor | None = None
+    blocks: Tensor | None = None
+
+
+@dataclass(eq=False)
+class WholeBatch:
+    """A batch ready to be cut.
+
+    Args:
+        inputs: what the model takes; names: those of them that have an entry per token.
+        layout: who is to hold which token.
+        facts: None where the text model's inputs tell them, once it is called: the batch holds images or sound.
+        items: labelled tokens; None without labels.
+    """
+
+    inputs: dict[str, Any]
+    names: set[str]
+    layout: Layout
+    facts: MaskFacts | None
+    max_position: int | None
+    items: Tensor | None
+
+
+def tokens_of(batch: Mapping[str, Any]) -> Tensor:
+    foreign = sorted(name for name in FOREIGN & set(batch) if batch[name] is not None)
+    if foreign:
+        raise errors.BadBatch(
+            f"the batch holds {foreign}: encoders and caches cannot be sharded along the sequence yet. Train the text "
+            "model alone, or without a ring."
+        )
+    for name in ("input_ids", "inputs_embeds"):
+        tokens = batch.get(name)
+        if isinstance(tokens, Tensor):
+            if tokens.dim() != (2 if name == "input_ids" else 3):
+                raise errors.BadShape(name, tuple(tokens.shape), "it must be [B, S] (inputs_embeds: [B, S, width])")
+            if not len(tokens):
+                raise errors.BadShape(name, tuple(tokens.shape), "it must have a row at least")
+            return tokens
+    raise errors.BadBatch(f"the batch holds neither input_ids nor inputs_embeds, only {sorted(batch)}.")
+
+
+def whole_rows(
+    batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config: RingConfig, late: bool = False
+) -> WholeBatch:
+    """A batch ready to be cut.
+
+    Args:
+        layout: the zigzag.
+        late: it is cut where the text model begins, though it holds no images.
+
+    Raises:
+        BadBatch, BadShape, UnevenLength: it cannot be cut exactly.
+    """
+    rows, length = tokens.shape[:2]
+    if layout.padded != length and not config.pad:
+        raise errors.UnevenLength(length, layout.world_size)
+    inputs = {name: x for name, x in batch.items() if x is not None and name not in KERNEL_HINTS}
+    attention_mask = inputs.get("attention_mask")
+    if attention_mask is not None and getattr(attention_mask, "shape", None) != (rows, length):
+        what = f"has shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else "is no tensor"
+        raise errors.BadBatch(
+            f"attention_mask {what}, but a ring takes [{rows}, {length}], one entry a "
+            "token: pass the 2-D mask of the tokenizer, or position_ids that restart at each document."
+        )
+    items = _labels(inputs, rows, length)
+    hint, ids = batch.get("cu_seq_lens_q"), batch.get("seq_idx")
+    if late or any(map(FEATURES.search, inputs)):
+        if hint is not None or ids is not None:  # they are not handed on, so nothing later would see them
+            text = text_positions(inputs.get("position_ids"))
+            counted = torch.arange(length)[None] if text is None else text
+            _check_ids(ids, mask_facts(layout, rows, counted, attention_mask, hint).documents, rows, length)
+        # Its documents are not known yet, so it keeps the zigzag.
+        return WholeBatch(inputs, {"labels", "shift_labels"} & inputs.keys(), layout, None, None, items)
+    given = inputs.get("position_ids")
+    if given is None:
+        given = torch.arange(length, device=tokens.device)[None]
+    if given.dim() != 2 or given.shape[1] != length or given.shape[0] not in (1, rows):
+        raise errors.BadShape("position_ids", tuple(given.shape), f"it must be [{rows}, {length}]")
+    position_ids = inputs["position_ids"] = given.expand(rows, -1).contiguous()
+
+    facts = mask_facts(layout, rows, position_ids, attention_mask, hint)
+    _check_ids(ids, facts.documents, rows, length)
+    blocks = _blocks(batch, rows, length)
+    facts.blocks = None if blocks is None else layout.pad(blocks, 1, -1)
+    # 1 for every real token: with a 2-D mask present, masking_utils looks for no documents in a shard's positions.
+    if attention_mask is None:
+        inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
+
+    per_token = {n for n, x in inputs.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
+    arranged = _arranged(facts, layout, config)
+    return WholeBatch(inputs, per_token, arranged, facts, int(position_ids.max()) if length else 0, items)
+
+
+def _arranged(facts: MaskFacts, layout: Layout, config: RingConfig) -> Layout:
+    """Who holds which token of a batch: the zigzag ``layout``, or what balances its documents, with facts padded so."""
+    if config.layout != "balanced" or layout.world_size == 1 or facts.documents is None:
+        return layout
+    documents = facts.documents[:, : layout.length]
+    if bool((documents == documents[:, :1]).all()):
+        return layout
+    chosen = balanced(documents, layout, config.pad)
+    if chosen.padded != layout.padded:
+        for name, value in (("documents", -1), ("hidden", False), ("positions", 0), ("blocks", -1)):
+            x = getattr(facts, name)
+            setattr(facts, name, None if x is None else chosen.pad(x[:, : layout.length], 1, value))
+    return chosen
+
+
+def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
+    """Shifts the labels of the whole row, and counts those that are not ignored; None without labels."""
+    labels = inputs.get("labels")
+    if labels is not None:
+        if tuple(labels.shape) != (rows, length):
+            need = (
+                f"a ring needs one label a token, [{rows}, {length}]: a causal language model's. One label a row "
+                "(sequence classification, reward models) is of one token or of a mean of all, which each rank would "
+                "take of its own: compute it in your own loop from sharded.gather(out.last_hidden_state)"
+            )
+            raise errors.BadShape("labels", tuple(labels.shape), need)
+        if "shift_labels" not in inputs:
+            inputs["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if "shift_labels" in inputs:
+        inputs.setdefault("labels", inputs["shift_labels"])  # models compute a loss only where labels are given
+        items: Tensor = (inputs["shift_labels"] != IGNORED).sum()
+        return items
+    return None
+
+
+def text_positions(position_ids: Tensor | None) -> Tensor | None:
+    """The [B, S] position ids that tell documents, as transformers takes them from those of a model with images.
+
+    Args:
+        position_ids: [B, S]; [4, B, S], of which the first are the text's; or [3, B, S], which tell none.
+    """
+    if position_ids is None or position_ids.dim() == 2:
+        return position_ids
+    return position_ids[0] if len(position_ids) == 4 else None
+
+
+def mask_facts(
+    layout: Layout, rows: int, position_ids: Tensor | None, attention_mask: Tensor | None, hint: Tensor | None = None
+) -> MaskFacts:
+    """Documents and padding of rows [B, S].
+
+    Args:
+        position_ids: [B, S], whose restarts tell documents; None: one document a row.
+        attention_mask: [B, S], 0 for padding; None for none.
+        hint: cu_seq_lens_q, which must tell the same documents.
+    """
+    found = MaskFacts()
+    if position_ids is not None:
+        position_ids = position_ids.expand(rows, -1).cpu()
+        found.documents = _documents(position_ids, attention_mask, hint)
+        found.positions = None if found.documents is None else layout.pad(position_ids, 1)
+    if attention_mask is not None and not bool(attention_mask.all()):
+        found.hidden = layout.pad(attention_mask.to("cpu", torch.bool).logical_not(), 1, False)
+    if layout.padded != layout.length or found.documents is not None:
+        if found.documents is None:
+            found.documents = torch.zeros(rows, layout.length, dtype=torch.int64)
+        found.documents = layout.pad(found.documents, 1, -1)
+    return found
+
+
+def _blocks(batch: Mapping[str, Any], rows: int, length: int) -> Tensor | None:
+    """[B, S] ids on the CPU of the blocks that attend both ways, -1 for all other tokens; None for none."""
+    blocks = batch.get("block_sequence_ids")
+    if blocks is None:
+        return None
+    if tuple(blocks.shape) != (rows, length):
+        raise errors.BadShape("block_sequence_ids", tuple(blocks.shape), f"it must be [{rows}, {length}]")
+    ids: Tensor = blocks.to("cpu", torch.int64)
+    return ids
+
+
+def _documents(positions: Tensor, attention_mask: Tensor | None, hint: Tensor | None) -> Tensor | None:
+    """[B, S] ids on the CPU as transformers finds them, or None for one document a row."""
+    restart = torch.diff(positions, dim=1) != 1
+    if attention_mask is not None:
+        # Padded rows count oddly where they are padded; only a restart between two real tokens is a document's.
+        real = attention_mask.to("cpu", torch.bool)
+        restart &= real[:, 1:] & real[:, :-1]
+        if bool(restart.any()):
+            row, token = restart.nonzero()[0].tolist()
+            raise errors.MixedDocuments(row, token + 1)
+        if hint is not None:
+            _check_hint(hint.cpu(), None, positions)
+        return None
+    ids = torch.nn.functional.pad(restart.cumsum(1), (1, 0)) if bool(restart.any()) else None
+    if hint is not None:
+        _check_hint(hint.cpu(), ids, positions)
+    return ids
+
+
+def _check_hint(cu_seq_lens: Tensor, ids: Tensor | None, positions: Tensor) -> None:
+    """cu_seq_lens_q must tell the same documents as position_ids: kernels would follow the one, masks the other."""
+    starts = {0} if ids is None else {0, *(torch.diff(ids.flatten()).nonzero().flatten() + 1).tolist()}
+    starts |= set(range(0, positions.numel(), positions.shape[1]))
+    told = set(cu_seq_lens.tolist()) - {positions.numel()}
+    if told != starts:
+        odd = sorted(told ^ starts)[:5]
+        raise errors.BadBatch(
+            f"cu_seq_lens_q and position_ids tell different documents (first difference at token {odd[0]}). Let "
+            "position_ids restart at 0 with every document, as DataCollatorWithFlattening does."
+        )
+
+
+def _check_ids(seq_idx: Tensor | None, documents: Tensor | None, rows: int, length: int) -> None:
+    """seq_idx must tell the same documents as position_ids, too, if there is one."""
+    if seq_idx is None:
+        return
+    if tuple(seq_idx.shape) not in ((rows, length), (1, length)):
+        raise errors.BadShape("seq_idx", tuple(seq_idx.shape), f"it must be [{rows}, {length}]")
+    told = seq_idx.cpu().expand(rows, -1).diff(dim=1) != 0
+    known = torch.zeros_like(told) if documents is None else documents[:, :length].diff(dim=1) != 0
+    if not torch.equal(told, known):
+        row, token = (told != known).nonzero()[0].tolist()
+        raise errors.BadBatch(
+            f"seq_idx and position_ids tell different documents (first difference at token {token + 1} of row {row}). "
+            "Let position_ids restart at 0 with every document, as DataCollatorWithFlattening does."
+        )

@@ -1,0 +1,1 @@
+"""Hosts: accelerate, transformers' Trainer, TRL's SFTTrainer, launchers."""

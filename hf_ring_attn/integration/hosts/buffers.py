@@ -1,0 +1,180 @@
+"""accelerate's own loop, `with accelerator.maybe_context_parallel(buffers, ...)`, on a ring.
+
+That interface shards tensors in place and knows no names. The names are learned where they are spoken: when a prepared
+model is called inside the context, its arguments are matched with the buffers by identity, and the whole rows go
+through `batch.shard`. So documents, padding, positions and the loss are those of every other way of use.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ... import errors
+from ...config import RingConfig
+from ...sharding.layout import Layout
+from ..batch import shard
+from ..context import batch_context, model_record
+from ..context.mesh import find_ring
+
+prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models with ring_fp32, as `Accelerator.prepare` returned them."""
+
+
+def shard_buffers_in_place(
+    buffers: Sequence[Tensor], dims: Sequence[int], layout: Layout, no_restore: Collection[Tensor] = ()
+) -> Callable[[], None]:
+    """Makes each buffer this rank's zigzag share of itself: the same tensor object, shorter along its dimension.
+
+    Unlike torch's context_parallel, which writes into the buffers' memory, each buffer gets new memory, so that other
+    views of the old memory stay as they are, and restoring gives back the old memory itself.
+
+    Args:
+        buffers: tensors of any dtype without gradient, each ``layout.length`` long along its dimension.
+        dims: the sequence dimension of each buffer.
+        layout: who holds which token; its length must need no padding.
+        no_restore: those of the buffers that stay sharded.
+
+    Returns:
+        A function that makes the buffers whole again, as they were.
+
+    Raises:
+        UnevenLength: the length is no multiple of 2 * W. BadBuffers: buffers that do not fit together.
+    """
+    if layout.padded != layout.length:
+        raise errors.UnevenLength(layout.length, layout.world_size, pads=False)
+    for index, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if not -buffer.dim() <= dim < buffer.dim() or buffer.shape[dim] != layout.length:
+            raise errors.BadBuffers(
+                f"buffer {index} of shape {tuple(buffer.shape)} with sequence dimension {dim}",
+                f"all buffers must have the {layout.length} tokens of buffer 0 along theirs",
+            )
+        if buffer.requires_grad:
+            raise errors.BadBuffers(f"buffer {index} that requires a gradient", "it cannot be sharded in place")
+    kept = {id(buffer) for buffer in no_restore}
+    wholes: dict[int, tuple[Tensor, Tensor]] = {}
+    with torch.no_grad():
+        for buffer, dim in zip(buffers, dims, strict=True):
+            if id(buffer) not in wholes:  # one tensor given twice, such as labels that are input_ids
+                wholes[id(buffer)] = buffer, buffer.detach()
+                buffer.set_(layout.shard(buffer, dim))  # type: ignore[call-overload]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for key, (buffer, whole) in wholes.items():
+                if key not in kept:
+                    buffer.set_(whole)  # type: ignore[call-overload]
+
+    return restore
+
+
+@contextmanager
+def sharded_buffers(
+    accelerator: Any,
+    buffers: Sequence[Tensor] | None = None,
+    dims: Sequence[int] | None = None,
+    no_restore: Collection[Tensor] | None = None,
+) -> Iterator[None]:
+    """What `Accelerator.maybe_context_parallel` is for a ring: buffers sharded, prepared models run in the ring.
+
+    Raises:
+        UnevenLength, BadBuffers: see `shard_buffers_in_place`; also for a model call that does not take its tokens
+            from the buffers. BadBatch, RanksDiffer: see `batch.shard`.
+    """
+    buffers, dims, no_restore = list(buffers or ()), list(dims or ()), no_restore or set()
+    if not buffers or len(buffers) != len(dims):
+        raise errors.BadBuffers(
+            f"{len(buffers)} buffers and {len(dims)} sequence dimensions",
+            "it needs the tensors of the batch, input_ids among them, and one buffer_seq_dims entry for each",
+        )
+    if not {id(buffer) for buffer in no_restore} <= {id(buffer) for buffer in buffers}:
+        raise errors.BadBuffers("no_restore_buffers that are no buffers", "they must be some of the buffers")
+    ring = find_ring(accelerator.torch_device_mesh["cp"].get_group())
+    first, dim = buffers[0], dims[0]
+    length = first.shape[dim] if -first.dim() <= dim < first.dim() else 0
+    layout = Layout(length, ring.size, ring.rank)
+    wholes = {id(buffer): buffer.detach() for buffer in buffers}
+    with ExitStack() as stack:
+        stack.callback(shard_buffers_in_place(buffers, dims, layout, no_restore))
+        stack.enter_context(batch_context.activate(_Unnamed(ring, layout, RingConfig())))
+        calls = _Calls(accelerator, wholes, length)
+        stack.callback(calls.leave, None)
+        for module in {id(part): part for model in prepared for part in _whole_models(model)}.values():
+            stack.callback(module.register_forward_pre_hook(calls.before, with_kwargs=True, prepend=True).remove)
+            stack.callback(module.register_forward_hook(calls.after, always_call=True).remove)
+        yield
+
+
+class _Unnamed(batch_context.BatchContext):
+    """Stands where no prepared model is running: a mask made there would take a shard for a row."""
+
+    def admit(self) -> NoReturn:
+        raise errors.BadBuffers(
+            "a call of a model whose arguments are not among its buffers, or that accelerate did not prepare",
+            "it must be a model that accelerator.prepare returned, called with the buffers themselves (input_ids=...)",
+        )
+
+
+class _Calls:
+    """Hooks around each call of a prepared model: whole rows by name, sharded, and the ring active meanwhile."""
+
+    def __init__(self, accelerator: Any, wholes: dict[int, Tensor], length: int) -> None:
+        self.accelerator, self.wholes, self.length = accelerator, wholes, length
+        self.running: tuple[nn.Module, shard.Sharded] | None = None
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.running is not None:  # a part of the model that is being called
+            return None
+        named = {**self._by_name(module, args), **kwargs}
+        if not any(id(value) in self.wholes for value in named.values()):
+            return None
+        whole = {name: self.wholes.get(id(value), value) for name, value in named.items()}
+        tokens = whole.get("input_ids", whole.get("inputs_embeds"))
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[1] != self.length:
+            raise errors.BadBuffers(
+                f"a model call whose tokens are no buffer of {self.length} tokens",
+                "input_ids (or inputs_embeds) must be one of the buffers itself, not a copy of it",
+            )
+        group = self.accelerator.torch_device_mesh["cp"].get_group()
+        # The buffers, which a program's own loss may read, were cut before anyone knew the documents.
+        config = replace(model_record.options_of(module), layout="zigzag")
+        sharded = shard.shard(whole, group, config=config, model=module)
+        sharded.__enter__()
+        self.running = module, sharded
+        return (), {**named, **sharded.inputs}
+
+    def after(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if self.running is not None and self.running[0] is module:
+            self.leave(output)
+
+    def leave(self, output: Any) -> None:
+        """Leaves the ring of the call that is running; ``output`` is None if it failed."""
+        if self.running is not None:
+            (_, sharded), self.running = self.running, None
+            sharded.__exit__(RuntimeError if output is None else None, None, None)
+
+    def _by_name(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+        if not args:
+            return {}
+        forward = self.accelerator.unwrap_model(module).forward
+        return dict(inspect.signature(forward).bind_partial(*args).arguments)
+
+
+def _whole_models(model: nn.Module) -> Iterator[nn.Module]:
+    """The model and what its wrappers wrap: a program may call any of them."""
+    part: nn.Module | None = model
+    while part is not None:
+        yield part
+        if "_orig_mod" in part._modules:  # compiled: hooks inside would be traced
+            return
+        inner = (part._modules.get(name) for name in ("module", "base_model", "model"))
+        part = next((module for module in inner if module is not None), None)

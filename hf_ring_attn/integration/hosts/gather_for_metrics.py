@@ -1,0 +1,130 @@
+"""Values of every batch, once per ring: what `Accelerator.gather_for_metrics` means where ranks share a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import errors
+from ...comm.fingerprint import fingerprint
+from ...comm.ring import Ring
+from ..context.mesh import ring_enabled
+
+_SAME_VALUES = (
+    "A gathered value is taken once per ring, so make it the same on all its ranks first: sharded.gather(x) for what "
+    "each token has, sharded.reduce(loss) for a loss."
+)
+_CHECKED_VALUES = 1 << 18
+
+
+def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = False) -> Any:
+    """`Accelerator.gather_for_metrics` with one entry per ring instead of one per rank.
+
+    Args:
+        data: a tensor [N, ...] (or a scalar, taken as [1]), or nested tuples, lists and dicts of them, the same on all
+            ranks of a ring; or any picklable list, gathered as objects.
+
+    Returns:
+        The same structure; each tensor is [rings * N, ...] in the order of data parallel ranks, on every rank. At the
+        end of a dataloader it is cut to the samples that are left, as gather_for_metrics does. Every rank sends 1/W of
+        its tensor, so memory and traffic are those of one entry per ring.
+
+    Raises:
+        RanksDiffer: the ranks of a ring hold different values, such as shards that were never gathered.
+    """
+    if not ring_enabled(accelerator.parallelism_config):
+        return _accelerates_own(accelerator)(data, use_gather_object)
+    from accelerate.utils import gather_object
+    from accelerate.utils.operations import recursively_apply
+
+    ring, tensors = _ring(accelerator), _tensors(data)
+    if use_gather_object or tensors is None:
+        everyone: list[Any] = gather_object([data])
+        rings = [everyone[first : first + ring.size] for first in range(0, len(everyone), ring.size)]
+        for values in rings:
+            if not all(_same(value, values[0]) for value in values):
+                raise errors.RanksDiffer("values", values, _SAME_VALUES)
+        return _cut(accelerator, [value for values in rings for value in values[0]])
+
+    facts = {f"value {index}": _fingerprint(tensor) for index, tensor in enumerate(tensors)}
+    ring.agree(facts, ring.small_device(accelerator.device), _SAME_VALUES)
+
+    def once(tensor: Tensor) -> Tensor:
+        rows = tensor if tensor.dim() else tensor[None]
+        share = max(1, -(-rows.numel() // ring.size))
+        flat = torch.nn.functional.pad(rows.reshape(-1), (0, share * ring.size - rows.numel()))
+        everyone = accelerator.gather(flat[ring.rank * share : (ring.rank + 1) * share])
+        whole = everyone.view(-1, ring.size * share)[:, : rows.numel()]
+        entries: Tensor = _cut(accelerator, whole.reshape(-1, *rows.shape[1:]))
+        return entries
+
+    return recursively_apply(once, data)
+
+
+def gather_sums_per_ring(accelerator: Any, tensor: Tensor) -> Tensor:
+    """Sums over the ranks of each ring, one entry per ring.
+
+    Args:
+        tensor: [N, ...] numbers, or a scalar, taken as [1]; the same shape on every rank.
+
+    Returns:
+        [rings * N, ...] in tensor's dtype, floats summed in float64, in the order of data parallel ranks, on every
+        rank; at the end of a dataloader cut to the samples that are left, as gather_for_metrics does.
+    """
+    rows = tensor if tensor.dim() else tensor[None]
+    entries: Tensor
+    if not ring_enabled(accelerator.parallelism_config):
+        entries = _accelerates_own(accelerator)(rows)
+        return entries
+    ranks = accelerator.gather(rows).view(-1, accelerator.parallelism_config.cp_size, *rows.shape)
+    wide = torch.float64 if tensor.dtype.is_floating_point else torch.int64
+    sums = ranks.sum(1, dtype=wide).to(tensor.dtype)
+    entries = _cut(accelerator, sums.reshape(-1, *rows.shape[1:]))
+    return entries
+
+
+def _accelerates_own(accelerator: Any) -> Any:
+    """The class's method: a trainer may have put one of the functions here in its place on the instance."""
+    return type(accelerator).gather_for_metrics.__get__(accelerator)
+
+
+def _ring(accelerator: Any) -> Ring:
+    return Ring.of(accelerator.torch_device_mesh["cp"].get_group())
+
+
+def _tensors(data: Any) -> list[Tensor] | None:
+    """The tensors of nested tuples, lists and dicts; None if anything else is in there."""
+    if isinstance(data, Tensor):
+        return [data]
+    if isinstance(data, (tuple, list, Mapping)):
+        parts = [_tensors(part) for part in (data.values() if isinstance(data, Mapping) else data)]
+        return None if any(part is None for part in parts) else [tensor for part in parts for tensor in part or ()]
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and fingerprint(one) == fingerprint(other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return (one == other) is not False  # arrays compare to arrays: those stay unchecked
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    """Of the shape and of a sample of values: enough to tell shards from the whole, without a copy of all logits."""
+    step = max(1, tensor.numel() // _CHECKED_VALUES)
+    return fingerprint(tensor.reshape(-1)[::step]) ^ fingerprint(torch.tensor(tensor.shape))
+
+
+def _cut(accelerator: Any, entries: Any) -> Any:
+    """Leaves out the samples that were repeated to fill the last batch, by accelerate's own count."""
+    state = accelerator.gradient_state
+    left = state.remainder if state.end_of_dataloader else 0
+    return entries[:left] if left > 0 else entries

@@ -1,0 +1,70 @@
+"""The gathered loss: logits of the whole row, in order, for losses that a shard cannot compute.
+
+The sharded loss needs no code here: shift_labels and num_items_in_batch make each rank's share exact (see `batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ... import errors
+from ..batch.shard import Sharded
+from ..context import batch_context
+
+HANDED_OVER = ("labels", "shift_labels", "num_items_in_batch")
+"""What the model must not see, since it would compute a loss of its shard with them."""
+
+
+def causal_language_model(model: nn.Module) -> Any:
+    """The transformers model inside wrappers (DDP, FSDP, PEFT) that has the loss function, or None."""
+    for module in model.modules():
+        if hasattr(module, "loss_function") and hasattr(module, "config"):
+            return module
+    return None
+
+
+@contextmanager
+def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
+    """While inside, ``model`` returns the logits of whole rows, and the loss of whole rows if it is given labels.
+
+    The labels that the model is given must be those of the whole row. Memory: S x V logits on every rank.
+
+    Raises:
+        LossNotSharded, on the call: the model's forward was replaced by one that makes no logits.
+    """
+    head = causal_language_model(model)
+    handed: dict[str, Any] = {}
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if kwargs.get("fused_lm_head"):
+            raise errors.NoLogits()
+        handed.clear()
+        handed.update({name: kwargs[name] for name in HANDED_OVER if kwargs.get(name) is not None})
+        return args, {name: x for name, x in kwargs.items() if name not in HANDED_OVER}
+
+    def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
+        if batch_context.current() is not sharded.context:  # the self-check's row
+            return output
+        if not isinstance(output, Mapping) or output.get("logits") is None:
+            raise errors.NoLogits()
+        fields = dict(output)
+        fields["logits"] = sharded.gather(output["logits"])
+        if "labels" in handed:
+            fields["loss"] = head.loss_function(
+                logits=fields["logits"], vocab_size=head.config.get_text_config().vocab_size, **handed
+            )
+        return type(output)(**fields)
+
+    handles = (
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,72 @@
+"""Launchers that a program started by hf_ring_attn.run may be: accelerate's, which TRL's command uses too, and torch's.
+
+They start python anew, once a rank, and those processes would not have the plugin: so they are made to start
+hf_ring_attn.run, which runs their program.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ... import errors
+from ...config import is_a_launched_rank
+from ..patching import changes
+from ..patching.changes import Patch
+
+RUN = "hf_ring_attn.run"
+
+
+def carry_plugin(run: Callable[[Sequence[str]], None]) -> None:
+    """From now on, launchers of this process start their programs through hf_ring_attn.run.
+
+    In a process that a launcher has started already (``torchrun -m hf_ring_attn.run trl sft``), a command that launches
+    once more, with no options for that, runs its program right here with ``run``.
+
+    Args:
+        run: what runs a program in this process, given its command line.
+    """
+
+    def launch_command(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def launch_command(args: Any) -> None:
+            if is_a_launched_rank():
+                _refuse_options(args)
+                run(_program(args))
+            else:
+                original(_through_us(args))
+
+        return launch_command
+
+    def run_torch(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        return lambda args: original(_through_us(args))
+
+    changes.install(
+        (
+            Patch("accelerate.commands.launch:launch_command", "(args)", launch_command),
+            Patch("torch.distributed.run:run", "(args)", run_torch),
+        )
+    )
+
+
+def _program(args: Any) -> list[str]:
+    return [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+
+
+def _through_us(args: Any) -> Any:
+    """The parsed command line of a launcher, its program now run by hf_ring_attn.run."""
+    if args.no_python:
+        raise errors.NoPython(args.training_script)
+    if not (args.module and args.training_script == RUN):
+        args.training_script_args = _program(args)
+        args.training_script, args.module = RUN, True
+    return args
+
+
+def _refuse_options(args: Any) -> None:
+    parser = sys.modules["accelerate.commands.launch"].launch_command_parser()
+    defaults = vars(parser.parse_args([args.training_script]))
+    about_the_program = {"training_script", "training_script_args", "module", "nondefault"}
+    given = sorted(name for name in defaults.keys() - about_the_program if getattr(args, name) != defaults[name])
+    if given:
+        raise errors.LaunchedTwice(args.training_script, given)

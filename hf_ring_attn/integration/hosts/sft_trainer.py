@@ -1,0 +1,112 @@
+"""TRL's SFTTrainer in a ring: its evaluation is sharded too, and its metrics are sums over each ring."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import errors
+from ..context import batch_context, introspect
+from ..context.whole_batch import IGNORED
+from ..model import adapters
+from ..model.experts import AuxiliaryLoss
+from ..patching.changes import Patch
+from . import accelerate, trainer
+
+_STEPS = "current_gradient_accumulation_steps"
+"""By which SFTTrainer divides the auxiliary loss of experts, wherever it is given a count of tokens."""
+
+
+def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        context = batch_context.current()
+        if context is None:
+            return original(self, model, inputs, return_outputs, num_items_in_batch)
+        if context.config.loss == "gathered":
+            raise errors.NoLogits()
+        if self.model.training and adapters.head_read_past_fsdp(self.model):
+            raise errors.HeadReadPastFsdp(introspect.name_of(self.model))
+        one_mean = not self.model.training  # of a batch; in training a step's batches have one mean of their tokens
+        if num_items_in_batch is None and (count := inputs.get("num_items_in_batch")) is not None:
+            # For a model with accepts_loss_kwargs=False: SFTTrainer would divide by this rank's count of labels.
+            num_items_in_batch, one_mean = count * _multiplied(self), True
+        accelerator, tokens = self.accelerator, self._total_train_tokens
+        steps = getattr(self, _STEPS, 1)  # none before the first training step
+        # Entropy and accuracy are sums over tokens, and a ring's tokens are one row's.
+        accelerator.gather_for_metrics = functools.partial(accelerate.gather_sums_per_ring, accelerator)
+        if one_mean:  # then the trainer divides the whole loss, or nothing, by the batches of a step
+            setattr(self, _STEPS, 1)
+        # SFTTrainer takes a count below 1 for 1, as a share of it may be: it gets the whole one, and its loss, to which
+        # it adds that of experts, is multiplied here.
+        shared = num_items_in_batch is not None and not self.args.average_tokens_across_devices
+        times = context.ring.size if shared else 1
+        context.state(AuxiliaryLoss).share = 1 / times
+        try:
+            count = num_items_in_batch * times if shared else num_items_in_batch
+            result = original(self, model, inputs, return_outputs, count)
+        finally:
+            del accelerator.gather_for_metrics
+            setattr(self, _STEPS, steps)
+        if self.model.training and getattr(self, "_is_vlm", True):
+            # With images each rank has counted the whole rows that it was given; other rings' batches may have none.
+            mask = inputs.get("attention_mask")
+            counted = int(mask.sum()) if mask is not None else inputs["position_ids"].size(1)
+            mine = counted if context.text is None or context.ring.rank == 0 else 0
+            of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device))
+            self._total_train_tokens = tokens + int(of_all.sum())
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        if self.aux_loss_enabled:  # which is no sum: each rank has that of the whole row
+            self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] *= times / context.ring.size
+        return (result[0] * times, result[1]) if return_outputs else result * times
+
+    return compute_loss
+
+
+def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prediction_step(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        if trainer.group_of(self) is None:
+            return original(self, model, inputs, prediction_loss_only, ignore_keys)
+        # SFTTrainer does not ask label_names: it always has labels, and a loss.
+        return trainer.predict(
+            self, model, inputs, prediction_loss_only, ignore_keys, _count_of_ring, ["labels"], "logits"
+        )
+
+    return prediction_step
+
+
+def _count_of_ring(sft: Any, inputs: dict[str, Any]) -> Any:
+    """SFTTrainer evaluates with the mean over the tokens of one data-parallel rank, here of one ring.
+
+    Its compute_loss multiplies by the number of processes where tokens are averaged across devices, and the mean over
+    the ring divides by the ring's size: the count makes up for both.
+    """
+    labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
+    return labels.ne(IGNORED).sum() * _multiplied(sft) / sft.get_cp_size()
+
+
+def _multiplied(sft: Any) -> int:
+    """By what SFTTrainer multiplies a loss that it divided by a count of tokens."""
+    return int(sft.accelerator.num_processes) if sft.args.average_tokens_across_devices else 1
+
+
+SFT = "trl.trainer.sft_trainer:SFTTrainer"
+PATCHES = [
+    Patch(f"{SFT}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
+    Patch(f"{SFT}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
+]

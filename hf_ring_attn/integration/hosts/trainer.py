@@ -1,0 +1,317 @@
+"""transformers.Trainer in a ring: batches are sharded before the step, losses and predictions are whole after it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ... import errors
+from ..batch.shard import Sharded, shard_for
+from ..context import batch_context, introspect, model_record
+from ..model import admission, fsdp
+from ..patching.changes import Patch
+from . import accelerate, trainer_overrides
+from .gathered_loss import gathered
+
+
+def group_of(trainer: Any) -> Any:
+    """The process group of the trainer's ring, or None where it trains without one."""
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    return accelerate.ring_group(trainer.accelerator) if accelerate.ring_enabled(config) else None
+
+
+# ---- at the start ----------------------------------------------------------------------------------------------------
+
+
+def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        with accelerate.deferring_cp_checks(self.model):
+            original(self)
+        accelerate.settle(self.accelerator, self.model)  # also where an Accelerator existed before the trainer
+        if group_of(self) is not None:
+            _refuse_trainer(self)
+
+    return create_accelerator_and_postprocess
+
+
+def _refuse_trainer(trainer: Any) -> None:
+    trainer_overrides.refuse_unknown(trainer)
+    if trainer.args.use_liger_kernel:
+        raise errors.UnsupportedOption(
+            "use_liger_kernel=True",
+            "its fused loss reads a head that FSDP2 may have sharded; set it to False (for a loss without logits take "
+            "TRL's fused head, which SFTTrainer has by itself, and recipes/long_context_lora gives to Trainer)",
+        )
+
+
+def _refuse_loss(trainer: Any, options: Any) -> None:
+    """Before the first step, once all of the trainer is set up."""
+    admission.refuse_always(trainer.model)
+    if options.loss == "sharded":
+        if trainer.label_smoother is not None:
+            raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
+        if trainer.compute_loss_func is not None:
+            raise errors.LossNotSharded("compute_loss_func", gathers=True)
+    if not trainer.model_accepts_loss_kwargs and not _takes_any(trainer):
+        raise errors.LossNotSharded(f"the loss of {type(trainer.model).__name__}, which takes no num_items_in_batch,")
+    if trainer.label_smoother is not None and not _counts(trainer):
+        name = type(trainer.model).__name__
+        todo = f"{name} has accepts_loss_kwargs=False, with which it is neither a mean nor a sum; set it to 0.0"
+        raise errors.UnsupportedOption("label_smoothing_factor", todo)
+
+
+def _counts(trainer: Any) -> bool:
+    """Whether the trainer divides losses by a count of tokens over all batches of a step; else each loss is a mean."""
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+
+
+def _takes_any(trainer: Any) -> bool:
+    """Whether the model's forward takes arguments of any name, which those of transformers hand on to their loss."""
+    forward = inspect.signature(trainer.accelerator.unwrap_model(trainer.model).forward)
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in forward.parameters.values())
+
+
+# ---- a batch ---------------------------------------------------------------------------------------------------------
+
+
+def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        if group_of(self) is None:
+            return original(self, model, inputs)
+        return _share(self, model, self._prepare_inputs(inputs))
+
+    return _prepare_context_parallel_inputs
+
+
+def _share(trainer: Any, model: nn.Module, whole: Any) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """Of a whole batch that the trainer has prepared: the context of its step, and this rank's share, in a new dict."""
+    _refuse_trainer(trainer)  # again: one that makes its model later (model_init) was not known to be in a ring
+    options = model_record.options_of(model)
+    _refuse_loss(trainer, options)
+    if options.layout == "auto":
+        options = replace(options, layout="balanced")
+    sharded = shard_for(whole, group_of(trainer), options, model, whole_loss=options.loss == "gathered")
+    local = dict(sharded.inputs)
+    if _counts(trainer) or options.loss == "gathered":  # the trainer counts, or the model sees all labels
+        local.pop("num_items_in_batch", None)
+    if options.loss == "gathered":
+        for name in ("labels", "shift_labels"):
+            local.pop(name, None)
+            if whole.get(name) is not None:
+                local[name] = whole[name]
+    return functools.partial(_step, trainer, model, sharded, local), local
+
+
+@contextmanager
+def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
+    """``local``: the dict with which the trainer's step goes on."""
+    with sharded, _prepared(trainer, local):
+        if sharded.context.config.loss == "gathered":
+            with gathered(model, sharded):
+                yield sharded
+        else:
+            yield sharded
+
+
+@contextmanager
+def _prepared(trainer: Any, local: dict[str, Any]) -> Iterator[None]:
+    """Inside, the trainer prepares ``local`` no more: it has prepared the whole batch, and would see one rank's tokens.
+
+    A subclass that counts positions there, say, would number each rank's tokens anew.
+    """
+    own, prepare = vars(trainer), trainer._prepare_inputs
+    before = own.get("_prepare_inputs")
+    trainer._prepare_inputs = lambda inputs: inputs if inputs is local else prepare(inputs)
+    try:
+        yield
+    finally:
+        del trainer._prepare_inputs
+        if before is not None:
+            trainer._prepare_inputs = before
+
+
+def _track_num_input_tokens(original: Callable[..., None]) -> Callable[..., None]:
+    def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
+        original(self, _counted(self, inputs))
+
+    return _track_num_input_tokens
+
+
+def _floating_point_ops(original: Callable[..., Any]) -> Callable[..., Any]:
+    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> Any:
+        return original(self, _counted(self, inputs))
+
+    return floating_point_ops
+
+
+def _counted(trainer: Any, whole: Any) -> Any:
+    """What this rank counts of a whole batch, for sums over all ranks: the first rank of a ring all, others no row."""
+    group = group_of(trainer)
+    if group is None or group.rank() == 0:
+        return whole
+    return {name: x[:0] if isinstance(x, Tensor) and x.dim() else x for name, x in whole.items()}
+
+
+def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
+        group = group_of(self)
+        if group is not None:
+            _refuse_trainer(self)  # a training_step that was set on it since may share no batch
+        if group is None or self.args.average_tokens_across_devices:
+            return original(self, batch_samples, device)
+        # transformers 5.17 divides by the ring size and drops the remainder: 19 tokens over 2 ranks were 9 each. Of
+        # batches counted as often as there are ranks nothing remains.
+        size = group.size()
+        count = original(self, list(batch_samples) * size, device)
+        return count / size if isinstance(count, Tensor) else count
+
+    return _get_num_items_in_batch
+
+
+def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        context = batch_context.current()
+        if context is not None and self.compute_loss_func is None and self.label_smoother is None:
+            num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
+        if context is None or num_items_in_batch is None or not _counts(self):
+            return original(self, model, inputs, return_outputs, num_items_in_batch)
+        # As in a loop with `shard`: a rank's loss is its share times W, and a term that all ranks have alike is itself;
+        # the mean over ranks is the loss of the whole batch. A trainer that averages over devices counts whole batches
+        # and multiplies losses by all ranks: so the count is divided by W on its way in, the loss on its way out.
+        averaged, size = self.args.average_tokens_across_devices, context.ring.size
+        share = num_items_in_batch / size if averaged else num_items_in_batch
+        sharded = context.config.loss == "sharded"
+        with nullcontext() if sharded else _smoothing(self, model):
+            result = original(self, model, inputs, return_outputs, share if sharded else share * size)
+        times = 1 / size if averaged else 1
+        return (result[0] * times, result[1]) if return_outputs else result * times
+
+    return compute_loss
+
+
+@contextmanager
+def _smoothing(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """Inside, the trainer smooths labels of causal language models as the next tokens, as it does unwrapped.
+
+    It knows them by their class's name, and `fully_shard` and torch.compile make other classes ("FSDPLlamaForCausalLM",
+    "OptimizedModule"): there each token's logits were scored with that token itself.
+    """
+    smoother, head = trainer.label_smoother, introspect.head_of(model)
+    shifted = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if smoother is None or head is None or introspect.class_of(head) not in shifted:
+        yield
+        return
+    trainer.label_smoother = functools.partial(smoother, shift_labels=True)
+    try:
+        yield
+    finally:
+        trainer.label_smoother = smoother
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prediction_step(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        if group_of(self) is None:
+            return original(self, model, inputs, prediction_loss_only, ignore_keys)
+        return predict(self, model, inputs, prediction_loss_only, ignore_keys, count_over_all, self.label_names)
+
+    return prediction_step
+
+
+def count_over_all(trainer: Any, inputs: dict[str, Any]) -> Any:
+    """Trainer's own count: labelled tokens of this evaluation batch over all data-parallel ranks."""
+    return trainer._get_num_items_in_batch([inputs], trainer.args.device)
+
+
+def predict(
+    trainer: Any,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None,
+    count: Callable[[Any, dict[str, Any]], Any],
+    names: Sequence[str],
+    only: str = "",
+) -> tuple[Any, Any, Any]:
+    """`Trainer.prediction_step` on a sharded batch: loss, and logits and labels of whole sequences in their order.
+
+    ``count`` gives the num_items_in_batch with which the trainer's compute_loss is to divide; ``names`` are the inputs
+    that are labels. ``only`` is the one output that is wanted; "" for all.
+    """
+    inputs = trainer._prepare_inputs(inputs)
+    has_labels = len(names) > 0 and all(inputs.get(name) is not None for name in names)
+    labels = tuple(inputs[name].detach() for name in names) if has_labels else None
+    if ignore_keys is None:
+        ignore_keys = getattr(getattr(trainer.model, "config", None), "keys_to_ignore_at_inference", None) or []
+        ignore_keys = [*ignore_keys, "past_key_values"]
+    num_items = count(trainer, inputs) if has_labels else None
+
+    enter, local = _share(trainer, model, inputs)
+    loss = outputs = None
+    with torch.no_grad(), trainer.compute_loss_context_manager(), enter() as sharded:
+        if not has_labels:
+            outputs = model(**local)
+        elif prediction_loss_only:
+            loss = trainer.compute_loss(model, local, return_outputs=False, num_items_in_batch=num_items)
+        else:
+            loss, outputs = trainer.compute_loss(model, local, return_outputs=True, num_items_in_batch=num_items)
+    if loss is not None:
+        loss = sharded.reduce(loss.detach().mean())
+    if prediction_loss_only:
+        return loss, None, None
+    if not isinstance(outputs, dict):
+        raise errors.UnsupportedOption("return_dict=False", "predictions in a ring need a model that returns a dict")
+    wanted = [name for name in outputs if name not in (*ignore_keys, "loss") and only in ("", name)]
+    logits = tuple(whole_sequences(sharded, name, outputs[name]) for name in wanted)
+    return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
+
+
+def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
+    """A model's output with every tensor of it in whole sequences."""
+    if isinstance(x, (tuple, list)):
+        return type(x)(whole_sequences(sharded, name, part) for part in x)
+    layout = sharded.layout
+    if name == "aux_loss" and isinstance(x, Tensor) and x.dim() == 0:  # of whole rows, on every rank
+        return x.detach()
+    if name == "router_logits" and isinstance(x, Tensor) and x.dim() == 2 and len(x) % layout.local_length == 0:
+        return sharded.gather(x.detach().unflatten(0, (-1, layout.local_length))).flatten(0, 1)
+    if isinstance(x, Tensor) and x.dim() >= 2:
+        if x.shape[1] == layout.local_length:
+            return sharded.gather(x.detach())
+        if x.shape[1] == layout.length:  # the gathered loss has gathered it
+            return x.detach()
+    raise errors.UnknownOutput(name, tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, layout.local_length)
+
+
+TRAINER = "transformers.trainer:Trainer"
+PATCHES = [
+    Patch(f"{TRAINER}.create_accelerator_and_postprocess", "(self)", _create_accelerator),
+    Patch(f"{TRAINER}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
+    Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _track_num_input_tokens),
+    Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _floating_point_ops),
+    Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
+    Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
+    Patch(f"{TRAINER}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
+]

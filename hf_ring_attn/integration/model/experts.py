@@ -1,0 +1,167 @@
+"""The auxiliary loss of mixtures of experts: its means are over the tokens of whole rows, the same on every rank.
+
+transformers has one function for it under one name in the file of every model, and TRL's fused head takes Mixtral's.
+Whether a file's function is that one is found out by what it computes. The means are made of sums over tokens, so ranks
+add theirs up before the product; the gradient of that sum is the sum of all ranks' gradients of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ... import errors
+from ...layers.collectives import sum_over_ring
+from ..context import batch_context
+from ..context.batch_context import BatchContext
+from ..context.introspect import configs_of
+from ..patching.changes import Patch, install, render
+
+
+@dataclass
+class AuxiliaryLoss:
+    """The part of the auxiliary loss, which every rank has whole, that each rank returns."""
+
+    share: float = 1.0
+
+
+FUNCTION = "load_balancing_loss_func"
+SHARED = "transformers.models.mixtral.modeling_mixtral"
+"""Whose function TRL's fused head calls, for models of every kind."""
+_TODO = "set output_router_logits=False (SFTConfig: router_aux_loss_coef=0.0)"
+
+
+def balance(
+    gate_logits: Sequence[Tensor], experts: int, top_k: int, weights: Tensor, sum_up: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """experts * sum over experts of (choices of it a token) * (its mean probability): Switch Transformer, 4 to 6.
+
+    Args:
+        gate_logits: of each layer [tokens, experts].
+        weights: [tokens], float32: 1 for a token that counts, 0 for another.
+        sum_up: from sums over the tokens given, those over all tokens; differentiable.
+    """
+    sums = weights.new_zeros(2 * experts + 1)
+    for logits in gate_logits:
+        probabilities = torch.softmax(logits, dim=-1)
+        chosen = probabilities.topk(top_k, dim=-1).indices
+        choices = weights.new_zeros(experts).scatter_add(0, chosen.flatten(), weights.repeat_interleave(top_k))
+        mass = (probabilities.float() * weights[:, None]).sum(0)
+        sums = sums + torch.cat([choices, mass, weights.sum()[None]])
+    choices, mass, tokens = sum_up(sums).split([experts, experts, 1])
+    total: Tensor = experts * (choices / tokens * (mass / tokens)).sum()
+    return total
+
+
+@functools.lru_cache(maxsize=256)
+def known(function: Callable[..., Any]) -> bool:
+    """Whether a model's function is `balance`, by its answers and gradients with a mask and without one."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.randn(12, 5, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)]
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]], device="cpu")
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        for given in (None, mask):
+            weights = torch.ones(12, device="cpu") if given is None else given.flatten().float()
+            want = _answer(functools.partial(balance, experts=5, top_k=2, weights=weights, sum_up=_all_there), layers)
+            try:
+                got = _answer(functools.partial(function, num_experts=5, top_k=2, attention_mask=given), layers)
+            except Exception:  # noqa: BLE001  a function of another kind may fail in any way
+                return False
+            if not all(x.shape == y.shape and torch.allclose(x, y, 1e-4, 1e-7) for x, y in zip(got, want, strict=True)):
+                return False
+    return True
+
+
+def _all_there(sums: Tensor) -> Tensor:
+    return sums
+
+
+def _answer(loss_of: Callable[[tuple[Tensor, ...]], Tensor], layers: Sequence[Tensor]) -> list[Tensor]:
+    leaves = tuple(x.clone().requires_grad_() for x in layers)
+    loss = loss_of(leaves)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def _files(model: nn.Module) -> dict[str, Any]:
+    """The function of each file that a model of transformers inside ``model`` is from."""
+    names = {type(module).__module__ for module in model.modules() if isinstance(module, PreTrainedModel)}
+    functions = {name: getattr(sys.modules.get(name), FUNCTION, None) for name in sorted(names)}
+    return {name: function for name, function in functions.items() if function is not None}
+
+
+def _may_ask(model: nn.Module) -> bool:
+    """Whether TRL's fused head may be asked for the loss: then it takes that of a model that has none itself."""
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return any(hasattr(module.config, "output_router_logits") for module in models)
+
+
+def asks(configs: Sequence[Any]) -> bool:
+    """Whether models with these configs add the auxiliary loss to theirs."""
+    return any(getattr(config, "output_router_logits", False) for config in configs)
+
+
+def prepare(model: nn.Module, _context: BatchContext) -> None:
+    """Changes the function in the files of ``model``; the change does nothing outside a sharded batch."""
+    files = _files(model)
+    if "trl" in sys.modules and (files or _may_ask(model)):
+        files[SHARED] = getattr(import_module(SHARED), FUNCTION)
+    install([Patch(f"{name}:{FUNCTION}", render(function), _in_a_ring) for name, function in files.items()])
+
+
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Reasons why the auxiliary loss would not be that of whole rows. A model without the function adds none."""
+    functions = _files(model)
+    if context.ring.size == 1 or not functions or not asks(list(configs_of(model))):
+        return
+    if not all(known(inspect.unwrap(function)) for function in functions.values()):
+        yield f"its MoE auxiliary loss is none that is known here, and not exact on one rank's tokens; {_TODO}"
+    elif context.config.loss == "gathered":
+        yield f"a gathered loss leaves the MoE auxiliary loss out; take loss='sharded', or {_TODO}"
+
+
+def _in_a_ring(original: Callable[..., Any]) -> Any:
+    @torch.compiler.disable(reason="hf_ring_attn adds up over ranks here, which is not compiled")  # type: ignore[untyped-decorator]
+    def load_balancing_loss_func(*args: Any, **kwargs: Any) -> Any:
+        context = batch_context.current()
+        if context is None or context.ring.size == 1:
+            return original(*args, **kwargs)
+        if not known(inspect.unwrap(original)):
+            why = f"its MoE auxiliary loss is none that is known here, and not exact on one rank's tokens; {_TODO}"
+            raise errors.UnsupportedArgument("the model", "output_router_logits=True", why, "was called with")
+        gate_logits, num_experts, top_k, attention_mask = _arguments(*args, **kwargs)
+        if not isinstance(gate_logits, tuple):
+            return original(*args, **kwargs)
+        weights = _weights(context, attention_mask is not None).to(gate_logits[0].device)
+        if any(logits.shape[0] != len(weights) for logits in gate_logits):
+            found = [tuple(logits.shape) for logits in gate_logits]
+            raise errors.BadShape("router_logits", found[0], f"it must have the {len(weights)} tokens of this rank")
+        experts = num_experts or gate_logits[0].shape[-1]
+        total = balance(gate_logits, experts, top_k, weights, functools.partial(sum_over_ring, ring=context.ring))
+        return total * context.state(AuxiliaryLoss).share
+
+    return load_balancing_loss_func
+
+
+def _arguments(
+    gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
+) -> tuple[Any, int | None, int, Tensor | None]:
+    """Of the functions that are known."""
+    return gate_logits, num_experts, top_k, attention_mask
+
+
+def _weights(context: BatchContext, masked: bool) -> Tensor:
+    """[B * T] float32: which of this rank's tokens count: not the ring's padding, nor what a mask hides."""
+    layout = context.layout
+    real = (torch.arange(layout.padded) < layout.length).expand(context.facts.rows, -1)
+    if masked and context.facts.hidden is not None:
+        real = real & ~context.facts.hidden
+    return layout.shard(real, 1).flatten().float()

@@ -1,0 +1,150 @@
+"""Models of images and sound: these are read whole on every rank, and the row is cut where the text model begins.
+
+Placeholders of images are counted and filled in whole rows, and positions of images are numbered there, so such a batch
+cannot be cut before the model is called. A hook on the text model cuts what it is given; what lies before it, the
+vision tower among it, runs on every rank alike, outside the ring, with the same random numbers (`randomness`). Labels
+are cut beforehand, since logits are this rank's. A gradient that flows back to the towers is this rank's share, as that
+of any weight.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import errors
+from ...sharding.layout import Layout
+from ..context import batch_context
+from ..context.batch_context import BatchContext, MaskSpec
+from ..context.tensor_tree import tensors_of
+from ..context.whole_batch import PADDING, mask_facts, text_positions
+from ..patching.hooks import attach
+from . import structure
+
+CUT_BEFORE = {"labels", "shift_labels", "num_items_in_batch"}
+PER_TOKEN = {"input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs"}
+"""Of a text model's inputs, [B, S, ...], those that are cut along the row."""
+_CALLED = "was called with"
+_ALONE = "train this model without a ring, or its text model alone"
+
+
+def _text_of(model: nn.Module) -> Any:
+    """The text model inside ``model`` that could be called with a part of the row; None if there is none."""
+    outer: Any = next((module for module in model.modules() if "config" in module.__dict__), model)
+    text = outer.get_decoder() if hasattr(outer, "get_decoder") else None
+    if text is None or text.config is outer.config or text.config is not outer.config.get_text_config():
+        return None
+    return text
+
+
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    if context.text is not None and _text_of(model) is None:
+        yield "it is given images or sound, but has no text model inside it that could take a part of the row"
+
+
+def prepare(model: nn.Module, context: BatchContext) -> None:
+    """Hooks the text model inside ``model``, whose batch holds images."""
+    if context.text is not None:
+        text = _text_of(model)
+        context.text.config = text.config
+        attach(text, "text model", _enter, _leave)
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    context = batch_context.current()
+    if context is None or context.text is None:
+        return None
+    context.text.running = True
+    if context.text.random is not None:
+        context.text.random.apart()
+    named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
+    return (), cut(module, named, context)
+
+
+def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
+    context = batch_context.current()
+    if context is not None and context.text is not None:
+        context.text.running = False
+        if context.text.random is not None:
+            context.text.random.together()
+
+
+def cut(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[str, Any]:
+    """This rank's share of what a text model was called with, whole.
+
+    Raises:
+        UnsupportedArgument: for a tensor of one entry a token whose meaning is not known here; for a mask of another
+            kind than the batch may hold, which the model around made by itself; for a cache to be filled.
+        UnsupportedModel: nobody gave position_ids, and the text model would not number its tokens 0, 1, 2, ...
+    """
+    where = type(text).__name__
+    layout, embeds = context.layout, named.get("inputs_embeds")
+    tokens = embeds if embeds is not None else named["input_ids"]
+    rows, length = tokens.shape[:2]
+    if length != layout.length:
+        raise errors.UnshardedInput(length, length, layout.local_length, layout.length)
+    mask, positions = named.get("attention_mask"), named.get("position_ids")
+    if named.get("use_cache"):
+        why = "a cache would hold this rank's tokens only; leave use_cache=False, as sharded.inputs has it"
+        raise errors.UnsupportedArgument(where, "use_cache=True", why, _CALLED)
+    if not isinstance(mask, dict | MaskSpec):  # else made of the whole row, by the model around
+        _refuse_mask(where, mask, rows, length)
+        facts = mask_facts(layout, rows, text_positions(positions), mask)
+        context.learn(documents=facts.documents, hidden=facts.hidden, positions=facts.positions)
+        mask = torch.ones(rows, layout.local_length, dtype=torch.int64, device=tokens.device)
+    if positions is None:
+        if reasons := list(structure.position_reasons(text, context.facts.hidden is not None)):
+            raise errors.UnsupportedModel(where, reasons)
+        positions = torch.arange(length, device=tokens.device)[None]
+    context.learn(max_position=int(positions.max()))
+
+    local: dict[str, Any] = {"attention_mask": mask, "position_ids": _share(layout, positions, -1), "use_cache": False}
+    for name, x in named.items():
+        if name in local or name == "deepstack_visual_embeds":
+            continue
+        if name in PER_TOKEN and x is not None:
+            local[name] = _share(layout, x, 1, PADDING.get(name, 0))
+        elif name in CUT_BEFORE:
+            local[name] = x
+        else:
+            for _, tensor in tensors_of(x):
+                if length in tensor.shape:
+                    why = f"a ring does not know how to cut {tuple(tensor.shape)}; {_ALONE}"
+                    raise errors.UnsupportedArgument(where, name, why, _CALLED)
+            local[name] = x
+    if named.get("deepstack_visual_embeds") is not None:
+        features = named["deepstack_visual_embeds"]
+        local["deepstack_visual_embeds"] = _of_images(layout, named["visual_pos_masks"], features)
+    return local
+
+
+def _refuse_mask(where: str, mask: Any, rows: int, length: int) -> None:
+    """What hides single pairs of tokens, or none of this row's, cannot be told by one entry a token."""
+    if mask is None or (isinstance(mask, Tensor) and tuple(mask.shape) == (rows, length)):
+        return
+    got = f"has shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+    why = (
+        f"it {got}, but a ring takes [{rows}, {length}], one entry a token, or what transformers.masking_utils makes "
+        f"of that, and this model made a mask of its own; {_ALONE}"
+    )
+    raise errors.UnsupportedArgument(where, "attention_mask", why, _CALLED)
+
+
+def _share(layout: Layout, x: Tensor, dim: int, value: int | None = 0) -> Tensor:
+    return layout.shard(layout.pad(x, dim, value), dim)
+
+
+def _of_images(layout: Layout, places: Tensor, features: list[Tensor]) -> list[Tensor]:
+    """Of features [N, width] of the N tokens in ``places`` [B, S], those of this rank's tokens, in its order."""
+    numbers = torch.full(places.shape, -1, device=places.device)
+    numbers[places] = torch.arange(int(places.sum()), device=places.device)
+    mine = layout.shard(layout.pad(numbers, 1, -1), 1)
+    mine = mine[mine >= 0]
+    return [x[mine.to(x.device)] for x in features]

@@ -1,0 +1,173 @@
+"""The functions by which transformers' layers look along the sequence, and what takes their place in a ring.
+
+They have the same names and parameters in the file of every model. A function that is not known here leaves its model
+refused; a new recurrence is a row of `OPERATIONS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import errors
+from ...layers.halo import RowShare, along
+from ...layers.head_parallel import by_heads
+
+CONVOLUTION = "causal_conv1d_fn"
+FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+"""A whole layer at once, where a package is installed; None where it is not, and the layer goes the long way."""
+DECODING = (
+    "causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention",
+    "mamba2_selective_state_update", "mamba_selective_state_update",
+)  # fmt: skip
+"""One token more, with a cache."""
+BY_HOST = "hf_ring_attn exchanges tokens and heads here, which is not compiled"
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A recurrence along the sequence, each head for itself.
+
+    Args:
+        heads: arguments [B, T, H, ...]; the first is always given. shared: [B, T, G, ...], each for H / G heads.
+        weights: [H, ...], without tokens.
+        states: arguments that a cache would need.
+        by_channels: each channel is a head: [B, C, T], and what is shared is [B, N, T], for all of them.
+        pair: it returns its output and a state, not the output alone.
+    """
+
+    heads: tuple[str, ...]
+    shared: tuple[str, ...]
+    weights: tuple[str, ...]
+    states: tuple[str, ...]
+    by_channels: bool = False
+    pair: bool = False
+
+
+_DELTA = Scan(("value", "g", "beta"), ("query", "key"), (), ("initial_state", "output_final_state"), pair=True)
+OPERATIONS = {
+    "torch_chunk_gated_delta_rule": _DELTA,
+    "chunk_kimi_delta_attention": _DELTA,
+    "mamba2_chunk_scan": Scan(
+        ("hidden_states", "dt", "z"), ("B", "C"), ("A", "D", "dt_bias"), ("initial_states", "return_final_states")
+    ),
+    "mamba_selective_scan": Scan(
+        ("hidden_states", "dt", "z"), ("B", "C"), ("A", "D", "delta_bias"), ("return_last_state",), by_channels=True
+    ),
+}  # fmt: skip
+
+
+def known(file: dict[str, Any], name: str) -> bool:
+    """Whether a file has this function, with the parameters that are needed here."""
+    function = file.get(name)
+    if not callable(function):
+        return False
+    given = set(_parameters(function))
+    scan = OPERATIONS.get(name)
+    if scan is None:
+        return {"weight", "bias", "activation"} <= given
+    return {*scan.heads, *scan.shared, *scan.weights, *scan.states} - {"z"} <= given
+
+
+def _parameters(function: Any) -> list[str]:
+    """The names of a function's parameters; where the package kernels is installed, it is a module."""
+    function = inspect.unwrap(function)
+    return list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters)
+
+
+def replaceable(function: Any) -> bool:
+    """Whether transformers lets packages take a function's place, as it does with all that look along the sequence."""
+    return isinstance(function, nn.Module) or hasattr(function, "__wrapped__")
+
+
+# ---- in their place --------------------------------------------------------------------------------------------------
+
+RUNNING: list[tuple[nn.Module, RowShare | None]] = []
+"""The layers that run now, the innermost last, with their rows; None outside a sharded batch."""
+
+
+def running_rows() -> RowShare | None:
+    return RUNNING[-1][1] if RUNNING else None
+
+
+def _fused(original: Callable[..., Any]) -> Any:
+    @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
+    def no_shortcut(*args: Any, **kwargs: Any) -> Any:
+        return None if running_rows() is not None else original(*args, **kwargs)
+
+    return no_shortcut
+
+
+def _convolution(original: Callable[..., Any]) -> Any:
+    @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
+    def causal_conv1d_fn(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
+    ) -> Tensor:
+        if (rows := running_rows()) is None:
+            out: Tensor = original(hidden_states, weight, bias, activation=activation, **kwargs)
+            return out
+
+        def compute(x: Tensor) -> Tensor:
+            found: Tensor = original(x.transpose(1, 2), weight, bias, activation=activation)
+            return found.transpose(1, 2)
+
+        return along(hidden_states.transpose(1, 2), rows, weight.shape[-1] - 1, compute).transpose(1, 2)
+
+    return causal_conv1d_fn
+
+
+def _scan(name: str, original: Callable[..., Any]) -> Any:
+    scan, parameters = OPERATIONS[name], _parameters(original)
+
+    @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
+    def scanned(*args: Any, **kwargs: Any) -> Any:
+        if (rows := running_rows()) is None:
+            return original(*args, **kwargs)
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        for state in scan.states:
+            if given.get(state) is not None and given[state] is not False:
+                raise errors.UnsupportedArgument(name, state, "a state would be one rank's", "was called with")
+        heads, shared, weights = (
+            {at: given[at] for at in names if given.get(at) is not None}
+            for names in (scan.heads, scan.shared, scan.weights)
+        )
+        # Tensors of other names are inputs of the model that come this far. Packages take none of them but documents
+        # (cu_seqlens, seq_idx), which are computed one by one here.
+        others = {at: x for at, x in kwargs.items() if not isinstance(x, Tensor)}
+
+        def compute(a: list[Tensor], b: list[Tensor], c: list[Tensor]) -> Tensor:
+            if scan.by_channels:
+                a, b = [x.transpose(1, 2) for x in a], [x.squeeze(2).transpose(1, 2) for x in b]
+            mine = dict(zip([*heads, *shared, *weights], [*a, *b, *c], strict=True))
+            out = original(
+                *(mine.get(at, x) for at, x in zip(parameters, args, strict=False)),
+                **{**others, **{at: x for at, x in mine.items() if at in kwargs}},
+            )
+            found: Tensor = out[0] if scan.pair else out
+            return found.transpose(1, 2) if scan.by_channels else found
+
+        out = by_heads(
+            rows,
+            [x.transpose(1, 2) if scan.by_channels else x for x in heads.values()],
+            [x.transpose(1, 2).unsqueeze(2) if scan.by_channels else x for x in shared.values()],
+            list(weights.values()),
+            compute,
+        )
+        out = out.transpose(1, 2) if scan.by_channels else out
+        return (out, None) if scan.pair else out
+
+    return scanned
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    CONVOLUTION: _convolution,
+    **dict.fromkeys(FUSED, _fused),
+    **{name: functools.partial(_scan, name) for name in OPERATIONS},
+}
+"""What makes of each function of a file the one that takes its place."""

@@ -1,0 +1,125 @@
+"""What a model's structure says against sharding its sequence: reasons in words, found by mechanism and not by name.
+
+A rank sees its own tokens only, so a model is exact there if attention alone looks along the sequence, and if each
+token is told its position. What breaks this is looked for in modules and signatures, so newer models are seen too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ... import errors
+from ..context.batch_context import BatchContext
+from ..context.introspect import configs_of, uses_interface, uses_ring
+from ..patching.changes import Patch
+from .recurrent import recurrent_of
+
+NAME = "ring_fp32"
+TEXT = ("input_ids", "inputs_embeds")
+
+
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Every reason why ``model``, of which each rank sees a part of the sequence, would not be exact."""
+    if context.ring.size > 1:
+        yield from _attention_reasons(model, list(configs_of(model)))
+        yield from _token_reasons(model)
+    if context.facts.numbered:  # also in a ring of one, whose rows `shard` has numbered too
+        yield from position_reasons(model, context.facts.hidden is not None)
+
+
+def prepare(_model: nn.Module, _context: BatchContext) -> None:
+    """The structure of a model needs nothing."""
+
+
+def _attention_reasons(model: nn.Module, configs: list[Any]) -> Iterator[str]:
+    attends = recurrent_of(model).attends
+    if configs and not uses_ring(model):
+        yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not 'ring_fp32'"
+    if configs and attends and not uses_interface(model):
+        yield "its code does not use transformers' attention interface, so its attention would stay on each rank"
+    parts = [part for _, part in text_modules(model) if isinstance(part, PreTrainedModel)] if attends else []
+    if parts and not any("position_ids" in inspect.signature(type(part).forward).parameters for part in parts):
+        yield "no part of it takes position_ids, so each rank would number its own tokens from 0"
+
+
+def _token_reasons(model: nn.Module) -> Iterator[str]:
+    known = recurrent_of(model).layers
+    for name, module in text_modules(model):
+        where = f"{name or 'it'} ({type(module).__name__})"
+        if any(name.startswith(f"{layer}.") for layer in known):
+            continue
+        if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
+            yield f"{where} mixes neighbouring tokens, which lie on other ranks"
+            break
+        if getattr(module, "trigram_input", False) is True:
+            yield f"{where} joins each token's embedding with its neighbours', which lie on other ranks (trigram_input)"
+            break
+
+
+def position_reasons(model: nn.Module, hidden: bool) -> Iterator[str]:
+    """Why ``model`` without position_ids would not number its tokens 0, 1, 2, ..., as a ring then does.
+
+    Args:
+        hidden: whether a padding mask hides tokens.
+    """
+    for name, module in model.named_modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is None or "position_ids" not in code.co_varnames:
+            continue
+        by_tokens = "create_position_ids_from_input_ids" in code.co_names  # RoBERTa and kin: from pad_token_id + 1
+        if by_tokens or ("cumsum" in code.co_names and hidden):  # OPT: by the padding mask
+            how = "input_ids" if by_tokens else "the padding mask"
+            where = f"{name or 'it'} ({type(module).__name__})"
+            yield f"{where} numbers positions by {how}; put its position_ids into the batch"
+
+
+def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules but those inside towers that take images or sound: no batch of a ring holds any."""
+    towers: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(tower) for tower in towers):
+            continue
+        if isinstance(module, PreTrainedModel) and not _takes_tokens(module):
+            towers.append(f"{name}.")
+        else:
+            yield name, module
+
+
+def _takes_tokens(model: PreTrainedModel) -> bool:
+    return model.main_input_name in TEXT and getattr(model.config.get_text_config(), "vocab_size", None) is not None
+
+
+# ---- models that choose their attention from a table of their own ----------------------------------------------------
+
+
+def _attention_of(original: Callable[..., str]) -> Callable[..., str]:
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+        if requested_attention == NAME and (table := _table(type(self))) is not None:
+            why = f"its code takes its attention from a table of its own ({table}), not from transformers' interface"
+            raise errors.UnsupportedModel(type(self).__name__, [why])
+        return original(self, requested_attention, is_init_check)
+
+    return get_correct_attn_implementation
+
+
+def _table(model_class: type) -> str | None:
+    """The name of a table of attention classes in the model's own file, towers for images left out; None if none."""
+    for name, value in vars(sys.modules[model_class.__module__]).items():
+        if isinstance(value, dict) and "eager" in value and isinstance(value["eager"], type) and "VISION" not in name:
+            return name
+    return None
+
+
+PATCHES = [
+    Patch(
+        "transformers.modeling_utils:PreTrainedModel.get_correct_attn_implementation",
+        "(self, requested_attention, is_init_check=)",
+        _attention_of,
+    ),
+]

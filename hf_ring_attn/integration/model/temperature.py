@@ -1,0 +1,61 @@
+"""Llama 4's temperature tuning: queries of layers without RoPE grow with their place in the row.
+
+transformers counts that place from the start of the tensor a rank was given (Llama4TextAttention.forward). In a ring
+such a layer is told not to, and `ring_attention_forward` does it instead, by the same formula, with the places that
+the rank's tokens have in the whole row. A layer knows that it runs in a ring by its mask, in a recompute too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..context.batch_context import BatchContext, MaskSpec
+from ..patching.hooks import attach, attached
+
+_KEY = "temperature"
+_NEEDS = ("use_rope", "floor_scale", "attn_scale")
+
+
+def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if module.__dict__.get("attn_temperature_tuning") or attached(module, _KEY):
+            yield name, module
+
+
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Why a model with temperature tuning is not exact: its layers are not those that this file knows."""
+    for name, module in _tuned(model) if context.ring.size > 1 else ():
+        if not all(hasattr(module, attribute) for attribute in _NEEDS):
+            yield f"{name} ({type(module).__name__}) has a temperature tuning that is not Llama 4's"
+
+
+def prepare(model: nn.Module, _context: BatchContext) -> None:
+    """Hooks the layers that scale their queries by place."""
+    for _, module in _tuned(model):
+        if not getattr(module, "use_rope", True):
+            attach(module, _KEY, _leave_it_out, _put_it_back)
+
+
+def _leave_it_out(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    specs = [x for x in (*args, *kwargs.values()) if isinstance(x, MaskSpec)]
+    if any(spec.layout.world_size > 1 for spec in specs):
+        module.attn_temperature_tuning = False
+
+
+def _put_it_back(module: Any, _args: Any, _output: Any) -> None:
+    module.attn_temperature_tuning = True
+
+
+def scaled(module: Any, query: Tensor, spec: MaskSpec) -> Tensor:
+    """The queries [B, H, T, D] as a hooked layer would have scaled them in one process; others as they are."""
+    if not attached(module, _KEY) or spec.layout.world_size == 1:
+        return query
+    places = spec.places.to(query.device)
+    steps = torch.floor((places.float() + 1.0) / module.floor_scale)
+    factors = torch.log1p(steps) * module.attn_scale + 1.0
+    tuned: Tensor = (query * factors[:, None]).to(query.dtype)
+    return tuned

@@ -1,0 +1,1 @@
+"""Changes to host libraries: guarded, idempotent, undone by `uninstall`."""

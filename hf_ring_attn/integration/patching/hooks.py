@@ -1,0 +1,53 @@
+"""Hooks on modules of a user's model: each once, inert outside a ring, removed by `detach_all`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+_ATTRIBUTE = "_hf_ring_attn_hooks"
+_PACKAGE = __name__.partition(".")[0]
+
+_HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Every module that has hooks of ours."""
+
+
+def attach(
+    module: nn.Module, key: str, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
+) -> None:
+    """Adds a pair of forward hooks to ``module``, unless it has some under ``key``.
+
+    Args:
+        before: (module, args, kwargs), as of a pre-hook with kwargs.
+        after: (module, args, output); called after an error, too.
+    """
+    _HOOKED.add(module)  # also one that was copied together with its hooks
+    handles: dict[str, list[Any]] = module.__dict__.setdefault(_ATTRIBUTE, {})
+    if key in handles:
+        return
+    handles[key] = []
+    if before is not None:
+        handles[key].append(module.register_forward_pre_hook(before, with_kwargs=True))
+    if after is not None:
+        handles[key].append(module.register_forward_hook(after, always_call=True))
+
+
+def attached(module: nn.Module, key: str) -> bool:
+    """Returns True if ``module`` has hooks under ``key``."""
+    return key in module.__dict__.get(_ATTRIBUTE, ())
+
+
+def detach_all() -> None:
+    """Removes every hook that `attach` added."""
+    while _HOOKED:
+        for handles in _HOOKED.pop().__dict__.pop(_ATTRIBUTE, {}).values():
+            for handle in handles:
+                handle.remove()
+
+
+def is_ours(hook: Any) -> bool:
+    """Returns True for a hook that this package registered."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == _PACKAGE

@@ -1,0 +1,1 @@
+"""The self-check: a short row through the model, whole and sharded, before step one."""

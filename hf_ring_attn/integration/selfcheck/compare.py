@@ -1,0 +1,187 @@
+"""Where two runs of one model on one row differ: of each token by how much, and in which module first.
+
+One run is of the whole row, the other of this rank's share of it. Tensors are paired by their names and shapes: along
+one dim the one has the row's tokens and the other the share's, and all other dims are alike. What has no such dim is
+one answer for the whole row, if the model returns it (a pooled output), and is left out inside (the tokens of one
+expert); scalars always are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...sharding.layout import Layout
+from ..context.tensor_tree import tensors_of
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Which tokens of a share are compared with which of the row: the real ones that no padding mask hides.
+
+    Args:
+        length: tokens in the row; local: tokens in the share, padding to the ring included.
+        here: [k] indices into the share; there: [k] indices into the row.
+    """
+
+    length: int
+    local: int
+    here: Tensor
+    there: Tensor
+
+    @classmethod
+    def of(cls, layout: Layout, hidden: Tensor | None, device: torch.device) -> Places:
+        positions = layout.positions()
+        compared = positions < layout.length
+        if hidden is not None:
+            compared &= ~hidden[0, positions]
+        here = compared.nonzero().flatten()
+        return cls(layout.length, layout.local_length, here.to(device), positions[here].to(device))
+
+    def dim(self, whole: torch.Size, share: torch.Size) -> int | None:
+        """The dim of tokens of a pair of shapes; None if they are no such pair."""
+        if len(whole) != len(share):
+            return None
+        unlike = [dim for dim, (a, b) in enumerate(zip(whole, share, strict=True)) if a != b]
+        found = len(unlike) == 1 and (whole[unlike[0]], share[unlike[0]]) == (self.length, self.local)
+        return unlike[0] if found else None
+
+    def errors(self, whole: Any, share: Any, again: Any = None, pooled: bool = True) -> Tensor:
+        """[T] float64 on the CPU: how far each token of a share's outputs is from the row's, by their norms.
+
+        The largest of all outputs that are pairs; with ``pooled``, outputs of the same shape (one answer for the whole
+        row, which every rank should have) count for all tokens. Without any it is nan. With ``again``, outputs of a
+        second run of the whole row, these are compared instead, at the same places.
+        """
+        wholes, shares = dict(tensors_of(whole)), dict(tensors_of(share))
+        others = shares if again is None else dict(tensors_of(again))
+        at = self.here if again is None else self.there
+        here, found = self.here.cpu(), torch.full((self.local,), torch.nan, dtype=torch.float64)
+        pairs = {name: self.dim(x.shape, shares[name].shape) for name, x in wholes.items() if name in shares}
+        for name, dim in pairs.items():
+            if dim is not None:
+                want, got = wholes[name].index_select(dim, self.there), others[name].index_select(dim, at)
+                found[here] = found[here].fmax(relative(got, want, dim).double().cpu())
+        for error in self.pooled_errors(whole, share, again).values() if pooled else ():
+            found[here] = found[here].fmax(torch.tensor(error, dtype=torch.float64))
+        return found
+
+    def pooled_errors(self, whole: Any, share: Any, again: Any = None) -> dict[str, float]:
+        """Of outputs without a dim of tokens, by name: how far they are from the row's."""
+        wholes, shares = dict(tensors_of(whole)), dict(tensors_of(share))
+        others = shares if again is None else dict(tensors_of(again))
+        alike = (name for name, x in wholes.items() if name in shares and x.shape == shares[name].shape)
+        return {
+            name.removeprefix("."): float(relative(others[name][None], wholes[name][None], 0))
+            for name in alike
+            if wholes[name].dim() and wholes[name].is_floating_point() and wholes[name].numel()
+        }
+
+
+def relative(got: Tensor, want: Tensor, dim: int) -> Tensor:
+    """[k] float32: norm of got - want over the norm of want, of each of the k slices along ``dim``.
+
+    The norm of a slice counts as a tenth of their root mean square at least: a token that is nearly 0 by chance would
+    show rounding as if it were a difference. inf and nan equal themselves; a nan that only one has is infinitely far.
+    """
+    got, want = (x.movedim(dim, 0).flatten(1).float() for x in (got, want))
+    equal = (got == want) | (got.isnan() & want.isnan())
+    apart = torch.where(equal, 0.0, got - want).norm(dim=1)
+    size = torch.where(want.isfinite(), want, 0.0).norm(dim=1)
+    size = size.clamp_min(0.1 * float(size.square().mean().sqrt()) if len(size) else 0.0)
+    return torch.where(apart == 0, 0.0, apart / size).nan_to_num(nan=torch.inf)
+
+
+def spread(table: Tensor) -> float:
+    """The largest median of any group of tokens: one number that a defect moves and a few odd tokens do not.
+
+    Experts are chosen by comparing near-equal numbers, so rounding alone sends single tokens another way. A defect of
+    the sharding is not one token's: it has a whole chunk (positions, states, attention), or the same place in all
+    ranks' shares (a convolution's or a shift's first tokens). So the groups are the chunks and these places.
+
+    Args:
+        table: [W, T] errors of each rank's tokens, nan where there is none to compare.
+
+    Returns:
+        nan if there is nothing to compare.
+    """
+    halves = table.reshape(table.shape[0] * 2, -1)
+    groups = [*halves, *table.unbind(1)]
+    medians = [group[~group.isnan()].sort().values for group in groups]
+    return max((float(group[len(group) // 2]) for group in medians if len(group)), default=float("nan"))
+
+
+# ---- which module ----------------------------------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    """A module was called, or returned: which, for the how-manieth time, and what called it."""
+
+    module: str
+    call: int
+    returned: bool
+
+
+@dataclass
+class Recorder:
+    """What modules were given and returned, in order.
+
+    Args:
+        places: of the tokens to keep. whole: the run is of the whole row, so only this rank's tokens of it are kept.
+    """
+
+    places: Places
+    whole: bool
+    events: dict[Event, dict[str, tuple[int, Tensor]]] = field(default_factory=dict)
+    callers: dict[Event, str] = field(default_factory=dict)
+    _stack: list[Event] = field(default_factory=list)
+    _calls: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[Recorder]:
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                before, after = self._before(name), self._after
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+            yield self
+
+    def _before(self, name: str) -> Any:
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._calls[name] = self._calls.get(name, 0) + 1
+            event = Event(name, self._calls[name], False)
+            self._keep(event, self._stack[-1].module if self._stack else name, [args, kwargs])
+            self._stack.append(event)
+
+        return before
+
+    def _after(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        event = self._stack.pop()._replace(returned=True)
+        self._keep(event, event.module, output)
+
+    def _keep(self, event: Event, caller: str, value: Any) -> None:
+        """Copies: models add to their hidden states in place."""
+        self.callers[event] = caller
+        kept = self.events[event] = {}
+        for name, x in tensors_of(value):
+            dims = [dim for dim, size in enumerate(x.shape) if size == (self.places.length if self.whole else -1)]
+            if not self.whole:
+                kept[name] = (-1, x.detach().clone())
+            elif len(dims) == 1:
+                kept[name] = (dims[0], x.detach().index_select(dims[0], self.places.there))
+
+    def errors(self, event: Event, share: Recorder) -> float:
+        """The largest error of any token in what ``share`` (or a second run of the whole row) has of an event."""
+        worst = 0.0
+        for name, (dim, want) in self.events[event].items():
+            _, got = share.events.get(event, {}).get(name, (-1, None))
+            if got is not None and not share.whole and got.dim() == want.dim() and got.shape[dim] == self.places.local:
+                got = got.index_select(dim, self.places.here)
+            if got is not None and got.shape == want.shape and len(self.places.here):
+                worst = max(worst, float(relative(got, want, dim).max()))
+        return worst

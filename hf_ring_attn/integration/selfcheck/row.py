@@ -1,0 +1,122 @@
+"""The row of the self-check: random tokens, and whatever else the user's batch has, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...sharding.layout import Layout
+from ..context import batch_context, introspect
+from ..context.tensor_tree import tensors_of
+from ..context.whole_batch import FEATURES, IGNORED, WholeBatch, tokens_of
+
+LEAST_TOKENS, LEAST_CHUNK = 26, 4
+
+DROPPED = {"labels", "shift_labels", "num_items_in_batch", "use_cache", "attention_mask", "position_ids"}
+"""Inputs that the check makes itself."""
+TOKENS = {"input_ids", "inputs_embeds"}
+
+
+def row_length(world_size: int) -> int:
+    """Tokens in the check's row: 26 or more, chunks of 4 or more, the last chunk two short, so that it is padded."""
+    chunk = max(LEAST_CHUNK, -(-LEAST_TOKENS // (2 * world_size)))
+    return 2 * world_size * chunk - 2
+
+
+@dataclass
+class SelfCheckState:
+    """The self-check of one batch: the sample that its row is made of (None: no check), and its verdict in words."""
+
+    sample: Sample | None = None
+    verdict: str = ""
+
+
+@dataclass
+class Sample:
+    """What the check's row is to have in common with the user's batch.
+
+    ``rows``: how many it has; ``tokens``: the first tokens of its first row, by input; ``others``: its inputs without
+    tokens. ``first``: the first position id, None if the batch has none; ``masked``: whether it has a 2-D mask;
+    ``hides``: on the left, the right.
+    """
+
+    rows: int
+    length: int
+    tokens: dict[str, Tensor]
+    others: dict[str, Any]
+    first: int | None
+    masked: bool
+    hides: tuple[bool, bool]
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], whole: WholeBatch, context: batch_context.BatchContext) -> Sample | None:
+        """Of a user's batch; None where there is no self-check."""
+        length, hidden = context.layout.length, context.facts.hidden
+        if context.ring.size == 1 or not context.config.self_check or not length:
+            return None
+        given = {name: x for name, x in whole.inputs.items() if name in batch and name not in DROPPED}
+        rows = tokens_of(batch).shape[0]
+        tokens = {n: x for n, x in given.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
+        others = {name: x for name, x in given.items() if name not in tokens}
+        if context.text is not None:  # a row of text alone: images do not come in parts
+            tokens = {name: x if name in TOKENS else torch.zeros_like(x) for name, x in tokens.items()}
+            others = {n: x for n, x in others.items() if not FEATURES.search(n) and next(tensors_of(x), None) is None}
+        count, positions = row_length(context.ring.size), batch.get("position_ids")
+        return cls(
+            rows,
+            length,
+            {name: x[:1, :count].detach().clone() for name, x in tokens.items()},
+            others,
+            None if positions is None or context.text is not None else int(positions.flatten()[0]),
+            batch.get("attention_mask") is not None,
+            (False, False) if hidden is None else (bool(hidden[:, 0].any()), bool(hidden[:, length - 1].any())),
+        )
+
+    def row(self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1) -> dict[str, Any]:
+        """A row for ``model``, or several, with the inputs of the user's batch, the same on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        config = next(introspect.configs_of(model))
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        count = row_length(world_size)
+        reach = getattr(config, "max_position_embeddings", None)
+        if isinstance(reach, int) and reach > 0:  # learned positions may end there, unless the batch goes further
+            count = min(count, max(reach - (self.first or 0), self.length))
+        row: dict[str, Any] = {}
+        for name, x in self.tokens.items():
+            row[name] = x[:, torch.arange(count) % x.shape[1]].expand(rows, *[-1] * (x.dim() - 1))
+        device = next(iter(row.values())).device
+        ids = row.get("input_ids")
+        words = _words(config, ids, list(introspect.configs_of(model)))
+        random = words[torch.randint(len(words), (rows, count), generator=generator)]
+        if ids is not None:
+            row["input_ids"] = random.to(device=device, dtype=ids.dtype)
+        if self.first is not None:
+            row["position_ids"] = torch.arange(self.first, self.first + count, device=device).expand(rows, -1)
+        mask = torch.ones(rows, count, dtype=torch.int64)
+        if self.masked:
+            left, right = self.hides
+            mask[:, : 3 * left] = 0
+            mask[:, count - 3 * right :] = 0
+            row["attention_mask"] = mask.to(device)
+        if labelled:
+            # Of the tokens of one rank: a mean that each rank makes of its own labels is far from the mean of all.
+            there = torch.isin(torch.arange(count), Layout(count, world_size, 1).positions())
+            row["labels"] = random.masked_fill(~there | (mask == 0), IGNORED).to(device)
+        others = {name: x[:rows] if isinstance(x, Tensor) and x.dim() else x for name, x in self.others.items()}
+        return {**others, **row, "use_cache": False}
+
+
+def _words(config: Any, ids: Tensor | None, configs: list[Any]) -> Tensor:
+    """Ids to draw from: the vocabulary without its special tokens, some of which mean that images are to come."""
+    size = getattr(config, "vocab_size", None)
+    if not isinstance(size, int) or size < 1:
+        return torch.zeros(1, dtype=torch.int64) if ids is None else ids.unique().cpu()
+    allowed = torch.ones(size, dtype=torch.bool)
+    for name, value in (entry for part in configs for entry in vars(part).items()):
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and 0 <= value < size:
+            allowed[value] = False
+    return allowed.nonzero().flatten() if bool(allowed.any()) else torch.arange(size)

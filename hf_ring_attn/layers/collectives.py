@@ -1,0 +1,55 @@
+"""Differentiable collectives over a row: gather whole sequences, sum over the ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.first_order import once
+from ..comm.ring import Ring
+from ..kernels import accumulate_dtype
+from ..sharding.layout import Layout
+
+
+class _GatherSequence(torch.autograd.Function):
+    """[B, T, ...] to [B, S, ...] and back: the adjoint of a gather is the sum over ranks, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring, layout: Layout) -> Tensor:
+        ctx.ring, ctx.layout = ring, layout
+        return layout.merge(ring.gather(x, "gathered a sequence").wait()[0])[:, : layout.length].contiguous()
+
+    @staticmethod
+    @once("a row that was gathered")
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        wide = ctx.layout.pad(gradient.to(accumulate_dtype(gradient.dtype)), 1)
+        return ctx.ring.reduce_scatter(ctx.layout.split(wide)).to(gradient.dtype), None, None
+
+
+def gather_sequence(x: Tensor, ring: Ring, layout: Layout) -> Tensor:
+    """Whole sequences [B, S, ...] in order from every rank's tokens [B, T, ...], padding dropped. Differentiable."""
+    return x if ring.size == 1 else _GatherSequence.apply(x, ring, layout)  # type: ignore[no-untyped-call]
+
+
+class _SumOverRing(torch.autograd.Function):
+    """Each rank's loss may use the sum, so the gradient of what a rank gave is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
+        ctx.ring = ring
+        return ring.total(x)
+
+    @staticmethod
+    @once("a sum over the ring")
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return ctx.ring.total(gradient), None
+
+
+def sum_over_ring(x: Tensor, ring: Ring) -> Tensor:
+    """The sum of all ranks' ``x``, on each of them. Differentiable: a loss that every rank computes of it gives the
+    right gradient once averaged over ranks."""
+    return x if ring.size == 1 else _SumOverRing.apply(x, ring)  # type: ignore[no-untyped-call]

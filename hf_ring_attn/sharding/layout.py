@@ -1,0 +1,224 @@
+"""Who holds which token: zigzag positions or any other chunks, sharding, and back.
+
+A row of S tokens is padded to a multiple of 2W and cut into 2W chunks; rank r holds chunk r and chunk 2W-1-r, in
+that order, so that every rank has the same share of a causal mask's work (Brandon et al. 2023, "Striped attention",
+and the zigzag of ring-flash-attention). Packed documents may need other chunks than these: then the layout says whose
+each is (`balance` chooses). A ring of one holds the row as it is.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import BadOption, TwoLayouts
+
+Owners = tuple[int, ...]
+"""The rank that holds each chunk of a row, in order; () for the zigzag."""
+
+
+class Run(NamedTuple):
+    """A contiguous run of tokens: ``length`` tokens at ``offset`` of a tensor, at ``position`` of the row."""
+
+    offset: int
+    position: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a row of ``length`` tokens lies on the ranks of a ring.
+
+    Args:
+        length: real tokens in the row (S).
+        world_size: ranks in the ring (W).
+        rank: the rank that asks.
+        owners: the rank that holds each of the row's equal chunks, each rank as many as every other; () is the zigzag.
+    """
+
+    length: int
+    world_size: int
+    rank: int
+    owners: Owners = ()
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            raise BadOption("length", self.length, "a number of tokens, 0 or more")
+        if self.world_size < 1:
+            raise BadOption("world_size", self.world_size, "at least 1")
+        if not 0 <= self.rank < self.world_size:
+            raise BadOption("rank", self.rank, f"from 0 to {self.world_size - 1}")
+        if self.owners and not _is_shared_evenly(self.owners, self.world_size):
+            need = f"the ranks 0 to {self.world_size - 1}, each as often as every other"
+            raise BadOption("owners", self.owners, need)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that each rank holds; a ring of one has a single chunk."""
+        return 1 if self.world_size == 1 else len(self.owners) // self.world_size or 2
+
+    @property
+    def chunk(self) -> int:
+        """Tokens in a chunk."""
+        return -(-self.length // (self.chunks * self.world_size))
+
+    @property
+    def padded(self) -> int:
+        """Tokens in the padded row."""
+        return self.chunk * self.chunks * self.world_size
+
+    @property
+    def local_length(self) -> int:
+        """Tokens that every rank holds, padding included (T)."""
+        return self.padded // self.world_size
+
+    def runs(self, rank: int | None = None) -> tuple[Run, ...]:
+        """The contiguous runs of tokens that ``rank`` (default: this one) holds, in its local order."""
+        rank = self.rank if rank is None else rank
+        chunk, runs = self.chunk, [Run(0, 0, 0)]
+        for number, place in enumerate(chunks_of(self.world_size, self.owners)[rank]):
+            last = runs[-1]
+            if last.position + last.length == place * chunk:  # chunks that touch are one run
+                runs[-1] = last._replace(length=last.length + chunk)
+            else:
+                runs.append(Run(number * chunk, place * chunk, chunk))
+        return tuple(run for run in runs if run.length) or (Run(0, 0, 0),)
+
+    def whole(self) -> tuple[Run, ...]:
+        """The padded row as one run: what a merged gather holds."""
+        return (Run(0, 0, self.padded),)
+
+    def positions(self, rank: int | None = None) -> Tensor:
+        """[T] int64: the place in the padded row of each token that ``rank`` (default: this one) holds."""
+        return torch.cat([torch.arange(run.position, run.position + run.length) for run in self.runs(rank)])
+
+    def pad(self, row: Tensor, dim: int, value: float | int | bool | None = 0) -> Tensor:
+        """``row`` with ``value`` appended along ``dim`` up to the padded length; None: its last token again."""
+        missing = self.padded - row.shape[dim]
+        if missing == 0:
+            return row
+        shape = list(row.shape)
+        shape[dim] = missing
+        more = row.new_full(shape, value) if value is not None else row.narrow(dim, -1, 1).expand(shape)
+        return torch.cat([row, more], dim)
+
+    def shard(self, row: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a padded row: its chunks along ``dim``, copied; in a ring of one the row itself."""
+        if self.world_size == 1:
+            return row
+        return torch.cat([row.narrow(dim, run.position, run.length) for run in self.runs()], dim)
+
+    def merge(self, gathered: Tensor) -> Tensor:
+        """The padded row from all ranks' tokens: [W, B, T, ...] in rank order to [B, W * T, ...] in row order."""
+        if self.world_size == 1:
+            return gathered[0]
+        pieces = gathered.unflatten(2, (self.chunks, gathered.shape[2] // self.chunks))
+        return torch.cat([pieces[rank, :, number] for rank, number in _places(self.world_size, self.owners)], 1)
+
+    def split(self, row: Tensor) -> Tensor:
+        """The opposite of `merge`: [B, W * T, ...] in row order to [W, B, T, ...] in rank order."""
+        if self.world_size == 1:
+            return row[None]
+        batch, tokens, *rest = row.shape
+        held = _held(self.world_size, self.owners, row.device)
+        pieces = row.unflatten(1, (self.chunks * self.world_size, self.chunk)).index_select(1, held)
+        of_ranks: Tensor = pieces.view(batch, self.world_size, tokens // self.world_size, *rest)
+        return of_ranks.transpose(0, 1).contiguous()
+
+
+@lru_cache(maxsize=1024)
+def chunks_of(world_size: int, owners: Owners) -> tuple[tuple[int, ...], ...]:
+    """The chunks of the row that rank 0, 1, ... holds, in their order in the row."""
+    if world_size == 1:
+        return ((0,),)
+    if not owners:
+        return tuple((rank, 2 * world_size - 1 - rank) for rank in range(world_size))
+    return tuple(tuple(chunk for chunk, of in enumerate(owners) if of == rank) for rank in range(world_size))
+
+
+@lru_cache(maxsize=1024)
+def _is_shared_evenly(owners: Owners, world_size: int) -> bool:
+    counts = {owners.count(rank) for rank in range(world_size)}
+    return counts == {len(owners) // world_size} and len(owners) % world_size == 0
+
+
+@lru_cache(maxsize=256)
+def _held(world_size: int, owners: Owners, device: torch.device) -> Tensor:
+    """The chunks of rank 0, then those of rank 1, ..."""
+    with torch.inference_mode(False):  # it is kept for calls that autograd may follow
+        return torch.tensor(chunks_of(world_size, owners), device=device).flatten()
+
+
+@lru_cache(maxsize=256)
+def _places(world_size: int, owners: Owners) -> tuple[tuple[int, int], ...]:
+    """Of each chunk of the row: its owner, and which of the owner's chunks it is."""
+    places = sorted(
+        (chunk, rank, number)
+        for rank, held in enumerate(chunks_of(world_size, owners))
+        for number, chunk in enumerate(held)
+    )
+    return tuple((rank, number) for _, rank, number in places)
+
+
+_TOLD: set[int] = set()
+"""Sizes of rings of which this process was told zigzag places."""
+_DEALT: dict[int, weakref.WeakSet[Any]] = {}
+"""By the size of a ring: what holds rows that lie otherwise on it, for as long as it lives."""
+
+
+def zigzag_was_told(world_size: int) -> bool:
+    """Whether this process asked `positions` of rings of this size: it may index rows of a zigzag by them."""
+    return world_size in _TOLD
+
+
+def note_dealt(holder: object, world_size: int) -> None:
+    """``holder`` has rows of a ring of this size that do not lie as a zigzag."""
+    _DEALT.setdefault(world_size, weakref.WeakSet()).add(holder)
+
+
+def _dealt_lives(world_size: int) -> bool:
+    if _DEALT.get(world_size):
+        gc.collect()  # one that only a cycle holds
+    return bool(_DEALT.get(world_size))
+
+
+def held_of_zigzag(length: int, rank: int, world_size: int) -> Tensor:
+    """`positions`, for code of this package."""
+    index = Layout(length, world_size, rank).positions()
+    return index[index < length]
+
+
+def positions(length: int, *, rank: int, world_size: int) -> Tensor:
+    """Which tokens of a row a rank holds in the zigzag: with `ring_attention`, and with `shard` as it is by default.
+
+    Of one sharded batch see `Sharded.positions`, which is right in every layout.
+
+    ``row[:, positions(S, rank=r, world_size=W)]`` is rank r's share of ``row`` [B, S, ...]. Where S is no multiple of
+    2 * W the last chunks are short, so ranks may hold different numbers of tokens, or none; together they hold every
+    token once.
+
+    Args:
+        length: tokens in the row (S), 0 or more.
+        rank: 0 to world_size - 1.
+        world_size: ranks in the ring (W).
+
+    Returns:
+        1-D int64 index into the row, each entry below ``length``, in the order in which the rank holds them.
+
+    Raises:
+        BadOption: for a rank outside the ring or a negative length.
+        TwoLayouts: there is a batch in this process whose rows lie otherwise (``RingConfig(layout="balanced")``, which
+            Trainer takes by itself). Batches that come after a call keep the zigzag.
+    """
+    held = held_of_zigzag(length, rank, world_size)
+    if _dealt_lives(world_size):
+        raise TwoLayouts(world_size)
+    if world_size > 1:
+        _TOLD.add(world_size)
+    return held

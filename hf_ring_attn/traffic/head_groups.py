@@ -1,0 +1,102 @@
+"""Which heads travel together, and by which way: keys of the whole row, or those that a sparse plan has."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Generator
+
+from torch import Tensor
+
+from ..comm.ring import Ring
+from ..comm.sparse_exchange import Exchange
+from ..sharding.layout import Owners, chunks_of
+from .base import Traffic
+from .gathered_kv import GatheredKV, KVGroup
+from .interrupted import interruption_guard
+
+QUERIES, SCORES = 2**15, 2**31
+"""What one launch for a chunk of tokens and a group of heads has at least, if there are so many heads: two blocks of
+queries for each multiprocessor of a large GPU, and work for about a millisecond there, ten times what launching takes.
+Where each query head has keys of its own (128 heads of 192/128 at 32K tokens), groups by bytes alone cost a quarter of
+the forward's speed on an H200: 192 blocks take as long as 264."""
+LARGEST = 2**30
+"""Bytes that a group may have for the sake of its launch: a gather holds two groups or three."""
+SUMS = 2**29
+"""Bytes of dk's and dv's sums in one walk of the ring, if launches stay large; roads hold them up to three times. Those
+of Llama's eight key heads at 256K tokens on four GPUs are as many."""
+
+
+def head_groups(
+    q: Tensor, k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int, keys: int, chunk: int
+) -> list[slice]:
+    """The key/value heads in groups of ``heads_per_gather``; 0: as `Traffic` has it, and none too small to launch.
+
+    Args:
+        q, k, v: of a rank's tokens, [B, T, ...]. Only shapes count, so the groups are the same on every rank.
+        keys: how many of each head arrive.
+        chunk: tokens of a kernel's call.
+    """
+    batch, _, heads, width = k.shape
+    if not heads_per_gather:
+        bytes_per_head = batch * keys * (width + v.shape[3]) * k.element_size()
+        queries_per_head = max(1, batch * chunk * q.shape[2] // heads)
+        by_bytes, largest = traffic.bytes_per_gather // max(1, bytes_per_head), LARGEST // max(1, bytes_per_head)
+        to_launch = _to_launch(queries_per_head, keys)
+        heads_per_gather = min(-(-heads // traffic.groups), max(1, by_bytes, min(to_launch, largest)))
+    return [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
+
+
+def ring_pass_groups(q: Tensor, k: Tensor, v: Tensor, chunk: int, itemsize: int) -> list[slice]:
+    """The key/value heads in groups of about one size, each of which walks the ring by itself: what a backward holds
+    grows with the heads of a group. One group where `SUMS` allows it.
+
+    Args:
+        q, k, v: of a rank's tokens, as in `head_groups`.
+        chunk: tokens of a kernel's call.
+        itemsize: bytes of a number of the sums.
+    """
+    batch, tokens, heads, width = k.shape
+    bytes_per_head = batch * tokens * (width + v.shape[3]) * itemsize
+    queries_per_head = max(1, batch * chunk * q.shape[2] // heads)
+    each = max(1, SUMS // max(1, bytes_per_head), 2 * _to_launch(queries_per_head, tokens))  # two lanes
+    count = min(-(-heads // each), max(1, heads // 2))
+    stops = [-(-heads * number // count) for number in range(count + 1)]  # the largest first: the others fit its room
+    return [slice(start, stop) for start, stop in itertools.pairwise(stops)]
+
+
+def _to_launch(queries_per_head: int, keys: int) -> int:
+    """How many key heads a launch needs, by what `QUERIES` and `SCORES` ask for."""
+    return max(-(-QUERIES // queries_per_head), -(-SCORES // (queries_per_head * max(1, keys))))
+
+
+def seen_by_heads(
+    traffic: Traffic, exchange: Exchange | None, owners: Owners, q: Tensor, k: Tensor, v: Tensor,
+    heads_per_gather: int, kept: GatheredKV | None = None, *, most: int = 0, two_streams: bool = False,
+) -> Generator[KVGroup]:  # fmt: skip
+    """The keys and values [B, S, heads, ...] of a plan's forward, a few heads at a time: the whole row's, or those that
+    this rank's queries q see, ``most`` on some rank. Where ``kept`` has them nothing travels; where it is empty they
+    are left there. ``two_streams``: as in `Traffic.gathered`; to be closed then, also after an error."""
+    if kept is not None and kept.parts is not None:
+        return (part for part in kept.parts)
+    ring, tokens = traffic.ring, k.shape[1]
+    keys = ring.size * tokens if exchange is None else most
+    chunk = tokens // len(chunks_of(ring.size, owners)[ring.rank])
+    groups = head_groups(q, k, v, traffic, heads_per_gather, keys, chunk)
+    if exchange is None:
+        parts = traffic.gathered(k, v, groups, owners, keep=kept is not None, two_streams=two_streams)
+    else:
+        parts = _exchanged(ring, exchange, k, v, groups)
+    return parts if kept is None else kept.filling(parts)
+
+
+def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]) -> Generator[KVGroup]:
+    halfway = interruption_guard(ring)
+    sent = ring.by_heads((k, v), groups, halfway.sending(functools.partial(exchange.take, ring)))
+
+    def arriving() -> Generator[KVGroup]:
+        for group, arrived in sent:
+            yield KVGroup(group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1]))
+        halfway.end()  # by now a backward has given the last gradients back, too
+
+    return arriving()

@@ -1,0 +1,299 @@
+"""The traffic between ranks: what arrives, in which order and in which dtype, and what they tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_ring_attn.comm import fingerprint as fingerprint_module
+from hf_ring_attn.comm import ring as ring_module
+from hf_ring_attn.comm.fingerprint import PIECE, fingerprint
+from hf_ring_attn.comm.ring import LOCAL, Ring, world_rank
+from hf_ring_attn.errors import RanksDiffer, RefusedElsewhere
+from tests.helpers.checks import Ranks
+from tests.helpers.live_bytes import peak_bytes
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def watched(name: str, log: list[str]) -> Iterator[None]:
+    """Notes in ``log`` each call of a method of Ring."""
+    method = getattr(Ring, name)
+
+    def noted(self: Ring, *args: Any, **kwargs: Any) -> Any:
+        log.append(name)
+        return method(self, *args, **kwargs)
+
+    with mock.patch.object(Ring, name, noted):
+        yield
+
+
+# ---- gathers -----------------------------------------------------------------------------------------------------
+
+
+def gathered() -> Tensor:
+    ring = Ring.of(None)
+    mine = torch.arange(12.0).view(3, 4).T + 100 * ring.rank  # not contiguous
+    (everyone,) = ring.gather(mine).wait()
+    return everyone
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_gather_is_in_rank_order(ranks: Ranks, size: int) -> None:
+    want = torch.stack([torch.arange(12.0).view(3, 4).T + 100 * rank for rank in range(size)])
+    assert all(torch.equal(got, want) for got in ranks(size).run(gathered))
+
+
+def gathered_by_heads(heads: int, heads_per_gather: int) -> tuple[list[str], list[tuple[slice, list[Tensor]]]]:
+    ring, log, yielded = Ring.of(None), list[str](), []
+    k = torch.arange(2 * 3 * heads * 2.0).view(2, 3, heads, 2) + 1000 * ring.rank
+    with watched("gather", log):
+        groups = [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
+        for group, arrived in ring.by_heads((k, -k[..., :1]), groups):
+            log.append(f"attend {group.start} to {group.stop}")
+            yielded.append((group, arrived))
+    return log, yielded
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("heads", "heads_per_gather"), [(5, 2), (4, 1), (3, 3), (2, 7)])
+def test_heads_are_gathered_in_order_each_once(ranks: Ranks, size: int, heads: int, heads_per_gather: int) -> None:
+    k = torch.arange(2 * 3 * heads * 2.0).view(2, 3, heads, 2)
+    everyone = torch.stack([k + 1000 * rank for rank in range(size)])
+    for _, yielded in ranks(size).run(gathered_by_heads, heads, heads_per_gather):
+        assert [h for group, _ in yielded for h in range(group.start, group.stop)] == list(range(heads))
+        for group, (keys, values) in yielded:
+            assert torch.equal(keys, everyone[:, :, :, group])
+            assert torch.equal(values, -everyone[:, :, :, group, :1])
+
+
+def test_the_next_heads_are_on_their_way_while_these_are_attended(ranks: Ranks) -> None:
+    """One group ahead, and no more: memory is bounded by two groups."""
+    launch = ["gather", "gather"]
+    want = [*launch, *launch, "attend 0 to 2", *launch, "attend 2 to 4", "attend 4 to 5"]
+    assert [log for log, _ in ranks(2).run(gathered_by_heads, 5, 2)] == [want, want]
+
+
+def summed() -> tuple[Tensor, Tensor]:
+    ring = Ring.of(None)
+    rows = torch.stack([torch.full((3, 2), 2.0**12 * ring.rank + mine + 1 / 16) for mine in range(ring.size)])
+    apart = rows.transpose(1, 2).contiguous().transpose(1, 2)
+    return ring.reduce_scatter(apart), apart
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_rank_gets_the_sum_of_its_entry(ranks: Ranks, size: int) -> None:
+    for mine, (got, given) in enumerate(ranks(size).run(summed)):
+        assert got.shape == (3, 2)
+        assert (got == sum(2.0**12 * rank + mine + 1 / 16 for rank in range(size))).all()
+        assert (given[0] == 2.0**12 * mine + 1 / 16).all(), "the input is not written to"
+
+
+def numbers(rank: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(200, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def averaged(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    ring = Ring.of(None)
+    mine = numbers(ring.rank, dtype)
+    return ring.mean(mine), mine
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_means_are_summed_in_float32(ranks: Ranks, dtype: torch.dtype) -> None:
+    """A sum in bfloat16 would differ from the rounded mean in a third of the numbers."""
+    exact = torch.stack([numbers(rank, dtype).double() for rank in range(4)]).mean(0)
+    for rank, (mean, given) in enumerate(ranks(4).run(averaged, dtype)):
+        assert mean.dtype == dtype
+        if dtype == torch.bfloat16:
+            assert torch.equal(mean, exact.bfloat16())
+        else:
+            assert (mean.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps
+        assert torch.equal(given, numbers(rank, dtype)), "the input is not written to"
+
+
+def averaged_together() -> tuple[list[str], list[Tensor]]:
+    ring, log = Ring.of(None), list[str]()
+    shapes = [(3, 2), (4,), (), (0,), (2, 5)]
+    mine = [torch.full(shape, ring.rank + number / 8) for number, shape in enumerate(shapes)]
+    mine += [mine[0].bfloat16(), mine[1].double(), mine[4]]
+    all_reduce = dist.all_reduce
+
+    def noted(x: Tensor, **options: Any) -> Any:
+        log.append(f"{x.numel()} of {x.dtype}")
+        return all_reduce(x, **options)
+
+    with mock.patch.object(dist, "all_reduce", noted), mock.patch.object(ring_module, "TOGETHER", 20):
+        return log, ring.means(mine)
+
+
+def test_small_tensors_are_averaged_together(ranks: Ranks) -> None:
+    for log, means in ranks(2).run(averaged_together):
+        assert log == ["11 of torch.float32", "16 of torch.float32", "4 of torch.float64", "10 of torch.float32"]
+        assert [tuple(x.shape) for x in means] == [(3, 2), (4,), (), (0,), (2, 5), (3, 2), (4,), (2, 5)]
+        assert [x.dtype for x in means[5:]] == [torch.bfloat16, torch.float64, torch.float32]
+        for number, x in zip((0, 1, 2, 3, 4, 0, 1, 4), means, strict=True):
+            assert (x == 0.5 + number / 8).all()
+
+
+def test_a_ring_of_one_needs_no_traffic() -> None:
+    ring, x = Ring.of(None), torch.arange(6.0).view(1, 6)
+    assert (ring.name, ring.size, ring.rank) == (LOCAL, 1, 0)
+    assert ring.mean(x) is x
+    assert torch.equal(ring.gather(x).wait()[0], x[None])
+    assert torch.equal(ring.reduce_scatter(x), x[0])
+    ring.agree({"tokens": 1}, CPU, "")
+    assert ring.numbers(7, CPU, "") == [7]
+    assert world_rank() == 0
+
+
+def named() -> tuple[str, int, int, int]:
+    ring = Ring.of(None)
+    return ring.name, ring.size, ring.rank, world_rank()
+
+
+def test_a_world_of_one_is_a_ring_of_one_and_others_go_by_name(ranks: Ranks) -> None:
+    assert ranks(1).run(named) == [(LOCAL, 1, 0, 0)]
+    (name, *_), other = ranks(2).run(named)
+    assert name != LOCAL
+    assert other == (name, 2, 1, 1)
+
+
+# ---- agreement ---------------------------------------------------------------------------------------------------
+
+
+def agreed(facts: list[dict[str, int]], refusals: list[str | None]) -> tuple[str, str, list[str]]:
+    """The kind and the text of what a rank raises, and its collectives."""
+    ring, log = Ring.of(None), list[str]()
+    try:
+        with watched("gather", log):
+            ring.agree(facts[ring.rank], ring.small_device(CPU), "Give them the same.", refusals[ring.rank])
+    except (RanksDiffer, RefusedElsewhere) as error:
+        return type(error).__name__, str(error), log
+    return "", "", log
+
+
+def test_ranks_that_agree_go_on_after_one_collective(ranks: Ranks) -> None:
+    same = {"rows": 2, "tokens": -(2**62)}
+    assert ranks(3).run(agreed, [same] * 3, [None] * 3) == [("", "", ["gather"])] * 3
+
+
+def test_ranks_that_differ_all_say_so(ranks: Ranks) -> None:
+    facts = [{"rows": 2, "tokens": 8, "labels": n} for n in (8, 8, 9)]
+    text = (
+        "the ranks of one ring must hold the same labels, but got rank 0: 8, rank 1: 8, rank 2: 9. Give them the same."
+    )
+    assert ranks(3).run(agreed, facts, [None] * 3) == [("RanksDiffer", text, ["gather"])] * 3
+
+
+def test_the_first_fact_that_differs_is_named(ranks: Ranks) -> None:
+    facts = [{"rows": n, "tokens": 7 - n} for n in (2, 3)]
+    for _, text, _ in ranks(2).run(agreed, facts, [None] * 2):
+        assert "the same rows, but got rank 0: 2, rank 1: 3." in text
+
+
+def test_a_refusal_of_one_rank_stops_all_with_its_reason(ranks: Ranks) -> None:
+    facts = [{"rows": 2}, {"rows": 0}, {"rows": 2}]
+    text = "the ring stops because a rank of it refused its batch:\n  rank 1: images cannot be sharded."
+    answers = ranks(3).run(agreed, facts, [None, "images cannot be sharded.", None])
+    assert [answer[:2] for answer in answers] == [("RefusedElsewhere", text)] * 3
+
+
+def test_all_refusals_are_listed(ranks: Ranks) -> None:
+    answers = ranks(2).run(agreed, [{"rows": 2}] * 2, ["one.", "two."])
+    assert all(text.endswith("  rank 0: one.\n  rank 1: two.") for _, text, _ in answers)
+
+
+def test_a_reason_of_several_ranks_is_told_once() -> None:
+    assert str(RefusedElsewhere({0: "one.", 1: "two.", 3: "one.", 4: "one."})) == (
+        "the ring stops because a rank of it refused its batch:\n  ranks 0, 3, 4: one.\n  rank 1: two."
+    )
+    told = str(RefusedElsewhere(dict.fromkeys(range(8), "images cannot be sharded.")))
+    assert told.endswith(":\n  ranks 0, 1, 2, 3, 4, 5, 6, 7: images cannot be sharded.")
+
+
+def lengths() -> list[int]:
+    ring = Ring.of(None)
+    return ring.numbers(10 * ring.rank, CPU, "")
+
+
+def test_ranks_tell_each_other_their_lengths(ranks: Ranks) -> None:
+    assert ranks(3).run(lengths) == [[0, 10, 20]] * 3
+
+
+def test_fingerprints_tell_tensors_apart() -> None:
+    x = torch.arange(12)
+    other = x.clone()
+    other[7] = 0
+    tensors = [
+        None, x, other, x.view(3, 4), x.view(4, 3), x.flip(0), x[:-1], x.float(), x.double() / 3, torch.zeros(12),
+        torch.zeros(13), torch.zeros(0), x > 3, x - 2**62, x[[1, 0, *range(2, 12)]],
+    ]  # fmt: skip
+    prints = [fingerprint(tensor) for tensor in tensors]
+    assert len(set(prints)) == len(tensors)
+    assert all(-(2**63) <= number < 2**63 for number in prints)
+    assert prints == [fingerprint(tensor) for tensor in tensors]
+    assert fingerprint(x.view(4, 3).T.contiguous()) == fingerprint(x.view(4, 3).T)
+
+
+def test_every_value_of_a_large_tensor_is_in_its_fingerprint() -> None:
+    """Of more than 2**24 values, as many pixels are, only a sample was: here each third."""
+    x = torch.zeros(2**25 + 1, dtype=torch.uint8)
+    want = fingerprint(x)
+    for place in (1, 2**18 - 1, 2**18, 2**24 + 1, 2**25 - 1):
+        x[place] = 1
+        assert fingerprint(x) != want, place
+        x[place] = 0
+    assert fingerprint(x) == want
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda x: x, "rows swapped for columns": lambda x: x.T, "every second": lambda x: x[::2, 1:],
+    "one row for all": lambda x: x[:1].expand(9, -1), "three dims turned": lambda x: x.view(6, 5, 4).permute(2, 0, 1),
+    "flat": lambda x: x.flatten(), "one value": lambda x: x[0, 0], "nothing": lambda x: x[:0].T,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("why", LAYOUTS)
+def test_a_fingerprint_knows_no_pieces_and_no_memory_order(
+    why: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = LAYOUTS[why](torch.randn(12, 10, generator=torch.Generator().manual_seed(3)).mul(50).to(dtype))
+    want = fingerprint(x)
+    for values in (1, 4, 7, 64):
+        monkeypatch.setattr(fingerprint_module, "PIECE", values)
+        assert fingerprint(x) == fingerprint(x.clone(memory_format=torch.contiguous_format)) == want
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_fingerprints_of_many_values_that_differ_little_differ_all_over(dtype: torch.dtype) -> None:
+    """Each of their 64 bits, though floats of few digits differ in their high bits only."""
+    x = torch.arange(64).to(dtype).repeat(2, 1)
+    prints = []
+    for step in range(512):
+        x[step % 2, step % 64] += 1
+        prints.append(fingerprint(x))
+    flips = torch.tensor([[(a ^ b) >> bit & 1 for bit in range(64)] for a, b in pairwise(prints)])
+    assert (flips.double().mean(0) - 0.5).abs().max() < 0.1
+
+
+def test_a_fingerprint_needs_memory_for_one_piece() -> None:
+    x = torch.zeros(4096, 1024, dtype=torch.uint8)
+    for large in (x, x.T, x.view(2, 2048, 1024).permute(0, 2, 1)):
+        assert peak_bytes(lambda: fingerprint(large)) < 100 * PIECE  # noqa: B023  called at once
+
+
+def test_fingerprints_are_the_same_in_every_process(ranks: Ranks) -> None:
+    """Ranks are forked from a process with a seed of its own for Python's hashes."""
+    x = torch.arange(12).view(3, 4)
+    assert set(ranks(2).run(fingerprint, x)) == {fingerprint(x)}

@@ -1,0 +1,132 @@
+"""Programs that never import the plugin, started by their command lines on two ranks, give what one process gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.helpers.jobs.comparison import LOSS, Ranks
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs.sft_jobs import OFFLINE, model, quiet, rows, tokenizer
+from tests.helpers.jobs.trainer_jobs import launched
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPE = str(REPOSITORY / "recipes/accelerate/cpu_2ranks.yaml")
+TRL_SFT = "trl.scripts.sft"
+STEPS = 3
+GLOO_AT_EXIT = "terminate called without an active exception"
+"""A race of gloo's threads with the end of a process whose work is done, in one run of some thirty: run it again."""
+
+STRANGER = """
+import sys
+import torch
+from datasets import load_from_disk
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+model, data, output, attention = sys.argv[1:]
+read = AutoTokenizer.from_pretrained(model)
+
+def collate(rows):
+    batch = read([row["text"] for row in rows], return_tensors="pt", padding=True, padding_side="right")
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+arguments = TrainingArguments(
+    output, max_steps=3, per_device_train_batch_size=2, optim="sgd", learning_rate=0.1, logging_steps=1, save_steps=3,
+    report_to="none", use_cpu=True, remove_unused_columns=False, disable_tqdm=True,
+)
+net = AutoModelForCausalLM.from_pretrained(model, attn_implementation=attention)
+trainer = Trainer(net, arguments, data_collator=collate, train_dataset=load_from_disk(data))
+trainer.train()
+trainer.end()
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer, rows of text in the forms that both programs read, and a stranger's script."""
+    folder = tmp_path_factory.mktemp("files")
+    model("sdpa").save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    (folder / "jsonl").mkdir()
+    data = rows("text", 24)
+    data.to_json(folder / "jsonl/train.jsonl")
+    data.save_to_disk(folder / "arrow")
+    (folder / "stranger.py").write_text(STRANGER)
+    return folder
+
+
+def for_trl(files: Path, attention: str, output: Path) -> list[str]:
+    flags = {
+        "model_name_or_path": files / "model", "dataset_name": files / "jsonl", "attn_implementation": attention,
+        "output_dir": output, "max_steps": STEPS, "save_steps": STEPS, "logging_steps": 1, "packing": True,
+        "max_length": 64, "per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.1, "dtype": "float32",
+        "bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def without_the_plugin(program: str, arguments: Sequence[str], cache: str) -> None:
+    """Runs a script or a module in this process, as python would."""
+    command = mock.patch.object(sys, "argv", [program, *arguments])
+    with launched(Mesh(), **OFFLINE), quiet(), command, mock.patch("datasets.config.HF_DATASETS_CACHE", Path(cache)):
+        (runpy.run_path if program.endswith(".py") else runpy.run_module)(program, run_name="__main__")
+
+
+def alone(ranks: Ranks, program: str, arguments: Sequence[str], place: Path) -> None:
+    ranks(1).run(without_the_plugin, program, arguments, str(place / "cache"))
+    ranks(1).close()  # the program has destroyed the process group, as it should at its end
+
+
+def shell(command: Sequence[str], place: Path, **variables: str) -> None:
+    """Runs a command of this environment in a shell's way; its output is what a failure shows."""
+    bins = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HOME": str(place), "HF_DATASETS_OFFLINE": "1"}
+    environment = {**os.environ, **OFFLINE, **settings, "PATH": bins, "PYTHONPATH": paths, **variables}
+    for _ in range(2):
+        ran = subprocess.run(
+            command, env=environment, cwd=place, capture_output=True, text=True, timeout=55, check=False
+        )
+        if ran.returncode == 0 or GLOO_AT_EXIT not in ran.stderr:
+            break
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "ring of 2" in ran.stderr, "no ring was active"
+
+
+def logged(output: Path) -> list[tuple[float, float]]:
+    state = json.loads((output / f"checkpoint-{STEPS}/trainer_state.json").read_text())
+    return [(entry["loss"], entry["grad_norm"]) for entry in state["log_history"] if "loss" in entry]
+
+
+def assert_same(got: Path, want: Path) -> None:
+    assert len(logged(want)) == STEPS
+    for mine, theirs in zip(logged(got), logged(want), strict=True):
+        assert mine == pytest.approx(theirs, rel=LOSS)
+
+
+@pytest.mark.slow
+def test_trl_sft_by_its_own_command(ranks: Ranks, files: Path, tmp_path: Path) -> None:
+    """TRL's command launches its script anew with accelerate: the plugin has to come along."""
+    command = [sys.executable, "-m", "hf_ring_attn.run", "trl", "sft", "--accelerate_config", RECIPE]
+    command += ["--main_process_port", "0", *for_trl(files, "ring_fp32", tmp_path / "ring")]
+    shell(command, tmp_path)
+    alone(ranks, TRL_SFT, for_trl(files, "sdpa", tmp_path / "alone"), tmp_path)
+    assert_same(tmp_path / "ring", tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_strangers_script_under_torchrun(ranks: Ranks, files: Path, tmp_path: Path) -> None:
+    script, read = str(files / "stranger.py"), [str(files / "model"), str(files / "arrow")]
+    ring = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "hf_ring_attn.run"]
+    shell([*command, script, *read, str(tmp_path / "ring"), "ring_fp32"], tmp_path, **ring)
+    alone(ranks, script, [*read, str(tmp_path / "alone"), "sdpa"], tmp_path)
+    assert_same(tmp_path / "ring", tmp_path / "alone")

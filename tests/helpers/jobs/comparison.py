@@ -1,0 +1,85 @@
+"""Uses in a ring against the same without the plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from hf_ring_attn.testing import LiveRanks, relative_error
+from tests.helpers.jobs import plain_jobs
+from tests.helpers.jobs.plain_jobs import Answer, Batch, Step
+from tests.helpers.jobs.runs import Mesh, Run
+from tests.helpers.jobs.trainer_jobs import Outcome, train
+
+Ranks = Callable[[int], LiveRanks]
+
+MESHES = (Mesh(cp=2), Mesh(dp=2, cp=2), Mesh(cp=4))
+LOSS = 1e-5
+"""Relative bound of losses, grad norms and metrics."""
+PARAMETER = 1e-6
+"""Absolute bound of parameters after ten steps, which move them by 0.01 to 0.2; 1e-7 is what is found."""
+UPDATE = 1e-3
+"""Relative bound of how far the steps move each tensor: the smallest move by 1e-5, where float32 has steps of 1e-8."""
+
+
+def by_turns(cases: Sequence[Any], meshes: Sequence[Mesh] = MESHES) -> list[Any]:
+    """The parameters (case, mesh) of each case on each mesh; without --full on the first or the second, by turns."""
+    return [
+        pytest.param(case, mesh, id=f"{case.why}-{mesh}", marks=() if mesh is meshes[turn % 2] else pytest.mark.full)
+        for turn, case in enumerate(cases) for mesh in meshes
+    ]  # fmt: skip
+
+
+@cache
+def without_ring(ranks: Ranks, run: Run, mesh: Mesh) -> Outcome:
+    """The same run by transformers' own attention, without the plugin, once for all meshes with as many replicas."""
+    return ranks(mesh.alone.size).run(train, run, mesh.alone)[0]
+
+
+def in_rings(ranks: Ranks, run: Run, mesh: Mesh) -> list[Outcome]:
+    """What every rank saw of a run whose rings are those of the mesh."""
+    outcomes = ranks(mesh.size).run(train, run, mesh)
+    assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    return outcomes
+
+
+def assert_equal_runs(got: Outcome, want: Outcome) -> None:
+    assert len(got.log) == len(want.log)
+    for at, (one, other) in enumerate(zip(got.log, want.log, strict=True)):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            assert one[name] == pytest.approx(value, rel=LOSS), f"{name}, log entry {at}"
+    assert got.parameters.keys() == want.parameters.keys()
+    for name, parameter in want.parameters.items():
+        assert float((got.parameters[name] - parameter).abs().max()) < PARAMETER, name
+        assert relative_error(got.updates[name], want.updates[name]) < UPDATE, name
+
+
+WITH_TOWERS = 3e-6
+"""Relative bound of all that a model with towers gives: transformers keeps RMS norms, RoPE and the loss in float32,
+whatever the model's dtype."""
+
+alone = cache(plain_jobs.by_itself)
+
+
+def assert_towers_change_nothing(ranks: Ranks, world_size: int, step: Step) -> None:
+    for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
+        assert_equal_whole_answers(got, alone(step), step.batch)
+
+
+def assert_equal_whole_answers(got: Answer, want: Answer, batch: Batch, exact: float = WITH_TOWERS) -> None:
+    """Of a model with towers: these may have weights without a gradient, which a ring gives zeros."""
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    assert relative_error(got.loss, want.loss) < exact
+    assert relative_error(got.logits[real], want.logits[real]) < exact
+    for kind in ("gradients", "exact"):
+        found, expected = getattr(got, kind), getattr(want, kind)
+        assert all(name in expected or not gradient.any() for name, gradient in found.items())
+        for name, gradient in expected.items():
+            # The bias of keys has no gradient but rounding, since a softmax does not see it.
+            nothing = max(float(found[name].abs().max()), float(gradient.abs().max())) < 1e-14
+            assert relative_error(found[name], gradient) < 2 * exact or nothing, (kind, name)

@@ -1,0 +1,269 @@
+"""What ranks run to be refused: models that a ring cannot compute exactly, and Trainers before their first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import MixtralForCausalLM, Trainer
+
+import hf_ring_attn
+from hf_ring_attn import RingAttentionError
+from tests.helpers.jobs.plain_jobs import Batch, tokens
+from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, trainer_of
+from tests.helpers.models.tiny_models import SIZES, build
+
+Change = Callable[[Any], Any]
+"""What is done to a model before it runs: it returns the model to call."""
+
+
+def none(model: Any) -> Any:
+    return model
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Forward:
+    """One forward and backward of a model in a ring, which must be refused.
+
+    Args:
+        kind: the class of the model; sizes: whether its config knows those of `tiny_models`; config: what else it has.
+        change: what is done to the model first; labelled: whether the batch has labels.
+        error: the class of the error; text: a part of its text.
+    """
+
+    why: str
+    kind: str = "LlamaForCausalLM"
+    sizes: bool = True
+    config: dict[str, Any] = field(default_factory=dict)
+    attention: str = "ring_fp32"
+    change: Change = none
+    batch: Batch = field(default_factory=lambda: tokens(24))
+    labelled: bool = True
+    error: str = "UnsupportedModel"
+    text: str
+
+
+def refused(forward: Forward) -> tuple[str, str] | None:
+    """The class's name and the text of what was raised on this rank; None if nothing was."""
+    model = build(forward.kind, forward.attention, **{**(SIZES if forward.sizes else {}), **forward.config})
+    called = forward.change(model.train())
+    batch = forward.batch if forward.labelled else {n: x for n, x in forward.batch.items() if n != "labels"}
+    try:
+        sharded = hf_ring_attn.shard(batch)
+        with sharded:
+            out = called(**sharded.inputs)
+        out[0].sum().backward()
+    except RingAttentionError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def prompt_tuning(model: Any) -> Any:
+    from peft import PromptTuningConfig, TaskType, get_peft_model
+
+    return get_peft_model(model, PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3))
+
+
+def activated_lora(model: Any) -> Any:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    lora = LoraConfig(
+        r=2, target_modules=["q_proj"], task_type=TaskType.CAUSAL_LM, alora_invocation_tokens=[1, 2]
+    )  # fmt: skip
+    return get_peft_model(model, lora)
+
+
+def neftune(model: Any) -> Any:
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+    return model
+
+
+def in_evaluation_mode(model: Any) -> Any:
+    return model.eval()
+
+
+def its_own_loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Any:
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return losses / (1 if num_items_in_batch is None else num_items_in_batch)
+
+
+def with_a_loss_function(model: Any) -> Any:
+    model.loss_function = its_own_loss
+    return model
+
+
+def tuned_otherwise(model: Any) -> Any:
+    model.model.layers[0].self_attn.attn_temperature_tuning = True
+    return model
+
+
+class Remote(MixtralForCausalLM):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
+    """A model of another file, whose function of that name is another one."""
+
+
+def load_balancing_loss_func(gate_logits: Any, *_: Any) -> Any:
+    return sum(logits.logsumexp(-1).square().mean() for logits in gate_logits)
+
+
+def balanced_otherwise(model: Any) -> Any:
+    model.__class__ = Remote
+    return model
+
+
+def with_means_of_batches(model: Any) -> Any:
+    model.accepts_loss_kwargs = False
+    return model
+
+
+def with_a_4d_mask(model: Any) -> Any:
+    def call(**inputs: Any) -> Any:
+        rows, local = inputs["input_ids"].shape
+        return model(**{**inputs, "attention_mask": torch.zeros(rows, 1, local, local)})
+
+    return call
+
+
+def with_whole_rows(model: Any) -> Any:
+    return lambda **inputs: model(**tokens(24))
+
+
+def that_generates(model: Any) -> Any:
+    return lambda **inputs: model.generate(torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2)
+
+
+def checkpointed_whole(model: Any) -> Any:
+    """The model as a whole, not its layers: its masks are made again in backward, outside the context."""
+    return lambda **inputs: checkpoint(
+        lambda ids: model(**{**inputs, "input_ids": ids}), inputs["input_ids"], use_reentrant=False
+    )
+
+
+def that_returns_a_tuple(model: Any) -> Any:
+    model.register_forward_hook(lambda module, args, output: tuple(output.values()))
+    return model
+
+
+class DeepSpeedEngine(nn.Module):
+    """Stands for DeepSpeed's, which needs a GPU: it is told by its name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+
+class FullyShardedDataParallel(DeepSpeedEngine):
+    """Stands for FSDP1's."""
+
+
+class Linear(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Linear(1, 1)
+
+    def forward(self, input_ids: Any, **_: Any) -> Any:
+        return (self.weight(input_ids[..., None].float()),)
+
+
+# ---- Trainers --------------------------------------------------------------------------------------------------------
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class OwnLossOfALaterModel(OwnLoss):
+    """It is given a function that makes its model: none is there when it is constructed."""
+
+    def __init__(self, model: Any, **given: Any) -> None:
+        super().__init__(model_init=lambda: model, **given)
+
+
+class WithoutWrapper(Trainer):
+    """Its model runs as it is, as under FSDP2: DDP is a module that is in training mode from the start."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = lambda model, *_, **__: model
+
+
+class OwnStep(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+class OwnLossThatIsExact(OwnLoss):
+    ring_fp32_exact = True
+
+
+class OtherOrder(Trainer):
+    """Every rank reads its samples in another order, as programs do that shard their data themselves."""
+
+    def get_train_dataloader(self) -> Any:
+        rows = Rows(count=8, seed=dist.get_rank()).make()
+        return [{name: torch.stack([row[name] for row in rows[:2]]) for name in rows[0]}] * 8
+
+
+def one_rank_has_a_cache(rows: list[Any]) -> Any:
+    batch: dict[str, Any] = Rows().collate(rows)
+    if dist.get_rank() == 1:
+        batch["past_key_values"] = torch.zeros(1)
+    return batch
+
+
+def with_other_labels(rows: list[Any]) -> Any:
+    """Answers of another length than the rows."""
+    batch: dict[str, Any] = Rows().collate(rows)
+    return {**batch, "labels": batch["labels"][:, :9]}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Training:
+    """A Trainer that must be refused before its first step.
+
+    ``model``, ``config`` and ``change`` make its model, as in `Forward`; ``more`` is given to `trainer_of`.
+    """
+
+    why: str
+    run: Run = field(default_factory=lambda: Run(why="", steps=2))
+    kind: type[Trainer] = Trainer
+    model: str = "LlamaForCausalLM"
+    config: dict[str, Any] = field(default_factory=dict)
+    change: Change = none
+    more: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    mesh: Mesh = Mesh(cp=2)  # noqa: RUF009  Mesh is frozen, sharing it is safe
+    predicts: bool = False
+    error: str
+    text: str
+
+
+def refused_training(training: Training) -> tuple[str, str, int] | None:
+    """Class, text and the steps made until then of what was raised on this rank; None if nothing was."""
+    steps = 0
+    with launched(training.mesh, **training.environment), a_folder(None) as folder:
+        try:
+            model = training.change(build(training.model, **{**SIZES, **training.config}))
+            trainer = trainer_of(training.run, training.mesh, folder, model, kind=training.kind, **training.more)
+            if training.predicts:
+                rows: Any = training.run.evaluated.make()
+                trainer.predict(rows)
+            else:
+                trainer.train()
+        except RingAttentionError as error:
+            if "trainer" in locals():
+                steps = trainer.state.global_step
+            return type(error).__name__, str(error), steps
+    return None

@@ -1,0 +1,201 @@
+"""Uses of Trainer told as data: on which mesh, with which samples and options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_ring_attn import RingConfig
+from tests.helpers.models.tiny_models import BEFORE_IMAGE, IMAGE, VOCABULARY
+
+Row = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """``dp`` replicas of a ring of ``cp`` ranks. Mesh() is one process without the plugin."""
+
+    dp: int = 1
+    cp: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.cp
+
+    @property
+    def alone(self) -> Mesh:
+        """The same data parallel ranks, with no ring: what a ring must be equal to."""
+        return Mesh(self.dp)
+
+    def __str__(self) -> str:
+        return f"dp{self.dp} x cp{self.cp}"
+
+    def launch_config(self) -> dict[str, str]:
+        """The environment that `accelerate launch` sets for it."""
+        sizes = {"PARALLELISM_CONFIG_CP_SIZE": self.cp, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": self.dp}
+        use = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} if self.cp > 1 else {}
+        return {"ACCELERATE_USE_CPU": "true", **use, **{name: str(n) for name, n in sizes.items() if n > 1 and use}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Samples of random tokens.
+
+    Args:
+        count: how many; length: tokens of each.
+        shortest: lengths differ from row to row between this and ``length``, if given; ``pad_to`` then says on which
+            side the collator pads a batch ("left" or "right"), with a 2-D mask.
+        labelled: which tokens have labels: "all", "answers" (a prompt of another length in each row has none), "first"
+            or "last" (three tokens of every row, so that most ranks have none).
+        packed: rows hold several documents, told by position_ids.
+    """
+
+    count: int = 14
+    length: int = 24
+    shortest: int | None = None
+    pad_to: str = ""
+    labelled: str = "all"
+    packed: bool = False
+    seed: int = 1
+
+    def make(self) -> list[Row]:
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = []
+        for index in range(self.count):
+            length = self.length
+            if self.shortest is not None:
+                length = int(torch.randint(self.shortest, length + 1, (), generator=generator))
+            ids = torch.randint(0, VOCABULARY, (length,), generator=generator)
+            hidden = {
+                "all": slice(0, 0), "answers": slice(0, index * 5 % (length - 2)),
+                "first": slice(4, None), "last": slice(0, length - 3),
+            }[self.labelled]  # fmt: skip
+            row = {"input_ids": ids, "labels": ids.clone()}
+            row["labels"][hidden] = -100
+            if self.packed:
+                first = 3 + index % (length - 8)
+                row["position_ids"] = torch.cat([torch.arange(n) for n in (first, 2, length - 2 - first)])
+            rows.append(row)
+        return rows
+
+    def collate(self, rows: list[Row]) -> Row:
+        longest = max(len(row["input_ids"]) for row in rows)
+        if not self.pad_to:
+            return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        if any("attention_mask" not in row for row in rows):
+            rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
+
+        def pad(x: Tensor, value: int) -> Tensor:
+            missing = longest - len(x)
+            return torch.nn.functional.pad(x, (missing, 0) if self.pad_to == "left" else (0, missing), value=value)
+
+        return {
+            name: torch.stack([pad(row[name], -100 if name == "labels" else 0) for row in rows]) for name in rows[0]
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed(Rows):
+    """Samples with something beside the text, for which placeholders stand at another place in each row."""
+
+    length: int = 23
+
+    def placeholders(self) -> list[int]:
+        raise NotImplementedError
+
+    def beside(self, ids: Tensor, generator: torch.Generator) -> Row:
+        """The other inputs of a row."""
+        raise NotImplementedError
+
+    def make(self) -> list[Row]:
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = []
+        for index in range(self.count):
+            ids = torch.randint(1, BEFORE_IMAGE, (self.length,), generator=generator)
+            at, stand = 3 + index % 12, self.placeholders()
+            ids[at : at + len(stand)] = torch.tensor(stand)
+            row = {"input_ids": ids, "labels": ids.masked_fill(ids >= BEFORE_IMAGE, -100)}
+            row["labels"][: index * 5 % 17] = -100  # another number of labels in each row
+            rows.append(row | self.beside(ids, generator))
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures(Placed):
+    """Samples with an image each, of Qwen's kind (`qwen`) or Gemma 3's."""
+
+    qwen: bool = False
+
+    def placeholders(self) -> list[int]:
+        return [BEFORE_IMAGE, *[IMAGE] * 4]
+
+    def beside(self, ids: Tensor, generator: torch.Generator) -> Row:
+        kinds = (ids == IMAGE).long()
+        if self.qwen:
+            pixels = torch.randn(16, 96, generator=generator)
+            return {
+                "mm_token_type_ids": kinds.int(), "image_grid_thw": torch.tensor([1, 4, 4]), "pixel_values": pixels,
+            }  # fmt: skip
+        return {"token_type_ids": kinds, "pixel_values": torch.randn(3, 16, 16, generator=generator)}
+
+    def collate(self, rows: list[Row]) -> Row:
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        if self.qwen:
+            batch["pixel_values"] = batch["pixel_values"].flatten(0, 1)
+        return batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sounds(Placed):
+    """Samples with a sound each, which stands at so many `places`.
+
+    ``mask``: under which name the model takes a mask of frames; "": it takes none.
+    """
+
+    places: int
+    mask: str = ""
+    frames: int = 32
+    mels: int = 8
+
+    def placeholders(self) -> list[int]:
+        return [IMAGE] * self.places
+
+    def beside(self, ids: Tensor, generator: torch.Generator) -> Row:
+        sound = {"input_features": torch.randn(self.mels, self.frames, generator=generator)}
+        return sound | ({self.mask: torch.ones(self.frames, dtype=torch.int64)} if self.mask else {})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Run:
+    """One use of Trainer, on any mesh.
+
+    Args:
+        why: what it shows that the others do not; unique.
+        streamed: the samples come from an IterableDataset.
+        model: a name of `tiny_models.MODELS`; lora: train a LoRA adapter of it only.
+        arguments: TrainingArguments beyond those that all runs share.
+        ring: the ring's options; they mean nothing without the plugin.
+        loss_function: compute_loss_func is `capped_loss`.
+        generates: a callback generates text after every fourth step.
+        steps: optimizer steps; 0 only evaluates.
+        metrics: compute_metrics is `ordered_metrics`, given all of the logits, their argmax, or batch by batch:
+            "logits", "argmax", "batches"; "" for none.
+        predicts: Trainer.predict is called at the end, with labels or without: "labelled", "unlabelled", "".
+    """
+
+    why: str
+    model: str = "llama"
+    lora: bool = False
+    streamed: bool = False
+    rows: Rows = Rows()
+    evaluated: Rows = Rows(count=5, seed=2)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    ring: RingConfig = RingConfig()
+    loss_function: bool = False
+    generates: bool = False
+    steps: int = 10
+    metrics: str = ""
+    predicts: str = ""

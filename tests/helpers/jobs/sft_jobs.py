@@ -1,0 +1,262 @@
+"""Fine-tuning runs for live ranks: SFTTrainer in a ring, or without the plugin, and what each of them gives.
+
+The data is real text, the Python standard library's source, read byte by byte. A run is described by a `Case`; where it
+runs is a `Mesh`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, disable_progress_bars
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+import hf_ring_attn
+from hf_ring_attn.integration.context.mesh import ring_group
+from tests.helpers.jobs import sft_pictures
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics
+from tests.helpers.models.tiny_models import SIZES, build
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+TRAIN_ROWS, EVAL_ROWS, BATCH, STEPS = 130, 7, 2, 10
+NUMBERS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+"""What SFTTrainer logs at each step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One way to fine-tune, and why it is here.
+
+    Args:
+        args: for SFTConfig, over the defaults of `config`.
+        rows: the form of the data: "text", "completion" (prompt and completion), "end" (one that is the end of a text
+            alone: a label a row) or "chat".
+        kind: the class of the model.
+        images: a model of `tiny_models.VISION`, trained on rows with pictures; without_images: every so many have none.
+        means: of a model that leaves each batch's loss a mean.
+        stream: give the trainer an IterableDataset.
+        metrics: have compute_metrics, which gets the logits and labels of whole rows.
+    """
+
+    why: str
+    args: dict[str, Any] = field(default_factory=dict)
+    rows: str = "text"
+    lora: bool = False
+    kind: str = "LlamaForCausalLM"
+    images: str = ""
+    without_images: int = 0
+    means: bool = False
+    stream: bool = False
+    metrics: bool = False
+
+    def with_args(self, **more: Any) -> Case:
+        return dataclasses.replace(self, args={**self.args, **more})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave: the numbers of each step and of the evaluation, and the trained parameters before and after."""
+
+    ring_size: int
+    steps: list[dict[str, float]]
+    evaluation: dict[str, float]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+
+# ---- the model, the tokenizer, the text ----------------------------------------------------------------------------
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level: a token for each byte, one that ends and pads, and a chat template with generation tags."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<eos>", "<|user|>", "<|assistant|>"]
+    vocabulary = {token: number for number, token in enumerate([*specials, *letters])}
+    bytes_ = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_.decoder = decoders.ByteLevel()
+    bytes_.add_special_tokens(specials)
+    kind: Any = PreTrainedTokenizerFast
+    made: PreTrainedTokenizerFast = kind(
+        tokenizer_object=bytes_, eos_token="<eos>", pad_token="<eos>", chat_template=CHAT_TEMPLATE
+    )
+    return made
+
+
+AFMOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 3,
+    "num_dense_layers": 1,
+}  # fmt: skip
+
+
+def model(attention: str, kind: str = "LlamaForCausalLM", means: bool = False) -> PreTrainedModel:
+    sizes = {**SIZES, "vocab_size": 259, "max_position_embeddings": 256, "eos_token_id": 0}
+    made = build(kind, attention, **{**sizes, **(AFMOE if kind == "AfmoeForCausalLM" else {})})
+    if means:
+        made.accepts_loss_kwargs = False  # type: ignore[assignment]  # as models that take images have it
+    return made
+
+
+@cache
+def texts(count: int, start: int = 0) -> list[str]:
+    """Pieces of a source file, of 9 to 71 bytes: shorter than a chunk, and longer than several."""
+    source = Path(textwrap.__file__).read_text()[start:]
+    pieces, at = [], 0
+    for number in range(count):
+        length = 9 + (number * 37) % 63
+        pieces.append(source[at : at + length])
+        at += length
+    return pieces
+
+
+def rows(kind: str, count: int, start: int = 0) -> Dataset:
+    pieces = texts(count, start)
+    if kind == "text":
+        return Dataset.from_list([{"text": piece} for piece in pieces])
+    if kind == "completion":
+        return Dataset.from_list([{"prompt": p[: len(p) // 3], "completion": p[len(p) // 3 :]} for p in pieces])
+    if kind == "end":
+        return Dataset.from_list([{"prompt": piece, "completion": ""} for piece in pieces])
+    assert kind == "chat", kind
+    turns = [("user", 0, 4), ("assistant", 4, 9), ("user", 9, 12), ("assistant", 12, None)]
+    return Dataset.from_list(
+        [{"messages": [{"role": role, "content": p[a:b]} for role, a, b in turns if p[a:b]]} for p in pieces]
+    )
+
+
+# ---- a run ---------------------------------------------------------------------------------------------------------
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "CI": "1"}
+"""Nothing is looked up, and TRL's telemetry is not sent."""
+
+
+def config(folder: str, **args: Any) -> SFTConfig:
+    defaults = {
+        "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": BATCH, "learning_rate": 0.1,
+        "per_device_eval_batch_size": BATCH, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 1.0,
+        "max_length": 96, "logging_steps": 1, "bf16": False, "use_cpu": True, "report_to": "none", "seed": 5,
+        "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return SFTConfig(**{**defaults, **args})
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+
+
+def trainer(case: Case, folder: str, attention: str, kind: type[SFTTrainer] = SFTTrainer, **options: Any) -> SFTTrainer:
+    train, evaluate = rows(case.rows, TRAIN_ROWS), rows(case.rows, EVAL_ROWS, start=4000)
+    defaults = {
+        "model": model(attention, case.kind, case.means),
+        "train_dataset": train.to_iterable_dataset() if case.stream else train,
+        "eval_dataset": evaluate,
+        "peft_config": lora() if case.lora else None,
+        "compute_metrics": ordered_metrics if case.metrics else None,
+        "processing_class": tokenizer(),
+    }
+    if case.images:
+        defaults |= pictured(case, attention, train, evaluate)
+    sft = kind(args=config(folder, **case.args), **{**defaults, **options})
+    sft.remove_callback(PrinterCallback)
+    return sft
+
+
+def pictured(case: Case, attention: str, train: Dataset, evaluate: Dataset) -> dict[str, Any]:
+    """What a trainer of images is given in place of text."""
+    processor = sft_pictures.processor(case.images)
+    prompt = sft_pictures.PROMPTS[case.images]
+    return {
+        "model": sft_pictures.model(case.images, attention),
+        "train_dataset": sft_pictures.with_pictures(train, prompt, case.without_images),
+        "eval_dataset": sft_pictures.with_pictures(evaluate, prompt),
+        "processing_class": processor,
+    }
+
+
+def trained(case: Case, mesh: Mesh) -> Outcome:
+    """Ten steps and an evaluation on this rank; without a ring in one process, with ``mesh.dp`` batches at a time."""
+    with launched(mesh if mesh.cp > 1 else Mesh(), **OFFLINE), a_folder(None) as folder, quiet():
+        rows_at_a_time = {"per_device_eval_batch_size": BATCH // mesh.dp}
+        if mesh.cp == 1:
+            rows_at_a_time["per_device_train_batch_size"] = BATCH * mesh.dp
+        sft = trainer(case.with_args(**rows_at_a_time), folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
+        before = trained_parameters(sft)
+        sft.train()
+        steps = [entry for entry in sft.state.log_history if "loss" in entry]
+        evaluation = sft.evaluate()
+        if mesh.cp == 1 and mesh.dp > 1:
+            # The loss is a mean over the batches of all ranks; the other numbers are sums over all ranks at each step.
+            sft.args.per_device_eval_batch_size = BATCH
+            evaluation = {**sft.evaluate(), "eval_loss": evaluation["eval_loss"]}
+        group = ring_group(sft.accelerator)
+        evaluation = {name: x for name, x in evaluation.items() if not name.endswith(("_runtime", "_per_second"))}
+        return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(sft))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings of what TRL deprecates, and without a progress bar for each map over a dataset."""
+    disable_progress_bars()
+    with warnings.catch_warnings(action="ignore"):
+        yield
+
+
+def trained_parameters(sft: SFTTrainer) -> dict[str, Tensor]:
+    net: Any = sft.model
+    return {name: p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+class OwnLoss(SFTTrainer):
+    """A subclass as people write them; that it changes nothing cannot be seen from outside."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        parent: Any = super()
+        return parent.compute_loss(*args, **kwargs)
+
+
+class DeclaredExact(OwnLoss):
+    ring_fp32_exact = True
+
+
+def half(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
+    """A compute_loss_func."""
+    return outputs.logits.float().square().mean() / 2
+
+
+def one_step(case: Case, mesh: Mesh, gathered: bool = False, **options: Any) -> str:
+    """What a trainer's construction and its first step raise, as "Type: text", or "trained".
+
+    A rank that raised the error itself would end its world.
+    """
+    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
+        try:
+            attention = "ring_fp32" if mesh.cp > 1 else "sdpa"
+            sft = trainer(case.with_args(max_steps=1), folder, attention, **options)
+            if gathered:
+                net: Any = sft.model
+                hf_ring_attn.configure(net, hf_ring_attn.RingConfig(loss="gathered"))
+            sft.train()
+        except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
+            return f"{type(error).__name__}: {error}"
+        return "trained"

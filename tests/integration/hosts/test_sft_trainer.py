@@ -1,0 +1,138 @@
+"""SFTTrainer in a ring is SFTTrainer in one process without the plugin; what would not be is refused in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks, by_turns
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs.sft_jobs import NUMBERS, STEPS, Case, DeclaredExact, Outcome, OwnLoss, half, one_step, trained
+
+PACKED = {"packing": True}
+MIXTRAL = "MixtralForCausalLM"
+
+
+def checkpointed(**how: bool) -> dict[str, Any]:
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": how}
+
+
+CASES = [
+    Case("padded rows: the mask hides the end of the shorter one"),
+    Case("packed: a row holds several documents", PACKED),
+    Case("packed and wrapped: documents are cut, and see each other", {**PACKED, "packing_strategy": "wrapped"}),
+    Case("padding-free: a batch is one row of an odd length", {"padding_free": True, "max_length": None}),
+    Case("completion only: a rank may hold no label at all", rows="completion"),
+    Case("assistant only: labels come and go in a row", {"assistant_only_loss": True}, rows="chat"),
+    Case("assistant only, packed", {"assistant_only_loss": True, **PACKED}, rows="chat"),
+    Case("dft: each token's loss is weighted by its own probability", {"loss_type": "dft"}),
+    Case("LoRA", lora=True),
+    Case("LoRA, packed", PACKED, lora=True),
+    Case("checkpointing, reentrant", checkpointed(use_reentrant=True)),
+    Case("checkpointing, not reentrant, packed", {**PACKED, **checkpointed(use_reentrant=False)}),
+    Case("accumulation: one count of tokens over several batches", {"gradient_accumulation_steps": 3}),
+    Case("packed, but evaluated in padded rows", {**PACKED, "eval_packing": False}),
+]
+TWO_RANKS = [
+    Case("TRL's selective checkpointing, packed", {**PACKED, **checkpointed(selective=True)}),
+    Case("LoRA, checkpointed: inputs need gradients", checkpointed(use_reentrant=False), lora=True),
+    Case(
+        "tokens averaged on each data-parallel rank alone",
+        {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+    ),
+    Case("packed and padded: each token of padding is a document", {**PACKED, "pad_to_multiple_of": 7}),
+    Case("a stream, whose batches accelerate would dispatch", {"shuffle_dataset": False}, stream=True),
+    Case("metrics of logits and labels in whole rows", metrics=True),
+    Case("no names of labels, which SFTTrainer does not ask for", {"label_names": []}, lora=True),
+    Case("experts, without their auxiliary loss", {"router_aux_loss_coef": 0.0}, kind=MIXTRAL),
+]
+
+
+@cache
+def in_one_process(ranks: Ranks, case: Case, mesh: Mesh) -> Outcome:
+    return ranks(1).run(trained, case, mesh.alone)[0]
+
+
+@pytest.mark.parametrize(("case", "mesh"), by_turns(CASES))
+def test_sft_in_a_ring_is_sft_in_one_process(ranks: Ranks, case: Case, mesh: Mesh) -> None:
+    compare(ranks, case, mesh)
+
+
+@pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.why)
+def test_on_two_ranks_as_well(ranks: Ranks, case: Case) -> None:
+    compare(ranks, case, Mesh(cp=2))
+
+
+def compare(ranks: Ranks, case: Case, mesh: Mesh) -> None:
+    want = in_one_process(ranks, case, mesh)
+    outcomes = ranks(mesh.size).run(trained, case, mesh)
+    assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    assert len(want.steps) == STEPS
+    assert any((want.after[name] - p).abs().max() > 1e-3 for name, p in want.before.items()), "nothing was learnt"
+    got = outcomes[0]
+    for number, (mine, theirs) in enumerate(zip(got.steps, want.steps, strict=True), 1):
+        assert_close(f"step {number}", mine, theirs, NUMBERS)
+    assert got.evaluation.keys() == want.evaluation.keys() > {"eval_loss", "eval_entropy", "eval_mean_token_accuracy"}
+    assert_close("evaluation", got.evaluation, want.evaluation, want.evaluation)
+    for name, parameter in want.after.items():
+        assert (got.after[name] - parameter).abs().max() <= PARAMETER, name
+    for other in outcomes[1:]:
+        assert all(torch.equal(p, other.after[name]) for name, p in got.after.items())
+
+
+def assert_close(what: str, got: dict[str, float], want: dict[str, float], names: Iterable[str]) -> None:
+    for name in names:
+        assert got[name] == pytest.approx(want[name], rel=LOSS), f"{what}: {name}"
+
+
+EXPERTS = Case("experts", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}, kind=MIXTRAL)
+MEANS = Case("each batch's mean", {"gradient_accumulation_steps": 2}, rows="completion", means=True)
+ADDED = Case(  # by TRL alone: without it patched, gradients differed by 2e-5 here
+    "experts whose model has no such loss", {"router_aux_loss_coef": 0.5, "learning_rate": 0.01},
+    kind="AfmoeForCausalLM",
+)  # fmt: skip
+BOTH = Case("both", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2}, kind=MIXTRAL, means=True)
+
+
+@pytest.mark.parametrize(("case", "mesh"), by_turns([EXPERTS, ADDED, MEANS, BOTH], [Mesh(cp=2), Mesh(cp=4)]))
+def test_losses_that_are_no_sums_over_tokens(ranks: Ranks, case: Case, mesh: Mesh) -> None:
+    """Without replicas: what they would average is not what one process has of all rows together."""
+    compare(ranks, case, mesh)
+
+
+ALONE = {"average_tokens_across_devices": False}
+FEW_LABELS = [
+    Case("experts", {**ALONE, "router_aux_loss_coef": 0.5, "learning_rate": 0.01}, kind=MIXTRAL, rows="end"),
+    Case("each batch's mean", ALONE, rows="end", means=True),
+]
+
+
+@pytest.mark.parametrize("case", FEW_LABELS, ids=lambda case: case.why)
+def test_fewer_labels_than_ranks_that_do_not_average(ranks: Ranks, case: Case) -> None:
+    """Two labels and four ranks: a rank's share of the count is a half, which SFTTrainer takes for one."""
+    compare(ranks, case, Mesh(cp=4))
+
+
+REFUSED: list[tuple[Case, dict[str, Any], str]] = [
+    (Case("compute_loss_func"), {"compute_loss_func": half}, "LossNotSharded: compute_loss_func cannot be computed"),
+    (Case("label smoothing", {"label_smoothing_factor": 0.1}), {}, r"LossNotSharded: label smoothing \(label_smooth"),
+    (Case("the gathered loss"), {"gathered": True}, "NoLogits: loss='gathered' needs .*TRL's fused head.*'sharded'"),
+    (Case("NEFTune", {"neftune_noise_alpha": 5.0}), {}, "UnsupportedModel: Llama.*set neftune_noise_alpha=None"),
+    (Case("Liger", {"use_liger_kernel": True}), {}, "UnsupportedOption: use_liger_kernel=True .*set it to False"),
+    (Case("a subclass's loss"), {"kind": OwnLoss}, "UnknownTrainer: OwnLoss .*OwnLoss.compute_loss.*ring_fp32_exact"),
+]
+
+
+@pytest.mark.parametrize(("case", "options", "text"), REFUSED, ids=[case.why for case, _, _ in REFUSED])
+def test_it_is_refused_before_the_first_step(ranks: Ranks, case: Case, options: dict[str, Any], text: str) -> None:
+    for said in ranks(2).run(one_step, case, Mesh(cp=2), **options):
+        assert re.match(text, said), said
+
+
+def test_a_subclass_may_declare_itself_exact(ranks: Ranks) -> None:
+    assert ranks(2).run(one_step, Case("declared"), Mesh(cp=2), kind=DeclaredExact) == ["trained"] * 2

@@ -1,0 +1,74 @@
+"""Evaluation and prediction in a ring: whole sequences, in their order, with Trainer's values without the plugin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_ring_attn import RingConfig
+from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, by_turns, without_ring
+from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.jobs.trainer_jobs import train
+
+FIVE = Rows(count=5, labelled="answers", length=23, seed=2)
+"""Batches of two rows a replica: the last one is incomplete on one replica, and on two."""
+RAGGED = Rows(count=5, shortest=9, pad_to="right", labelled="answers", seed=4)
+GATHERED = RingConfig(loss="gathered")
+
+RUNS = [
+    Run(why="the loss alone", steps=0, evaluated=FIVE),
+    Run(why="compute_metrics and predict", steps=0, evaluated=FIVE, metrics="logits", predicts="labelled"),
+    Run(
+        why="rows of other lengths in each batch, left padding", steps=0, metrics="logits", predicts="labelled",
+        rows=Rows(shortest=9, pad_to="left"), evaluated=RAGGED,
+    ),
+    Run(why="preprocess_logits_for_metrics", steps=0, evaluated=FIVE, metrics="argmax", predicts="labelled"),
+    Run(
+        why="batch_eval_metrics", steps=0, evaluated=FIVE, metrics="batches",
+        arguments={"batch_eval_metrics": True, "include_for_metrics": ["loss"]},
+    ),
+    Run(
+        why="metrics of inputs and losses, moved to the CPU at each step", steps=0, evaluated=FIVE, metrics="logits",
+        arguments={"include_for_metrics": ["inputs", "loss"], "eval_accumulation_steps": 1},
+    ),
+    Run(why="predict without labels", steps=0, evaluated=FIVE, predicts="unlabelled"),
+    Run(
+        why="metrics while training", steps=6, evaluated=FIVE, metrics="logits", predicts="labelled",
+        arguments={"eval_steps": 3},
+    ),
+    Run(why="one row, fewer than replicas", steps=0, evaluated=Rows(count=1), metrics="logits", predicts="labelled"),
+    Run(
+        why="packed rows and a window", steps=0, model="mistral", evaluated=Rows(count=5, packed=True, length=27),
+        metrics="logits", predicts="unlabelled",
+    ),
+    Run(why="gathered loss", steps=0, evaluated=FIVE, metrics="logits", predicts="labelled", ring=GATHERED),
+    Run(
+        why="label smoothing", steps=0, evaluated=FIVE, metrics="logits", predicts="labelled", ring=GATHERED,
+        arguments={"label_smoothing_factor": 0.1},
+    ),
+    Run(
+        why="compute_loss_func, tokens not averaged over devices", steps=0, evaluated=FIVE, ring=GATHERED,
+        loss_function=True, metrics="logits", arguments={"average_tokens_across_devices": False},
+    ),
+    Run(
+        why="tokens not averaged over devices", steps=0, evaluated=FIVE,
+        arguments={"average_tokens_across_devices": False},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "mesh"), by_turns(RUNS))
+def test_a_ring_evaluates_as_one_process_does(ranks: Ranks, run: Run, mesh: Mesh) -> None:
+    outcomes = ranks(mesh.size).run(train, run, mesh)
+    want = without_ring(ranks, run, mesh)
+    for got in outcomes:
+        assert got.ring_size == mesh.cp
+        assert_equal_runs(got, want)
+        if want.predictions is not None:
+            assert got.predictions is not None
+            assert got.predictions.shape == want.predictions.shape
+            torch.testing.assert_close(got.predictions, want.predictions, rtol=1e-5, atol=1e-5)
+        assert (got.label_ids is None) == (want.label_ids is None)
+        if got.label_ids is not None and want.label_ids is not None:
+            assert torch.equal(got.label_ids, want.label_ids)
+    assert bool(run.predicts) == (want.predictions is not None)

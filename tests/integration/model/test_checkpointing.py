@@ -1,0 +1,95 @@
+"""save_attention: a checkpointed layer's recompute neither gathers nor attends again, and gradients keep their bits."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.comm.ring import Ring
+from hf_ring_attn.integration import log
+from hf_ring_attn.integration.model import checkpointing
+from tests.helpers.contexts import alone
+from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.models.tiny_models import tiny
+
+NON_REENTRANT = {"use_reentrant": False}
+Found = tuple[int, dict[str, torch.Tensor]]
+
+
+def trained(kwargs: dict[str, Any] | None, save: bool) -> Found:
+    """How often keys and values were sent in a step, and the gradients."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    if kwargs is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    hf_ring_attn.configure(model, RingConfig(save_attention=save, self_check=False))
+    sharded = hf_ring_attn.shard(tokens(23), model=model)
+    sent: list[str] = []
+    gather = Ring.gather
+
+    def counted(self: Ring, tensor: torch.Tensor, doing: str = "gathered keys and values") -> Any:
+        sent.append(doing)
+        return gather(self, tensor, doing)
+
+    with mock.patch.object(Ring, "gather", counted):
+        with sharded:
+            loss = model(**sharded.inputs).loss
+        loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return sent.count("gathered keys and values"), gradients
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_recompute_does_not_gather_again(ranks: Ranks, size: int) -> None:
+    plain = ranks(size).run(trained, None, False)
+    again = ranks(size).run(trained, NON_REENTRANT, False)
+    kept = ranks(size).run(trained, NON_REENTRANT, True)
+    for (once, want), (twice, _), (count, got) in zip(plain, again, kept, strict=True):
+        assert once > 0 and (twice, count) == (2 * once, once)
+        assert want.keys() == got.keys()
+        assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
+
+
+def told(kwargs: dict[str, Any] | None) -> list[str]:
+    with mock.patch.object(log.logger, "warning") as warning:
+        trained(kwargs, True)
+    return [str(call.args[0]) for call in warning.call_args_list]
+
+
+def test_reentrant_checkpointing_is_told_that_it_gathers_again(ranks: Ranks) -> None:
+    for texts in ranks(2).run(told, {"use_reentrant": True}):
+        assert [text for text in texts if text.startswith("save_attention=True has no effect under reentrant")]
+
+
+def test_a_policy_of_ones_own_is_kept() -> None:
+    def mine() -> Any:
+        return checkpointing.contexts()
+
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**NON_REENTRANT, "context_fn": mine})
+    with mock.patch.object(checkpointing, "warn") as warn:
+        checkpointing.prepare(model, alone(RingConfig(save_attention=True)))
+    assert "no effect beside another context_fn" in warn.call_args.args[0]
+    layer = model.model.layers[0]
+    assert layer._gradient_checkpointing_func.keywords["context_fn"] is mine
+
+
+def test_without_checkpointing_it_is_told_that_nothing_is_saved() -> None:
+    model: Any = tiny("llama", "ring_fp32")
+    model.eval()
+    with mock.patch.object(checkpointing, "warn") as warn:
+        checkpointing.prepare(model, alone(RingConfig(save_attention=True)))
+        assert not warn.called, "nothing is computed again in evaluation"
+        checkpointing.prepare(model.train(), alone(RingConfig(save_attention=True)))
+        assert "no layer of the model is checkpointed" in warn.call_args.args[0]
+        warn.reset_mock()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
+        checkpointing.prepare(model, alone(RingConfig(save_attention=True)))
+        checkpointing.prepare(model, alone(RingConfig(save_attention=True)))
+    assert not warn.called
+    assert model.model.layers[0]._gradient_checkpointing_func.keywords["context_fn"] is checkpointing.contexts

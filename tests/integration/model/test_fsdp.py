@@ -1,0 +1,95 @@
+"""FSDP2 on accelerate's mesh, by torch's `fully_shard` and by accelerate: dp_shard x cp for parameters, cp for rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from hf_ring_attn.testing import relative_error
+from tests.helpers.jobs import fsdp_jobs, plain_jobs
+from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.plain_jobs import Shards, tokens
+
+SHARDS = [
+    Shards({"cp_size": 2}, ("dp_shard_cp",), world=2),
+    Shards({"cp_size": 4}, ("dp_shard_cp",), world=4),
+    Shards({"dp_shard_size": 2, "cp_size": 2}, ("dp_shard_cp",), world=4),
+    Shards({"dp_replicate_size": 2, "cp_size": 2}, ("dp_replicate", "dp_shard_cp"), world=4),
+]
+BOUND = 1e-6
+"""Relative, for the loss and the updated parameters: transformers computes the loss in float32."""
+
+
+@pytest.mark.parametrize("checkpointing", ["", "recomputed", "reentrant"])
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
+def test_sharded_parameters_train_as_in_one_process(ranks: Ranks, shards: Shards, checkpointing: str) -> None:
+    compare(ranks, shards, BOUND, "llama", torch.float64, checkpointing)
+
+
+@pytest.mark.parametrize("shards", SHARDS[2:], ids=str)
+def test_sinks_train_as_in_one_process(ranks: Ranks, shards: Shards) -> None:
+    """Each rank has its share of their gradient, and a part of them."""
+    parameters = compare(ranks, shards, 20 * BOUND, "gpt_oss", torch.float32)  # its experts do not take float64
+    assert any("sinks" in name for name in parameters)
+
+
+def test_learned_biases_train_as_in_one_process(ranks: Ranks) -> None:
+    """A score_mod captures parameters that FSDP2 has gathered for the time of a layer."""
+    parameters = compare(ranks, SHARDS[0], BOUND, "learned biases", torch.float64, "recomputed")
+    assert {"slopes", "weight"} == {name.split(".")[-1] for name in parameters if ".self_attn.bias." in name}
+
+
+def compare(
+    ranks: Ranks, shards: Shards, bound: float, model: str, dtype: torch.dtype, checkpointing: str = ""
+) -> dict[str, Tensor]:
+    """The parameters of one process."""
+    batches = [tokens(23, seed=seed) for seed in range(shards.world // shards.sizes["cp_size"])]
+    want_losses, want = plain_jobs.without_fsdp(batches, name=model, dtype=dtype)
+    for rank, (losses, parameters) in enumerate(
+        ranks(shards.world).run(plain_jobs.fsdp2, shards, batches, checkpointing, name=model, dtype=dtype)
+    ):
+        for got, loss in zip(losses, want_losses[rank // shards.sizes["cp_size"]], strict=True):
+            assert relative_error(got, loss) < bound
+        assert parameters.keys() == want.keys()
+        for name, parameter in want.items():
+            assert relative_error(parameters[name], parameter) < bound, name
+    return want
+
+
+def is_rounded(x: Tensor) -> bool:
+    return torch.equal(x.to(torch.bfloat16).to(x.dtype), x)
+
+
+def test_accelerates_fsdp2_rounds_neither_the_loss_nor_the_sum_of_gradients(ranks: Ranks) -> None:
+    for policy, loss, gradient in ranks(2).run(fsdp_jobs.step_in_half, tokens(23)):
+        assert policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        assert loss.dtype == gradient.dtype == torch.float32
+        assert not is_rounded(loss) and not is_rounded(gradient)
+
+
+def test_a_policy_that_somebody_chose_stays(ranks: Ranks) -> None:
+    chosen = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for policy, _, gradient in ranks(2).run(fsdp_jobs.step_in_half, tokens(23), chosen):
+        assert policy == chosen
+        assert is_rounded(gradient)
+
+
+WAYS: list[fsdp_jobs.Way] = ["a loop", "a loop that names the model", "Trainer"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 1250), (torch.float16, 131071)])
+def test_the_count_of_tokens_is_not_rounded(ranks: Ranks, way: fsdp_jobs.Way, dtype: torch.dtype, count: int) -> None:
+    """FSDP2 casts floating tensors on their way into a model: 1250 was 1248, and 131071 infinity, a loss of zero."""
+    for tensor in (True, False):
+        given = {**tokens(23), "num_items_in_batch": torch.tensor(2 * count) if tensor else 2 * count}
+        assert ranks(2).run(fsdp_jobs.counts_that_arrive, given, dtype, way) == [[count]] * 2
+
+
+@pytest.mark.parametrize("wrap", ["", "FSDP2", "compiled"])
+def test_smoothed_labels_are_those_of_the_next_tokens(ranks: Ranks, wrap: str) -> None:
+    """Trainer knows causal language models by their class's name, which FSDP2 and torch.compile change."""
+    for got, want in ranks(2).run(fsdp_jobs.smoothed, tokens(23), wrap):
+        assert relative_error(got, want) < BOUND

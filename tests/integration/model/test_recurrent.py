@@ -1,0 +1,219 @@
+"""Hybrids: layers that carry state along the sequence, or mix neighbouring tokens, give one process's answer.
+
+The sweep has every class of them, with rows of all kinds; here is what it does not see.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+import hf_ring_attn
+import tests.helpers.jobs.hybrid_jobs as jobs
+from hf_ring_attn.testing import relative_error
+from tests.helpers.jobs import hybrid_bits, plain_jobs
+from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, without_ring
+from tests.helpers.jobs.hybrid_jobs import HYBRIDS
+from tests.helpers.jobs.plain_jobs import Shards, Step, packed, padded, tokens
+from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.jobs.trainer_jobs import train
+from tests.helpers.models.tiny_models import tiny
+from tests.integration.batch.test_plain_loop import assert_equal_answers
+
+EXACT = 1e-5
+"""transformers computes recurrences and the norms around them in float32, whatever the model's dtype."""
+
+STEPS = [
+    Step(why="gated delta", model="qwen3_5", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="gated delta, fewer tokens than chunks", model="qwen3_5", batch=tokens(3), exact=EXACT),
+    Step(why="gated delta, recomputed", model="qwen3_5", checkpointing="recomputed", exact=EXACT),
+    Step(why="gated delta, reentrant", model="qwen3_5", checkpointing="reentrant", exact=EXACT),
+    Step(why="convolutions", model="lfm2", batch=padded(23, left=4, right=6)),
+    Step(why="convolutions, tiny chunks, recomputed", model="lfm2", batch=tokens(7), checkpointing="recomputed"),
+    Step(why="mamba 2, fewer heads than ranks", model="granite", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="mamba, without attention", model="mamba", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="mamba, without attention, recomputed", model="mamba", checkpointing="recomputed", exact=EXACT),
+    Step(why="mamba 2, without attention", model="mamba2", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="mamba 2, without attention, reentrant", model="mamba2", checkpointing="reentrant", exact=EXACT),
+    Step(why="mamba 2, reentrant", model="granite", checkpointing="reentrant", exact=EXACT),
+]
+
+FULL = pytest.mark.full
+LONGER = (61, 5, 5, 5, 5, 5, 9, 2)
+
+alone = cache(plain_jobs.by_itself)
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
+def test_a_ring_gives_what_one_process_gives(ranks: Ranks, step: Step, world_size: int) -> None:
+    for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
+        assert_equal_answers(got, alone(step), step)
+
+
+@pytest.mark.parametrize(("lengths", "chunks"), [((9, 3, 11), 0), (LONGER, 4), (LONGER, 8)])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_documents_of_a_packed_row_know_nothing_of_each_other(
+    ranks: Ranks, world_size: int, lengths: tuple[int, ...], chunks: int
+) -> None:
+    """Also in a ring of one, where transformers itself would carry state on."""
+    for answers in ranks(world_size).run(jobs.packed_rows, lengths, chunks):
+        for model, got in answers.items():
+            assert relative_error(got, jobs.documents_alone(model, lengths)) < EXACT, model
+
+
+def test_state_matters() -> None:
+    """What these tests compare depends on the tokens of other ranks through these layers."""
+    for model in HYBRIDS:
+        whole = jobs.first_layer(model, tokens(24)["input_ids"])
+        late = jobs.first_layer(model, tokens(24)["input_ids"][:, 12:])
+        assert relative_error(late, whole[:, 12:]) > 1e-3
+
+
+def test_a_head_beside_a_model_without_attention_may_attend_to_nothing() -> None:
+    sharded = hf_ring_attn.shard({"input_ids": tokens(24)["input_ids"]})
+    with sharded, torch.no_grad():
+        logits = tiny("mamba", "ring_fp32")(**sharded.inputs).logits
+        assert torch.nn.Linear(logits.shape[-1], 2)(logits).shape == (2, 24, 2)
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "mamba"])
+def test_two_batches_alive(ranks: Ranks, model: str) -> None:
+    """Their backwards mix after both contexts were left: what a recompute needs is not in a global."""
+    batches = tokens(23), padded(30, left=7)
+    for found in ranks(2).run(plain_jobs.two_batches_alive, *batches, name=model):
+        for got, batch in zip(found, batches, strict=True):
+            want = alone(Step(why="", model=model, batch=batch)).gradients
+            errors = {name: relative_error(got[name], gradient) for name, gradient in want.items()}
+            assert max(errors.values()) < EXACT, errors
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        *((model, Mesh(cp=2)) for model in ("qwen3_5", "granite", "mamba", "mamba2")),
+        pytest.param("mamba2", Mesh(dp=2, cp=2), marks=FULL),
+    ],
+    ids=str,
+)
+def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, model: str, mesh: Mesh) -> None:
+    """Text is generated in the middle: caches and decode steps are transformers' own, outside the ring."""
+    # Few and small steps: weights that differ by 2e-7 soon give a tiny gated delta net gradients that differ by 3e-5.
+    rows, mild = Rows(labelled="answers", length=23), {"learning_rate": 0.002}
+    run = Run(why=model, model=model, rows=rows, generates=True, steps=5, arguments=mild)
+    want = without_ring(ranks, run, mesh)
+    for got in ranks(mesh.size).run(train, run, mesh):
+        assert_equal_runs(got, want)
+        assert got.generated == want.generated and got.generated
+
+
+TWO_ROWS = [padded(23, left=4, right=6), padded(23, left=2, right=1)]
+SHARDS = [
+    Shards({"dp_shard_size": 2, "cp_size": 2}, ("dp_shard_cp",), world=4),
+    pytest.param(Shards({"cp_size": 2}, ("dp_shard_cp",), world=2), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("checkpointing", ["recomputed", *(pytest.param(n, marks=FULL) for n in ("", "reentrant"))])
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
+@pytest.mark.parametrize("model", ["qwen3_5", "granite", "mamba", "mamba2"])
+def test_fsdp2_trains_as_one_process_does(ranks: Ranks, model: str, shards: Shards, checkpointing: str) -> None:
+    batches = TWO_ROWS[: shards.world // 2]
+    before = dict(plain_jobs.ready(Step(why="", model=model), None).named_parameters())
+    want_losses, want = plain_jobs.without_fsdp(batches, name=model)
+    for rank, (losses, parameters) in enumerate(
+        ranks(shards.world).run(plain_jobs.fsdp2, shards, batches, checkpointing, name=model)
+    ):
+        for got, loss in zip(losses, want_losses[rank // 2], strict=True):
+            assert relative_error(got, loss) < EXACT
+        for name, parameter in want.items():
+            assert not torch.equal(parameter, before[name]), name
+            assert relative_error(parameters[name] - before[name], parameter - before[name]) < EXACT, name
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "rings"),
+    [("granite", 4, 1), ("mamba", 4, 2), ("mamba2", 4, 2), pytest.param("mamba2", 2, 1, marks=FULL)],
+)
+def test_ddp_averages_every_gradient(ranks: Ranks, model: str, world_size: int, rings: int) -> None:
+    """Also where a rank has no head: Granite's recurrence has two."""
+    answers = [alone(Step(why="", model=model, batch=batch)) for batch in TWO_ROWS[:rings]]
+    for rank, (loss, gradients) in enumerate(ranks(world_size).run(jobs.ddp, model, TWO_ROWS[:rings])):
+        assert relative_error(loss, answers[rank * rings // world_size].loss) < EXACT
+        for name, gradient in gradients.items():
+            want = torch.stack([answer.gradients[name] for answer in answers]).mean(0)
+            assert relative_error(gradient, want) < EXACT, name
+        assert gradients.keys() == answers[0].gradients.keys()
+
+
+def test_autocast_rounds_as_in_one_process(ranks: Ranks) -> None:
+    for model, away in ranks(2).run(jobs.under_autocast, tokens(24))[0].items():
+        assert away < 0.05, model
+
+
+def test_a_compiled_hybrid_gives_the_same(ranks: Ranks) -> None:
+    for away in ranks(2).run(jobs.compiled, [tokens(23), packed(10, 14)]):
+        assert away < EXACT
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=str)
+def test_a_head_s_recurrence_is_computed_as_in_one_process(
+    ranks: Ranks, world_size: int, dtype: torch.dtype, rounding: float
+) -> None:
+    """Bit for bit, where a matrix product does not depend on how many there are: so it is on CPUs that were tried."""
+    for found in ranks(world_size).run(hybrid_bits.other_bits, dtype):
+        assert found["delta"] < 1e-3 and found["convolution"] < 0.05
+        assert found["shared"] < rounding
+
+
+# ---- what is refused, and what is left behind ------------------------------------------------------------------------
+
+
+def test_what_cannot_be_exact_is_refused_by_name(ranks: Ranks) -> None:
+    for raised in ranks(2).run(jobs.refusals):
+        assert [error for error, _ in raised] == [
+            "UnsupportedArgument", "RecurrentLayerWithoutMask", "RecurrentLayerWithoutMask", "UnsupportedModel",
+            "RefusedElsewhere",
+        ]  # fmt: skip
+        assert "Qwen3_5GatedDeltaNet was called with a cache: its state would be one rank's" in raised[0][1]
+        assert "Qwen3_5GatedDeltaNet looks along the sequence by other means than attention" in raised[1][1]
+        assert "a reentrant checkpoint that is given the mask as a tensor and copies it" in raised[2][1]
+        assert "causal_conv1d_fn of its file was replaced after hf_ring_attn had changed it" in raised[3][1]
+        assert "seq_idx and position_ids tell different documents (first difference at token 8 of" in raised[4][1]
+
+
+def test_an_unknown_recurrence_is_refused_for_packed_rows_in_a_ring_of_one_too() -> None:
+    error, text = jobs.minimax(packed(9, 14)) or ("", "")
+    assert error == "UnsupportedModel"
+    assert "(MiniMaxLightningAttention) carries state from one document of a packed row to the next" in text
+    assert jobs.minimax(tokens(23)) is None
+
+
+def test_uninstall_leaves_the_functions_of_a_model_s_file_as_they_were(ranks: Ranks) -> None:
+    assert ranks(2).run(jobs.left_behind) == [(True, True)] * 2
+
+
+def test_functions_that_the_package_kernels_made_modules_of(ranks: Ranks) -> None:
+    batch = {"input_ids": tokens(23)["input_ids"]}
+    for found in ranks(2).run(jobs.functions_as_modules, batch):
+        for got in found:
+            assert relative_error(got, alone(Step(why="", model="qwen3_5")).logits) < EXACT
+
+
+def test_a_copy_of_a_model_is_prepared_as_the_model_is(ranks: Ranks) -> None:
+    assert max(ranks(2).run(jobs.a_copy)) < EXACT
+
+
+def test_nothing_is_kept_of_models_that_are_gone(ranks: Ranks) -> None:
+    """What `uninstall` was to do grew by an entry for each layer."""
+    few, many = ranks(2).run(jobs.kept, 2), ranks(2).run(jobs.kept, 50)
+    assert many == few
+    assert [alive for alive, _ in many] == [0, 0]
+
+
+def test_an_activation_that_a_layer_makes_anew_is_no_model(ranks: Ranks) -> None:
+    """Each would be bound, and the model that trains forgotten when its replicas are looked at."""
+    assert ranks(2).run(jobs.bound) == [["Qwen3_5ForCausalLM"]] * 2

@@ -1,0 +1,68 @@
+"""Families of models that take images, each once: the answer is that of one process. Details are in test_vision.py."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from hf_ring_attn.testing import relative_error
+from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.models import vision_models
+from tests.helpers.models.vision_models import KINDS, LENGTH, Answer
+
+alone = cache(vision_models.alone)
+
+
+def assert_equal(got: Answer, want: Answer, bound: float, real: torch.Tensor) -> None:
+    assert relative_error(got[0][real], want[0][real]) < bound
+    assert relative_error(got[1], want[1]) < bound
+    for name, gradient in want[2].items():
+        # The bias of keys has no gradient but rounding, since a softmax does not see it.
+        if not name.endswith("k_proj.bias"):
+            nothing = max(float(got[2][name].abs().max()), float(gradient.abs().max())) < 1e-12
+            assert relative_error(got[2][name], gradient) < 4 * bound or nothing, name
+
+
+def bound_of(name: str) -> float:
+    """In float64 too transformers keeps RMS norms, RoPE and the loss in float32."""
+    return 3e-6 if KINDS[name].dtype == torch.float64 else 1e-5
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_family_is_exact(ranks: Ranks, name: str) -> None:
+    want = alone(name)
+    for got in ranks(2).run(vision_models.in_a_ring, name):
+        assert_equal(got, want, bound_of(name), torch.ones(2, LENGTH, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", ["Gemma 4, inputs for each layer", "Gemma 4, images both ways", "GLM-4V", "Idefics 3"])
+def test_on_four_ranks_with_padding(ranks: Ranks, name: str) -> None:
+    want = alone(name, right=5)
+    real = torch.ones(2, LENGTH, dtype=torch.bool)
+    real[1, -5:] = False
+    for got in ranks(4).run(vision_models.in_a_ring, name, 5):
+        assert_equal(got, want, bound_of(name), real)
+
+
+TRAINED = ("Idefics 3", "InternVL", "Qwen2-VL", "Llama 4", "Gemma 4, images both ways")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in TRAINED else pytest.param(name, marks=pytest.mark.full) for name in KINDS]
+)
+def test_a_trainer_trains_a_family(ranks: Ranks, name: str) -> None:
+    want = vision_models.trained(name, Mesh())
+    assert len(want) == 5 and {"loss", "grad_norm", "eval_loss"} <= {key for entry in want for key in entry}
+    for got in ranks(2).run(vision_models.trained, name, Mesh(cp=2)):
+        assert len(got) == len(want)
+        for mine, theirs in zip(got, want, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_its_images_matter(name: str) -> None:
+    other = vision_models.alone(name, flipped=True)[0]
+    assert relative_error(other, alone(name)[0]) > 1e-2

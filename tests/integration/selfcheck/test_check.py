@@ -1,0 +1,304 @@
+"""The self-check: remote code with a planted defect is refused before step one, and a right model is left as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tests.helpers.jobs.self_check_jobs as jobs
+from hf_ring_attn import RingConfig
+from hf_ring_attn.integration.selfcheck.compare import spread
+from hf_ring_attn.integration.selfcheck.restore import preserved
+from hf_ring_attn.integration.selfcheck.row import Sample, row_length
+from hf_ring_attn.testing import relative_error
+from tests.helpers.jobs import plain_jobs
+from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.plain_jobs import packed, padded, tokens
+from tests.helpers.jobs.refusal_jobs import Training, refused_training
+from tests.helpers.jobs.self_check_jobs import GOOD, OFF
+from tests.helpers.models.remote_models import remote
+from tests.helpers.models.tiny_models import BEFORE_IMAGE, IMAGE, VOCABULARY, tiny
+from tests.integration.model.test_vision import with_images
+
+IDS = torch.zeros(1, 23, dtype=torch.int64)
+ITSELF = "the code of RemoteModel itself"
+PLANTED = {
+    "arange": ITSELF,
+    "counted": "its module 'embed' (Embed)",
+    "from two": ITSELF,
+    "shift": "its module 'layers.1.mix' (Shift)",
+    "convolution": "its module 'layers.1.mix' (Blur)",
+    "sum": "its module 'layers.1.mix' (Sum)",
+    "alibi": "its module 'layers.1.attend' (AttendAlibi)",
+    "nearby": "its module 'layers.1.attend' (AttendNearby)",
+    "past": "its module 'layers.1.attend' (AttendPast)",
+    "mean": ITSELF,
+}
+"""What is planted, and what must be named."""
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)], ids=["2", "4", "2 in bfloat16"]
+)
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_defect_is_refused_on_every_rank_before_a_step(
+    ranks: Ranks, planted: str, size: int, dtype: torch.dtype
+) -> None:
+    found = ranks(size).run(jobs.refused, planted, dtype)
+    for error, text, steps in found:
+        assert (error, steps) == ("SelfCheckFailed", 0), text
+        assert f"The first difference is made by {PLANTED[planted]}: " in text
+    assert len({text for _, text, _ in found}) == 1, "ranks tell different stories"
+
+
+@pytest.mark.parametrize("planted", ["arange", "shift", "past"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_the_first_layer_and_the_last_are_seen_too(ranks: Ranks, planted: str, at: int) -> None:
+    """What happens in the last layer reaches no other token any more, so few tokens differ."""
+    for error, text, _ in ranks(2).run(refused_at, planted, at):
+        assert error == "SelfCheckFailed"
+        assert f"'layers.{at}." in text or planted == "arange"
+
+
+def refused_at(planted: str, at: int) -> tuple[str, str, int]:
+    from unittest import mock
+
+    with mock.patch.object(jobs, "remote", lambda kind: remote(kind, at=at)):
+        return jobs.refused(planted)
+
+
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP2", "compiled"])
+def test_wrapped_models_are_refused_too(ranks: Ranks, wrap: str) -> None:
+    for error, text, steps in ranks(2).run(jobs.refused, "shift", wrap=wrap):
+        assert (error, steps) == ("SelfCheckFailed", 0)
+        assert "row of 26 tokens through RemoteModel, in one process" in text
+        assert PLANTED["shift"] in text
+
+
+def test_the_words_of_the_refusal(ranks: Ranks) -> None:
+    for _, text, _ in ranks(2).run(jobs.refused, "sum"):
+        assert text.startswith(
+            "the self-check ran a random row of 26 tokens through RemoteModel, in one process and in a ring of 2, and "
+            "the answers differ: 3.9e-01 relative, where rounding explains 1.0e-04. The first difference is made by "
+            "its module 'layers.1.mix' (Sum): it probably counts positions from the local length, attends past "
+            "transformers' attention interface, or carries something from token to token. Please report it with the "
+            "model's name. hf_ring_attn.configure(model, RingConfig(self_check=False)) trains it all the same, at your "
+            "own risk: every step would have this difference."
+        )
+
+
+@pytest.mark.parametrize("planted", ["arange", "shift", "loss"])
+def test_it_can_be_switched_off(ranks: Ranks, planted: str) -> None:
+    """And only the check had refused these."""
+    assert ranks(2).run(jobs.refused, planted, config=OFF) == [("", "", 2)] * 2
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_loss_that_is_no_sum_over_tokens_is_refused(ranks: Ranks, size: int) -> None:
+    for error, text, steps in ranks(size).run(jobs.refused, "loss"):
+        assert (error, steps) == ("LossNotSharded", 0)
+        assert text.startswith("the loss of RemoteModel (the self-check found 6.")
+        assert "in one process) cannot be computed exactly from one rank's tokens. Give it to transformers." in text
+        assert "Trainer as compute_loss_func, a function of whole rows' logits, with " in text
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_mean_over_each_rank_s_own_labels_is_refused(ranks: Ranks, size: int) -> None:
+    """Where all ranks had labels in the check's row, it was the mean over all."""
+    assert {error for error, *_ in ranks(size).run(jobs.refused, "mean of labels")} == {"LossNotSharded"}
+
+
+@pytest.mark.parametrize("planted", ["pooled", "pooled beside"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_answer_for_the_whole_row_that_differs_is_named(ranks: Ranks, planted: str, dtype: torch.dtype) -> None:
+    """Each rank's first tokens made BERT's pooler_output, silently, beside tokens that were right."""
+    output = {"pooled": "logits", "pooled beside": "pooler_output"}[planted]
+    for error, text, steps in ranks(2).run(jobs.refused, planted, dtype):
+        assert (error, steps) == ("PooledOutput", 0)
+        assert text.startswith(f"RemoteModel returns '{output}', which has no entry for each token, and in a ring of 2")
+
+
+def test_positions_counted_by_the_padding_are_seen_once_there_is_padding(ranks: Ranks) -> None:
+    batches = {"none": tokens(23), "left": padded(23, left=4), "right": padded(23, right=4)}
+    refused = {why: ranks(2).run(jobs.refused, "by the padding", batch=batch) for why, batch in batches.items()}
+    assert {why: found[0][0] for why, found in refused.items()} == {"none": "", "left": "SelfCheckFailed", "right": ""}
+
+
+def test_positions_that_the_batch_gives_are_used(ranks: Ranks) -> None:
+    """The same model is right with position_ids of its own in the batch."""
+    batch = tokens(23)
+    batch["position_ids"] = torch.arange(2, 25).expand(2, -1).contiguous()
+    assert ranks(2).run(jobs.refused, "from two", batch=batch) == [("", "", 2)] * 2
+    assert ranks(2).run(jobs.refused, "", batch=packed(9, 3, 11)) == [("", "", 2)] * 2
+
+
+def test_a_trainer_refuses_before_its_first_step(ranks: Ranks) -> None:
+    training = Training(why="", change=jobs.planted_trainer_model, error="SelfCheckFailed", text=PLANTED["shift"])
+    for raised in ranks(2).run(refused_training, training):
+        assert raised is not None and raised[0] == training.error
+        assert training.text in raised[1]
+        assert raised[2] == 0
+
+
+def test_rings_whose_ranks_shard_the_same_weights_go_the_same_way(ranks: Ranks) -> None:
+    """Each forward gathers weights from all four ranks, so that a check by one ring alone would never end."""
+    assert ranks(4).run(jobs.two_rings, "") == [(["passed"] * 3, "")] * 4
+    for verdicts, text in ranks(4).run(jobs.two_rings, "by the padding"):
+        assert verdicts == []
+        assert text.startswith("SelfCheckFailed: ") and ITSELF in text
+
+
+def test_ranks_with_other_weights_are_told_so(ranks: Ranks) -> None:
+    for error, text in ranks(2).run(jobs.with_other_weights):
+        assert error == "RanksDiffer"
+        assert text.startswith("the ranks of one ring must hold the same answer to the same row (its norm), but got ")
+        assert text.endswith(
+            "The self-check ran it on every rank alone, so their weights differ. Build or load the model alike on "
+            "every rank (seed before what is initialised at random, LoRA's weights too); DDP and FSDP see to it by "
+            "themselves."
+        )
+
+
+# ---- models that fail of themselves ----------------------------------------------------------------------------------
+
+
+def test_a_model_that_fails_in_the_ring_only_is_refused(ranks: Ranks) -> None:
+    for error, text, _ in ranks(2).run(jobs.refused, "raises in a ring"):
+        assert error == "SelfCheckRaised"
+        assert text.startswith(
+            "the self-check ran a random row through RemoteModel: it runs in one process, but in a ring of 2 it raised "
+            "IndexError: too short. Please report it with the model's name."
+        )
+
+
+def test_one_rank_that_fails_stops_all(ranks: Ranks) -> None:
+    for error, text, _ in ranks(2).run(jobs.refused, "raises on one rank"):
+        assert error == "RefusedElsewhere"
+        assert text.endswith("  rank 1: IndexError: not here")
+
+
+@pytest.mark.parametrize(("wrap", "rows"), [("", "2 rows"), ("DDP", "2 rows"), ("FSDP2", "a row")])
+def test_a_model_that_takes_no_such_row_is_refused(ranks: Ranks, wrap: str, rows: str) -> None:
+    """Under FSDP2 its state is not that of a new step after a forward that failed half way, so there is one try."""
+    for error, text, steps in ranks(2).run(jobs.refused, "wants 30", batch=tokens(70), wrap=wrap):
+        assert (error, steps) == ("SelfCheckNotRun", 0)
+        assert text == (
+            f"the self-check could not run RemoteModel on {rows} of 26 random tokens: IndexError: wants 30. So it is "
+            "not known whether its answer in a ring is that of one process. hf_ring_attn.configure(model, "
+            "RingConfig(self_check=False)) trains it unchecked, at your own risk."
+        )
+
+
+def test_a_model_of_pairs_of_rows_is_given_as_many_as_the_batch_has(ranks: Ranks) -> None:
+    assert ranks(2).run(jobs.refused, "pairs") == [("", "", 2)] * 2
+    for error, _, steps in ranks(2).run(jobs.refused, "pairs, shifted"):
+        assert (error, steps) == ("SelfCheckFailed", 0)
+
+
+def test_a_model_that_returns_nothing_to_compare_is_refused(ranks: Ranks) -> None:
+    for error, text, steps in ranks(2).run(jobs.refused, "a loss alone"):
+        assert (error, steps) == ("NothingToCheck", 0)
+        assert text.startswith("RemoteModel returned nothing that the self-check can compare with one process")
+
+
+# ---- right models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [*((kind, 2) for kind in GOOD), *((kind, 4) for kind in ("llama", "gpt_oss", "experts", "FSDP2"))]
+)
+def test_a_right_model_passes_in_two_forwards_and_trains_with_the_same_bits(ranks: Ranks, kind: str, size: int) -> None:
+    """Loss, gradients, buffers, random numbers, flags and counters of two steps, with the check and without it."""
+    checked, unchecked = ranks(size).run(jobs.trained, kind, True), ranks(size).run(jobs.trained, kind, False)
+    for one, other in zip(checked, unchecked, strict=True):
+        assert one.verdicts == ["passed", "passed"]
+        assert other.verdicts == ["off", "off"]
+        assert (one.calls, other.calls) == ([3, 1], [1, 1])
+        assert len(one.bits) == len(other.bits)
+        assert all(torch.equal(a, b) for a, b in zip(one.bits, other.bits, strict=True))
+        assert one.attributes == other.attributes
+
+
+@pytest.mark.parametrize("model", ["gemma3 vision", "qwen2.5 vision", "qwen3 vision"])
+def test_models_that_take_images_are_checked_with_text(ranks: Ranks, model: str) -> None:
+    assert ranks(2).run(jobs.of_a_batch, model, with_images(model, left=5)) == ["passed"] * 2
+
+
+def test_the_row_has_no_special_tokens() -> None:
+    """A placeholder of an image would ask for one."""
+    vision, sample = (
+        tiny("gemma3 vision", "ring_fp32"),
+        Sample(1, 23, {"input_ids": IDS}, {}, None, False, (False, False)),
+    )
+    drawn = torch.cat([sample.row(vision, 64, False, seed)["input_ids"] for seed in range(3)])
+    assert set(range(VOCABULARY)) - set(drawn.flatten().tolist()) >= {IMAGE, BEFORE_IMAGE}
+    assert len(drawn.unique()) > VOCABULARY - 8
+
+
+def test_a_gathered_loss_gathers_nothing_of_the_check(ranks: Ranks) -> None:
+    want = plain_jobs.by_itself(plain_jobs.Step(why="", dtype=torch.float32)).loss
+    for verdict, loss in ranks(2).run(jobs.gathered_loss):
+        assert verdict == "passed"
+        assert relative_error(loss, want) < 1e-5
+
+
+def test_the_line_at_start_tells(ranks: Ranks) -> None:
+    line = "ring of 2: 12 of 23 tokens a rank, kernel reference, backward ring by messages, loss sharded; self-check "
+    assert ranks(2).run(jobs.said, RingConfig()) == [[line + "passed"], []]
+    assert ranks(2).run(jobs.said, OFF) == [[line + "off"], []]
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_of_a_run_on_the_side() -> None:
+    module = jobs.Restless().train()
+    written, replaced, tensor, items = module.written, module.replaced, module.tensor, module.items
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    random = torch.get_rng_state()
+    with preserved(module, torch.device("cpu")):
+        assert not any(part.training for part in module.modules())
+        assert not module(torch.ones(5, 4)).requires_grad
+    assert all(part.training for part in module.modules())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.is_grad_enabled()
+    assert module.written is written and module.replaced is replaced and module.tensor is tensor
+    assert not tensor.any() and module.number == 0
+    assert module.items is items == [1] and module.table == {"a": 1}
+    assert "added" not in module._buffers and "cache" not in vars(module)
+    assert module.state_dict().keys() == before.keys()
+    assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
+
+
+def test_autocast_keeps_no_weight_without_a_graph() -> None:
+    """Weights that autocast casts in a run without gradients would be found again in the step, and get none."""
+    layer = torch.nn.Linear(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        with preserved(layer, torch.device("cpu")):
+            layer(torch.ones(1, 4))
+        layer(torch.ones(1, 4)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
+def test_the_row_fills_every_chunk_and_needs_padding(size: int) -> None:
+    length = row_length(size)
+    chunk = -(-length // (2 * size))
+    assert length >= 26 and chunk >= 4
+    assert 2 * size * chunk - length == 2
+
+
+def test_a_few_odd_tokens_do_not_move_the_spread_and_groups_of_them_do() -> None:
+    """Experts that are chosen otherwise in the one case; a chunk, the chunks' first tokens, a share's in the others."""
+    size, chunk = 4, 5
+    odd = torch.full((size, 2 * chunk), 1e-7)
+    odd[0, 3] = odd[2, 1] = odd[3, 9] = 0.5
+    odd[3, 5:7] = torch.nan
+    assert spread(odd) == pytest.approx(1e-7)
+    whole_chunk, first_of_chunks, first_of_shares = odd.clone(), odd.clone(), odd.clone()
+    whole_chunk[1, chunk:] = 0.3
+    first_of_chunks[:, [0, chunk]] = 0.3
+    first_of_shares[1:, 0] = 0.3
+    for groups in (whole_chunk, first_of_chunks, first_of_shares):
+        assert spread(groups) == pytest.approx(0.3)
+    assert torch.tensor(spread(torch.full((2, 8), torch.nan))).isnan()

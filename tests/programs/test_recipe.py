@@ -1,0 +1,129 @@
+"""recipes/long_context_lora, tiny, run as its users run it: a ring of two has the losses of one process without one."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.helpers.checks import Ranks
+from tests.helpers.programs import CPU_2RANKS, REPOSITORY, launched_by, start
+
+RECIPE = REPOSITORY / "recipes" / "long_context_lora"
+TINY = ("--shape", "tiny", "--dtype", "float32", "--tokens", "301", "--steps", "3", "--learning-rate", "1e-2")
+LOSS = 1e-5
+"""Relative bound: the order of float32 sums differs."""
+WEIGHT = 1e-4
+"""Of the adapter's weights after three steps of 0.01 each."""
+
+
+@pytest.mark.slow
+def test_a_ring_of_two_trains_as_one_process(tmp_path: Path) -> None:
+    runs = {
+        "alone": ("--implementation", "sdpa", "--loss", "full"),
+        "trainer": ("--trainer", "trainer"),
+        "sft": ("--trainer", "sft"),
+    }
+    started = {}
+    for name, options in runs.items():
+        (folder := tmp_path / name).mkdir()
+        ranks, environment = (1, {}) if name == "alone" else (2, launched_by(CPU_2RANKS))
+        given = (*TINY, *options, "--output", "results.json", "--save", "adapter")
+        started[name] = start(folder, RECIPE / "train.py", *given, ranks=ranks, environment=environment)
+    found: dict[str, Any] = {}
+    for name, program in started.items():
+        program.output()
+        found[name] = json.loads((tmp_path / name / "results.json").read_text())
+    alone = found["alone"]
+    assert alone["ranks"] == 1 and len(alone["losses"]) == 3
+    assert alone["losses"][2] != pytest.approx(alone["losses"][0], rel=1e-3)
+    for ring in (found["trainer"], found["sft"]):
+        assert ring["ranks"] == 2
+        assert ring["losses"] == pytest.approx(alone["losses"], rel=LOSS)
+        assert ring["grad_norms"] == pytest.approx(alone["grad_norms"], rel=LOSS)
+        assert ring["tokens_per_second"] > 0
+    want = adapter(tmp_path / "alone")
+    for name in ("trainer", "sft"):
+        got = adapter(tmp_path / name)
+        assert got.keys() == want.keys()
+        for key, x in want.items():
+            assert (got[key] - x).abs().max() <= WEIGHT, key
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """What PEFT loads of the saved adapter, into a model that was made anew."""
+    model = PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**train()["SHAPES"]["tiny"])), folder / "adapter")
+    found = {name: x for name, x in model.state_dict().items() if "lora_" in name}
+    assert any(x.abs().max() > 0 for name, x in found.items() if "lora_B" in name), "as it began"
+    return found
+
+
+def train() -> dict[str, Any]:
+    with mock.patch.object(sys, "path", [str(RECIPE), *sys.path]):
+        return runpy.run_path(str(RECIPE / "train.py"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, r"adapter on the output embedding .*never be trained.*--loss full"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, r"modules_to_save .*FSDP2.*DDP.*--loss full"),
+    ],
+    ids=["LoRA", "modules_to_save"],
+)
+def test_the_chunked_loss_refuses_a_head_that_it_would_not_train(
+    ranks: Ranks, options: dict[str, Any], text: str
+) -> None:
+    """LoRA on it got no gradient; one in a unit of FSDP2's own, in a PEFT model, that of each rank's own tokens."""
+    for said in ranks(1).run(step_with_chunked_loss, options, shards="modules_to_save" in options):
+        assert re.search(text, said), said
+
+
+def test_the_chunked_loss_takes_other_heads(ranks: Ranks) -> None:
+    """A frozen one that FSDP2 has sharded, and one that is trained without FSDP2."""
+    frozen = {"target_modules": ["q_proj"]}
+    assert ranks(1).run(step_with_chunked_loss, frozen, shards=True) == ["trained"]
+    trained = {**frozen, "modules_to_save": ["lm_head"]}
+    assert ranks(1).run(step_with_chunked_loss, trained, shards=False) == ["trained"]
+
+
+def step_with_chunked_loss(options: dict[str, Any], shards: bool) -> str:
+    recipe = train()
+    model: Any = LlamaForCausalLM(LlamaConfig(**recipe["SHAPES"]["tiny"]))
+    recipe["with_chunked_loss"](model)
+    wrapped: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).train()
+    if shards:
+        heads = [part for part in wrapped.get_output_embeddings().modules() if isinstance(part, torch.nn.Linear)]
+        for part in [heads[-1], wrapped]:  # the trained one is a unit of its own, as accelerate has it
+            fully_shard(part)
+    ids = torch.arange(3, 12)[None]
+    try:
+        wrapped(input_ids=ids, labels=ids).loss.backward()
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_the_work_of_a_step_is_counted_by_the_formula() -> None:
+    measure = runpy.run_path(str(RECIPE / "measure.py"))
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=192, num_hidden_layers=2, vocab_size=259, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+    trained = 64 * 64
+    frozen = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192) + 64 * 259 - trained
+    assert measure["flops_per_step"](model, config, 100) == 4 * 100 * frozen + 6 * 100 * trained + 6 * 100**2 * 64 * 2
