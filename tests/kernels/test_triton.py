@@ -135,14 +135,17 @@ def why_not_interpreted() -> str | None:
     return None
 
 
-CASES_FILE, SCORES_FILE = (Path(__file__).with_name(name) for name in ("triton_cases.py", "triton_score_cases.py"))
-TABLE, BITS = "test_it_is_the_oracle", "test_a_chunk"
+ALL_FILE, CASES_FILE, SCORES_FILE = (
+    str(Path(__file__).with_name(name)) for name in ("test_all_kernels.py", "triton_cases.py", "triton_score_cases.py")
+)
+TABLE, BITS = "test_a_table_is_the_oracle", "test_a_chunk"
 RUNS = {
-    **{f"table, {n}": [f"{CASES_FILE}::{TABLE}[{case.why}]" for case in CASES[n::PARTS]] for n in range(PARTS)},
-    "bits": [str(CASES_FILE), "-k", BITS],
-    "rest": [str(CASES_FILE), "-k", f"not {TABLE} and not {BITS}"],
-    "score_mods": [str(SCORES_FILE), "-k", "all or takes or others"],
-    "score_mods, rest": [str(SCORES_FILE), "-k", "not (all or takes or others)"],
+    **{f"table, {n}": [f"{ALL_FILE}::{TABLE}[triton-{case.why}]" for case in CASES[n::PARTS]] for n in range(PARTS)},
+    "contract": [ALL_FILE, "-k", f"triton and not {TABLE} and not auto"],
+    "bits": [CASES_FILE, "-k", BITS],
+    "rest": [CASES_FILE, "-k", f"not {BITS}"],
+    "score_mods": [SCORES_FILE, "-k", "all or takes or others"],
+    "score_mods, rest": [SCORES_FILE, "-k", "not (all or takes or others)"],
 }
 SELDOM = {f"table, {n}" for n in range(1, PARTS)} | {"bits", "rest", "score_mods, rest"}
 
