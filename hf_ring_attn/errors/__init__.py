@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import Refused, RingAttentionError
 from .batches import (
     BadBatch,
+    GradientDiffers,
     LateLayout,
     LayerWithoutSpec,
     LossNotSharded,
@@ -30,6 +31,7 @@ from .batches import (
     UnsupportedArgument,
     UnsupportedModel,
     UnsupportedOption,
+    UnsupportedTrainer,
 )
 from .core import (
     BadOption,
@@ -84,6 +86,7 @@ __all__ = [
     "ChangedHost",
     "CrossedDocuments",
     "DispatchedBatches",
+    "GradientDiffers",
     "HeadReadPastFsdp",
     "ImportedTooEarly",
     "LateLayout",
@@ -137,6 +140,7 @@ __all__ = [
     "UnsupportedAttention",
     "UnsupportedModel",
     "UnsupportedOption",
+    "UnsupportedTrainer",
     "UntestedHost",
     "UntestedParallelism",
 ]

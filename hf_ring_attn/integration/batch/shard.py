@@ -30,7 +30,7 @@ from ..context.whole_batch import tokens_of, whole_rows
 from ..log import warn
 from ..model import admission, call_inputs, fsdp, replicas
 from ..model.replicas import ReducedGradients
-from ..selfcheck import check, row
+from ..selfcheck import check, row, trial
 from . import compare
 from .announce import announce
 
@@ -162,8 +162,14 @@ def shard_for(
     config: RingConfig | None,
     model: nn.Module | None,
     whole_loss: bool = False,
+    step: trial.TrialStep | None = None,
 ) -> Sharded:
-    """`shard`. ``whole_loss``: the caller keeps labels from the model, and computes the loss by `loss.gathered`."""
+    """`shard`, for hosts.
+
+    Args:
+        whole_loss: the caller keeps labels from the model, and computes the loss by `loss.gathered`.
+        step: how the caller computes its loss, which the self-check tries; None: the model's own loss.
+    """
     ring = find_ring(group)
     interruption_guard(ring).check()  # what is compared below would be taken for the rest of that attention
     if config is None:
@@ -202,6 +208,8 @@ def shard_for(
     sharded = Sharded(*cut(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     context = sharded.context
     context.keeps_labels = whole_loss
+    if step is not None:
+        vars(context.state(trial.TrialStep)).update(vars(step))
     context.learn(explicit=config is not None)
     context.state(TrackedInputs).update(track(sharded.inputs, call_inputs.PLACES))
     batch_context.LIVE.add(context)

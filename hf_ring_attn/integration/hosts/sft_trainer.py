@@ -29,9 +29,12 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        context = batch_context.current()
+        context, group = batch_context.current(), trainer.group_of(self)
         if context is None:
+            if group is not None and num_items_in_batch is not None:  # whole rows, which every rank computes alike
+                num_items_in_batch = num_items_in_batch * group.size()
             return original(self, model, inputs, return_outputs, num_items_in_batch)
+        ring_size = context.ring.size if group is None else group.size()
         if context.config.loss == "gathered":
             raise errors.NoLogits()
         if self.model.training and adapters.head_read_past_fsdp(self.model):
@@ -52,7 +55,9 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         times = context.ring.size if shared else 1
         context.state(AuxiliaryLoss).share = 1 / times
         try:
-            count = num_items_in_batch * times if shared else num_items_in_batch
+            count = num_items_in_batch
+            if count is not None and (shared or context.ring.size != ring_size):  # else the trial step's whole row
+                count = count * ring_size / (1 if shared else context.ring.size)
             result = original(self, model, inputs, return_outputs, count)
         finally:
             del accelerator.gather_for_metrics
