@@ -30,6 +30,14 @@ class NotEntered(Refused):
         )
 
 
+class GenerationFromShare(Refused):
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model}.generate() was called with one rank's share of a batch, so each rank would continue its own "
+            "tokens alone. Call it with whole rows, outside of the context: model.generate(batch['input_ids'])."
+        )
+
+
 class LateLayout(Refused):
     def __init__(self) -> None:
         super().__init__(

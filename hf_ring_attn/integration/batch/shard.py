@@ -211,7 +211,7 @@ def shard_for(
     if step is not None:
         vars(context.state(trial.TrialStep)).update(vars(step))
     context.learn(explicit=config is not None)
-    context.state(TrackedInputs).update(track(sharded.inputs, call_inputs.PLACES))
+    context.state(TrackedInputs).update(track(sharded.inputs, (*call_inputs.PLACES, *call_inputs.TOKENS)))
     batch_context.LIVE.add(context)
     if whole.layout.owners:
         note_dealt(context, ring.size)

@@ -214,13 +214,11 @@ def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
     return Trainer.get_batch_samples(self, *args, **kwargs)
 
 
-def raised(change: Callable[[Trainer], Any], said: bool = False, kind: type[Trainer] = Trainer) -> str:
-    """What a trainer raises that was changed after it was made, and on which `ring_fp32_exact` was ``said``."""
+def raised(change: Callable[[Trainer], Any], kind: type[Trainer] = Trainer) -> str:
+    """What a trainer raises that was changed after it was made."""
     with launched(Mesh(cp=2)), a_folder(None) as folder:
         try:
             trainer = trainer_of(LLAMA, Mesh(cp=2), folder, kind=kind)
-            if said:
-                trainer.ring_fp32_exact = True  # type: ignore[attr-defined]  # ours
             change(trainer)
             trainer.train()
         except RingAttentionError as error:
@@ -231,11 +229,11 @@ def raised(change: Callable[[Trainer], Any], said: bool = False, kind: type[Trai
 def raised_by(function: Callable[..., Any], how: str, said: bool = False) -> str:
     name = "get_batch_samples" if function is get_batch_samples else "compute_loss"
     if how == "on the trainer":
-        return raised(lambda trainer: setattr(trainer, name, MethodType(function, trainer)), said)
+        return raised(lambda trainer: setattr(trainer, name, MethodType(function, trainer)))
     if how == "on the class":
         with mock.patch.object(Trainer, name, function):
-            return raised(lambda trainer: None, said)
-    return raised(lambda trainer: None, said, type("Own", (Trainer,), {name: function}))
+            return raised(lambda trainer: None)
+    return raised(lambda trainer: None, type("Own", (Trainer,), {name: function, "ring_fp32_exact": said}))
 
 
 REFUSED: list[tuple[Callable[..., Any], str, str]] = [
