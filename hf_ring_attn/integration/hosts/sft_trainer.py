@@ -42,7 +42,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         one_mean = not self.model.training  # of a batch; in training a step's batches have one mean of their tokens
         if num_items_in_batch is None and (count := inputs.get("num_items_in_batch")) is not None:
             # For a model with accepts_loss_kwargs=False: SFTTrainer would divide by this rank's count of labels.
-            num_items_in_batch, one_mean = count * _multiplied(self), True
+            num_items_in_batch, one_mean, ring_size = count * _multiplied(self), True, context.ring.size
         accelerator, tokens = self.accelerator, self._total_train_tokens
         steps = getattr(self, _STEPS, 1)  # none before the first training step
         # Entropy and accuracy are sums over tokens, and a ring's tokens are one row's.

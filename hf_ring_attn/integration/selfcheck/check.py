@@ -170,7 +170,7 @@ class _Check:
             mine = self._shared(row, self.ring)
             dtypes: set[torch.dtype] = set()
             with outputs(lambda x: dtypes.add(x.dtype)):  # noqa: B023  it is called in this turn only
-                whole = self._whole(partial(self._call, row, self._alone(row)), rows)
+                whole = self._whole(partial(self._call_whole, row), rows)
                 share = self._sharded(partial(self._call, mine.inputs, mine.context))
             places = Places.of(mine.context.layout, mine.context.facts.hidden, self.device)
             found = self._table(places.errors(whole, share), whole, share, dtypes)
@@ -180,7 +180,7 @@ class _Check:
             if found.within(least):
                 return "passed"
             with rounded_anew(self.device):
-                again = self._call(row, self._alone(row))
+                again = self._call_whole(row)
             tolerance = max(least, AMPLIFICATION * self._table(places.errors(whole, share, again), whole, again).tokens)
             if found.within(tolerance):
                 return "passed"
@@ -276,9 +276,13 @@ class _Check:
         row = self.sample.row(self.model, self.ring.size, self.labelled, seed, rows)
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in row.items()}
 
-    def _alone(self, row: Mapping[str, Any]) -> BatchContext:
-        """The scope of the whole row in a ring of one: the same masks and kernels."""
-        return self._shared(row, Ring(LOCAL)).context
+    def _call_whole(self, row: Mapping[str, Any]) -> Any:
+        """The model's outputs for the whole row, in a ring of one: the same masks and kernels."""
+        alone = self._shared(row, Ring(LOCAL))
+        counted = {name: alone.inputs[name] for name in ("shift_labels", "num_items_in_batch") if name in alone.inputs}
+        return self._call(
+            {**row, **counted} if alone.context.layout.padded == alone.context.layout.length else row, alone.context
+        )
 
     def _shared(self, row: Mapping[str, Any], ring: Ring) -> Share:
         mine = share(row, ring, self.config, self.context.text is not None)
@@ -369,11 +373,11 @@ class _Check:
     def _first_difference(self, row: Mapping[str, Any], mine: Share, places: Places, least: float) -> str:
         """The path of the module that makes the first difference on any rank, with every module watched."""
         with Recorder(places, whole=True).watching(self.model) as want:
-            self._call(row, self._alone(row))
+            self._call_whole(row)
         with Recorder(places, whole=False).watching(self.model) as got:
             self._call(mine.inputs, mine.context)
         with Recorder(places, whole=True).watching(self.model) as again, rounded_anew(self.device):
-            self._call(row, self._alone(row))
+            self._call_whole(row)
         events = list(want.events)
         differs = (want.errors(event, got) > max(least, AMPLIFICATION * want.errors(event, again)) for event in events)
         first = next((index for index, it_does in enumerate(differs) if it_does), len(events))
