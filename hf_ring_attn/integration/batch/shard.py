@@ -26,11 +26,12 @@ from ..context.cut import cut
 from ..context.mesh import find_ring
 from ..context.shared_kv import SharedKV
 from ..context.tracked_input import TrackedInputs, track
+from ..context.trial_step import TrialStep
 from ..context.whole_batch import tokens_of, whole_rows
 from ..log import warn
 from ..model import admission, call_inputs, fsdp, replicas
 from ..model.replicas import ReducedGradients
-from ..selfcheck import check, row, trial
+from ..selfcheck import check, row
 from . import compare
 from .announce import announce
 
@@ -162,7 +163,7 @@ def shard_for(
     config: RingConfig | None,
     model: nn.Module | None,
     whole_loss: bool = False,
-    step: trial.TrialStep | None = None,
+    step: TrialStep | None = None,
 ) -> Sharded:
     """`shard`, for hosts.
 
@@ -209,7 +210,7 @@ def shard_for(
     context = sharded.context
     context.keeps_labels = whole_loss
     if step is not None:
-        vars(context.state(trial.TrialStep)).update(vars(step))
+        vars(context.state(TrialStep)).update(vars(step))
     context.learn(explicit=config is not None)
     context.state(TrackedInputs).update(track(sharded.inputs, (*call_inputs.PLACES, *call_inputs.TOKENS)))
     batch_context.LIVE.add(context)

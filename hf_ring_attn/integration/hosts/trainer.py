@@ -18,10 +18,10 @@ from ... import errors
 from ..batch.shard import Sharded, shard_for
 from ..context import batch_context, introspect, model_record
 from ..context.cut import Share
+from ..context.trial_step import TrialStep
 from ..log import warn
 from ..model import admission, fsdp
 from ..patching.changes import Patch
-from ..selfcheck.trial import TrialStep
 from . import accelerate, trainer_overrides
 from .gathered_loss import gathered
 from .trainer_state import preserved_trainer

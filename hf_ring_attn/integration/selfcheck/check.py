@@ -16,7 +16,7 @@ itself, a frequency that changes after 8192.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -31,13 +31,14 @@ from ..context.batch_context import BatchContext
 from ..context.cut import Share, share
 from ..context.model_record import ModelRecord
 from ..context.tensor_tree import tensors_of
+from ..context.trial_step import TrialStep
 from ..model.replicas import SAME_WEIGHTS
 from .compare import Places, Recorder, relative, spread
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
 from .tolerance import AMPLIFICATION, LOSS, outputs, rounded_anew
 from .tolerance import tolerance as tolerance_of
-from .trial import GRADIENT, StepResult, TrialStep, differentiate, distances, loss_of, set_modes, watched_weights
+from .trial import GRADIENT, StepResult, distances, random_state, run_step, set_modes, watched_weights
 
 T = TypeVar("T")
 
@@ -210,18 +211,21 @@ class _Check:
         for seed in range(TRIES):
             row = self._row(seed, rows)
             mine, alone = self._shared(row, self.ring), self._shared(row, Ring(LOCAL))
-            whole_step = partial(self._step, step, row, alone, weights.values())
+            whole_step, ring_step = (
+                partial(run_step, step, self.model, row, part, partial(self._call, *part), weights.values())
+                for part in (alone, mine)
+            )
             dtypes: set[torch.dtype] = set()
             with outputs(lambda x: dtypes.add(x.dtype)):  # noqa: B023  it is called in this turn only
-                before = _random_state(self.device)
+                before = random_state(self.device)
                 whole = self._whole(whole_step, rows)
-                if not torch.equal(before, _random_state(self.device)):  # not dropout: a router's noise, perhaps
+                if not torch.equal(before, random_state(self.device)):  # not dropout: a router's noise, perhaps
                     for module in self.model.modules():
                         module.__dict__["training"] = False
                     whole = self._whole(whole_step, rows)
                 if whole is None:
                     return "passed"
-                share = self._sharded(partial(self._step, step, row, mine, weights.values()))
+                share = self._sharded(ring_step)
             assert share is not None, "a loss in one process"
             spacing = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
             least = tolerance_of(max(self._everywhere([spacing]).flatten().tolist()), self.device)
@@ -244,19 +248,6 @@ class _Check:
             raise errors.LossNotSharded(what, again=self.config.loss == "sharded")
         worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
         raise errors.GradientDiffers(step.name or name, names[worst], self.ring.size, found[worst], limits[worst])
-
-    def _step(
-        self, step: TrialStep, row: Mapping[str, Any], share: Share, weights: Iterable[nn.Parameter]
-    ) -> StepResult | None:
-        """The loss of a share of a row and its gradients; None if the model returns no loss."""
-        weights = list(weights)
-        with torch.set_grad_enabled(bool(weights)):
-            if step.loss is None:
-                loss = loss_of(self._call(share.inputs, share.context))
-            else:
-                with batch_context.activate(share.context):
-                    loss = step.loss(self.model, row, share)
-            return None if loss is None else StepResult(loss.detach().double(), differentiate(loss, weights))
 
     def _means(self, mine: StepResult) -> tuple[Tensor, list[Tensor]]:
         """The means over the ring, as DDP makes them."""
@@ -396,7 +387,3 @@ class _Check:
 def _loss(outputs: Any) -> float:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
     return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -7,15 +7,17 @@ step that a program writes itself is not seen beyond its model's loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..context import batch_context
 from ..context.cut import Share
+from ..context.trial_step import TrialStep
 
 VALUES = 1 << 16
 """So many values of a weight's gradient are compared, and weights with no more are preferred."""
@@ -25,27 +27,36 @@ GRADIENT = 4.0
 """How many times the tolerance of a token's output a gradient has: its rounding is that of a forward and a backward."""
 
 
-@dataclass
-class TrialStep:
-    """How the host of a batch computes its loss: a state of the batch, set before a model is admitted.
-
-    Args:
-        loss: called with the model, a whole row and a share of it, in the share's context; None: the model's own loss.
-        trains: the host sets the model for training first.
-        name: what computes the loss, if it is not the host's own; key: tells the step from other steps of a model.
-    """
-
-    loss: Callable[[nn.Module, Mapping[str, Any], Share], Any] | None = None
-    trains: bool = False
-    name: str = ""
-    key: tuple[Any, ...] = ()
-
-
 class StepResult(NamedTuple):
     """The loss of a row, and the gradients of a few weights; none where they could not be computed."""
 
     loss: Tensor
     gradients: list[Tensor]
+
+
+def run_step(
+    step: TrialStep, model: nn.Module, row: Mapping[str, Any], share: Share, call: Callable[[], Any],
+    weights: Iterable[nn.Parameter],
+) -> StepResult | None:  # fmt: skip
+    """The loss of a share of a row and its gradients; None if there is no loss.
+
+    Args:
+        call: calls the model with the share, where the host says nothing of a loss.
+    """
+    weights = list(weights)
+    # The program may be inside a checkpoint, or offload what is saved: its hooks must not see this graph.
+    with torch.set_grad_enabled(bool(weights)), saved_tensors_hooks(lambda x: x, lambda x: x):
+        if step.loss is None:
+            loss = loss_of(call())
+        else:
+            with batch_context.activate(share.context):
+                loss = step.loss(model, row, share)
+        return None if loss is None else StepResult(loss.detach().double(), differentiate(loss, weights))
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of the generator that a model draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_modes(model: nn.Module, modes: Sequence[bool] | None) -> None:
