@@ -30,6 +30,14 @@ class NotEntered(Refused):
         )
 
 
+class GenerationFromShare(Refused):
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model}.generate() was called with one rank's share of a batch, so each rank would continue its own "
+            "tokens alone. Call it with whole rows, outside of the context: model.generate(batch['input_ids'])."
+        )
+
+
 class LateLayout(Refused):
     def __init__(self) -> None:
         super().__init__(
@@ -129,6 +137,17 @@ class SelfCheckRaised(Refused):
         super().__init__(
             f"the self-check ran a random row through {model}: it runs in one process, but in a ring of {ring_size} it "
             f"raised {error}. {SELF_CHECK_TODO}"
+        )
+
+
+class GradientDiffers(Refused):
+    """The trial step's loss is right in the ring, and a gradient of it is not."""
+
+    def __init__(self, model: str, weight: str, ring_size: int, error: float, tolerance: float) -> None:
+        super().__init__(
+            f"the self-check tried a step of {model} on a random row, in one process and in a ring of {ring_size}: the "
+            f"losses agree, and the gradients of {weight} differ by {error:.1e} relative, where rounding explains "
+            f"{tolerance:.1e}. {SELF_CHECK_TODO}"
         )
 
 
@@ -255,9 +274,18 @@ class LossWithoutLabels(Refused):
 class UnknownTrainer(Refused):
     def __init__(self, trainer: str, method: str) -> None:
         super().__init__(
-            f"{trainer} computes its loss or its predictions in {method}, which is not known to be exact in a ring. "
-            "Use transformers.Trainer or trl.SFTTrainer as they are; if the method only calls the original and leaves "
-            f"the loss as it is, say so with the class attribute `ring_fp32_exact = True` on {trainer}."
+            f"{trainer} counts or shards its batches in {method}, which is not known to be exact in a ring. Use "
+            "transformers.Trainer's method; if yours only calls it and returns what it returns, set the class "
+            f"attribute `ring_fp32_exact = True` on {trainer}."
+        )
+
+
+class UnsupportedTrainer(Refused):
+    def __init__(self, trainer: str) -> None:
+        super().__init__(
+            f"{trainer} is not supported in a ring yet: its loss compares whole sequences, or models, and a rank holds "
+            "a part of each sequence. Use it without a ring (cp_size=1); trl.SFTTrainer and transformers.Trainer run "
+            "in one."
         )
 
 

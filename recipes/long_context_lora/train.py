@@ -130,7 +130,6 @@ def with_chunked_loss(model: Any) -> None:
         return fused(*args, labels=labels, fused_lm_head=chunked, **inputs)
 
     model.forward = forward
-    model.ring_fp32_exact = True  # or hf_ring_attn refuses a forward that it does not know
 
 
 def check_head(head: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
+from transformers import GenerationMixin, masking_utils
 from transformers.masking_utils import sdpa_mask
 
 from ... import errors
@@ -241,18 +241,29 @@ def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_share(given: Mapping[str, Any]) -> None:
-    """Refuses a mask of one rank's tokens that is made in no ring, and one for which transformers would look for
-    documents in their positions: there the zigzag seems to begin another one, but not on every rank."""
+    """Refuses a mask of one rank's tokens that is made in no ring, whatever the model attends by, and one for which
+    transformers would look for documents in their positions: there the zigzag seems to begin another one, but not on
+    every rank."""
     context, mask, positions = batch_context.current(), given["attention_mask"], given["position_ids"]
-    if given["config"]._attn_implementation != "ring_fp32":
-        return
     if context is None:
         if torch._C._current_graph_task_id() == -1:  # else a recompute, of which `ring_mask` says more
             call_inputs.refuse_outside((mask, positions))
         return
+    if given["config"]._attn_implementation != "ring_fp32":
+        return
     by_positions = positions is not None and mask is None and given["past_key_values"] is None
     if by_positions and context.ring.size > 1 and not context.before_text:
         raise errors.ShardedMask("documents")
+
+
+def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Generation numbers positions anew, so a share is recognized by its tokens."""
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call_inputs.refuse_outside((*args, *kwargs.values()), errors.GenerationFromShare(type(self).__name__))
+        return original(self, *args, **kwargs)
+
+    return generate
 
 
 _PREPROCESS = "_preprocess_mask_arguments"
@@ -260,3 +271,6 @@ PATCHES = [
     Patch(f"{masking_utils.__name__}:{_PREPROCESS}", render(getattr(masking_utils, _PREPROCESS)), _handed_on)
     for _ in range(hasattr(masking_utils, _PREPROCESS))  # whatever its parameters are
 ]
+PATCHES.append(
+    Patch(f"{GenerationMixin.__module__}:GenerationMixin.generate", render(GenerationMixin.generate), _generate)
+)

@@ -26,6 +26,7 @@ from ..context.cut import cut
 from ..context.mesh import find_ring
 from ..context.shared_kv import SharedKV
 from ..context.tracked_input import TrackedInputs, track
+from ..context.trial_step import TrialStep
 from ..context.whole_batch import tokens_of, whole_rows
 from ..model import admission, call_inputs, fsdp, replicas
 from ..model.replicas import ReducedGradients
@@ -160,8 +161,14 @@ def shard_for(
     config: RingConfig | None,
     model: nn.Module | None,
     whole_loss: bool = False,
+    step: TrialStep | None = None,
 ) -> Sharded:
-    """`shard`. ``whole_loss``: the caller keeps labels from the model, and computes the loss by `loss.gathered`."""
+    """`shard`, for hosts.
+
+    Args:
+        whole_loss: the caller keeps labels from the model, and computes the loss by `loss.gathered`.
+        step: how the caller computes its loss, which the self-check tries; None: the model's own loss.
+    """
     check_type("batch", batch, Mapping, "a dict of the model's inputs")
     check_type("model", model, (nn.Module, type(None)), "a torch.nn.Module, or None")
     check_type("config", config, (RingConfig, type(None)), "a RingConfig, or None")
@@ -199,8 +206,10 @@ def shard_for(
     sharded = Sharded(*cut(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     context = sharded.context
     context.keeps_labels = whole_loss
+    if step is not None:
+        vars(context.state(TrialStep)).update(vars(step))
     context.learn(explicit=config is not None)
-    context.state(TrackedInputs).update(track(sharded.inputs, call_inputs.PLACES))
+    context.state(TrackedInputs).update(track(sharded.inputs, (*call_inputs.PLACES, *call_inputs.TOKENS)))
     batch_context.LIVE.add(context)
     if whole.layout.owners:
         note_balanced(context, ring.size)

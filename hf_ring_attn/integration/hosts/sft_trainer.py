@@ -29,9 +29,12 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        context = batch_context.current()
+        context, group = batch_context.current(), trainer.group_of(self)
         if context is None:
+            if group is not None and num_items_in_batch is not None:  # whole rows, which every rank computes alike
+                num_items_in_batch = num_items_in_batch * group.size()
             return original(self, model, inputs, return_outputs, num_items_in_batch)
+        ring_size = context.ring.size if group is None else group.size()
         if context.config.loss == "gathered":
             raise errors.NoLogits()
         if self.model.training and adapters.head_read_past_fsdp(self.model):
@@ -39,7 +42,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         one_mean = not self.model.training  # of a batch; in training a step's batches have one mean of their tokens
         if num_items_in_batch is None and (count := inputs.get("num_items_in_batch")) is not None:
             # For a model with accepts_loss_kwargs=False: SFTTrainer would divide by this rank's count of labels.
-            num_items_in_batch, one_mean = count * _multiplied(self), True
+            num_items_in_batch, one_mean, ring_size = count * _multiplied(self), True, context.ring.size
         accelerator, tokens = self.accelerator, self._total_train_tokens
         steps = getattr(self, _STEPS, 1)  # none before the first training step
         # Entropy and accuracy are sums over tokens, and a ring's tokens are one row's.
@@ -52,7 +55,9 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         times = context.ring.size if shared else 1
         context.state(AuxiliaryLoss).share = 1 / times
         try:
-            count = num_items_in_batch * times if shared else num_items_in_batch
+            count = num_items_in_batch
+            if count is not None and (shared or context.ring.size != ring_size):  # else the trial step's whole row
+                count = count * ring_size / (1 if shared else context.ring.size)
             result = original(self, model, inputs, return_outputs, count)
         finally:
             del accelerator.gather_for_metrics

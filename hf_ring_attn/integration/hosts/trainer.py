@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,10 +17,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ... import errors
 from ..batch.shard import Sharded, shard_for
 from ..context import batch_context, introspect, model_record
+from ..context.cut import Share
+from ..context.trial_step import TrialStep
+from ..log import warn
 from ..model import admission, fsdp
 from ..patching.changes import Patch
 from . import accelerate, trainer_overrides
 from .gathered_loss import gathered
+from .trainer_state import preserved_trainer
 
 
 def group_of(trainer: Any) -> Any:
@@ -87,28 +92,58 @@ def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
         if group_of(self) is None:
             return original(self, model, inputs)
-        return _share(self, model, self._prepare_inputs(inputs))
+        return _share(self, model, self._prepare_inputs(inputs), True, count_over_all)
 
     return _prepare_context_parallel_inputs
 
 
-def _share(trainer: Any, model: nn.Module, whole: Any) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """Of a whole batch that the trainer has prepared: the context of its step, and this rank's share, in a new dict."""
+def _share(
+    trainer: Any, model: nn.Module, whole: Any, trains: bool, count: Callable[[Any, dict[str, Any]], Any]
+) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """Shards a whole batch that the trainer has prepared: the context of its step, and this rank's share in a new dict.
+
+    Args:
+        trains: it is a step of training. count: gives the num_items_in_batch of a batch, for the trial step.
+    """
     _refuse_trainer(trainer)  # again: one that makes its model later (model_init) was not known to be in a ring
     options = model_record.options_of(model)
     _refuse_loss(trainer, options)
     if options.layout == "auto":
         options = replace(options, layout="balanced")
-    sharded = shard_for(whole, group_of(trainer), options, model, whole_loss=options.loss == "gathered")
-    local = dict(sharded.inputs)
-    if _counts(trainer) or options.loss == "gathered":  # the trainer counts, or the model sees all labels
+    step = _trial_step(trainer, trains, count)
+    sharded = shard_for(whole, group_of(trainer), options, model, options.loss == "gathered", step)
+    local = _inputs(trainer, whole, sharded)
+    return functools.partial(_step, trainer, model, sharded, local), local
+
+
+def _inputs(trainer: Any, whole: Any, sharded: Sharded) -> dict[str, Any]:
+    """The inputs with which the trainer's step goes on, in a new dict."""
+    local, is_gathered = dict(sharded.inputs), sharded.context.config.loss == "gathered"
+    if _counts(trainer) or is_gathered:  # the trainer counts, or the model sees all labels
         local.pop("num_items_in_batch", None)
-    if options.loss == "gathered":
+    if is_gathered:
         for name in ("labels", "shift_labels"):
             local.pop(name, None)
             if whole.get(name) is not None:
                 local[name] = whole[name]
-    return functools.partial(_step, trainer, model, sharded, local), local
+    return local
+
+
+def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]], Any]) -> TrialStep:
+    """The trainer's loss of another row, for the self-check: whatever its subclass has made of compute_loss."""
+
+    def loss(model: nn.Module, row: Mapping[str, Any], share: Share) -> Any:
+        sharded, whole = Sharded(share.inputs, share.context), dict(row)
+        is_gathered = sharded.context.config.loss == "gathered"
+        with preserved_trainer(trainer), gathered(model, sharded) if is_gathered else nullcontext():
+            items = count(trainer, whole)
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
+
+    kind, own = type(trainer), vars(trainer).get("compute_loss")
+    key = (weakref.ref(trainer), kind.compute_loss, own, trainer.compute_loss_func)
+    overridden = own is not None or not kind.compute_loss.__module__.startswith(("transformers.", "trl."))
+    return TrialStep(loss, trains, f"{kind.__name__}.compute_loss" if overridden else "", key)
 
 
 @contextmanager
@@ -185,23 +220,33 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        context = batch_context.current()
+        context, group = batch_context.current(), group_of(self)
         if context is not None and self.compute_loss_func is None and self.label_smoother is None:
             num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
-        if context is None or num_items_in_batch is None or not _counts(self):
+        if group is None or num_items_in_batch is None or not _counts(self):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         # As in a loop with `shard`: a rank's loss is its share times W, and a term that all ranks have alike is itself;
         # the mean over ranks is the loss of the whole batch. A trainer that averages over devices counts whole batches
         # and multiplies losses by all ranks: so the count is divided by W on its way in, the loss on its way out.
-        averaged, size = self.args.average_tokens_across_devices, context.ring.size
-        share = num_items_in_batch / size if averaged else num_items_in_batch
-        sharded = context.config.loss == "sharded"
+        # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
+        averaged, ring_size = self.args.average_tokens_across_devices, group.size()
+        size = 1 if context is None else context.ring.size
+        if context is None and self.model.training:
+            warn(_WHOLE_ROWS.format(type(self).__name__))
+        items = num_items_in_batch if averaged else num_items_in_batch * ring_size
+        sharded = context is None or context.config.loss == "sharded"
         with nullcontext() if sharded else _smoothing(self, model):
-            result = original(self, model, inputs, return_outputs, share if sharded else share * size)
-        times = 1 / size if averaged else 1
+            result = original(self, model, inputs, return_outputs, items / size if sharded else items)
+        times = 1 / ring_size if averaged else 1
         return (result[0] * times, result[1]) if return_outputs else result * times
 
     return compute_loss
+
+
+_WHOLE_ROWS = (
+    "{} computes a loss outside of its ring: its training_step does not call Trainer's, so every rank computes whole "
+    "rows. That is exact, but saves no memory. Override compute_loss instead."
+)
 
 
 @contextmanager
@@ -241,6 +286,39 @@ def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return prediction_step
 
 
+def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if group_of(self) is None or self.accelerator._models:  # it is prepared already
+            return original(self, *args, **kwargs)
+        with _prepared_for_evaluation(self):
+            return original(self, *args, **kwargs)
+
+    return evaluation_loop
+
+
+@contextmanager
+def _prepared_for_evaluation(trainer: Any) -> Iterator[None]:
+    """Undoes on exit what an evaluation before training does to a model: Trainer takes it for one that is wrapped.
+
+    accelerate marks it as prepared, so `train` would wrap it neither in DDP nor in FSDP.
+    """
+    model, wrapped, own = trainer.model, trainer.model_wrapped, vars(trainer.model)
+    before = {name: own[name] for name in _PREPARED if name in own}
+    try:
+        yield
+    finally:
+        if trainer.model is model:  # else FSDP has sharded it, for training too
+            trainer.model_wrapped = wrapped
+            trainer.accelerator._models.clear()
+            for name in _PREPARED:
+                own.pop(name, None)
+            own.update(before)
+
+
+_PREPARED = ("_is_accelerate_prepared", "_original_forward", "forward")
+"""Attributes that accelerate sets on a model which it prepares."""
+
+
 def count_over_all(trainer: Any, inputs: dict[str, Any]) -> Any:
     """Trainer's own count: labelled tokens of this evaluation batch over all data-parallel ranks."""
     return trainer._get_num_items_in_batch([inputs], trainer.args.device)
@@ -269,7 +347,7 @@ def predict(
         ignore_keys = [*ignore_keys, "past_key_values"]
     num_items = count(trainer, inputs) if has_labels else None
 
-    enter, local = _share(trainer, model, inputs)
+    enter, local = _share(trainer, model, inputs, False, count)
     loss = outputs = None
     with torch.no_grad(), trainer.compute_loss_context_manager(), enter() as sharded:
         if not has_labels:
@@ -306,6 +384,7 @@ def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
     raise errors.UnknownOutput(name, tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, layout.local_length)
 
 
+_EVALUATION = "(self, dataloader, description, prediction_loss_only=, ignore_keys=, metric_key_prefix=)"
 TRAINER = "transformers.trainer:Trainer"
 PATCHES = [
     Patch(f"{TRAINER}.create_accelerator_and_postprocess", "(self)", _create_accelerator),
@@ -314,5 +393,6 @@ PATCHES = [
     Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _floating_point_ops),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
+    Patch(f"{TRAINER}.evaluation_loop", _EVALUATION, _evaluation_loop),
     Patch(f"{TRAINER}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
 ]

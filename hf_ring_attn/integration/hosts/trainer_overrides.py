@@ -1,43 +1,35 @@
-"""Which trainers' way from a batch to a loss is known to be exact in a ring, as it was written and as it is now."""
+"""Trainers that a ring cannot serve: refused by their class, or by a method that no trial step can judge."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ... import errors
-from ..patching.code_origin import strangers
+from transformers import Trainer
 
-UNDERSTOOD = {
-    "transformers.trainer.Trainer",
-    "trl.trainer.sft_trainer.SFTTrainer",
-    "trl.trainer.base_trainer._BaseTrainer",
-}
-"""Classes whose way from a batch to a loss is known to be exact in a ring."""
-STEPS = (
-    "compute_loss", "training_step", "prediction_step", "evaluation_loop", "get_batch_samples",
-    "_get_num_items_in_batch", "_prepare_context_parallel_inputs",
-)  # fmt: skip
-"""The methods on that way. One that is overridden or replaced is refused, unless ``ring_fp32_exact = True`` is said."""
+from ... import errors
+
+OF_TRL = {"SFTTrainer", "_BaseTrainer"}
+"""Trainers of TRL whose loss is a sum over tokens. The others compare whole sequences, or models."""
+COUNTS = ("get_batch_samples", "_get_num_items_in_batch", "_prepare_context_parallel_inputs")
+"""Methods that say what a loss is divided by, and what a rank holds. All others are right as they are, or are tried:
+whatever is called with whole rows computes them on every rank alike."""
 
 
 def refuse_unknown(trainer: Any) -> None:
-    """Refuses a trainer with a step that is not known: a subclass's, or one set on the trainer or on a known class.
+    """Refuses a trainer of TRL that is no SFTTrainer, and one that counts or shards batches in its own way.
 
     Raises:
-        UnknownTrainer: unless the attribute ``ring_fp32_exact`` is true where the step is, or below: what a parent
-            says, it says of itself.
+        UnsupportedTrainer. UnknownTrainer: unless its attribute ``ring_fp32_exact`` is true.
     """
-    for method in STEPS:
-        for place in (trainer, *type(trainer).__mro__):
-            own = vars(place)
-            if own.get("ring_fp32_exact", False):
-                break
-            if method not in own:
-                continue
-            known = isinstance(place, type) and f"{place.__module__}.{place.__qualname__}" in UNDERSTOOD
-            if known and not strangers(own[method]):
-                continue
-            where = f"{place.__qualname__}.{method}" if isinstance(place, type) else f"the trainer's own {method}"
-            if known or place is trainer:
-                where = f"{getattr(own[method], '__qualname__', type(own[method]).__name__)}, set as {where}"
-            raise errors.UnknownTrainer(type(trainer).__name__, where)
+    kind = type(trainer)
+    for cls in kind.__mro__:
+        if cls.__module__.partition(".")[0] == "trl" and issubclass(cls, Trainer) and cls.__name__ not in OF_TRL:
+            raise errors.UnsupportedTrainer(cls.__name__)
+    if getattr(trainer, "ring_fp32_exact", False):
+        return
+    for method in COUNTS:
+        if method in vars(trainer):
+            raise errors.UnknownTrainer(kind.__name__, f"the trainer's own {method}")
+        if getattr(kind, method) is not getattr(Trainer, method):
+            place = next(cls.__qualname__ for cls in kind.__mro__ if method in vars(cls))
+            raise errors.UnknownTrainer(kind.__name__, f"{place}.{method}")

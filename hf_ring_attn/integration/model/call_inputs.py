@@ -26,13 +26,18 @@ Undo = Callable[[], None]
 PLACES = ("position_ids", "attention_mask")
 COUNTED = ("labels", "shift_labels", "num_items_in_batch")
 """Inputs that a model must be given as `shard` made them; the second ones, where it is to compute a loss."""
+TOKENS = ("input_ids", "inputs_embeds")
+KEPT = ("logits_to_keep", "num_logits_to_keep")
+"""Arguments that choose tokens by their place among those that a model is given."""
+_KEPT = "each rank would keep some of its own tokens. Leave it out, and choose from sharded.gather(out.logits)"
 
 
-def refuse_outside(given: Sequence[Any]) -> None:
+def refuse_outside(given: Sequence[Any], refusal: errors.Refused | None = None) -> None:
     """Refuses a model that runs in no ring, but with what `shard` made for one.
 
     Args:
         given: what its mask is about to be made of.
+        refusal: what to raise; None: NotEntered.
 
     Raises:
         NotEntered: on every rank alike.
@@ -45,7 +50,7 @@ def refuse_outside(given: Sequence[Any]) -> None:
         for handed in context.state(TrackedInputs).values()
     ]
     if any(handed.same_memory(x) for handed in shares for x in given):
-        raise errors.NotEntered("a model was called with what shard() made")
+        raise refusal or errors.NotEntered("a model was called with what shard() made")
 
 
 def _refuse_others(
@@ -60,6 +65,9 @@ def _refuse_others(
     """
     names = parameters_of(model, context.state(TrackedInputs))
     given = {**dict(zip(names, args, strict=False)), **given}
+    for name in KEPT:
+        if isinstance(x := given.get(name), Tensor) or x:
+            raise errors.UnsupportedArgument(name_of(model), name, _KEPT, "was called in a ring with")
     counts = {name for name in COUNTED[:2] if given.get(name) is not None}
     counted = COUNTED[1:] if "labels" in counts else COUNTED[2:] if counts and has_loss else ()
     needed = {*PLACES, *counted}

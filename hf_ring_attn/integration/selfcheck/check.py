@@ -4,8 +4,11 @@ A list of refused names knows no remote code, and no model that is newer than th
 the whole row, on every rank, in a ring of one (the same masks and kernels), and once on its shares in the ring. If the
 two disagree, every rank refuses, naming the first module that differs.
 
-It cannot see what begins beyond the row's length (`sample.row_length`): a window of 4096 tokens that a layer applies by
-itself, a frequency that changes after 8192. Nor what happens in training mode only: it runs without dropout.
+Then, where labels are given, a step is tried on such a row, too (`trial`): the loss as its host computes it, in the
+mode it trains in, and gradients of a few weights.
+
+It cannot see what begins beyond the row's length (`row.row_length`): a window of 4096 tokens that a layer applies by
+itself, a frequency that changes after 8192.
 
 >>> hf_ring_attn.configure(model, RingConfig(self_check=False))         # at your own risk
 """
@@ -13,9 +16,10 @@ itself, a frequency that changes after 8192. Nor what happens in training mode o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +31,16 @@ from ..context.batch_context import BatchContext
 from ..context.cut import Share, share
 from ..context.model_record import ModelRecord
 from ..context.tensor_tree import tensors_of
+from ..context.trial_step import TrialStep
 from ..model.replicas import SAME_WEIGHTS
 from .compare import Places, Recorder, relative, spread
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
 from .tolerance import AMPLIFICATION, LOSS, outputs, rounded_anew
 from .tolerance import tolerance as tolerance_of
+from .trial import GRADIENT, StepResult, distances, random_state, run_step, set_modes, watched_weights
+
+T = TypeVar("T")
 
 TRIES = 3
 """Random rows that must all disagree. Where rounding sends a token to another expert, another row does without."""
@@ -70,12 +78,20 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     if _sharding(inner) is None:  # else other rings, whose batches may be of another kind, take part in each forward
         case += (sample.first is None, sample.hides)
     verdicts = record.state(_Verdicts)
-    if case not in verdicts:
+    step = context.state(TrialStep)
+    trained = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
+    tried = ("step", *case[:3], trained, *step.key)
+    tries = context.facts.has_labels and (step.loss is not None or (trained and context.config.loss == "sharded"))
+    if case not in verdicts or (tries and tried not in verdicts):
         if not introspect.uses_ring(inner):  # a loss, a head: what is called beside the model
             return
-        job = _Check(inner, context, sample, _device(model, sample))
-        with preserved(inner, job.device):
-            verdicts[case] = job.run()
+        job, modes = _Check(inner, context, sample, _device(model, sample)), [x.training for x in inner.modules()]
+        if case not in verdicts:
+            with preserved(inner, job.device):
+                verdicts[case] = job.run()
+        if tries and tried not in verdicts:
+            with preserved(inner, job.device):
+                verdicts[tried] = job.try_step(step, trained, modes)
     state.verdict = verdicts[case]
 
 
@@ -130,12 +146,23 @@ class _Check:
 
     def run(self) -> str:
         """The verdict in words."""
+        return self._with_rows(self._compare)
+
+    def try_step(self, step: TrialStep, trained: bool, modes: Sequence[bool]) -> str:
+        """The verdict in words of a trial step. ``modes``: those of the model's modules."""
+        self.labelled = True
+        weights = watched_weights(self.model) if trained and self.sharding is None else {}
+        if not trained:
+            modes = [False] * len(modes)
+        return self._with_rows(partial(self._compare_steps, step, weights, None if step.trains else modes))
+
+    def _with_rows(self, compare: Callable[[int], str]) -> str:
         try:
-            return self._compare(1)
+            return compare(1)
         except errors.SelfCheckNotRun:
             if self.sharding is not None or self.sample.rows == 1:
                 raise
-        return self._compare(self.sample.rows)  # pairs of rows, say, of which one is preferred
+        return compare(self.sample.rows)  # pairs of rows, say, of which one is preferred
 
     def _compare(self, rows: int) -> str:
         tolerance, found = 0.0, _Found(0.0, 0.0, 0.0, 0.0)
@@ -144,8 +171,8 @@ class _Check:
             mine = self._shared(row, self.ring)
             dtypes: set[torch.dtype] = set()
             with outputs(lambda x: dtypes.add(x.dtype)):  # noqa: B023  it is called in this turn only
-                whole = self._whole(row, rows)
-                share = self._sharded(mine)
+                whole = self._whole(partial(self._call_whole, row), rows)
+                share = self._sharded(partial(self._call, mine.inputs, mine.context))
             places = Places.of(mine.context.layout, mine.context.facts.hidden, self.device)
             found = self._table(places.errors(whole, share), whole, share, dtypes)
             if math.isnan(found.tokens):
@@ -154,7 +181,7 @@ class _Check:
             if found.within(least):
                 return "passed"
             with rounded_anew(self.device):
-                again = self._call(row, self._alone(row))
+                again = self._call_whole(row)
             tolerance = max(least, AMPLIFICATION * self._table(places.errors(whole, share, again), whole, again).tokens)
             if found.within(tolerance):
                 return "passed"
@@ -173,15 +200,80 @@ class _Check:
             introspect.name_of(self.model), self.ring.size, tokens, found.tokens, tolerance, where, kind
         )
 
+    # ---- the trial step ----
+
+    def _compare_steps(
+        self, step: TrialStep, weights: dict[str, nn.Parameter], modes: Sequence[bool] | None, rows: int
+    ) -> str:
+        set_modes(self.model, modes)
+        limits: list[float] = []
+        names = ["", *weights]
+        for seed in range(TRIES):
+            row = self._row(seed, rows)
+            mine, alone = self._shared(row, self.ring), self._shared(row, Ring(LOCAL))
+            whole_step, ring_step = (
+                partial(run_step, step, self.model, row, part, partial(self._call, *part), weights.values())
+                for part in (alone, mine)
+            )
+            dtypes: set[torch.dtype] = set()
+            with outputs(lambda x: dtypes.add(x.dtype)):  # noqa: B023  it is called in this turn only
+                before = random_state(self.device)
+                whole = self._whole(whole_step, rows)
+                if not torch.equal(before, random_state(self.device)):  # not dropout: a router's noise, perhaps
+                    for module in self.model.modules():
+                        module.__dict__["training"] = False
+                    whole = self._whole(whole_step, rows)
+                if whole is None:
+                    return "passed"
+                share = self._sharded(ring_step)
+            assert share is not None, "a loss in one process"
+            spacing = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+            least = tolerance_of(max(self._everywhere([spacing]).flatten().tolist()), self.device)
+            got = StepResult(*self._means(share))
+            found = self._apart(got, whole)
+            limits = [LOSS * least] + [GRADIENT * least] * (len(found) - 1)
+            if all(error <= limit for error, limit in zip(found, limits, strict=True)):
+                return "passed"
+            with rounded_anew(self.device):
+                again = whole_step()
+            assert again is not None, "a loss in one process"
+            own = self._apart(again, whole)
+            limits = [max(limit, AMPLIFICATION * error) for limit, error in zip(limits, own, strict=True)]
+            if all(error <= limit for error, limit in zip(found, limits, strict=True)):
+                return "passed"
+        name = introspect.name_of(self.model)
+        if found[0] > limits[0]:
+            numbers = f"{float(got.loss):.6g} in the ring, {float(whole.loss):.6g} in one process"
+            what = f"the loss of {step.name or name} (the self-check found {numbers})"
+            raise errors.LossNotSharded(what, again=self.config.loss == "sharded")
+        worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
+        raise errors.GradientDiffers(step.name or name, names[worst], self.ring.size, found[worst], limits[worst])
+
+    def _means(self, mine: StepResult) -> tuple[Tensor, list[Tensor]]:
+        """The means over the ring, as DDP makes them."""
+        device = self.ring.small_device(self.device)
+        loss, *gradients = self.ring.means([x.to(device) for x in (mine.loss, *mine.gradients)])
+        return loss, [x.to(self.device) for x in gradients]
+
+    def _apart(self, got: StepResult, want: StepResult) -> list[float]:
+        """The relative distance of the loss and of each gradient, the largest on any rank."""
+        loss = _Found(0.0, float(want.loss), float(got.loss), 0.0).loss()
+        table = self._everywhere([loss, *distances(got.gradients, want.gradients)])
+        return [float(x) for x in table.amax(0)]
+
     # ---- runs ----
 
     def _row(self, seed: int, rows: int) -> dict[str, Any]:
         row = self.sample.row(self.model, self.ring.size, self.labelled, seed, rows)
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in row.items()}
 
-    def _alone(self, row: Mapping[str, Any]) -> BatchContext:
-        """The scope of the whole row in a ring of one: the same masks and kernels."""
-        return self._shared(row, Ring(LOCAL)).context
+    def _call_whole(self, row: Mapping[str, Any]) -> Any:
+        """The model's outputs for the whole row, in a ring of one: the same masks and kernels."""
+        alone = self._shared(row, Ring(LOCAL))
+        counted = {name: alone.inputs[name] for name in ("shift_labels", "num_items_in_batch") if name in alone.inputs}
+        return self._call(
+            {**row, **counted} if alone.context.layout.padded == alone.context.layout.length else row, alone.context
+        )
 
     def _shared(self, row: Mapping[str, Any], ring: Ring) -> Share:
         mine = share(row, ring, self.config, self.context.text is not None)
@@ -195,12 +287,12 @@ class _Check:
         with batch_context.activate(context):
             return self.model(**{name: x for name, x in inputs.items() if name in taken})
 
-    def _whole(self, row: Mapping[str, Any], rows: int) -> Any:
-        """The model's outputs for the whole row."""
+    def _whole(self, call: Callable[[], T], rows: int) -> T:
+        """The answer to the whole row."""
         answer: Any = None
         failure: Exception | None = None
         try:
-            answer = self._call(row, self._alone(row))
+            answer = call()
         except Exception as error:  # noqa: BLE001  told below, on every rank: the row is ours, not the user's
             failure = error
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
@@ -208,16 +300,17 @@ class _Check:
         if set(self._everywhere([state])[:, 0].tolist()) != {state}:
             self.ring.agree({}, self.ring.small_device(self.device), "", text)  # raises on every rank
         if failure is None:
-            return answer
+            found: T = answer
+            return found
         if isinstance(failure, errors.Refused):
             raise failure
         raise errors.SelfCheckNotRun(
             introspect.name_of(self.model), rows, row_length(self.ring.size), str(text)
         ) from failure
 
-    def _sharded(self, mine: Share) -> Any:
+    def _sharded(self, call: Callable[[], T]) -> T:
         try:
-            return self._call(mine.inputs, mine.context)
+            return call()
         except (errors.RingAttentionError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -272,11 +365,11 @@ class _Check:
     def _first_difference(self, row: Mapping[str, Any], mine: Share, places: Places, least: float) -> str:
         """The path of the module that makes the first difference on any rank, with every module watched."""
         with Recorder(places, whole=True).watching(self.model) as want:
-            self._call(row, self._alone(row))
+            self._call_whole(row)
         with Recorder(places, whole=False).watching(self.model) as got:
             self._call(mine.inputs, mine.context)
         with Recorder(places, whole=True).watching(self.model) as again, rounded_anew(self.device):
-            self._call(row, self._alone(row))
+            self._call_whole(row)
         events = list(want.events)
         differs = (want.errors(event, got) > max(least, AMPLIFICATION * want.errors(event, again)) for event in events)
         first = next((index for index, it_does in enumerate(differs) if it_does), len(events))

@@ -142,7 +142,6 @@ class Embed(nn.Module):
 class RemoteModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transformers' own
     """``config.planted`` is what layer ``config.at`` or the model does wrong; "" is a right model."""
 
-    ring_fp32_exact = True  # it says so of a loss that may be planted, too: what tells is the self-check
     config_class = RemoteConfig
     supports_gradient_checkpointing = False
     _supports_sdpa = True

@@ -12,7 +12,17 @@ import torch
 
 from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks, by_turns
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import NUMBERS, STEPS, Case, DeclaredExact, Outcome, OwnLoss, half, one_step, trained
+from tests.helpers.jobs.sft_jobs import (
+    NUMBERS,
+    STEPS,
+    Case,
+    Outcome,
+    OwnLoss,
+    half,
+    losses_of_a_subclass,
+    one_step,
+    trained,
+)
 
 PACKED = {"packing": True}
 MIXTRAL = "MixtralForCausalLM"
@@ -124,7 +134,7 @@ REFUSED: list[tuple[Case, dict[str, Any], str]] = [
     (Case("the gathered loss"), {"gathered": True}, "NoLogits: loss='gathered' needs .*TRL's fused head.*'sharded'"),
     (Case("NEFTune", {"neftune_noise_alpha": 5.0}), {}, "UnsupportedModel: Llama.*set neftune_noise_alpha=None"),
     (Case("Liger", {"use_liger_kernel": True}), {}, "UnsupportedOption: use_liger_kernel=True .*set it to False"),
-    (Case("a subclass's loss"), {"kind": OwnLoss}, "UnknownTrainer: OwnLoss .*OwnLoss.compute_loss.*ring_fp32_exact"),
+    (Case("a subclass's loss"), {"kind": OwnLoss}, "LossNotSharded: the loss of OwnLoss.compute_loss .the self-check"),
 ]
 
 
@@ -134,5 +144,10 @@ def test_it_is_refused_before_the_first_step(ranks: Ranks, case: Case, options: 
         assert re.match(text, said), said
 
 
-def test_a_subclass_may_declare_itself_exact(ranks: Ranks) -> None:
-    assert ranks(2).run(one_step, Case("declared"), Mesh(cp=2), kind=DeclaredExact) == ["trained"] * 2
+@pytest.mark.parametrize("averaged", [True, False])
+def test_a_subclass_may_compute_its_loss_by_its_parent_s(ranks: Ranks, averaged: bool) -> None:
+    """It counts, and adds a penalty of its weights: neither moves by the trial step, and ranks agree on the latter."""
+    case = Case("a subclass", {"average_tokens_across_devices": averaged}).with_args(max_steps=2)
+    want = ranks(1).run(losses_of_a_subclass, case, Mesh())[0]
+    for got in ranks(2).run(losses_of_a_subclass, case, Mesh(cp=2)):
+        assert got == pytest.approx(want, rel=LOSS)

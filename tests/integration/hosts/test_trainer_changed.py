@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -12,10 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from transformers import Trainer
-from trl.trainer.sft_trainer import SFTTrainer
 
-from hf_ring_attn import RingAttentionError, errors
-from hf_ring_attn.integration.hosts.trainer_overrides import refuse_unknown
+from hf_ring_attn import RingAttentionError
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.runs import Mesh, Pictures, Row, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, trainer_of
@@ -127,68 +124,169 @@ class Masked(Pictures):
         return batch
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
+# ---- steps that are exact --------------------------------------------------------------------------------------------
 
 
-def compute_loss(
+class PassesOn(Trainer):
+    """As LLaMA-Factory's CustomSeq2SeqTrainer: it counts, and calls its parent's methods."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+        self.prepared = 0
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        return super().create_optimizer(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        self.prepared += 1
+        self.losses.append(0.0)
+        return loss
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, logits, _ = super().prediction_step(model, inputs, *args, **kwargs)
+        return loss, logits, inputs["labels"]
+
+
+class Penalises(Trainer):
+    """A term that all ranks have alike was counted once for each rank."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = loss + 0.01 * self.accelerator.unwrap_model(model).lm_head.weight.square().sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnStep(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+class WholeStep(Trainer):
+    """A step that shards nothing: every rank computes whole rows, and each had W times their loss."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+LLAMA = replace(SHORT, model="llama")
+NOT_AVERAGED = {"eval_steps": 2, "average_tokens_across_devices": False}
+
+
+@pytest.mark.parametrize("averaged", [True, False], ids=["", "not averaged"])
+@pytest.mark.parametrize("kind", [PassesOn, Penalises, OwnStep, WholeStep])
+def test_a_trainer_with_a_step_of_its_own_is_exact(ranks: Ranks, kind: type[Trainer], averaged: bool) -> None:
+    assert_same_log(ranks, kind, LLAMA if averaged else replace(LLAMA, arguments=NOT_AVERAGED))
+
+
+# ---- steps that are refused ------------------------------------------------------------------------------------------
+
+
+def mean_of_labels(
     self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
 ) -> Any:
-    raise AssertionError("it was called")
+    """A loss of its own: a mean over the labels that a rank holds."""
+    outputs = model(**{name: x for name, x in inputs.items() if name not in ("labels", "shift_labels")})
+    labels = (
+        inputs["shift_labels"] if "shift_labels" in inputs else torch.nn.functional.pad(inputs["labels"], (0, 1))[:, 1:]
+    )
+    loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+    return (loss, outputs) if return_outputs else loss
 
 
-def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-    raise AssertionError("it was called")
+def without_count(
+    self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+) -> Any:
+    """The count of a step's labels is left out."""
+    return Trainer.compute_loss(self, model, inputs, return_outputs)
 
 
-def raised(change: Callable[[Trainer], Any], said: bool = False) -> str:
-    """What a trainer raises that was changed after it was made, and on which `ring_fp32_exact` was ``said``."""
+def failing(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    raise ValueError("not for this row")
+
+
+def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return Trainer.get_batch_samples(self, *args, **kwargs)
+
+
+def raised(change: Callable[[Trainer], Any], kind: type[Trainer] = Trainer) -> str:
+    """What a trainer raises that was changed after it was made."""
     with launched(Mesh(cp=2)), a_folder(None) as folder:
         try:
-            trainer = trainer_of(SHORT, Mesh(cp=2), folder)
-            if said:
-                trainer.ring_fp32_exact = True  # type: ignore[attr-defined]  # ours
+            trainer = trainer_of(LLAMA, Mesh(cp=2), folder, kind=kind)
             change(trainer)
             trainer.train()
-        except (RingAttentionError, AssertionError) as error:
+        except RingAttentionError as error:
             return f"{type(error).__name__}: {error}"
     return ""
 
 
-def on_the_trainer(function: Callable[..., Any]) -> Callable[[Trainer], Any]:
-    return lambda trainer: setattr(trainer, function.__name__, MethodType(function, trainer))
+def raised_by(function: Callable[..., Any], how: str, said: bool = False) -> str:
+    name = "get_batch_samples" if function is get_batch_samples else "compute_loss"
+    if how == "on the trainer":
+        return raised(lambda trainer: setattr(trainer, name, MethodType(function, trainer)))
+    if how == "on the class":
+        with mock.patch.object(Trainer, name, function):
+            return raised(lambda trainer: None)
+    return raised(lambda trainer: None, type("Own", (Trainer,), {name: function, "ring_fp32_exact": said}))
 
 
-@pytest.mark.parametrize("function", [compute_loss, training_step])
-def test_a_step_that_is_set_on_a_trainer_is_refused(ranks: Ranks, function: Callable[..., Any]) -> None:
-    """It was called on each rank's tokens, or on whole rows by every rank."""
-    name = function.__name__
-    for error in ranks(2).run(raised_on_the_trainer, function):
-        assert error.startswith(
-            f"UnknownTrainer: Trainer computes its loss or its predictions in {name}, set as the trainer's own {name}, "
-            "which is not known to be exact in a ring. Use transformers.Trainer or trl.SFTTrainer as they are; if the"
-        )
-    assert ranks(2).run(raised_on_the_trainer, function, said=True) == ["AssertionError: it was called"] * 2
+REFUSED: list[tuple[Callable[..., Any], str, str]] = [
+    (mean_of_labels, "in a subclass", "LossNotSharded: the loss of Own.compute_loss (the self-check found "),
+    (mean_of_labels, "on the trainer", "LossNotSharded: the loss of Trainer.compute_loss (the self-check found "),
+    (mean_of_labels, "on the class", "LossNotSharded: the loss of Trainer.compute_loss (the self-check found "),
+    (without_count, "in a subclass", "LossNotSharded: the loss of Own.compute_loss (the self-check found "),
+    (failing, "in a subclass", "SelfCheckNotRun: the self-check could not run LlamaForCausalLM on 2 rows of 26 ran"),
+    (
+        get_batch_samples,
+        "in a subclass",
+        "UnknownTrainer: Own counts or shards its batches in Own.get_batch_samples, wh",
+    ),
+    (
+        get_batch_samples,
+        "on the trainer",
+        "UnknownTrainer: Trainer counts or shards its batches in the trainer's own ge",
+    ),
+]
 
 
-def raised_on_the_trainer(function: Callable[..., Any], said: bool = False) -> str:
-    return raised(on_the_trainer(function), said)
+@pytest.mark.parametrize(("function", "how", "text"), REFUSED, ids=[f"{f.__name__} {how}" for f, how, _ in REFUSED])
+def test_a_step_that_is_not_exact_is_refused(ranks: Ranks, function: Callable[..., Any], how: str, text: str) -> None:
+    for error in ranks(2).run(raised_by, function, how):
+        assert error.startswith(text), error
+        assert function not in (mean_of_labels, without_count) or "in the ring, " in error
 
 
-@pytest.mark.parametrize("function", [compute_loss, training_step])
-def test_a_step_that_is_set_on_a_known_class_is_refused(ranks: Ranks, function: Callable[..., Any]) -> None:
-    for error in ranks(2).run(raised_on_the_class, function):
-        name = function.__name__
-        assert error.startswith(f"UnknownTrainer: Trainer computes its loss or its predictions in {name}, set as Tra")
+def test_a_trainer_may_say_that_its_count_is_exact(ranks: Ranks) -> None:
+    assert ranks(2).run(raised_by, get_batch_samples, "in a subclass", said=True) == ["", ""]
 
 
-def raised_on_the_class(function: Callable[..., Any]) -> str:
-    with mock.patch.object(Trainer, function.__name__, function):
-        return raised(lambda trainer: None)
+# ---- what a model adds to its loss -----------------------------------------------------------------------------------
 
 
-def test_no_step_hides_behind_a_name_or_below_a_known_class() -> None:
-    disguised = functools.wraps(Trainer.training_step)(training_step)
-    refusal = pytest.raises(errors.UnknownTrainer, match=r"set as Trainer\.training_step, which is not known")
-    with mock.patch.object(Trainer, "training_step", disguised), refusal:
-        refuse_unknown(object.__new__(SFTTrainer))
-    refuse_unknown(object.__new__(SFTTrainer))
+def adds_a_penalty(model: Any, _args: Any, output: Any) -> Any:
+    """A forward hook."""
+    if output.loss is not None:
+        output.loss = output.loss + 0.01 * model.lm_head.weight.square().sum()
+    return output
+
+
+def log_with_hook(mesh: Mesh) -> list[dict[str, float]]:
+    with launched(mesh), a_folder(None) as folder:
+        model = tiny("llama", "ring_fp32" if mesh.cp > 1 else None)
+        model.register_forward_hook(adds_a_penalty)
+        trainer = trainer_of(LLAMA, mesh, folder, model)
+        trainer.train()
+        return numbers(trainer.state.log_history)
+
+
+def test_a_penalty_that_a_hook_adds_is_counted_once(ranks: Ranks) -> None:
+    """It was counted once for each rank: 60.57 for 32.30."""
+    want = ranks(1).run(log_with_hook, Mesh())[0]
+    for log in ranks(2).run(log_with_hook, Mesh(cp=2)):
+        assert [pytest.approx(entry, rel=LOSS) for entry in want] == log

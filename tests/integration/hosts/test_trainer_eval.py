@@ -8,7 +8,7 @@ import torch
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, by_turns, without_ring
 from tests.helpers.jobs.runs import Mesh, Rows, Run
-from tests.helpers.jobs.trainer_jobs import train
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, train, trainer_of
 
 FIVE = Rows(count=5, labelled="answers", length=23, seed=2)
 """Batches of two rows a replica: the last one is incomplete on one replica, and on two."""
@@ -72,3 +72,30 @@ def test_a_ring_evaluates_as_one_process_does(ranks: Ranks, run: Run, mesh: Mesh
         if got.label_ids is not None and want.label_ids is not None:
             assert torch.equal(got.label_ids, want.label_ids)
     assert bool(run.predicts) == (want.predictions is not None)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True}, {"torch_compile": True, "torch_compile_backend": "eager"}], ids=str
+)
+def test_an_evaluation_before_training_changes_nothing(ranks: Ranks, options: dict[str, object]) -> None:
+    """`evaluate` had prepared the bare model, so nothing wrapped it for training and nobody averaged gradients."""
+    run = Run(why="", steps=2, evaluated=FIVE, arguments={"eval_strategy": "no", **options})
+    want = ranks(2).run(trained_after, run, 0)
+    for got in ranks(2).run(trained_after, run, 2):
+        assert got[0] == want[0][0]
+        assert all(torch.equal(x, want[0][1][name]) for name, x in got[1].items())
+        assert got[2] == [want[0][2][0]] * 2
+
+
+def trained_after(run: Run, evaluations: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], list[float]]:
+    """The log of a training that so many evaluations precede, the weights after it, and the losses of the former."""
+    mesh = Mesh(cp=2)
+    with launched(mesh), a_folder(None) as folder:
+        trainer = trainer_of(run, mesh, folder)
+        losses = [trainer.evaluate()["eval_loss"] for _ in range(max(evaluations, 0))]
+        trainer.state.log_history.clear()
+        trainer.train()
+        assert trainer.model is not None
+        weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+        log = numbers([entry for entry in trainer.state.log_history if "loss" in entry])
+        return log, weights, losses or [trainer_of(run, mesh, folder).evaluate()["eval_loss"]]

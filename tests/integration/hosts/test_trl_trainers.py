@@ -24,8 +24,8 @@ OWN_GATES = ["Distillation", "GRPO", "RLOO"]
 @pytest.mark.parametrize("name", KINDS)
 def test_it_is_refused_by_name_when_it_is_constructed_in_a_ring(ranks: Ranks, name: str) -> None:
     for said in ranks(2).run(constructed, name, Mesh(cp=2)):
-        assert said.startswith(f"UnknownTrainer: {name}Trainer computes its loss or its predictions in {name}Trainer.")
-        assert "Use transformers.Trainer or trl.SFTTrainer" in said
+        assert said.startswith(f"UnsupportedTrainer: {name}Trainer is not supported in a ring yet: its loss compares ")
+        assert "ring_fp32_exact" not in said  # with which it would train wrongly
 
 
 @pytest.mark.parametrize("backend", ["torch", "ring"])
@@ -33,7 +33,9 @@ def test_it_is_refused_by_name_when_it_is_constructed_in_a_ring(ranks: Ranks, na
 def test_it_is_refused_too_where_its_own_config_asks_for_a_ring(ranks: Ranks, name: str, backend: str) -> None:
     """A ring's config passes TRL's own gates, which look for torch's context parallelism."""
     own = name in OWN_GATES and backend == "torch"
-    start = f"ValueError: {name}Trainer does not support sequence-dim" if own else f"UnknownTrainer: {name}Trainer comp"
+    start = (
+        f"ValueError: {name}Trainer does not support sequence-dim" if own else f"UnsupportedTrainer: {name}Trainer is "
+    )
     for said in ranks(2).run(constructed, name, Mesh(cp=2), {"cp_size": 2, "cp_backend": backend}):
         assert said.startswith(start)
 
@@ -60,5 +62,5 @@ def test_no_other_trainer_of_trl_gets_through() -> None:
     trainers = all_trainers() - {SFTTrainer}
     assert len(trainers) > 15
     for kind in trainers:
-        with pytest.raises(errors.UnknownTrainer, match=kind.__name__):
+        with pytest.raises(errors.UnsupportedTrainer, match=kind.__name__):
             _refuse_trainer(object.__new__(kind))

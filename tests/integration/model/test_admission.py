@@ -115,7 +115,7 @@ FORWARDS = [
         text="the PEFT adapter 'default' (PROMPT_TUNING) prepends its prompt to every rank's tokens",
     ),
     Forward(why="aLoRA", change=jobs.activated_lora, text="(aLoRA) looks for its invocation tokens in each rank's"),
-    Forward(why="NEFTune", change=jobs.neftune, text="NEFTune scales its noise by the local length"),
+    Forward(why="NEFTune", change=jobs.neftune, text="scales NEFTune's noise by the local length"),
     Forward(
         why="another attention", attention="sdpa", text="its attn_implementation is 'sdpa', not 'ring_fp32'",
     ),
@@ -186,11 +186,9 @@ def test_alone_nothing_needs_refusing() -> None:
 
 TRAININGS = [
     Training(
-        why="a compute_loss of its own", kind=jobs.OwnLoss, error="UnknownTrainer",
-        text="OwnLoss computes its loss or its predictions in OwnLoss.compute_loss, which is not known to be exact in "
-        "a ring. Use transformers.Trainer or trl.SFTTrainer as they are; if the method only",
+        why="a compute_loss of its own", kind=jobs.OwnLoss, error="LossNotSharded",
+        text="the loss of OwnLoss.compute_loss (the self-check found ",
     ),
-    Training(why="a step of its own", kind=jobs.OwnStep, error="UnknownTrainer", text="in OwnStep.training_step, "),
     Training(
         why="label smoothing", run=Run(why="", arguments={"label_smoothing_factor": 0.1}), error="LossNotSharded",
         text=f"label smoothing (label_smoothing_factor) {GATHERED_INSTEAD}model, RingConfig(loss=",
@@ -216,16 +214,16 @@ TRAININGS = [
     ),
     Training(
         why="NEFTune", run=Run(why="", arguments={"neftune_noise_alpha": 5.0}), error="UnsupportedModel",
-        text="NEFTune scales its noise by the local length; set neftune_noise_alpha=None",
+        text="scales NEFTune's noise by the local length: set neftune_noise_alpha=None",
     ),
     Training(
         why="NEFTune for a model in evaluation mode, as from_pretrained leaves it", change=jobs.in_evaluation_mode,
         kind=jobs.WithoutWrapper, run=Run(why="", steps=2, arguments={"neftune_noise_alpha": 5.0}),
-        error="UnsupportedModel", text="NEFTune scales its noise by the local length; set neftune_noise_alpha=None",
+        error="UnsupportedModel", text="scales NEFTune's noise by the local length: set neftune_noise_alpha=None",
     ),
     Training(
-        why="a compute_loss of its own, and model_init", kind=jobs.OwnLossOfALaterModel, error="UnknownTrainer",
-        text="OwnLossOfALaterModel computes its loss or its predictions in OwnLoss.compute_loss, which is not known",
+        why="a compute_loss of its own, and model_init", kind=jobs.OwnLossOfALaterModel, error="LossNotSharded",
+        text="the loss of OwnLossOfALaterModel.compute_loss (the self-check found ",
     ),
     Training(
         why="a loss_function of its own", change=jobs.with_a_loss_function, error="LossNotSharded",
@@ -278,11 +276,6 @@ def test_a_trainer_is_refused_before_its_first_step(ranks: Ranks, training: Trai
 def test_the_gathered_loss_takes_a_loss_function_of_its_own(ranks: Ranks) -> None:
     run = Run(why="", steps=2, ring=RingConfig(loss="gathered"))
     training = Training(why="", run=run, change=jobs.with_a_loss_function, error="", text="")
-    assert ranks(2).run(jobs.refused_training, training) == [None, None]
-
-
-def test_a_trainer_may_say_that_it_is_exact(ranks: Ranks) -> None:
-    training = Training(why="", kind=jobs.OwnLossThatIsExact, error="", text="")
     assert ranks(2).run(jobs.refused_training, training) == [None, None]
 
 

@@ -64,8 +64,6 @@ def after_a_teacher(model: Any, inputs: Inputs) -> Tensor:
 class Penalised(nn.Module):
     """A program's module around the model, which takes just some names."""
 
-    ring_fp32_exact = True
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -207,6 +205,38 @@ def test_another_call_is_refused_on_every_rank(ranks: Ranks, why: str) -> None:
         assert OTHER.format(REFUSED[why][1]) in raised[1]
 
 
+KEEPS: dict[str, Call] = {
+    "the last": lambda model, inputs: model(**inputs, logits_to_keep=1),
+    "some": lambda model, inputs: model(**inputs, logits_to_keep=torch.tensor([2, 5])),
+    "in DDP": lambda model, inputs: DistributedDataParallel(model)(**inputs, logits_to_keep=1),
+    "all": lambda model, inputs: model(**inputs, logits_to_keep=0),
+}
+
+
+def keeps(which: str) -> tuple[str, str] | None:
+    model = tiny("llama", "ring_fp32")
+
+    def run() -> None:
+        with hf_ring_attn.shard({"input_ids": BATCH["input_ids"]}) as sharded:
+            KEEPS[which](model, dict(sharded.inputs))
+
+    return attempt(run)
+
+
+@pytest.mark.parametrize("which", KEEPS)
+def test_logits_to_keep_is_refused(ranks: Ranks, which: str) -> None:
+    """Each rank kept its own last token."""
+    for raised in ranks(2).run(keeps, which):
+        if which == "all":
+            assert raised is None
+            continue
+        assert raised is not None, "not refused"
+        assert raised[0] == "UnsupportedArgument"
+        assert raised[1].startswith(
+            "LlamaForCausalLM was called in a ring with logits_to_keep: each rank would keep some of its own tokens."
+        )
+
+
 def without_a_mask() -> tuple[str, str] | None:
     return refused(without("attention_mask"))
 
@@ -241,6 +271,58 @@ def test_a_share_outside_of_its_context_is_refused(ranks: Ranks, wrapped: bool, 
         assert raised[0] == "NotEntered"
         assert "a model was called with what shard() made, but the model did not run in the context" in raised[1]
         assert relative_error(logits[0], want) < 1e-11
+
+
+def teacher_outside(attention: str) -> tuple[str, str] | None:
+    teacher, sharded = tiny("llama", attention), hf_ring_attn.shard(BATCH)
+    with torch.no_grad():
+        return attempt(lambda: without("labels")(teacher, dict(sharded.inputs)))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "ring_fp32"])
+def test_a_teacher_that_is_given_a_share_is_refused_whatever_it_attends_by(ranks: Ranks, attention: str) -> None:
+    """One that is no ring_fp32 model attended to each rank's tokens alone."""
+    for raised in ranks(2).run(teacher_outside, attention):
+        assert raised is not None, "not refused"
+        assert raised[0] == "NotEntered"
+        assert raised[1].startswith("a model was called with what shard() made, but the model did not run in the con")
+
+
+def teacher_inside() -> tuple[str, str] | None:
+    teacher = tiny("llama", "sdpa")
+
+    def run() -> None:
+        with torch.no_grad(), hf_ring_attn.shard(BATCH) as sharded:
+            without("labels")(teacher, dict(sharded.inputs))
+
+    return attempt(run)
+
+
+def test_a_teacher_that_is_no_ring_model_is_refused_inside_too(ranks: Ranks) -> None:
+    for raised in ranks(2).run(teacher_inside):
+        assert raised is not None and raised[0] == "UnsupportedModel"
+
+
+def generates(attention: str, entered: bool) -> tuple[tuple[str, str] | None, list[int]]:
+    """From a share, and from whole rows."""
+    model, sharded = tiny("llama", attention), hf_ring_attn.shard(tokens(23))
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    with sharded if entered else nullcontext():
+        raised = attempt(lambda: model.generate(sharded.inputs["input_ids"], **options))
+    if entered:
+        return raised, []
+    return raised, model.generate(tokens(23)["input_ids"], **options)[0, 23:].tolist()
+
+
+@pytest.mark.parametrize("entered", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "ring_fp32"])
+def test_generation_from_a_share_is_refused(ranks: Ranks, attention: str, entered: bool) -> None:
+    """Each rank continued its own tokens."""
+    whole = tiny("llama", None).generate(tokens(23)["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    for raised, text in ranks(2).run(generates, attention, entered):
+        assert raised is not None and raised[0] == "GenerationFromShare"
+        assert raised[1].startswith("LlamaForCausalLM.generate() was called with one rank's share of a batch, so each ")
+        assert entered or text == whole[0, 23:].tolist()
 
 
 def test_a_ring_of_one_needs_no_context() -> None:

@@ -1,4 +1,4 @@
-"""Forwards that are not transformers' own: refused where they may change the loss, trained where they do not."""
+"""Forwards, hooks and wrappers of a program's own: exact if their loss is a sum over tokens, else refused."""
 
 from __future__ import annotations
 
@@ -9,134 +9,242 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+import hf_ring_attn
+from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.comparison import Ranks
-from tests.helpers.jobs.plain_jobs import tokens
-from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.trainer_jobs import launched
+from tests.helpers.jobs.plain_jobs import gradients_of, tokens
+from tests.helpers.jobs.runs import Mesh, Run
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, trainer_of
 from tests.helpers.models.tiny_models import tiny
-from tests.integration.model.test_own_losses import error_of, of_class
+from tests.integration.model.test_own_losses import ONE_PROCESS, error_of
+
+RUN = Run(why="", steps=2, arguments={"eval_strategy": "no"})
+
+
+def penalty(model: Any) -> Tensor:
+    """The same on every rank: under a trainer it was counted once for each."""
+    found: Tensor = 0.01 * model.lm_head.weight.square().sum()
+    return found
 
 
 def added(self: Any, input_ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> CausalLMOutputWithPast:
-    """A forward in place of transformers', with a penalty of large logits."""
-    told = {name: inputs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
-    logits = self.lm_head(self.model(input_ids=input_ids, **inputs).last_hidden_state)
-    loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **told)
-    loss = loss + 0.01 * logits.float().logsumexp(-1).square().mean()
-    return CausalLMOutputWithPast(loss=loss, logits=logits)
-
-
-def alone(self: Any, input_ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> CausalLMOutputWithPast:
-    """A forward in place of transformers', with its loss."""
-    told = {name: inputs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
+    """A forward in place of transformers', with a penalty."""
+    given = {name: inputs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
     logits = self.lm_head(self.model(input_ids=input_ids, **inputs).last_hidden_state)
     loss = None
     if labels is not None:
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **told)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
+        loss = loss + penalty(self)
     return CausalLMOutputWithPast(loss=loss, logits=logits)
-
-
-def unread(self: Any, *args: Any, **inputs: Any) -> CausalLMOutputWithPast:
-    """The same, in a way that is not understood."""
-    out = alone(self, *args, **inputs)
-    return CausalLMOutputWithPast(loss=None if out.loss is None else 1 * out.loss, logits=out.logits)
 
 
 @functools.wraps(LlamaForCausalLM.forward)
 def wrapping(self: Any, *args: Any, **inputs: Any) -> Any:
-    """Transformers' own with a penalty, which says that it is transformers' own."""
-    out = LlamaForCausalLM.forward(self, *args, **inputs)
-    out.loss = out.loss + 0.01 * out.logits.square().mean()
-    return out
+    """Transformers' own with a penalty."""
+    return with_penalty(self, args, LlamaForCausalLM.forward(self, *args, **inputs))
 
 
-class Holds(nn.Module):
-    def __init__(self) -> None:
+def with_penalty(model: Any, _args: Any, output: Any) -> Any:
+    if output.loss is not None:
+        output.loss = output.loss + penalty(model)
+    return output
+
+
+def mean_of_logits(model: Any, _args: Any, output: Any) -> Any:
+    """A mean over the tokens that a rank holds: right in the mean over ranks, but for the ring's padding."""
+    if output.loss is not None:
+        output.loss = output.loss + 0.01 * output.logits.float().square().mean()
+    return output
+
+
+def mean_of_labels(self: Any, input_ids: Tensor, labels: Tensor | None = None, **inputs: Any) -> CausalLMOutputWithPast:
+    """A forward whose loss ignores num_items_in_batch."""
+    targets = inputs.pop("shift_labels", None)
+    inputs.pop("num_items_in_batch", None)
+    logits = self.lm_head(self.model(input_ids=input_ids, **inputs).last_hidden_state)
+    if labels is None:
+        return CausalLMOutputWithPast(loss=None, logits=logits)
+    targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if targets is None else targets
+    return CausalLMOutputWithPast(
+        loss=nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits=logits
+    )
+
+
+class Wraps(nn.Module):
+    """A module of the program around a model."""
+
+    def __init__(self, model: Any, adds: bool) -> None:
         super().__init__()
-        self.inner = tiny("llama", "ring_fp32")
-
-
-class Wraps(Holds):
-    """A module of the user's own around a model, with a penalty of its weights."""
+        self.inner, self.adds = model, adds
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
         out = self.inner(input_ids=input_ids, **inputs)
-        out.loss = out.loss + self.inner.lm_head.weight.square().sum()
-        return out
+        return with_penalty(self.inner, (), out) if self.adds else out
 
 
-class WrapsExactly(Holds):
-    ring_fp32_exact = True
-
-    def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
-        return self.inner(input_ids=input_ids, **inputs)
+def of_class(model: Any, forward: Callable[..., Any]) -> Any:
+    model.__class__ = type("Own", (LlamaForCausalLM,), {"forward": forward})
+    return model
 
 
-def own_class(forward: Callable[..., Any], **attributes: Any) -> Any:
-    return of_class(type("Own", (LlamaForCausalLM,), {"forward": forward, **attributes}))
-
-
-def with_it_set(forward: Callable[..., Any], **attributes: Any) -> Any:
-    model = tiny("llama", "ring_fp32")
+def with_it_set(model: Any, forward: Callable[..., Any]) -> Any:
     model.forward = MethodType(forward, model)
-    vars(model).update(attributes)
     return model
 
 
-def prepared(model: Any) -> Any:
-    """As a trainer does for bf16=True."""
-    with launched(Mesh(), ACCELERATE_MIXED_PRECISION="bf16"):
-        return Accelerator(cpu=True).prepare_model(model)
-
-
-def behind_its_name() -> Any:
-    """With the class's forward replaced by one that says that it wraps it."""
-    model, penalized = tiny("llama", "ring_fp32"), functools.wraps(LlamaForCausalLM.forward)(added)
-    model.__class__ = type("LlamaForCausalLM", (LlamaForCausalLM,), {"forward": penalized})
+def with_hook(model: Any, hook: Callable[..., Any]) -> Any:
+    model.register_forward_hook(hook)
     return model
 
 
-SAID = {"ring_fp32_exact": True}
-MAYBE_OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a class's": (lambda: own_class(added), "Own has a forward of its own, which does more than return the value of"),
-    "set on a model": (lambda: with_it_set(added), "LlamaForCausalLM has a forward of its own, set on the model itsel"),
-    "with its name": (behind_its_name, "LlamaForCausalLM has a forward of its own, which does more than return the v"),
-    "around a model": (Wraps, "Wraps has a forward of its own around that of LlamaForCausalLM and may change the loss"),
-    "around DDP": (lambda: DistributedDataParallel(Wraps()), "Wraps has a forward of its own around that of Llama"),
-    "a class's, that wraps": (lambda: own_class(wrapping), "Own has a forward of its own, which does more than"),
-    "that wraps, set on a model": (lambda: with_it_set(wrapping), "LlamaForCausalLM has a forward of its own, set on"),
-    "of a class, prepared": (lambda: prepared(own_class(added)), "Own has a forward of its own, which does more "),
+EXACT: dict[str, Callable[[Any], Any]] = {
+    "a class's": lambda model: of_class(model, added),
+    "a class's, that wraps": lambda model: of_class(model, wrapping),
+    "set on a model": lambda model: with_it_set(model, added),
+    "that wraps, set on a model": lambda model: with_it_set(model, wrapping),
+    "a hook": lambda model: with_hook(model, with_penalty),
+    "around a model": lambda model: Wraps(model, True),
+    "around a model, passing on": lambda model: Wraps(model, False),
+    "compiled": lambda model: torch.compile(with_it_set(model, added), backend="eager"),
 }
-THE_SAME: dict[str, Callable[[], Any]] = {
-    "a class's": lambda: own_class(alone),
-    "a class's, which says so": lambda: own_class(unread, **SAID),
-    "set on a model": lambda: with_it_set(alone),
-    "set on a model, which says so": lambda: with_it_set(unread, **SAID),
-    "around a model, which says so": WrapsExactly,
-    "prepared": lambda: prepared(tiny("llama", "ring_fp32")),
-    "of a class, prepared": lambda: prepared(own_class(unread, **SAID)),
-    "compiled": lambda: torch.compile(tiny("llama", "ring_fp32"), backend="eager"),
+ELSE: dict[str, Callable[[Any], Any]] = {
+    "a class's": lambda model: of_class(model, mean_of_labels),
+    "set on a model": lambda model: with_it_set(model, mean_of_labels),
+    "around DDP": lambda model: DistributedDataParallel(Wraps(of_class(model, mean_of_labels), True)),
+    "a hook": lambda model: with_hook(model, mean_of_logits),
 }
 
 
-@pytest.mark.parametrize("forward", MAYBE_OTHERS)
-def test_a_forward_that_may_add_to_the_loss_is_refused(ranks: Ranks, forward: str) -> None:
-    """Under a trainer what it adds was counted once for each rank."""
-    for error in ranks(2).run(error_of_forward, forward, others=True):
-        assert error.startswith(f"UnknownForward: {MAYBE_OTHERS[forward][1]}"), error
-        assert "say so with the attribute `ring_fp32_exact = True` on " in error
+# ---- loops -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("forward", THE_SAME)
-def test_a_forward_that_leaves_the_loss_as_it_is_may_be_anyones(ranks: Ranks, forward: str) -> None:
-    assert ranks(2).run(error_of_forward, forward, others=False) == ["", ""]
+def step(change: Callable[[Any], Any], attention: str | None) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of a step in a loop; without a ring if ``attention`` is None."""
+    model = change(tiny("llama", attention))
+    model.train()
+    if attention is None:
+        loss = model(**tokens(23)).loss
+        loss.backward()
+        return float(loss.detach()), gradients_of(model)
+    sharded = hf_ring_attn.shard(tokens(23))
+    with sharded:
+        loss = model(**sharded.inputs).loss
+    loss.backward()
+    sharded.reduce_gradients(model)
+    return float(sharded.reduce(loss)), gradients_of(model)
 
 
-def error_of_forward(forward: str, others: bool) -> str:
-    return error_of(MAYBE_OTHERS[forward][0] if others else THE_SAME[forward], tokens(23))
+def step_of(forward: str, attention: str | None) -> tuple[float, dict[str, Tensor]]:
+    return step(EXACT[forward], attention)
+
+
+@pytest.mark.parametrize("forward", EXACT)
+def test_a_term_that_ranks_have_alike_is_exact_in_a_loop(ranks: Ranks, forward: str) -> None:
+    assert_same_step(ranks(2).run(step_of, forward, "ring_fp32"), step_of(forward, None))
+
+
+def assert_same_step(found: list[Any], want: tuple[float, dict[str, Tensor]]) -> None:
+    for loss, gradients in found:
+        assert loss == pytest.approx(want[0], rel=ONE_PROCESS)
+        assert gradients.keys() == want[1].keys()
+        for name, gradient in want[1].items():
+            assert relative_error(gradients[name], gradient) < 1e-4, name
+
+
+def error_of_forward(forward: str) -> str:
+    return error_of(lambda: ELSE[forward](tiny("llama", "ring_fp32")), tokens(23))
+
+
+@pytest.mark.parametrize("forward", ELSE)
+def test_a_loss_that_is_no_sum_over_tokens_is_refused(ranks: Ranks, forward: str) -> None:
+    for error in ranks(2).run(error_of_forward, forward):
+        assert error.startswith("LossNotSharded: the loss of "), error
+        assert "(the self-check found " in error and " in one process) cannot be computed exactly" in error
+
+
+# ---- under a trainer -------------------------------------------------------------------------------------------------
+
+
+def log_of(forward: str, mesh: Mesh) -> list[dict[str, float]]:
+    with launched(mesh), a_folder(None) as folder:
+        model = EXACT[forward](tiny("llama", "ring_fp32" if mesh.cp > 1 else None))
+        trainer = trainer_of(RUN, mesh, folder, model)
+        trainer.train()
+        return numbers(trainer.state.log_history)
+
+
+@pytest.mark.parametrize("forward", ["a class's", "that wraps, set on a model", "a hook"])
+def test_a_term_that_ranks_have_alike_is_exact_under_a_trainer(ranks: Ranks, forward: str) -> None:
+    """It was counted once for each rank."""
+    want = ranks(1).run(log_of, forward, Mesh())[0]
+    for log in ranks(2).run(log_of, forward, Mesh(cp=2)):
+        assert [pytest.approx(entry, rel=ONE_PROCESS) for entry in want] == log
+
+
+# ---- programs around a backbone --------------------------------------------------------------------------------------
+
+
+class Headed(nn.Module):
+    """A backbone with a head and a loss of the program's own, a sum over tokens by the count that it is given."""
+
+    def __init__(self, attention: str | None) -> None:
+        super().__init__()
+        whole = tiny("llama", attention)
+        self.backbone: LlamaModel = whole.model
+        self.head = whole.lm_head
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **inputs: Any) -> Any:
+        targets, count = inputs.pop("shift_labels"), inputs.pop("num_items_in_batch")
+        logits = self.head(self.backbone(input_ids=input_ids, **inputs).last_hidden_state)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / count
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def headed() -> tuple[float, dict[str, Tensor]]:
+    return step(lambda _: Headed("ring_fp32"), "ring_fp32")
+
+
+def test_a_backbone_may_have_a_head_and_a_loss_of_its_own(ranks: Ranks) -> None:
+    """It was refused as the loss of LlamaModel."""
+    want = headed()
+    assert want[0] == pytest.approx(step(lambda model: model, None)[0], rel=ONE_PROCESS)
+    assert_same_step(ranks(2).run(headed), want)
+
+
+def by_hand(attention: str | None) -> tuple[float, dict[str, Tensor]]:
+    """A loop that computes logits and loss of a backbone's states by itself."""
+    model, batch = tiny("llama", attention), tokens(23)
+    sharded = hf_ring_attn.shard(batch)
+    inputs = dict(sharded.inputs)
+    targets, count, _ = inputs.pop("shift_labels"), inputs.pop("num_items_in_batch"), inputs.pop("labels")
+    with sharded:
+        states = model.model(**inputs).last_hidden_state
+        logits = model.lm_head(states)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / count
+    loss.backward()
+    sharded.reduce_gradients(model)
+    return float(sharded.reduce(loss)), gradients_of(model)
+
+
+def test_a_loop_may_call_a_backbone(ranks: Ranks) -> None:
+    assert_same_step(ranks(2).run(by_hand, "ring_fp32"), step(lambda model: model, None))
+
+
+def by_forward(attention: str) -> tuple[float, dict[str, Tensor]]:
+    """`model.forward(...)` in place of `model(...)`, which runs no hook of the model."""
+    model = tiny("llama", attention).train()
+    sharded = hf_ring_attn.shard(tokens(23))
+    with sharded:
+        loss = model.forward(**sharded.inputs).loss
+    loss.backward()
+    sharded.reduce_gradients(model)
+    return float(sharded.reduce(loss)), gradients_of(model)
+
+
+def test_forward_may_be_called_directly(ranks: Ranks) -> None:
+    assert_same_step(ranks(2).run(by_forward, "ring_fp32"), step(lambda model: model, None))

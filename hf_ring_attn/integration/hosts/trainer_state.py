@@ -1,0 +1,67 @@
+"""Running a trainer's methods on the side: its metrics and counters are put back, and nothing is gathered."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+LONGEST = 1000
+"""Containers that are longer are data, into which a step does not write: their entries are not looked through."""
+
+
+class _Alone:
+    """An `Accelerator` that stands for all processes: each is taken to hold what this one holds.
+
+    Other rings may be at another place in their program, so nothing may be sent to them.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, value: Any) -> Any:
+        rows = value[None] if isinstance(value, Tensor) and not value.dim() else value
+        return rows.repeat(self.num_processes, *[1] * (rows.dim() - 1)) if isinstance(rows, Tensor) else rows
+
+    def gather_for_metrics(self, value: Any, *_: Any, **__: Any) -> Any:
+        return value[None] if isinstance(value, Tensor) and not value.dim() else value
+
+    def reduce(self, value: Any, *_: Any, **__: Any) -> Any:
+        return value
+
+    pad_across_processes = reduce
+
+
+@contextmanager
+def preserved_trainer(trainer: Any) -> Iterator[None]:
+    """Restores on exit the attributes of a trainer, its state and its control, and what its containers hold."""
+    objects = [trainer, *(x for name in ("state", "control") if (x := getattr(trainer, name, None)) is not None)]
+    attributes = [(vars(one), dict(vars(one))) for one in objects]
+    contents = [(x, x.copy()) for own, _ in attributes for value in own.values() for x in _containers(value)]
+    for name, x in attributes[0][1].items():
+        if isinstance(x, Tensor):
+            vars(trainer)[name] = x.clone()
+    trainer.accelerator = _Alone(trainer.accelerator)
+    try:
+        yield
+    finally:
+        for own, before in attributes:
+            own.clear()
+            own.update(before)
+        for container, content in contents:
+            container.clear()
+            container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, dict, set, deque)):
+        yield value
+        if len(value) <= LONGEST:
+            for part in value.values() if isinstance(value, dict) else value:
+                yield from _containers(part)

@@ -1,0 +1,107 @@
+"""The trial step: the loss of the check's row as the program computes it, in the mode it trains in, and gradients.
+
+Dropout stays off, since a token draws other numbers in a ring. A model that draws random numbers by other means is
+tried in the mode of evaluation. FSDP2 exchanges weights by hooks on its backward, so there no gradient is tried. A
+step that a program writes itself is not seen beyond its model's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..context import batch_context
+from ..context.cut import Share
+from ..context.trial_step import TrialStep
+
+VALUES = 1 << 16
+"""So many values of a weight's gradient are compared, and weights with no more are preferred."""
+FLOOR = 1e-2
+"""A gradient counts as this part of the largest one at least: that of a key's bias is rounding alone."""
+GRADIENT = 4.0
+"""How many times the tolerance of a token's output a gradient has: its rounding is that of a forward and a backward."""
+
+
+class StepResult(NamedTuple):
+    """The loss of a row, and the gradients of a few weights; none where they could not be computed."""
+
+    loss: Tensor
+    gradients: list[Tensor]
+
+
+def run_step(
+    step: TrialStep, model: nn.Module, row: Mapping[str, Any], share: Share, call: Callable[[], Any],
+    weights: Iterable[nn.Parameter],
+) -> StepResult | None:  # fmt: skip
+    """The loss of a share of a row and its gradients; None if there is no loss.
+
+    Args:
+        call: calls the model with the share, where the host says nothing of a loss.
+    """
+    weights = list(weights)
+    # The program may be inside a checkpoint, or offload what is saved: its hooks must not see this graph.
+    with torch.set_grad_enabled(bool(weights)), saved_tensors_hooks(lambda x: x, lambda x: x):
+        if step.loss is None:
+            loss = loss_of(call())
+        else:
+            with batch_context.activate(share.context):
+                loss = step.loss(model, row, share)
+        return None if loss is None else StepResult(loss.detach().double(), differentiate(loss, weights))
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of the generator that a model draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_modes(model: nn.Module, modes: Sequence[bool] | None) -> None:
+    """Sets each module's mode, or the whole model for training, without dropout and without checkpointing."""
+    if modes is None:
+        model.train()
+    for index, module in enumerate(model.modules()):
+        if modes is not None:
+            module.__dict__["training"] = modes[index]
+        if isinstance(module, _DropoutNd):
+            module.__dict__["training"] = False
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.__dict__["gradient_checkpointing"] = False  # a reentrant one refuses autograd.grad
+
+
+def watched_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The first, the middle and the last of the trained weights that are small, else the smallest one."""
+    trained = {name: x for name, x in model.named_parameters() if x.requires_grad and x.is_floating_point()}
+    small = [name for name, x in trained.items() if x.numel() <= VALUES]
+    if not small:
+        small = sorted(trained, key=lambda name: trained[name].numel())[:1]
+    return {name: trained[name] for name in small[:1] + small[len(small) // 2 :][:1] + small[-1:]}
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss among a model's outputs."""
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    loss = output.get("loss") if isinstance(output, Mapping) else first
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def differentiate(loss: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The gradients of ``weights``, their first values, which nobody else sees: they are added to no ``grad``."""
+    if not weights or not loss.requires_grad:
+        return []
+    found = torch.autograd.grad(loss, list(weights), allow_unused=True)
+    return [
+        (torch.zeros_like(x) if gradient is None else gradient).flatten()[:VALUES].float()
+        for x, gradient in zip(weights, found, strict=True)
+    ]
+
+
+def distances(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:
+    """How far each gradient is from what it should be, relatively."""
+    norms = [float(x.norm()) for x in want]
+    least = max(FLOOR * max(norms, default=0.0), 1e-30)
+    apart = [float((a - b).norm()) / max(norm, least) for a, b, norm in zip(got, want, norms, strict=True)]
+    return [torch.inf if x != x else x for x in apart]
