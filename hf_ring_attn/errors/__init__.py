@@ -50,6 +50,7 @@ from .core import (
     TwoLayouts,
     UnevenLength,
     UnsupportedAttention,
+    UnsupportedTransform,
 )
 from .hosts import (
     BadBuffers,
@@ -137,6 +138,7 @@ __all__ = [
     "UnsupportedAttention",
     "UnsupportedModel",
     "UnsupportedOption",
+    "UnsupportedTransform",
     "UntestedHost",
     "UntestedParallelism",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .base import Refused, RingAttentionError
+from collections.abc import Mapping
+
+from .base import Refused, RingAttentionError, shown
 
 # ---- lengths, shapes, options ---------------------------------------------------------------------------------------
 
@@ -30,17 +32,16 @@ class BadShape(Refused):
 
 class BadOption(Refused):
     def __init__(self, name: str, got: object, need: str) -> None:
-        super().__init__(f"{name}={got!r} is not possible: it must be {need}.")
+        value = repr(got[:60]) if isinstance(got, str) else shown(got)
+        super().__init__(f"{name}={value} is not possible: it must be {need}.")
 
 
 class TwoLayouts(Refused):
     def __init__(self, world_size: int) -> None:
         super().__init__(
-            f"hf_ring_attn.positions was asked where a ring of {world_size} holds the tokens of a row: it tells the "
-            "zigzag. But there is a packed batch whose tokens lie otherwise (RingConfig(layout='balanced'), which "
-            "Trainer and SFTTrainer take by themselves), and what is indexed by zigzag places would belong to other "
-            "tokens. Use sharded.positions, of each sharded batch; or keep the zigzag: call positions before the first "
-            "batch, or hf_ring_attn.configure(model, RingConfig(layout='zigzag'))."
+            f"positions() describes the zigzag layout, but this process holds a batch of a ring of {world_size} in the "
+            "balanced layout, where ranks hold other tokens. Use sharded.positions of that batch, or "
+            "RingConfig(layout='zigzag') in configure() or shard()."
         )
 
 
@@ -99,6 +100,15 @@ class SecondGradient(Refused):
         )
 
 
+class UnsupportedTransform(Refused):
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} was called inside forward-mode autograd or a gradient transform of torch.func (jvp, grad, jacrev, "
+            "hessian). Only its backward is known, so such a derivative would be wrong. Use loss.backward() or "
+            "torch.autograd.grad."
+        )
+
+
 class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(
@@ -121,19 +131,24 @@ class CrossedDocuments(Refused):
 
 class RanksDiffer(Refused):
     def __init__(self, what: str, per_rank: list[object], todo: str) -> None:
-        listing = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(per_rank))
+        values = {rank: shown(value)[:60] for rank, value in enumerate(per_rank)}
+        listing = ", ".join(f"{who}: {value}" for value, who in _by_value(values).items())
         super().__init__(f"the ranks of one ring must hold the same {what}, but got {listing}. {todo}")
+
+
+def _by_value(per_rank: Mapping[int, str]) -> dict[str, str]:
+    """The ranks of each value, in words."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in per_rank.items():
+        ranks.setdefault(value, []).append(rank)
+    return {value: f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}" for value, of in ranks.items()}
 
 
 class RefusedElsewhere(Refused):
     """``messages``: rank -> why it refused; ranks with the same reason are told together."""
 
     def __init__(self, messages: dict[int, str]) -> None:
-        ranks: dict[str, list[str]] = {}
-        for rank, text in messages.items():
-            ranks.setdefault(text, []).append(str(rank))
-        who = [f"{'ranks' if len(of) > 1 else 'rank'} {', '.join(of)}" for of in ranks.values()]
-        listing = "\n".join(f"  {which}: {text}" for which, text in zip(who, ranks, strict=True))
+        listing = "\n".join(f"  {who}: {text}" for text, who in _by_value(messages).items())
         super().__init__(f"the ring stops because a rank of it refused its batch:\n{listing}")
 
 
