@@ -153,13 +153,26 @@ class RefusedElsewhere(Refused):
 
 
 class PeerLost(RingAttentionError, RuntimeError):
-    def __init__(self, doing: str, rank: int, size: int) -> None:
+    """``waited``: seconds until the backend's time-out; None: it lost the connection."""
+
+    def __init__(self, doing: str, rank: int, size: int, waited: float | None = None) -> None:
+        if waited is None:
+            what = "lost another rank while it"
+            why = "That rank failed first: its own traceback is the cause to look at."
+        else:
+            what = f"waited {waited:.0f} s for another rank, until the time-out, while it"
+            why = "That rank is late, or does something else: see its traceback."
         super().__init__(
-            f"rank {rank} of a ring of {size} lost another rank while it {doing}. That rank failed first: "
-            "its own traceback, printed by it above or below, is the cause to look at; this one only follows it. "
-            "If it printed none, it caught its error (out of memory, say) and went on with other work. A ring cannot "
-            "skip a batch on one rank alone: let such an error end the job, or skip the batch on all ranks, before its "
-            "forward."
+            f"rank {rank} of a ring of {size} {what} {doing}. {why} If it has none, it caught its error (out of memory "
+            "perhaps) and went on. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
+        )
+
+
+class NotSendable(Refused):
+    def __init__(self, doing: str, text: str) -> None:
+        super().__init__(
+            f"the process group's backend cannot send what this rank had when it {doing}: {text.splitlines()[0][:200]}. "
+            "Use a dtype and a device that it knows: gloo sends no float8, NCCL nothing from the CPU."
         )
 
 

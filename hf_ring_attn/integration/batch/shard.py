@@ -28,7 +28,7 @@ from ..context.shared_kv import SharedKV
 from ..context.tracked_input import TrackedInputs, track
 from ..context.whole_batch import tokens_of, whole_rows
 from ..log import warn
-from ..model import admission, call_inputs, fsdp, replicas
+from ..model import agreement, call_inputs, fsdp, replicas
 from ..model.replicas import ReducedGradients
 from ..selfcheck import check, row
 from . import compare
@@ -79,7 +79,7 @@ class Sharded:
     def reduce(self, loss: Tensor) -> Tensor:
         """The loss of the whole batch from each rank's ``out.loss``: their mean, detached, the same on every rank."""
         self._refuse_unused("reduce")
-        return self.ring.mean(loss.detach())
+        return replicas.mean_loss(loss.detach(), self.ring)
 
     def gather(self, x: Tensor) -> Tensor:
         """Whole sequences in their original order from every rank's share.
@@ -227,7 +227,7 @@ _NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=mod
 
 def _admit(model: nn.Module, context: BatchContext) -> None:
     """Everything that is done with an outermost model before it runs in a ring."""
-    record = admission.bind(model, context)
+    record = agreement.admit(model, context)
     check.check(model, context, record)
     masks.prepare_masks(model, context)
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from ...comm.fingerprint import fingerprint
+from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
 from ..context.model_record import latest_record
 from ..log import warn
@@ -74,6 +76,20 @@ def compare(model: nn.Module, context: BatchContext) -> None:
         prints = {f"weights of {name} (fingerprints)": fingerprint(x) for name, x in trained.items()}
         ring.agree(prints, device, SAME_WEIGHTS)
     latest_record(model).state(_Compared).add(ring.name)
+
+
+def mean_loss(loss: Tensor, ring: Ring) -> Tensor:
+    """The mean over the ring of each rank's ``loss``, as `Ring.mean`. Warns of a rank whose loss alone is not finite."""
+    if loss.numel() != 1 or ring.size == 1 or not loss.is_floating_point():
+        return ring.mean(loss)
+    bits = loss.double().view(torch.int64).reshape(())
+    numbers = ring.numbers(bits, ring.small_device(loss.device), "averaged its loss (reduce)")
+    losses = torch.tensor(numbers).view(torch.float64)
+    finite = losses.isfinite().tolist()
+    if any(finite) and not all(finite):
+        odd, others = finite.index(False), [str(rank) for rank, it_is in enumerate(finite) if it_is]
+        warn(f"the loss is {float(losses[odd])} on rank {odd}, not on rank {', '.join(others)}: look at its tokens first")
+    return losses.mean().to(loss).reshape(loss.shape)
 
 
 def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) -> None:
