@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import Refused, RingAttentionError
 from .batches import (
     BadBatch,
+    GradientsChanged,
     LateLayout,
     LayerWithoutSpec,
     LossNotSharded,
@@ -86,6 +87,7 @@ __all__ = [
     "ChangedHost",
     "CrossedDocuments",
     "DispatchedBatches",
+    "GradientsChanged",
     "HeadReadPastFsdp",
     "ImportedTooEarly",
     "LateLayout",

@@ -29,7 +29,6 @@ from ..context.tracked_input import TrackedInputs, track
 from ..context.whole_batch import tokens_of, whole_rows
 from ..log import warn
 from ..model import agreement, call_inputs, fsdp, replicas
-from ..model.replicas import ReducedGradients
 from ..selfcheck import check, row
 from . import compare
 from .announce import announce
@@ -96,16 +95,18 @@ class Sharded:
         return gather_sequence(x, self.ring, self.layout)
 
     def reduce_gradients(self, model: nn.Module) -> None:
-        """Averages gradients over the ring, in float32, for a model that neither DDP nor FSDP wraps."""
+        """Averages gradients over the ring, in float32, for a model that neither DDP nor FSDP wraps.
+
+        Call it after backward, before gradients are clipped and before optimizer.step(). Gradients that were scaled
+        may be averaged, if every rank scaled them by the same factor.
+
+        Raises:
+            GradientsChanged: weights changed since the forward, or ranks scaled a gradient by different factors. One
+                weight is looked at, the smallest; what clips other weights alone is not noticed.
+        """
         self._refuse_unused("reduce_gradients")
-        if self.ring.size == 1:
-            return
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.context.state(ReducedGradients).update(map(id, trained))
-        # A rank without a gradient (an unused expert, say) still has to take part in the sum.
-        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
-        for parameter, mean in zip(trained, self.ring.means(gradients), strict=True):
-            parameter.grad = mean
+        if self.ring.size > 1:
+            replicas.average_gradients(model, self.context)
 
     def _refuse_unused(self, method: str) -> None:
         if self.ring.size > 1 and not self.context.log.entered:
@@ -266,7 +267,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     if not context.log.seen:  # a model that was bound by name needs no hooks
         watch()
     for model in context.log.models:
-        replicas.compare(model, context)
+        replicas.note_trained(model, context)
         watched.extend(call_inputs.watch(model, context))
     random = None if context.text is None else context.text.random
     if random is not None:

@@ -68,7 +68,8 @@ def admit(model: nn.Module, context: BatchContext) -> ModelRecord:
         changed_elsewhere = _agree(model, record, context, refusal)
         if changed_elsewhere:  # then that rank looks at the model again, with messages: so do all
             forget_model(model)
-            return admission.bind(model, context)
+            record = admission.bind(model, context)
+        record.state(_Known).rings.add(context.ring.name)
     elif refusal is not None:
         raise refusal
     return record
@@ -94,9 +95,7 @@ def _agree(model: nn.Module, record: ModelRecord, context: BatchContext, refusal
     except errors.RanksDiffer:  # on all ranks: anything but a weight is named better so
         ring.agree({**facts, **known.details}, ring.small_device(device), ALIKE, doing=_DOING)
         raise
-    fresh = ring.name not in known.rings
-    known.rings.add(ring.name)
-    return renewed and not fresh
+    return renewed and ring.name in known.rings
 
 
 def _look(model: nn.Module, record: ModelRecord, known: _Known) -> None:
@@ -145,5 +144,3 @@ def _sample(model: nn.Module, weights: list[Any], known: _Known, context: BatchC
     stride = -(-weight.numel() // SAMPLE)
     places = torch.arange(turn // len(trained) % stride, weight.numel(), stride, device=weight.device)
     return {f"weight {name} (a sample)": torch.take(weight.detach(), places)}
-
-
