@@ -112,9 +112,9 @@ class UnsupportedTransform(Refused):
 class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(
-            "an earlier attention of this ring ended half-way on this rank, by an error that was caught (out of "
-            "memory, say). What the ranks tell each other no longer fits together, so the next answer could be wrong. "
-            "Start the job again, or the ring in a new process group."
+            "an earlier attention or forward of this ring ended half-way on this rank, by an error that was caught "
+            "(out of memory perhaps). Other ranks may still wait in it, and would take what comes next for the rest of "
+            "it. Start the job again, or the ring in a new process group."
         )
 
 
@@ -163,16 +163,17 @@ class PeerLost(RingAttentionError, RuntimeError):
             what = f"waited {waited:.0f} s for another rank, until the time-out, while it"
             why = "That rank is late, or does something else: see its traceback."
         super().__init__(
-            f"rank {rank} of a ring of {size} {what} {doing}. {why} If it has none, it caught its error (out of memory "
-            "perhaps) and went on. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
+            f"rank {rank} of a ring of {size} {what} {doing}. {why} If it has none, it caught its error (out of "
+            "memory perhaps) and went on. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
         )
 
 
 class NotSendable(Refused):
     def __init__(self, doing: str, text: str) -> None:
         super().__init__(
-            f"the process group's backend cannot send what this rank had when it {doing}: {text.splitlines()[0][:200]}. "
-            "Use a dtype and a device that it knows: gloo sends no float8, NCCL nothing from the CPU."
+            f"the process group's backend cannot send what this rank had when it {doing}: "
+            f"{text.splitlines()[0][:200]}. Use a dtype and a device that it knows: gloo sends no "
+            "float8, NCCL nothing from the CPU."
         )
 
 

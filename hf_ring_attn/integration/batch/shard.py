@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import errors
+from ...attention.op import attentions
 from ...comm.ring import Ring
 from ...config import RingConfig
 from ...kernels import in_score_mod
@@ -20,7 +22,7 @@ from ...layers.collectives import gather_sequence
 from ...sharding.layout import Layout, note_dealt, zigzag_was_told
 from ...traffic import interruption_guard
 from ..attention import masks
-from ..context import batch_context, model_record, ring_random, shared_kv
+from ..context import batch_context, introspect, model_record, ring_random, shared_kv
 from ..context.batch_context import BatchContext
 from ..context.cut import cut
 from ..context.mesh import find_ring
@@ -250,6 +252,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
             _admit(module, context)
             replicas.note_trained(module, context)
             watched.extend(call_inputs.watch(module, context, inside=True))
+            watched.append(_note_failure(module, context))
             if _holds_compiled(module):  # which would trace the hook, and compile anew for that of each batch
                 handles.pop().remove()
                 handles.append(module.register_forward_hook(after, always_call=True))
@@ -269,6 +272,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     for model in context.log.models:
         replicas.note_trained(model, context)
         watched.extend(call_inputs.watch(model, context))
+        watched.append(_note_failure(model, context))
     random = None if context.text is None else context.text.random
     if random is not None:
         random.enter()
@@ -284,6 +288,22 @@ def ring_context(context: BatchContext) -> Iterator[None]:
         for undo in watched:
             undo()
     announce(context)
+
+
+def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
+    """Notes a forward of ``model`` that an error ends, though the program may catch it. Returns what undoes it."""
+
+    @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
+    def after(_model: nn.Module, _args: Any, output: Any) -> None:
+        error = sys.exc_info()[1] if output is None else None  # a hook that is always called has no other sign
+        # Refusals are those of all ranks, and so are mostly errors before the first attention: bad arguments.
+        alone = attentions() > context.log.before or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if error is not None and alone and not isinstance(error, errors.Refused):
+            interruption_guard(context.ring).abandon()
+
+    if "_compiled_call_impl" in model.__dict__ or context.ring.size == 1 or not introspect.uses_ring(model):
+        return lambda: None
+    return model.register_forward_hook(after, always_call=True, prepend=True).remove
 
 
 def _holds_compiled(model: nn.Module) -> bool:

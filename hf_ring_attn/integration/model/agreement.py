@@ -1,7 +1,7 @@
 """The ranks' agreement on the model that is about to run: one small message for each model and batch.
 
-Structure, dtypes, mode and options must be the same on all ranks, since they decide which messages are sent. Weights must
-be the same, since replicas that drift apart are no longer one model: each batch compares a sample of one of them.
+Structure, dtypes, mode and options decide which messages are sent, so ranks must have them alike. Replicas that drift
+apart are no longer one model, so each batch compares a sample of one weight.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def average_gradients(model: nn.Module, context: BatchContext) -> None:
         if each and max(each) - min(each) > _SAME_FACTOR * max(map(abs, each)):
             raise errors.GradientsChanged(
                 f"each rank has scaled its gradients by another factor (from {min(each):.3g} to {max(each):.3g})",
-                "A rank's gradients are a share of the batch's, and their norm is not its norm: clip gradients after it.",
+                "The norm of a rank's gradients is not that of the batch's: clip gradients after it.",
             )
     context.state(ReducedGradients).update(map(id, trained))
     for parameter, mean in zip(trained, averaged, strict=True):
@@ -165,7 +165,7 @@ def compare(model: nn.Module, context: BatchContext) -> None:
 
 
 def mean_loss(loss: Tensor, ring: Ring) -> Tensor:
-    """The mean over the ring of each rank's ``loss``, as `Ring.mean`. Warns of a rank whose loss alone is not finite."""
+    """The mean over the ring of each rank's ``loss``. Warns of a rank whose loss alone is not finite."""
     if loss.numel() != 1 or ring.size == 1 or not loss.is_floating_point():
         return ring.mean(loss)
     bits = loss.double().view(torch.int64).reshape(())

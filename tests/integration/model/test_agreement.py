@@ -17,7 +17,7 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.comm.ring import Ring
 from tests.helpers.jobs.comparison import Ranks
-from tests.helpers.jobs.plain_jobs import attempt, told, tokens
+from tests.helpers.jobs.plain_jobs import attempt, tokens, told
 from tests.helpers.models.tiny_models import tiny
 
 
