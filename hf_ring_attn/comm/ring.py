@@ -273,7 +273,7 @@ class Ring:
         """
         row = [*_WORDS.unpack(doing.encode()[: _WORDS.size].ljust(_WORDS.size)), *numbers]
         table = self.gather(row_of(row + [0] * (-len(row) % ROW), device), doing).wait()[0].tolist()
-        doings = [_WORDS.pack(*line[:8]).decode(errors="replace").strip() for line in table]
+        doings: list[object] = [_WORDS.pack(*line[:8]).decode(errors="replace").strip() for line in table]
         if len(set(doings)) > 1:
             raise RanksDiffer("place in the program", doings, _IN_STEP)
         return [line[8 : len(row)] for line in table]

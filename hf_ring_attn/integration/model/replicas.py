@@ -113,7 +113,7 @@ def average_gradients(model: nn.Module, context: BatchContext) -> None:
         raise errors.GradientsChanged("weights were changed after the forward", "Call it before optimizer.step().")
     if not trained:
         return
-    weight = _smallest(trained)
+    weight = next((x for x in trained if x in _GRADIENTS), trained[0])
     watched: _Gradient | None = _GRADIENTS.pop(weight, None)
     factor = None
     if watched is not None:
