@@ -101,10 +101,11 @@ def _agree(model: nn.Module, record: ModelRecord, context: BatchContext, refusal
 def _look(model: nn.Module, record: ModelRecord, known: _Known) -> None:
     known.names = [f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in _own(module)]
     weights = {name: model.get_parameter(name) for name in known.names}
+    configs: list[Any] = record.stamp[2]
     known.details = {
         "class": type(model).__name__,
         # A name that begins with _ is the host's: a path, say.
-        "config": [{name: x for name, x in values if name[0] != "_"} for _, values in record.stamp[2]],  # type: ignore[misc, attr-defined]
+        "config": [{name: x for name, x in values if name[0] != "_"} for _, values in configs],
         "modules": {name: type(module).__name__ for name, module in model.named_modules()},
         "weights": {name: f"{list(x.shape)}{', trained' * x.requires_grad}" for name, x in weights.items()},
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ _SAME_FACTOR = 1e-3
 """Relative bound of how far factors differ that are the same but for rounding."""
 
 
-def _smallest(weights: list[Tensor]) -> Tensor:
+def _smallest(weights: Sequence[Tensor]) -> Tensor:
     """The last of the smallest: LoRA's first factor has no gradient at first, the second one has."""
     return min(reversed(weights), key=Tensor.numel)
 

@@ -52,7 +52,7 @@ def _next(group: Any) -> tuple[int, Any]:
         left += 1
         return rows(*args)
 
-    Ring.rows = counted  # type: ignore[method-assign]
+    Ring.rows = counted  # type: ignore[method-assign, assignment]
     try:
         raised = attempt(hf_ring_attn.shard, tokens(23), group)
     finally:

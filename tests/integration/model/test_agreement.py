@@ -207,7 +207,8 @@ def test_one_weight_that_drifts_is_named_within_as_many_batches_as_there_are_wei
 
 def messages() -> list[int]:
     """How many messages leave for the agreement of each batch's model."""
-    model, counts = tiny("llama", "ring_fp32").train(), []
+    model = tiny("llama", "ring_fp32").train()
+    counts: list[int] = []
     gather = Ring.gather
 
     def counted(ring: Ring, tensor: torch.Tensor, doing: str = "") -> Any:
