@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import re
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 
-from ..errors import BadOption, PeerLost, RanksDiffer, RefusedElsewhere
+from ..errors import BadOption, NotSendable, PeerLost, RanksDiffer, RefusedElsewhere
 from .fingerprint import first_difference, number_of, row_of
 
 # torch renamed these in 2.13 and warns about the old names on every call.
@@ -44,15 +46,26 @@ def _leave_gloo_in_order() -> None:
     atexit.register(leave)
 
 
+_LATE = re.compile(r"timed out|time-?out", re.IGNORECASE)
+_UNKNOWN = re.compile(
+    r"scalar type|unsupported (data ?type|dtype)|(backend|support)[^.]* device|must be CUDA", re.IGNORECASE
+)
+
+
 @contextmanager
 def _following_peers(doing: str, ring: Ring) -> Iterator[None]:
-    """Says in words that an error of the backend is another rank's failure seen from here."""
+    """Says in words what an error of the backend means: another rank failed or did not come, or it cannot send this."""
+    started = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, (PeerLost, torch.OutOfMemoryError)):
             raise
-        raise PeerLost(doing, ring.rank, ring.size) from error
+        text = str(error)
+        if _UNKNOWN.search(text):
+            raise NotSendable(doing, text) from error
+        waited = time.monotonic() - started if _LATE.search(text) else None
+        raise PeerLost(doing, ring.rank, ring.size, waited) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +224,7 @@ class Ring:
 
     def agree(
         self, facts: Mapping[str, object], device: torch.device, todo: str, refusal: str | None = None,
-        any_of: Sequence[bool] = (),
+        any_of: Sequence[bool] = (), doing: str = "compared its batch with the other ranks",
     ) -> list[bool]:  # fmt: skip
         """One small collective: all ranks hold the same facts, or all ranks raise.
 
@@ -221,6 +234,7 @@ class Ring:
             todo: what to do if they differ.
             refusal: why this rank refuses its batch, if it does; then every rank raises with that reason.
             any_of: what may be so on one rank alone; as many on every rank.
+            doing: what this rank does, in words.
 
         Returns: of each of ``any_of``, whether it is so on any rank.
 
@@ -229,8 +243,8 @@ class Ring:
         """
         if self.size == 1:
             return list(any_of)
-        row = row_of([int(refusal is not None), *map(number_of, facts.values()), *any_of], device)
-        table = self.gather(row, "compared its batch with the other ranks").wait()[0].tolist()
+        row: list[int | Tensor] = [int(refusal is not None), *map(number_of, facts.values()), *any_of]
+        table = self.rows(row, device, doing)
         if any(line[0] for line in table):
             texts = self._objects(refusal)
             raise RefusedElsewhere({rank: text for rank, text in enumerate(texts) if text is not None})
@@ -252,11 +266,31 @@ class Ring:
             return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu") if self.size > 1 and dist.get_backend(self.group) == "gloo" else device
 
-    def numbers(self, number: int, device: torch.device, doing: str) -> list[int]:
-        """Every rank's whole number."""
-        row = torch.tensor([number], dtype=torch.int64, device=device)
-        return [int(n) for n in self.gather(row, doing).wait()[0].flatten().tolist()]
+    def rows(self, numbers: Sequence[int | Tensor], device: torch.device, doing: str) -> list[list[int]]:
+        """Every rank's whole numbers. Rows are of one size and say what their rank does, so a mix-up is noticed.
 
+        Raises:
+            RanksDiffer: the ranks are at different places of the program.
+        """
+        row = [*_WORDS.unpack(doing.encode()[: _WORDS.size].ljust(_WORDS.size)), *numbers]
+        table = self.gather(row_of(row + [0] * (-len(row) % ROW), device), doing).wait()[0].tolist()
+        doings: list[object] = [_WORDS.pack(*line[:8]).decode(errors="replace").strip() for line in table]
+        if len(set(doings)) > 1:
+            raise RanksDiffer("place in the program", doings, _IN_STEP)
+        return [line[8 : len(row)] for line in table]
+
+    def numbers(self, number: int | Tensor, device: torch.device, doing: str) -> list[int]:
+        """Every rank's whole number."""
+        return [line[0] for line in self.rows([number], device, doing)]
+
+
+ROW = 64
+"""Whole numbers in a small message, or a multiple of it."""
+
+_WORDS = struct.Struct("<8q")
+"""The beginning of a small message: 64 letters that say what its rank does."""
+
+_IN_STEP = "Every rank of a ring must call shard(), its model, reduce() and gather() as often, in the same order."
 
 TOGETHER = 2**24
 """Numbers that `Ring.means` sends in one message: 64 MiB in float32."""

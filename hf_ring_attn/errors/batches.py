@@ -20,6 +20,11 @@ class MixedDocuments(BadBatch):
         )
 
 
+class GradientsChanged(Refused):
+    def __init__(self, what: str, todo: str) -> None:
+        super().__init__(f"sharded.reduce_gradients(model) was called, but {what}. {todo}")
+
+
 class NotEntered(Refused):
     """``what``: what was done with the batch, "sharded.reduce() was called"."""
 

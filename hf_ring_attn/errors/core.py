@@ -108,9 +108,9 @@ class UnsupportedTransform(Refused):
 class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(
-            "an exception that was caught (out of memory, for example) interrupted an earlier attention of this ring "
-            "on this rank. Messages of the ranks no longer match, so the next answer could be wrong. Start the job "
-            "again, or make the ring in a new process group."
+            "an exception that was caught (out of memory, for example) interrupted an earlier attention or forward of "
+            "this ring on this rank. Messages of the ranks no longer match, so the next answer could be wrong. Start the "
+            "job again, or make the ring in a new process group."
         )
 
 
@@ -149,11 +149,27 @@ class RefusedElsewhere(Refused):
 
 
 class PeerLost(RingAttentionError, RuntimeError):
-    def __init__(self, doing: str, rank: int, size: int) -> None:
+    """``waited``: seconds until the backend's time-out; None: it lost the connection."""
+
+    def __init__(self, doing: str, rank: int, size: int, waited: float | None = None) -> None:
+        if waited is None:
+            what = "lost another rank while it"
+            why = "That rank failed first: its own traceback is the cause to look at."
+        else:
+            what = f"waited {waited:.0f} s for another rank, until the time-out, while it"
+            why = "That rank is late, or does something else: see its traceback."
         super().__init__(
-            f"rank {rank} of a ring of {size} lost another rank while it {doing}. Look for that rank's own traceback, "
-            "above or below: it is the cause. If there is none, that rank caught its error and went on. Let such an "
-            "error end the job, or skip the batch on all ranks."
+            f"rank {rank} of a ring of {size} {what} {doing}. {why} If it has none, it caught its error (out of "
+            "memory perhaps) and went on. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
+        )
+
+
+class NotSendable(Refused):
+    def __init__(self, doing: str, text: str) -> None:
+        super().__init__(
+            f"the process group's backend cannot send what this rank had when it {doing}: "
+            f"{text.splitlines()[0][:200]}. Use a dtype and a device that it knows: gloo sends no "
+            "float8, NCCL nothing from the CPU."
         )
 
 

@@ -54,6 +54,10 @@ class InterruptionGuard:
     def end(self) -> None:
         self.inside = False
 
+    def abandon(self) -> None:
+        """Notes that a forward ended by an error between two attentions: other ranks go on with it."""
+        self.inside = True
+
     @contextmanager
     def walk(self, number: int, walks: int) -> Iterator[None]:
         """One of several walks of an attention, which is half-way between them, too."""

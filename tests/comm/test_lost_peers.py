@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hf_ring_attn.comm.ring import LOCAL, Pending, Ring
-from hf_ring_attn.errors import PeerLost, RanksFailed
+from hf_ring_attn.errors import NotSendable, PeerLost, RanksDiffer, RanksFailed
 from tests.helpers.checks import Ranks
 
 CPU = torch.device("cpu")
@@ -46,9 +47,9 @@ def test_a_rank_that_dies_is_named_as_the_cause(ranks: Ranks, operation: str) ->
     assert "ended with exit code 7" in failures[1]
     for rank in (0, 2):
         assert (
-            f"hf_ring_attn.errors.PeerLost: rank {rank} of a ring of 3 lost another rank while it {operation}. Look "
-            "for that rank's own traceback, above or below: it is the cause. If there is none, that rank caught its "
-            "error and went on. Let such an error end the job, or skip the batch on all ranks."
+            f"hf_ring_attn.errors.PeerLost: rank {rank} of a ring of 3 lost another rank while it {operation}. That "
+            "rank failed first: its own traceback is the cause to look at. If it has none, it caught its error (out of "
+            "memory perhaps) and went on. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
         ) in failures[rank]
 
 
@@ -70,3 +71,54 @@ def test_only_what_the_backend_says_is_called_a_lost_peer() -> None:
         with pytest.raises(raised) as error:
             Pending(ring, "gathered", [], [Broken(given)]).wait()
         assert error.value is given or error.value.__cause__ is given
+
+
+def waiting(seconds: float) -> str:
+    """The last rank comes late, so that the others' time-out is over."""
+    ring = Ring.of(dist.new_group(timeout=timedelta(seconds=seconds)))
+    if ring.rank == ring.size - 1:
+        time.sleep(3 * seconds)
+        return ""
+    try:
+        ring.mean(torch.ones(4))
+    except PeerLost as error:
+        return str(error)
+    return ""
+
+
+def test_a_time_out_is_no_failure(ranks: Ranks) -> None:
+    text = ranks(2).run(waiting, 1.0)[0]
+    assert "rank 0 of a ring of 2 waited 1 s for another rank, until the time-out, while it averaged over the" in text
+    assert "failed first" not in text
+
+
+def sent(dtype: torch.dtype) -> str:
+    try:
+        Ring.of(None).gather(torch.ones(4).to(dtype), "gathered keys and values").wait()
+    except NotSendable as error:
+        return str(error)
+    return ""
+
+
+def test_a_dtype_that_the_backend_does_not_know_is_no_failure(ranks: Ranks) -> None:
+    for text in ranks(2).run(sent, torch.float8_e4m3fn):
+        assert text.startswith("the process group's backend cannot send what this rank had when it gathered keys and")
+        assert "scalar type" in text and "gloo sends no float8" in text
+
+
+def out_of_step() -> str:
+    """One rank averages its loss, the other one has the next batch."""
+    ring = Ring.of(None)
+    try:
+        if ring.rank:
+            ring.numbers(1, CPU, "averaged its loss")
+        else:
+            ring.agree({"rows": 1}, CPU, "")
+    except RanksDiffer as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_at_different_places_of_the_program_are_named(ranks: Ranks) -> None:
+    for text in ranks(2).run(out_of_step):
+        assert "rank 0: compared its batch with the other ranks, rank 1: averaged its loss." in text

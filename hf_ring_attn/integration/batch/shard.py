@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import errors
 from ...arguments import check_type
+from ...attention.op import attentions
 from ...comm.ring import Ring
 from ...config import RingConfig
 from ...kernels import in_score_mod
@@ -20,7 +22,7 @@ from ...layers.collectives import gather_sequence
 from ...sharding.layout import Layout, note_balanced
 from ...traffic import interruption_guard
 from ..attention import masks
-from ..context import batch_context, model_record, ring_random, shared_kv
+from ..context import batch_context, introspect, model_record, ring_random, shared_kv
 from ..context.batch_context import BatchContext
 from ..context.cut import cut
 from ..context.mesh import find_ring
@@ -28,8 +30,7 @@ from ..context.shared_kv import SharedKV
 from ..context.tracked_input import TrackedInputs, track
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import tokens_of, whole_rows
-from ..model import admission, call_inputs, fsdp, replicas
-from ..model.replicas import ReducedGradients
+from ..model import agreement, call_inputs, fsdp, replicas
 from ..selfcheck import check, row
 from . import compare
 from .announce import announce
@@ -79,7 +80,7 @@ class Sharded:
     def reduce(self, loss: Tensor) -> Tensor:
         """The loss of the whole batch from each rank's ``out.loss``: their mean, detached, the same on every rank."""
         self._refuse_unused("reduce")
-        return self.ring.mean(loss.detach())
+        return replicas.mean_loss(loss.detach(), self.ring)
 
     def gather(self, x: Tensor) -> Tensor:
         """Whole sequences in their original order from every rank's share.
@@ -96,16 +97,18 @@ class Sharded:
         return gather_sequence(x, self.ring, self.layout)
 
     def reduce_gradients(self, model: nn.Module) -> None:
-        """Averages gradients over the ring, in float32, for a model that neither DDP nor FSDP wraps."""
+        """Averages gradients over the ring, in float32, for a model that neither DDP nor FSDP wraps.
+
+        Call it after backward, before gradients are clipped and before optimizer.step(). Gradients that were scaled
+        may be averaged, if every rank scaled them by the same factor.
+
+        Raises:
+            GradientsChanged: weights changed since the forward, or ranks scaled a gradient by different factors. One
+                weight is looked at, the smallest; what clips other weights alone is not noticed.
+        """
         self._refuse_unused("reduce_gradients")
-        if self.ring.size == 1:
-            return
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.context.state(ReducedGradients).update(map(id, trained))
-        # A rank without a gradient (an unused expert, say) still has to take part in the sum.
-        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
-        for parameter, mean in zip(trained, self.ring.means(gradients), strict=True):
-            parameter.grad = mean
+        if self.ring.size > 1:
+            replicas.average_gradients(model, self.context)
 
     def _refuse_unused(self, method: str) -> None:
         if self.ring.size > 1 and not self.context.log.entered:
@@ -227,7 +230,7 @@ _NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=mod
 
 def _admit(model: nn.Module, context: BatchContext) -> None:
     """Everything that is done with an outermost model before it runs in a ring."""
-    record = admission.bind(model, context)
+    record = agreement.admit(model, context)
     check.check(model, context, record)
     masks.prepare_masks(model, context)
 
@@ -249,6 +252,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
             _admit(module, context)
             replicas.note_trained(module, context)
             watched.extend(call_inputs.watch(module, context, inside=True))
+            watched.append(_note_failure(module, context))
             if _holds_compiled(module):  # which would trace the hook, and compile anew for that of each batch
                 handles.pop().remove()
                 handles.append(module.register_forward_hook(after, always_call=True))
@@ -266,8 +270,9 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     if not context.log.seen:  # a model that was bound by name needs no hooks
         watch()
     for model in context.log.models:
-        replicas.compare(model, context)
+        replicas.note_trained(model, context)
         watched.extend(call_inputs.watch(model, context))
+        watched.append(_note_failure(model, context))
     random = None if context.text is None else context.text.random
     if random is not None:
         random.enter()
@@ -283,6 +288,22 @@ def ring_context(context: BatchContext) -> Iterator[None]:
         for undo in watched:
             undo()
     announce(context)
+
+
+def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
+    """Notes a forward of ``model`` that an error ends, though the program may catch it. Returns what undoes it."""
+
+    @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
+    def after(_model: nn.Module, _args: Any, output: Any) -> None:
+        error = sys.exc_info()[1] if output is None else None  # a hook that is always called has no other sign
+        # Refusals are those of all ranks, and so are mostly errors before the first attention: bad arguments.
+        alone = attentions() > context.log.before or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if error is not None and alone and not isinstance(error, errors.Refused):
+            interruption_guard(context.ring).abandon()
+
+    if "_compiled_call_impl" in model.__dict__ or context.ring.size == 1 or not introspect.uses_ring(model):
+        return lambda: None
+    return model.register_forward_hook(after, always_call=True, prepend=True).remove
 
 
 def _holds_compiled(model: nn.Module) -> bool:

@@ -28,15 +28,23 @@ def ring_group(accelerator: Any = None) -> ProcessGroup | None:
     """
     if accelerator is not None:
         config, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
-    elif "accelerate.state" in sys.modules:
-        shared = sys.modules["accelerate.state"].AcceleratorState._shared_state
-        config, mesh = shared.get("parallelism_config"), shared.get("device_mesh")
     else:
-        return None
+        config, mesh = _shared_state("parallelism_config"), _shared_state("device_mesh")
     if config is None or mesh is None or config.cp_size == 1:
         return None
     group: ProcessGroup = mesh["cp"].get_group()
     return group
+
+
+def mixed_precision() -> str:
+    """The dtype in which accelerate has a prepared model's forward computed; "no" where it has none."""
+    return str(_shared_state("_mixed_precision") or "no")
+
+
+def _shared_state(name: str) -> Any:
+    """A value of the `Accelerator` of this process; None where there is none."""
+    state = sys.modules.get("accelerate.state")
+    return None if state is None else state.AcceleratorState._shared_state.get(name)
 
 
 def find_ring(group: ProcessGroup | None = None) -> Ring:

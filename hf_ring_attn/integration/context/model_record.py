@@ -97,6 +97,11 @@ def latest_record(model: nn.Module) -> ModelRecord:
     return _RECORDS.get(inside(model)) or record_of(model)
 
 
+def forget_model(model: nn.Module) -> None:
+    """Drops the record of one model."""
+    _RECORDS.pop(inside(model), None)
+
+
 def forget_models() -> None:
     """Drops every record; `uninstall` calls it, since hooks and patches are gone then."""
     _RECORDS.clear()

@@ -7,11 +7,16 @@ compared before it trains. The self-check's answers do not tell: the weights tha
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ... import errors
+from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
 from ..context.model_record import latest_record
 from ..log import warn
@@ -48,6 +53,89 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
     if context.ring.size > 1 and model.training and not averages_gradients(model):
         compare(model, context)
         _note(type(model).__name__, model.parameters(), context)
+        trained = [x for x in model.parameters() if x.requires_grad]
+        if trained:
+            _watch_gradient(_smallest(trained))
+
+
+# ---- averaging by hand -----------------------------------------------------------------------------------------------
+
+
+class _Versions(dict[int, int]):
+    """How often each trained weight had been written when its batch's forward began, by identity."""
+
+
+class _Gradient:
+    """A weight's gradient as backward left it, until ranks average it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.left: tuple[Tensor, int, Tensor] | None = None
+        self.handle = weight.register_post_accumulate_grad_hook(self.note)
+
+    def note(self, weight: Tensor) -> None:
+        if weight.grad is not None:
+            self.left = weight.grad, weight.grad._version, weight.grad.detach().clone()
+
+    def factor(self, weight: Tensor) -> Tensor | None:
+        """The factor by which the gradient was scaled since backward; None: nobody touched it."""
+        if self.left is None or weight.grad is None:
+            return None
+        gradient, version, before = self.left
+        if weight.grad is gradient and gradient._version == version:
+            return None
+        before = before.double()
+        return ((weight.grad.double() * before).sum() / before.square().sum()).float()
+
+
+_GRADIENTS = WeakIdKeyDictionary()
+"""The smallest trained weight of each model that trains unwrapped, and its `_Gradient`, until ranks average it."""
+
+_SAME_FACTOR = 1e-3
+"""Relative bound of how far factors differ that are the same but for rounding."""
+
+
+def _smallest(weights: Sequence[Tensor]) -> Tensor:
+    """The last of the smallest: LoRA's first factor has no gradient at first, the second one has."""
+    return min(reversed(weights), key=Tensor.numel)
+
+
+def _watch_gradient(weight: Tensor) -> None:
+    if weight not in _GRADIENTS:
+        _GRADIENTS[weight] = _Gradient(weight)
+
+
+def average_gradients(model: nn.Module, context: BatchContext) -> None:
+    """`Sharded.reduce_gradients`."""
+    ring, versions = context.ring, context.state(_Versions)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if any(versions.get(id(x), x._version) != x._version for x in trained):
+        raise errors.GradientsChanged("weights were changed after the forward", "Call it before optimizer.step().")
+    if not trained:
+        return
+    weight = next((x for x in trained if x in _GRADIENTS), trained[0])
+    watched: _Gradient | None = _GRADIENTS.pop(weight, None)
+    factor = None
+    if watched is not None:
+        watched.handle.remove()
+        factor = watched.factor(weight)
+    factors = torch.zeros(ring.size, device=weight.device)
+    factors[ring.rank] = 1.0 if factor is None else factor
+    # A rank without a gradient (an unused expert, say) still has to take part in the sum.
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
+    *averaged, factors = ring.means([*gradients, factors])
+    if factor is not None:  # else the host need not wait for them
+        each = [f for f in (factors * ring.size).tolist() if f and math.isfinite(f)]
+        if each and max(each) - min(each) > _SAME_FACTOR * max(map(abs, each)):
+            raise errors.GradientsChanged(
+                f"each rank has scaled its gradients by another factor (from {min(each):.3g} to {max(each):.3g})",
+                "The norm of a rank's gradients is not that of the batch's: clip gradients after it.",
+            )
+    context.state(ReducedGradients).update(map(id, trained))
+    for parameter, mean in zip(trained, averaged, strict=True):
+        parameter.grad = mean
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
 
 
 class _Compared(set[str]):
@@ -74,6 +162,22 @@ def compare(model: nn.Module, context: BatchContext) -> None:
     latest_record(model).state(_Compared).add(ring.name)
 
 
+def mean_loss(loss: Tensor, ring: Ring) -> Tensor:
+    """The mean over the ring of each rank's ``loss``. Warns of a rank whose loss alone is not finite."""
+    if loss.numel() != 1 or ring.size == 1 or not loss.is_floating_point():
+        return ring.mean(loss)
+    bits = loss.double().view(torch.int64).reshape(())
+    numbers = ring.numbers(bits, ring.small_device(loss.device), "averaged its loss (reduce)")
+    losses = torch.tensor(numbers).view(torch.float64)
+    finite = losses.isfinite().tolist()
+    if any(finite) and not all(finite):
+        odd, others = finite.index(False), [str(rank) for rank, it_is in enumerate(finite) if it_is]
+        warn(
+            f"the loss is {float(losses[odd])} on rank {odd}, not on rank {', '.join(others)}: look at its tokens first"
+        )
+    return losses.mean().to(loss).reshape(loss.shape)
+
+
 def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) -> None:
     """Notes what a score_mod learns that belongs to no model: a wrapper of a model does not average its gradient."""
     own = [x for x in captured if x.is_leaf and x.requires_grad]
@@ -89,6 +193,7 @@ def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) 
 
 def _note(name: str, tensors: Iterable[Tensor], context: BatchContext) -> None:
     trained = [x for x in tensors if x.requires_grad]
+    context.state(_Versions).update((id(x), x._version) for x in trained)
     if any(known is context and of == name and _same(references, trained) for of, references, known, _ in _last):
         return
     _last[:] = [one for one in _last if one[2] is context]

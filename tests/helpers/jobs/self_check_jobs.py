@@ -19,6 +19,7 @@ import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
 from hf_ring_attn.integration import log
 from hf_ring_attn.integration.hosts.gathered_loss import HANDED_OVER, gathered
+from hf_ring_attn.integration.model.replicas import averages_gradients
 from hf_ring_attn.integration.selfcheck.row import SelfCheckState
 from tests.helpers.jobs.plain_jobs import CHECKPOINTING, Batch, padded, tokens
 from tests.helpers.models.remote_models import remote
@@ -101,10 +102,17 @@ def trained(kind: str, self_check: bool) -> Trained:
         found.calls.append(len(calls))
         gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
         found.bits += [loss.detach(), torch.rand(3), *gradients, *(x.clone() for x in model.buffers())]
+        average(sharded, model)
         optimizer.step()
         optimizer.zero_grad()
         found.attributes.append([plain(module) for module in model.modules()])
     return found
+
+
+def average(sharded: hf_ring_attn.Sharded, model: nn.Module) -> None:
+    """Averages gradients where no wrapper does."""
+    if not averages_gradients(model):
+        sharded.reduce_gradients(model)
 
 
 def local(x: Tensor) -> Tensor:
@@ -136,6 +144,7 @@ def refused(
             with sharded:
                 out = model(**sharded.inputs)
             out.loss.backward()
+            average(sharded, model)
             optimizer.step()
             steps += 1
     except RingAttentionError as error:

@@ -174,7 +174,7 @@ def test_a_compiled_model_keeps_nothing_of_the_last_batch(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(("reduce", "warned"), [("each", False), ("step", False), ("never", True)])
 def test_a_bare_model_is_told_when_its_replicas_drift(ranks: Ranks, reduce: str, warned: bool) -> None:
-    for texts in ranks(2).run(plain_jobs.told, plain_jobs.bare_loop, reduce):
+    for texts in ranks(2).run(plain_jobs.told, attempt, plain_jobs.bare_loop, reduce):
         assert [text for text in texts if "replicas drift apart" not in text] == []
         assert len(texts) == warned
 

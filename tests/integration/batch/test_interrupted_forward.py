@@ -1,0 +1,76 @@
+"""A forward that an error ended on one rank: that rank is refused what the others would take for the rest of it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_ring_attn
+from hf_ring_attn.comm.ring import Ring
+from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.plain_jobs import attempt, tokens
+from tests.helpers.models.tiny_models import tiny
+
+
+class Failing(Exception):
+    """Raised by a program."""
+
+
+def failed_in(where: str, error: type[Exception], caught_inside: bool) -> tuple[int, Any]:
+    """Of the next batch after a forward that failed: how many messages left, and what was raised."""
+    group, armed = dist.new_group(), False
+    model: Any = tiny("llama", "ring_fp32")
+    modules: dict[str, nn.Module] = {
+        "before attention": model.model.embed_tokens,
+        "an MLP": model.model.layers[0].mlp,
+        "the head": model.lm_head,
+    }
+
+    def fail(*_: Any) -> None:
+        if armed:
+            raise error
+
+    modules[where].register_forward_pre_hook(fail)
+    for armed in (False, True):  # noqa: B007  the hook reads it
+        sharded = hf_ring_attn.shard(tokens(23), group)
+        # All ranks fail, which none of them knows.
+        with suppress(error), sharded, suppress(*[error] * caught_inside):
+            model(**sharded.inputs)
+    return _next(group)
+
+
+def _next(group: Any) -> tuple[int, Any]:
+    left, rows = 0, Ring.rows
+
+    def counted(*args: Any) -> Any:
+        nonlocal left
+        left += 1
+        return rows(*args)
+
+    Ring.rows = counted  # type: ignore[method-assign, assignment]
+    try:
+        raised = attempt(hf_ring_attn.shard, tokens(23), group)
+    finally:
+        Ring.rows = rows  # type: ignore[method-assign]
+    return left, raised and raised[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "caught_inside"),
+    [("before attention", False), ("an MLP", False), ("an MLP", True), ("the head", False), ("the head", True)],
+)
+def test_no_batch_is_compared_after_a_forward_that_ran_out_of_memory(
+    ranks: Ranks, where: str, caught_inside: bool
+) -> None:
+    for found in ranks(2).run(failed_in, where, torch.OutOfMemoryError, caught_inside):
+        assert found == (0, "LeftHalfway")
+
+
+def test_other_errors_count_from_the_first_attention_on(ranks: Ranks) -> None:
+    assert ranks(2).run(failed_in, "an MLP", Failing, False) == [(0, "LeftHalfway")] * 2
+    assert ranks(2).run(failed_in, "before attention", Failing, False) == [(1, None)] * 2
