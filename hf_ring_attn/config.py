@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .arguments import check_choice, check_flag, whole_number
+from .errors import BadOption
+
+KERNEL_NAMES = ("flash4", "triton", "flash2", "flex", "reference")
+"""Every kernel, the preferred one first. `hf_ring_attn.kernels` has them under these names."""
 
 Backward = Literal["ring", "gather"]
 Loss = Literal["sharded", "gathered"]
@@ -19,7 +23,8 @@ class RingConfig:
     """What a ring may choose. No choice changes the answer beyond the order of float32 sums.
 
     Args:
-        kernel: "auto", or the name of one kernel: then that kernel runs or the call is refused with its reasons.
+        kernel: "auto", or one of `KERNEL_NAMES`: then that kernel runs or the call is refused with its reasons.
+            "auto" never takes flash2, which rounds each contribution to a gradient.
         backward: "ring" passes keys and values on, and the float32 sums of their gradients behind them;
             "gather" gathers keys and values again and reduce-scatters float32 gradients (more memory, fewer hops).
         heads_per_gather: how many key/value heads are gathered at a time; memory of the gathered keys and values is
@@ -59,6 +64,7 @@ class RingConfig:
     self_check: bool = True
 
     def __post_init__(self) -> None:
+        _check_kernel("kernel", self.kernel)
         check_choice("backward", self.backward, get_args(Backward))
         check_choice("traffic", self.traffic, get_args(Traffic))
         check_choice("loss", self.loss, get_args(Loss))
@@ -70,13 +76,40 @@ class RingConfig:
 
 
 def kernel_from_environment() -> str | None:
-    """The kernel named by HF_RING_ATTN_KERNEL, for command lines; a kernel named in a call goes first."""
-    return os.environ.get("HF_RING_ATTN_KERNEL") or None
+    """The kernel named by HF_RING_ATTN_KERNEL, for command lines; a kernel named in a call goes first.
+
+    Raises:
+        BadOption: there is no such kernel.
+    """
+    name = os.environ.get("HF_RING_ATTN_KERNEL") or None
+    if name is not None:
+        _check_kernel("HF_RING_ATTN_KERNEL", name)
+    return name
+
+
+def _check_kernel(option: str, name: object) -> None:
+    if name not in ("auto", *KERNEL_NAMES):
+        raise BadOption(option, name, f"'auto' or one of {KERNEL_NAMES}")
 
 
 def is_a_launched_rank() -> bool:
     """Whether a launcher (torchrun, accelerate launch) started this process. RANK alone may be that of a machine."""
     return "LOCAL_RANK" in os.environ
+
+
+def several_asked_for() -> tuple[str, str] | None:
+    """The sign in the environment that this lone process was to be one of several, and its variable; None: no sign.
+
+    For MULTI_CPU `accelerate launch` starts one process, and sets MASTER_PORT without WORLD_SIZE only if it was given
+    several. MASTER_PORT alone may be a cluster's.
+    """
+    cp_size = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")
+    if cp_size not in ("", "1"):
+        return f"PARALLELISM_CONFIG_CP_SIZE is {cp_size}", "PARALLELISM_CONFIG_CP_SIZE"
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ
+    if by_accelerate and "MASTER_PORT" in os.environ:
+        return "accelerate launch was given several processes", "MASTER_PORT"
+    return None
 
 
 def triton_is_interpreted() -> bool:

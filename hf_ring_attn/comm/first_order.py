@@ -55,12 +55,18 @@ class _Refusing(torch.autograd.Function):
         raise SecondGradient(ctx.what)
 
 
+_TRACEABLE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""torch's compiler traces the question below; that of torch 2.11 ends a graph there with an error."""
+
+
 def refuse_transforms(what: str, *tensors: Tensor | None) -> None:
     """Refuses forward-mode gradients and those of torch.func: an op without a rule for them gives zeros.
 
     Raises:
         UnsupportedTransform: some tensor has a tangent, or is inside torch.func.grad, jvp, jacrev, ...
     """
+    if torch.compiler.is_dynamo_compiling() and not _TRACEABLE:
+        return
     inside = torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # which a compiler knows, and mostly ends it here
     for x in tensors:
         if x is not None and (

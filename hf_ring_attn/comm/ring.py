@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 
 from ..errors import BadOption, PeerLost, RanksDiffer, RefusedElsewhere
 from .fingerprint import first_difference, number_of, row_of
@@ -285,3 +286,14 @@ def world_rank() -> int:
 def world_size() -> int:
     """Processes in the job; 1 where nothing is distributed."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    """Sets how long operations of ``group`` wait for other ranks; None: as long as those of the world.
+
+    A mesh gives the groups of its axes the default of 30 (NCCL: 10) minutes, whatever the world's group has.
+    """
+    if timeout is None:
+        assert dist.group.WORLD is not None
+        timeout = dist.group.WORLD._get_backend(dist.group.WORLD._device_types[0]).options._timeout
+    _set_pg_timeout(timeout, group)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ..sharding.mask import Tile
-from .base import Gradients, InOrder, Params, Request, accumulate_dtype, row_products
-from .score_mod import Indices, Pull
+from .base import HALVES, Gradients, InOrder, Params, Request, accumulate_dtype, row_products
+from .score_mods.score_mod import Indices, Pull
 
 SCORES_PER_BLOCK = 2**21
 """Upper bound on the elements of one block of scores: 8 MiB in float32, inside the caches of common CPUs."""
+DTYPES = (torch.float64, torch.float32, *HALVES)
 LARGEST_BLOCK = 512
 SMALLEST_BLOCK = 64
 
@@ -153,7 +154,9 @@ class Reference(InOrder):
             _add_keys(into.dk, block, _by_group(d_scores).transpose(-1, -2) @ _by_group(queries))
 
     def unsupported(self, request: Request) -> list[str]:
-        return []
+        if request.dtype in DTYPES:
+            return []
+        return [f"computes in float64, float32, bfloat16 or float16, got {request.dtype}"]
 
     def rounds_gradients(self, request: Request) -> bool:
         return False

@@ -121,16 +121,9 @@ def test_one_dtype_may_be_asked_for_and_wider_ones_are_not_rounded(tmp_path: Pat
     assert [(row["dtype"], row["way"]) for row in rows] == [("float32", "ring_fp32")] * 4
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--rings", "3"], "64 tokens do not fill a zigzag ring of 3: give a multiple of 6\n"),
-        (["--window", "8"], "--errors is for one causal document: leave out --window and --document\n"),
-    ],
-)
-def test_what_cannot_be_measured_is_told(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*ERRORS, *more]) == 2
-    assert capsys.readouterr().err == said
+def test_what_cannot_be_measured_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ERRORS, "--rings", "3"]) == 2
+    assert capsys.readouterr().err == "64 tokens do not fill a zigzag ring of 3: give a multiple of 6\n"
 
 
 def test_the_pull_requests_case_stands_beside_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:

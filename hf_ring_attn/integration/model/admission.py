@@ -91,6 +91,8 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     if not recurrent.recurrent_of(model).attends:
         log.attends = False
         log.kernel = log.kernel or "none, since nothing attends"
+    if case not in admitted and context.ring.size > 1 and model.training:
+        training_mode.say_dropout(model)
     if case not in admitted and any(getattr(config, "output_attentions", False) for config in record.configs):
         warn("output_attentions=True gives no attention weights with ring_fp32: they never exist.")
     admitted.add(case)

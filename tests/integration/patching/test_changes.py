@@ -19,6 +19,7 @@ import hf_ring_attn
 from hf_ring_attn import errors
 from hf_ring_attn.integration.patching import changes
 from hf_ring_attn.integration.patching.changes import Patch, Registration, render
+from tests.helpers.patience import patient
 
 HOST = """
     __version__ = "2.7.1"
@@ -269,7 +270,9 @@ print(len(first), len(later))
 def test_the_real_hosts_are_patched_without_importing_trl() -> None:
     """A fresh process with warnings as errors: the installed versions are tested ones, and signatures fit."""
     pytest.importorskip("trl")
-    run = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", REAL], capture_output=True, text=True, timeout=patient(100), check=False
+    )
     assert run.returncode == 0, run.stderr
     first, later = map(int, run.stdout.split())
     assert 0 < first < later

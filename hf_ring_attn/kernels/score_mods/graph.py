@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, fx
 
-from ..errors import BadScoreMod
+from ...errors import BadScoreMod
 from .score_mod import ScoreMod, in_fixed_order, run_one
 
 SCALARS = 5

@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .base import Asked, Gradients, Kernel, Params, Part, Request, accumulate_dtype
-from .reference import Reference
+from ..base import Asked, Gradients, Kernel, Params, Part, Request, accumulate_dtype
+from ..reference import Reference
 from .score_mod import PART, ScoreMod
 
 FAR = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-9}

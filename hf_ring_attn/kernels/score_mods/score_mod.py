@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..errors import BadScoreMod
+from ...errors import BadScoreMod
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """score_mod(score, b, h, q_idx, kv_idx) -> score, of scalars; b is the batch row, h the query head, and both indices
