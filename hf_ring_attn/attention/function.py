@@ -234,7 +234,7 @@ def _documents(documents: Tensor | None, batch: int, layout: Layout) -> Tensor |
 FACTS = (
     "number of rows (B)", "number of query heads (H)", "number of key heads (G)", "width of a query head (D)",
     "width of a value head (Dv)", "dtype", "causal", "window", "softcap", "scale", "sinks", "score_mod",
-    "what the score_mod uses", "deterministic", "kernel", "backward", "heads_per_gather", "traffic", "documents",
+    "tensors of the score_mod", "deterministic", "kernel", "backward", "heads_per_gather", "traffic", "documents",
 )  # fmt: skip
 """What ranks compare of their calls."""
 

@@ -61,7 +61,7 @@ def score_mod_facts(mod: ScoreMod | None) -> dict[str, object]:
     """What ranks must agree on."""
     return {
         "score_mod": None if mod is None else text_of(mod),
-        "what the score_mod uses": None if mod is None else [*mod.captured, *mod.fixed],
+        "tensors of the score_mod": None if mod is None else [*mod.captured, *mod.fixed],
     }
 
 

@@ -26,18 +26,19 @@ TOLD = (
     "video_grid_thw", "input_features", "second_per_grid_ts", "image_sizes", "pixel_attention_mask",
 )  # fmt: skip
 """Inputs that ranks compare one by one, so that the one that differs can be named."""
+REST = "other inputs"
 
 
 def empty_facts(config: RingConfig, batch: Mapping[str, Any]) -> dict[str, object]:
     """All that is compared, as many on every rank: the options, and None for what is found out later."""
     options = {f"RingConfig.{field.name}": getattr(config, field.name) for field in fields(config)}
-    return {**options, **dict.fromkeys(("rows", "tokens", _tokens(batch), *TOLD, _rest(batch), "layout"))}
+    return {**options, **dict.fromkeys(("rows", "tokens", _tokens(batch), *TOLD, REST, "layout"))}
 
 
 def inputs_of(batch: Mapping[str, Any], tokens: Tensor) -> dict[str, object]:
     """The batch's inputs, as `empty_facts` names them."""
     told = {name: batch.get(name) for name in TOLD}
-    return {_tokens(batch): tokens, **told, _rest(batch): {name: batch[name] for name in _others(batch)}}
+    return {_tokens(batch): tokens, **told, REST: {name: _without_words(batch[name]) for name in _others(batch)}}
 
 
 def todo(batch: Mapping[str, Any]) -> str:
@@ -51,12 +52,16 @@ def _tokens(batch: Mapping[str, Any]) -> str:
     return "inputs_embeds" if batch.get("input_ids") is None else "input_ids"
 
 
-def _rest(batch: Mapping[str, Any]) -> str:
-    others = _others(batch)
-    return f"other inputs ({', '.join(others)})" if others else "other inputs"
-
-
 def _others(batch: Mapping[str, Any]) -> list[str]:
     """The other inputs that ranks must hold alike: all but hints, which are not passed on."""
     known = {"input_ids", _tokens(batch), *TOLD, *KERNEL_HINTS}
     return sorted(name for name, x in batch.items() if name not in known and x is not None)
+
+
+def _without_words(x: Any) -> Any:
+    """A nested input without its strings, which no model computes with: names of files, prompts."""
+    if isinstance(x, Mapping):
+        return {name: _without_words(part) for name, part in x.items()}
+    if isinstance(x, (tuple, list)):
+        return [_without_words(part) for part in x]
+    return None if isinstance(x, (str, bytes)) else x

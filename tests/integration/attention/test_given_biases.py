@@ -129,7 +129,7 @@ def test_ranks_with_other_numbers_all_say_so(ranks: Ranks) -> None:
         assert refusal is not None
         name, text = refusal
         assert name == "RanksDiffer"
-        assert "must hold the same what the score_mod uses (a fingerprint of its tensors), but got rank 0: " in text
+        assert "must hold the same tensors of the score_mod[0][0, 0], but got rank 0: " in text
         assert "seed a learned bias alike, or make it a part of the model" in text
 
 

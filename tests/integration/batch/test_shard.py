@@ -231,45 +231,63 @@ SAME = "Every rank of a ring must be given the same whole batch: with your own D
 DIFFERENT = {
     "tokens": (
         [altered("labels"), altered("input_ids")],
-        "the ranks of one ring must hold the same input_ids, but got",
+        "the ranks of one ring must hold the same input_ids[1, 5], but got rank 0: 91, rank 1: -90.",
     ),
-    "labels": ([altered("input_ids") | {"labels": IDS}, altered("input_ids")], "the same labels, but got"),
-    "positions": ([packed(3, 5), packed(4, 4)], "the same position_ids, but got"),
-    "masks": ([{**padded(8, left=n), "labels": IDS} for n in (1, 2)], "the same attention_mask, but got"),
+    "labels": (
+        [altered("input_ids") | {"labels": IDS}, altered("input_ids")],
+        "the same labels[0, 0], but got rank 0: 0, rank 1: -100.",
+    ),
+    "positions": ([packed(3, 5), packed(4, 4)], "the same position_ids[0, 3], but got rank 0: 0, rank 1: 3."),
+    "masks": (
+        [{**padded(8, left=n), "labels": IDS} for n in (1, 2)],
+        "the same attention_mask[0, 1], but got rank 0: 1, rank 1: 0.",
+    ),
     "lengths": ([tokens(8), tokens(9)], "the same tokens, but got rank 0: 8, rank 1: 9."),
     "rows": ([tokens(8), tokens(8, rows=3)], "the same rows, but got rank 0: 2, rank 1: 3."),
     "grids of images": (
         [with_images(), with_images(image_grid_thw=torch.tensor([[1, 2, 4]]))],
-        "the same image_grid_thw, but got",
+        "the same image_grid_thw[0, 1], but got rank 0: 4, rank 1: 2.",
     ),
     "grids of videos": (
         [with_images(video_grid_thw=torch.tensor([[2, 4, n]])) for n in (2, 4)],
-        "the same video_grid_thw, but got",
+        "the same video_grid_thw[0, 2], but got rank 0: 2, rank 1: 4.",
     ),
     "pixels": (
         [with_images(pixel_values=torch.zeros(8, 96).index_fill(1, torch.tensor([n]), 1)) for n in (1, 2)],
-        "the same pixel_values, but got",
+        "the same pixel_values[0, 1], but got rank 0: 1.0, rank 1: 0.0.",
     ),
     "images in a list": (
         [with_images(pixel_values=[torch.zeros(2), torch.full((3,), n)]) for n in (1, 2)],
-        "the same pixel_values, but got",
+        "the same pixel_values[1][0], but got rank 0: 1, rank 1: 2.",
     ),
-    "kinds of tokens": ([{"input_ids": IDS, "token_type_ids": IDS + n} for n in (0, 1)], "the same token_type_ids"),
-    "items of a step": ([tokens(8) | {"num_items_in_batch": n} for n in (9, 10)], "the same num_items_in_batch"),
+    "kinds of tokens": (
+        [{"input_ids": IDS, "token_type_ids": IDS + n} for n in (0, 1)],
+        "the same token_type_ids[0, 0], but got",
+    ),
+    "items of a step": (
+        [tokens(8) | {"num_items_in_batch": n} for n in (9, 10)],
+        "the same num_items_in_batch, but got rank 0: 9, rank 1: 10.",
+    ),
     "an entry of one's own": (
         [
             {**tokens(8), "note": "x", "weights": torch.ones(2), "shares": [torch.ones(1), (torch.zeros(2) + n,)]}
             for n in (0, 1)
         ],
-        "the same other inputs (note, shares, weights), but got rank 0: ",
+        "the same other inputs['shares'][1][0][0], but got rank 0: 0.0, rank 1: 1.0.",
     ),
-    "a number of one's own": ([{**tokens(8), "alpha": n} for n in (0.5, 1)], "the same other inputs (alpha), but got"),
+    "a number of one's own": (
+        [{**tokens(8), "alpha": n} for n in (0.5, 1)],
+        "the same other inputs, but got rank 0: {'alpha': 0.5}, rank 1: {'alpha': 1}.",
+    ),
     "an entry too many": ([{**tokens(8), "weights": torch.ones(2)}, tokens(8)], "the same other inputs"),
     "embeddings beside tokens": (
         [{"input_ids": IDS, "inputs_embeds": torch.zeros(2, 8, 4) + n} for n in (0, 1)],
-        "the same other inputs (inputs_embeds), but got",
+        "the same other inputs['inputs_embeds'][0, 0, 0], but got rank 0: 0.0",
     ),
-    "shifted labels": ([{"input_ids": IDS, "shift_labels": IDS + n} for n in (0, 1)], "the same shift_labels, but got"),
+    "shifted labels": (
+        [{"input_ids": IDS, "shift_labels": IDS + n} for n in (0, 1)],
+        "the same shift_labels[0, 0], but got",
+    ),
 }
 
 
