@@ -10,29 +10,32 @@ import torch
 
 from . import doctor
 from .bench import command as bench
-from .bench.command import DTYPES
+from .bench.command import DTYPES, add_shape, check_shape
+from .errors import RingAttentionError
 from .kernels import Request
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code."""
+    """Runs a command and returns its exit code: 2 for what is refused, in words."""
     parser = argparse.ArgumentParser(prog="hf-ring-attn", description="Ring attention with the single-GPU answer.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_doctor(commands.add_parser("doctor", help="what is installed, and which kernel can compute an attention"))
     about = "speed and memory of attention in a ring, beside one device and beside others"
     bench.add_arguments(commands.add_parser("bench", help=about, description=about))
     given = parser.parse_args(arguments)
-    run = {"doctor": _doctor, "bench": bench.run}[given.command]
-    return run(given)
+    check, run = {"doctor": (check_shape, _doctor), "bench": (bench.check, bench.run)}[given.command]
+    if problem := check(given):
+        commands.choices[given.command].error(problem)
+    try:
+        return run(given)
+    except RingAttentionError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--heads", type=int, default=32, help="query heads (default: those of Llama 3 8B)")
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128, help="width of queries and keys")
-    parser.add_argument("--value-dim", type=int, help="width of values, if another one")
+    add_shape(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--device", help='"cuda" or "cpu"; default: a GPU if there is one')
     for flag in ("softcap", "sinks", "deterministic"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--holes", action="store_true", help="a document's keys in several runs: padding, image blocks")

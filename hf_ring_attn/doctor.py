@@ -10,7 +10,7 @@ import torch
 
 from .attention import kernel_trial
 from .integration.patching.changes import TESTED
-from .kernels import KERNELS, Request, named
+from .kernels import BY_NAME_ONLY, KERNELS, Request, named
 
 PACKAGES = (
     "hf-ring-attn", "torch", "transformers", "accelerate", "peft", "trl", "triton", "flash-attn-4", "flash-attn",
@@ -65,5 +65,5 @@ def _kernels(request: Request, reasons: Mapping[str, list[str]]) -> Iterator[str
             yield f"  {name:10s} no: {why[0]}"
             yield from (f"  {'':14s}{reason}" for reason in why[1:])
         else:
-            rounds = kernel.rounds_gradients(request)
-            yield f"  {name:10s} yes: {'each contribution to a gradient is rounded' if rounds else 'float32 sums'}"
+            sums = "each contribution to a gradient is rounded" if kernel.rounds_gradients(request) else "float32 sums"
+            yield f"  {name:10s} yes{', by name only' if name in BY_NAME_ONLY else ''}: {sums}"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import RingAttentionError
-from . import contenders, errors, plot, profile, speed
+from ..config import KERNEL_NAMES
+from . import contenders, errors, plot, profile, results, speed
 from .peers import PEERS
 from .provenance import facts
 from .workload import Workload
@@ -21,35 +20,76 @@ from .world import world
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
+def count(least: int = 1) -> Callable[[str], int]:
+    """Reads a whole number from ``least`` on."""
+
+    def read(text: str) -> int:
+        if not text.lstrip("+").isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"got {text}, which must be a whole number from {least} on")
+        return int(text)
+
+    return read
+
+
+def device(text: str) -> str:
+    """Reads a kind of device that is here."""
+    if text not in ("cuda", "cpu"):
+        raise argparse.ArgumentTypeError(f"got {text}, which must be cuda or cpu")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("got cuda, but torch finds no GPU here")
+    return text
+
+
+def add_shape(parser: argparse._ActionsContainer) -> None:
+    """Adds the shape of an attention and its device."""
+    parser.add_argument("--heads", type=count(), default=32, help="query heads (default: those of Llama 3 8B)")
+    parser.add_argument("--kv-heads", type=count(), default=8)
+    parser.add_argument("--head-dim", type=count(), default=128, help="width of queries and keys")
+    parser.add_argument("--value-dim", type=count(), help="width of values, if another one")
+    parser.add_argument("--device", type=device, help='"cuda" or "cpu"; default: a GPU if there is one')
+
+
+def check_shape(given: argparse.Namespace) -> str | None:
+    """Returns what is wrong with arguments that do not go together, or None."""
+    if given.heads % given.kv_heads:
+        return f"--heads {given.heads} must be a multiple of --kv-heads {given.kv_heads}"
+    return None
+
+
+def check(given: argparse.Namespace) -> str | None:
+    """Returns what is wrong with the arguments of ``bench``, or None."""
+    if given.profile and not given.save:
+        return "--profile needs --save"
+    if given.errors is not None and (given.window or given.document):
+        return "--errors is for one causal document: leave out --window and --document"
+    return check_shape(given)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is computed")
-    what.add_argument("--tokens", type=int, nargs="+", default=[32768], help="of the row; several for several rows")
-    what.add_argument("--heads", type=int, default=32, help="query heads (default: those of Llama 3 8B)")
-    what.add_argument("--kv-heads", type=int, default=8)
-    what.add_argument("--head-dim", type=int, default=128, help="width of queries and keys")
-    what.add_argument("--value-dim", type=int, help="width of values, if another one")
+    what.add_argument("--tokens", type=count(), nargs="+", default=[32768], help="of the row; several for several rows")
+    add_shape(what)
     what.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; of --errors: bfloat16 and float16")
-    what.add_argument("--window", type=int, help="how many keys a query sees")
-    what.add_argument("--document", type=int, help="tokens of each packed document")
+    what.add_argument("--window", type=count(), help="how many keys a query sees")
+    what.add_argument("--document", type=count(), help="tokens of each packed document")
     what.add_argument("--deterministic", action="store_true")
     how = parser.add_argument_group("how")
-    how.add_argument("--device", help='"cuda" or "cpu"; default: a GPU if there is one')
-    how.add_argument("--kernel", default="auto", help="as in RingConfig")
+    how.add_argument("--kernel", choices=("auto", *KERNEL_NAMES), default="auto", help="as in RingConfig")
     how.add_argument("--backward", nargs="+", choices=("ring", "gather"), default=["ring"])
     how.add_argument("--traffic", nargs="+", choices=("auto", "messages", "pulls"), default=["auto"])
-    how.add_argument("--heads-per-gather", type=int, nargs="+", default=[0], help="0: chosen by size")
-    how.add_argument("--ring", type=int, default=8, help="in one process: the size of the ring that is played")
+    how.add_argument("--heads-per-gather", type=count(0), nargs="+", default=[0], help="0: chosen by size")
+    how.add_argument("--ring", type=count(), default=8, help="in one process: the size of the ring that is played")
     how.add_argument("--against", nargs="+", choices=PEERS, default=[], help="under torchrun: others, if installed")
     how.add_argument(
         "--errors", nargs="*", choices=errors.PARTS, metavar="PART",
         help="errors in place of speed, against one device and float64 (rings); PR 821's case (pr821); default: both. "
         "More ranks than GPUs may share them",
     )  # fmt: skip
-    how.add_argument("--rings", type=int, nargs="+", default=errors.SIZES, help="of --errors: sizes that are played")
-    how.add_argument("--rounds", type=int, default=5)
+    how.add_argument("--rings", type=count(), nargs="+", default=errors.SIZES, help="of --errors: sizes to play")
+    how.add_argument("--rounds", type=count(), default=5)
     how.add_argument("--profile", action="store_true", help="also save where the time goes (needs --save)")
-    how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw these saved results")
-    how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
+    how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw these results.jsonl")
+    how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -63,11 +103,9 @@ def run(given: argparse.Namespace) -> int:
         chosen = contenders.options(given.backward, given.traffic, given.heads_per_gather)
         if given.errors is not None:
             works = [_work(given, n, device, dtype) for n in given.tokens for dtype in _dtypes(given)]
-            if given.window or given.document:
-                sys.stderr.write("--errors is for one causal document: leave out --window and --document\n")
-                return 2
             parts = given.errors or errors.PARTS
             return errors.run(works, ring, parts, given.rings, given.kernel, chosen, given.save)
+        head = {**facts(), "ranks": ring.size, "rounds": given.rounds}
         if first:
             sys.stdout.write(speed.HEAD + "\n")
         rows: list[dict[str, Any]] = []
@@ -82,21 +120,14 @@ def run(given: argparse.Namespace) -> int:
                 sys.stdout.write("\n".join(speed.table(found)) + "\n")
                 sys.stdout.flush()
             if first and given.save:  # after each row, so that a job that is stopped leaves what it has measured
-                given.save.mkdir(parents=True, exist_ok=True)
-                result = {**facts(), "ranks": ring.size, "rounds": given.rounds, "rows": rows}
-                (given.save / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+                results.save(given.save, "speed", head, rows)
             if given.profile and given.save:
                 profile.save(work, ring, given.kernel, chosen, given.save)
     return 0
 
 
 def _plot(files: Sequence[Path]) -> int:
-    try:
-        written = plot.save(files)
-    except RingAttentionError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write("".join(f"{path}\n" for path in written))
+    sys.stdout.write("".join(f"{path}\n" for path in plot.save(files)))
     return 0
 
 

@@ -8,7 +8,6 @@ deterministic mode where they have one, so that the order of atomic adds is not 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from ..layers.collectives import gather_sequence
 from ..sharding.layout import Layout
 from ..sharding.plan import Plan
 from ..testing import Case, Inputs, inputs, mismatch, relative_error
-from . import contenders
+from . import contenders, results
 from .provenance import facts
 from .replay import Answer, replay
 from .rounding import WAYS, rounded
@@ -156,13 +155,13 @@ def run(
     works: Sequence[Workload], ring: Ring, parts: Sequence[str], sizes: Sequence[int], kernel: str,
     chosen: Sequence[contenders.Options], save: Path | None,
 ) -> int:  # fmt: skip
-    """Prints the table and writes errors.json; the exit code."""
+    """Prints the table and saves its rows as the run "errors"; returns the exit code."""
     uneven = [(work.tokens, size) for work in works for size in sizes if size > 1 and work.tokens % (2 * size)]
     if uneven:
         tokens, size = uneven[0]
         sys.stderr.write(f"{tokens} tokens do not fill a zigzag ring of {size}: give a multiple of {2 * size}\n")
         return 2
-    head, rows = facts(), []
+    head, rows = {**facts(), "ranks": ring.size}, []
     if not ring.rank:
         sys.stdout.write(HEAD + "\n")
     for row in measure(works, ring, parts, sizes, kernel, chosen):
@@ -170,9 +169,7 @@ def run(
         sys.stdout.write(line(row) + "\n")
         sys.stdout.flush()
         if save:  # after each row, so that a job that is stopped leaves what it has measured
-            save.mkdir(parents=True, exist_ok=True)
-            result = {**head, "ranks": ring.size, "rows": rows}
-            (save / "errors.json").write_text(json.dumps(result, indent=1) + "\n")
+            results.save(save, "errors", head, rows)
     return 0
 
 

@@ -1,14 +1,15 @@
-"""Plots of saved results: throughput by tokens, error by ring size, error by depth; each from its JSON file."""
+"""Plots of saved results: throughput by tokens, error by ring size, error by depth; one plot a run."""
 
 from __future__ import annotations
 
 import importlib
-import json
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import NoMatplotlib, NotAResult
+from . import results
 
 Rows = list[dict[str, Any]]
 Line = tuple[str, list[float], list[float]]
@@ -26,7 +27,7 @@ def throughput(rows: Rows) -> tuple[str, str, str, list[Line]]:
 
 
 def by_ring_size(rows: Rows) -> tuple[str, str, str, list[Line]]:
-    """The largest error of dq, dk and dv against float64, of the first inputs and dtype in the file."""
+    """The largest error of dq, dk and dv against float64, of the first inputs and dtype in the run."""
     first = rows[0]
     mine = [row for row in rows if (row["inputs"], row["dtype"]) == (first["inputs"], first["dtype"])]
     lines = []
@@ -38,7 +39,7 @@ def by_ring_size(rows: Rows) -> tuple[str, str, str, list[Line]]:
 
 
 def by_depth(rows: Rows) -> tuple[str, str, str, list[Line]]:
-    """The error of the gradient at the bottom, by each way, of the first stream in the file."""
+    """The error of the gradient at the bottom, by each way, of the first stream in the run."""
     first = rows[0]
     mine = [row for row in rows if row["stream"] == first["stream"]]
     lines = []
@@ -56,15 +57,16 @@ KINDS: dict[str, Callable[[Rows], tuple[str, str, str, list[Line]]]] = {
 
 
 def save(files: Sequence[Path]) -> list[Path]:
-    """One SVG beside each file of results.
+    """Draws each run that has a plot; name.svg stands beside the results.jsonl, with its text as text.
 
     Raises:
         NoMatplotlib: if matplotlib is not installed.
-        NotAResult: if a file is not what `bench` or recipes/benchmarks/depth.py writes.
+        NotAResult: if a file has no run of `bench` or recipes/benchmarks/depth.py.
     """
-    shown = [(path, _lines(path)) for path in files]
+    shown = [one for path in files for one in _plots(path)]
     try:
         figures: Any = importlib.import_module("matplotlib.figure")
+        matplotlib: Any = importlib.import_module("matplotlib")
     except ImportError:
         raise NoMatplotlib() from None
     written = []
@@ -81,18 +83,27 @@ def save(files: Sequence[Path]) -> list[Path]:
         axes.set(title=title, xlabel=across, ylabel=up, ylim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-        written.append(path.with_suffix(".svg"))
-        figure.savefig(written[-1], metadata={"Date": None})
+        text = io.StringIO()
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+            figure.savefig(text, format="svg", metadata={"Date": None})
+        path.write_text(" ".join(text.getvalue().split()) + "\n")  # one line: nobody reads a diff of it
+        written.append(path)
     return written
 
 
-def _lines(path: Path) -> tuple[str, str, str, list[Line]]:
+def _plots(path: Path) -> list[tuple[Path, tuple[str, str, str, list[Line]]]]:
+    """The plots of a file of results and what each shows."""
+    found = []
     try:
-        rows = json.loads(path.read_text())["rows"]
-        kind = next(kind for kind in KINDS if kind in rows[0])
-        return KINDS[kind](rows)
-    except (OSError, ValueError, LookupError, TypeError, StopIteration) as error:
+        for run in results.read(path):
+            kind = next((kind for kind in KINDS if run.rows and kind in run.rows[0]), None)
+            if kind is not None:
+                found.append((path.with_name(f"{run.name}.svg"), KINDS[kind](run.rows)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise NotAResult(str(path), f"{type(error).__name__}: {error}") from None
+    if not found:
+        raise NotAResult(str(path), "it has no speed, errors or depth")
+    return found
 
 
 def _name(row: dict[str, Any]) -> str:

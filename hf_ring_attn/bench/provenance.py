@@ -1,4 +1,4 @@
-"""Where a number comes from: what every file of results says of its command, commit, hardware and versions."""
+"""Where a number comes from: command, commit, hardware and versions, for the head of each saved run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMIT = "BENCHMARK_COMMIT"
 
 
 def facts() -> dict[str, Any]:
-    """How the numbers of this process come to be, without the machine's names and places; a head for its JSON.
+    """How the numbers of this process come to be, without the machine's names and places; the head of a saved run.
 
     Call it before what is measured, since it tells the load at the start; and after `torch.cuda.set_device`, since
     asking for GPUs starts CUDA.

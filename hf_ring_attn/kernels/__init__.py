@@ -1,4 +1,4 @@
-"""The kernels, one a file, and the choice among them."""
+"""The kernels, one a file or folder, and the choice among them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ import torch
 from ..config import kernel_from_environment
 from ..errors import BadOption, UnsupportedAttention
 from .base import Asked, Gradients, Kernel, Params, Part, Place, Request, accumulate_dtype
-from .code import code_of
 from .flash2 import Flash2
 from .flash4 import Flash4
 from .flex import Flex
 from .reference import Reference
-from .score_graph import text_of
-from .score_mod import PART, ScoreFunction, ScoreMod, in_score_mod
+from .score_mods.function_code import code_of
+from .score_mods.graph import text_of
+from .score_mods.score_mod import PART, ScoreFunction, ScoreMod, in_score_mod
 from .triton import Triton
 
 KERNELS: dict[str, Kernel] = {
-    "flash4": Flash4(), "triton": Triton(), "flash2": Flash2(), "flex": Flex(), "reference": Reference(),
+    kernel.name: kernel for kernel in (Flash4(), Triton(), Flash2(), Flex(), Reference())
 }  # fmt: skip
-"""Every kernel by name, the preferred one first: those that round gradients come after those that do not, and the
-reference, which can all that the others can, is last."""
+"""Every kernel by name, the preferred one first; the reference, which can do all that the others can, is last."""
+
+BY_NAME_ONLY = {"flash2"}
+"""Kernels that "auto" never takes: flash2 rounds each contribution to a gradient, and triton is faster."""
 
 __all__ = [
+    "BY_NAME_ONLY",
     "KERNELS",
     "Gradients",
     "Kernel",
@@ -46,16 +49,18 @@ __all__ = [
 
 
 def named(name: str) -> dict[str, Kernel]:
-    """The kernels that a name stands for: "auto" for all, the preferred one first, or for that of the environment.
+    """Looks up a name: "auto" is every kernel but those by name only, or the kernel that the environment names.
 
     Raises:
         BadOption: there is no kernel of that name.
     """
     if name == "auto":
         name = kernel_from_environment() or "auto"
-    if name != "auto" and name not in KERNELS:
-        raise BadOption("kernel", name, f"'auto' or one of {sorted(KERNELS)}")
-    return KERNELS if name == "auto" else {name: KERNELS[name]}
+    if name == "auto":
+        return {name: kernel for name, kernel in KERNELS.items() if name not in BY_NAME_ONLY}
+    if name not in KERNELS:
+        raise BadOption("kernel", name, f"'auto' or one of {tuple(KERNELS)}")
+    return {name: KERNELS[name]}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -74,13 +79,14 @@ def asking(request: Request, mod: ScoreMod, scale: float, softcap: float | None,
     return replace(request, asked=Asked(graph, code_of(mod.function), scale, softcap, weakref.ref(mod)))
 
 
+@torch.compiler.disable(reason="hf_ring_attn probes versions and GPUs")  # type: ignore[untyped-decorator]
 def choose(
     name: str, request: Request, fails: Callable[[str, Request], Sequence[str]] = lambda _name, _request: ()
 ) -> Kernel:
     """The kernel for a request.
 
     Args:
-        name: "auto" takes the first of `KERNELS` that can serve the request; any other name takes that kernel alone.
+        name: "auto" takes the first that can serve the request; any other name takes that kernel alone.
         fails: what a kernel of that name, which says that it can, gets wrong here all the same.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from .score_mod import ScoreMod
+from .score_mods.score_mod import ScoreMod
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 torch's symmetric memory makes a buffer of each rank readable by all. NCCL's point-to-point messages reach less than
 half of a link's speed at the sizes of a ring's hops, cost the host ten times as much to launch, and take
-multiprocessors from the attention that they are to hide behind (recipes/results has the measurement); a copy does not.
+multiprocessors from the attention that they are to hide behind (recipes/results/2026-11-21-pulls); a copy does not.
 
 What keeps ranks from reading too early or writing too soon:
 

@@ -20,7 +20,6 @@ length and chunk.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import REPOSITORY, facts
 
 sys.path.insert(0, str(REPOSITORY))  # the ring on one device and the fault are those of the tests
@@ -45,7 +45,7 @@ LENGTH, HEADS, WIDTH = 3816, 5, 128
 SIZE, CHUNKS = 8, (477, 159, 53)
 PARAMS = Params(WIDTH**-0.5)
 NAMES = ("out", "lse", "dq", "dk", "dv")
-Result = dict[str, Any]
+Rows = list[dict[str, Any]]
 
 
 def row() -> list[Tensor]:
@@ -95,7 +95,7 @@ def ways(mask: Mask) -> dict[str, Callable[[list[Tensor]], Answer]]:
     }
 
 
-def measure_errors() -> Result:
+def measure_errors() -> tuple[dict[str, Any], Rows]:
     x = row()
     exact = of_each_head(oracle, x)
     print(f"{'largest / mean difference from float64':<38}" + "".join(f"{name:>22}" for name in NAMES))
@@ -104,7 +104,7 @@ def measure_errors() -> Result:
         got = compute(x)._asdict()
         formula = of_each_head(gradient_oracle, x, got["out"], heads=1)
         unrounded = {name: relative_error(got[name][:, :, :1], formula[name]) for name in formula}
-        line: Result = {"way": way, "before_rounding": unrounded}
+        line: dict[str, Any] = {"way": way, "before_rounding": unrounded}
         leaving = {name: got[name] if name == "lse" else got[name].bfloat16() for name in NAMES}
         first = leaving if first is None else first
         for name in NAMES:
@@ -117,10 +117,10 @@ def measure_errors() -> Result:
         print(f"{'  before rounding, relative, one head':<82}" + "".join(f"{e:>22.1e}" for e in unrounded.values()))
     shape = {"batch": 1, "length": LENGTH, "heads": HEADS, "width": WIDTH, "dtype": "bfloat16", "causal": True}
     largest = {name: exact[name].abs().max().item() for name in NAMES}
-    return {**shape, "largest_value": largest, "rows": table}
+    return {**shape, "largest_value": largest}, table
 
 
-def measure_memory() -> Result:
+def measure_memory() -> tuple[dict[str, Any], Rows]:
     """One device in chunks, forward and backward, beyond the inputs; gradients in float32 and of a step included."""
     rows = []
     for length in (LENGTH // 2, LENGTH):
@@ -131,7 +131,7 @@ def measure_memory() -> Result:
             rows.append({"length": length, "chunk": chunk, "peak_bytes": peak})
             text = f"{length:>6} tokens in chunks of {chunk:>4}: {peak / 2**20:7.1f} MiB"
             print(f"{text}; all scores once in float32: {HEADS * 4 * length**2 / 2**20:.0f} MiB", flush=True)
-    return {"heads": HEADS, "width": WIDTH, "dtype": "bfloat16", "rows": rows}
+    return {"heads": HEADS, "width": WIDTH, "dtype": "bfloat16"}, rows
 
 
 PARTS = {"errors": measure_errors, "memory": measure_memory}
@@ -140,15 +140,15 @@ PARTS = {"errors": measure_errors, "memory": measure_memory}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here, a JSON file each")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"there is no part {sorted(unknown)}, only {list(PARTS)}")
     for part in args.parts or PARTS:
-        result = {**facts(), **PARTS[part]()}
+        head = facts()
+        shape, rows = PARTS[part]()
         if args.save:
-            args.save.mkdir(parents=True, exist_ok=True)
-            (args.save / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+            results.save(args.save, part, {**head, **shape}, rows)
 
 
 if __name__ == "__main__":

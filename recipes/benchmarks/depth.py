@@ -20,7 +20,6 @@ look at the root of the mean square, "of one" being its ratio to one device's, b
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.attention.kernel_choice import kernel_for
+from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.replay import replay_backward, replay_forward
 from hf_ring_attn.bench.rounding import merged_forward, rounded_backward
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="runs, each with weights and inputs of its own")
     parser.add_argument("--kernel", default="auto", help="as in RingConfig")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here, as depth.json")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     args = parser.parse_args()
     args.length = args.length or (2048 if args.device == "cuda" else 64)
     head = facts()
@@ -208,8 +208,7 @@ def main() -> None:
             rows += found
     if args.save:
         shape = {"length": args.length, "heads": list(args.heads), "width": args.width, "seeds": args.seeds}
-        args.save.mkdir(parents=True, exist_ok=True)
-        (args.save / "depth.json").write_text(json.dumps({**head, **shape, "rows": rows}, indent=1) + "\n")
+        results.save(args.save, "depth", {**head, **shape}, rows)
 
 
 if __name__ == "__main__":

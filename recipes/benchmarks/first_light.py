@@ -10,7 +10,7 @@
   less that before them, in fresh processes. At 16K tokens at most 2.2 times that at 8K.
 - commands: seconds of whole commands.
 
-Without names the first three are run. ``--save`` writes the raw numbers, a JSON file each.
+Without names the first three are run. ``--save`` writes the raw numbers into results.jsonl, a run for each part.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import REPOSITORY, facts
 
 Result = dict[str, Any]
@@ -241,7 +242,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of step")
     parser.add_argument("--memory-repeats", type=int, default=3, help="processes of memory, for each length")
     parser.add_argument("--time", action="append", default=[], metavar="COMMAND", help="a command of commands")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"there is no part {sorted(unknown)}, only {list(PARTS)}")
@@ -250,8 +251,7 @@ def main() -> None:
         head = facts()
         result = {**head, **PARTS[part](args)}
         if args.save:
-            args.save.mkdir(parents=True, exist_ok=True)
-            (args.save / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+            results.save(args.save, part, result)
 
 
 if __name__ == "__main__":

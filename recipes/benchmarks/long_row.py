@@ -11,7 +11,6 @@ shows there. Errors are relative to the norm of what they are errors of.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from torch import Tensor
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.attention.kernel_choice import kernel_for
-from hf_ring_attn.bench import contenders
+from hf_ring_attn.bench import contenders, results
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.speed import largest_over
 from hf_ring_attn.bench.workload import Workload
@@ -134,7 +133,7 @@ def main() -> None:
     parser.add_argument("--ring", type=int, default=8, help="in one process: the ring of which one rank is computed")
     parser.add_argument("--kernel", default="auto", help="as in RingConfig")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     given = parser.parse_args()
     with world(None) as (ring, device):
         if given.tokens % (2 * ring.size):
@@ -161,8 +160,7 @@ def run(given: argparse.Namespace, ring: Ring, device: torch.device) -> None:
     if "errors" in result:
         print("largest relative error of single vectors:", {k: f"{x:.1e}" for k, x in result["errors"].items()})
     if given.save:
-        given.save.mkdir(parents=True, exist_ok=True)
-        (given.save / f"long_row_{ring.size}.json").write_text(json.dumps(result, indent=1) + "\n")
+        results.save(given.save, f"long_row_{ring.size}", result)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Causal, bf16; a backward holds all that its kernel does, such as flex's second f
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from hf_ring_attn.attention.kernel_choice import part_of
+from hf_ring_attn.bench import results
 from hf_ring_attn.bench.clock import Call, in_turns
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.biases import Alibi, RelativeBias
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="of a head")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here, as score_mod.json")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     args = parser.parse_args()
     head, rows, heads = facts(), [], (args.heads[0], args.heads[1])
     functions = {
@@ -80,9 +80,7 @@ def main() -> None:
                 ms, peak = 1e3 * statistics.median(found.seconds), found.peak_bytes / 2**30
                 print(f"{tokens:>8,} {of:22s} {call:22s} {ms:10.2f} ms {peak:6.2f} GiB", flush=True)
     if args.save:
-        args.save.mkdir(parents=True, exist_ok=True)
-        result = {**head, "heads": list(heads), "width": args.width, "rows": rows}
-        (args.save / "score_mod.json").write_text(json.dumps(result, indent=1) + "\n")
+        results.save(args.save, "score_mod", {**head, "heads": list(heads), "width": args.width}, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ checks are timed: one as a user meets it, and one of the same model, forgotten a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -26,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
+from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.integration.selfcheck import check as selfcheck
 from hf_ring_attn.integration.selfcheck.row import SelfCheckState
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 over all ranks")
     parser.add_argument("--tokens", type=int, default=1024, help="of the step")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
     local = int(os.environ["LOCAL_RANK"])  # torchrun's
@@ -147,8 +147,7 @@ def main() -> None:
             f"a step of {args.tokens} tokens {result['median_step_seconds']:.4f} s"
         )
         if args.save:
-            args.save.mkdir(parents=True, exist_ok=True)
-            (args.save / f"self_check_{args.model}.json").write_text(json.dumps(result, indent=1) + "\n")
+            results.save(args.save, f"self_check_{args.model}", result)
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """How evenly a ring shares the work of a mask, and how many bytes it moves, against a gather of the whole row: where
 every rank holds a zigzag's chunks, and where packed documents are balanced as `hf_ring_attn.sharding.balance` has it.
 
-    python recipes/benchmarks/traffic.py [--length 131072] [--rings 2 4 8] [--save FILE.json]
+    python recipes/benchmarks/traffic.py [--length 131072] [--rings 2 4 8] [--save FOLDER]
 
 Counted from the very plans that a ring runs by, without a GPU and without a ring: visible pairs of each rank's tiles,
 and the tokens of each rank's messages. Packed rows are real: files of Python's standard library, a byte a token, put
@@ -14,7 +14,6 @@ and if only those do that make them.
 from __future__ import annotations
 
 import argparse
-import json
 import sysconfig
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.traffic import tokens_received
 from hf_ring_attn.bench.workload import visible_pairs
@@ -184,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=131072)
     parser.add_argument("--rings", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--save", type=Path)
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     args = parser.parse_args()
     head = facts()
     found = []
@@ -205,8 +205,7 @@ def main() -> None:
                 f"gather, {once / 2**20:.1f} MiB ({once / every:.1%}) if only those do that make keys"
             )
     if args.save:
-        args.save.parent.mkdir(parents=True, exist_ok=True)
-        args.save.write_text(json.dumps({**head, "rows": found, "stacks": stacks}, indent=1) + "\n")
+        results.save(args.save, "traffic", head, [*found, *stacks])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import statistics
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from hf_ring_attn.attention.kernel_choice import kernel_for
-from hf_ring_attn.bench import contenders
+from hf_ring_attn.bench import contenders, results
 from hf_ring_attn.bench.peers import PEERS
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.speed import largest_over
@@ -132,7 +131,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one-stream", action="store_true", help="nothing abreast")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers here")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     given = parser.parse_args()
     with world(None) as (ring, device):
         if ring.size == 1:
@@ -148,9 +147,8 @@ def main() -> None:
                     spent_here = ", ".join(f"{field} {row[field]:.2f}" for field in Spent._fields)
                     print(f"{tokens:>9,} {row['road']:24s} rank {row['rank']}: {spent_here} ms", flush=True)
                 if given.save:
-                    given.save.mkdir(parents=True, exist_ok=True)
-                    name = f"where_{ring.size}{'_one_stream' if given.one_stream else ''}.json"
-                    (given.save / name).write_text(json.dumps({**head, "calls": CALLS, "rows": rows}, indent=1) + "\n")
+                    name = f"where_{ring.size}{'_one_stream' if given.one_stream else ''}"
+                    results.save(given.save, name, {**head, "calls": CALLS}, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The table of why: what a ring's gradients lose when partial sums are rounded, by ring size, replayed in one process.
 
-    python recipes/benchmarks/why.py [--length 4096] [--device cpu] [--save FILE]
+    python recipes/benchmarks/why.py [--length 4096] [--device cpu] [--save FOLDER]
 
 bf16 inputs, causal, grouped queries, one forward pass; then the backward of every rank of a ring of W with three ways
 of adding the contributions of its hops:
@@ -18,12 +18,12 @@ TransformerEngine PR 821. "error" is relative to float64 (norm of the difference
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.replay import replay
 from hf_ring_attn.bench.rounding import Way, rounded
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--rings", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--save", type=Path, help="write the raw numbers here, as JSON")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     args = parser.parse_args()
     head = {**facts(), "device": args.device}
 
@@ -74,8 +74,7 @@ def main() -> None:
             shares = " / ".join(f"{100 * x:.1f}" for x in share) + " %"
             print(f"{ring_size:>4} {way:<14} {shares:<24} {' / '.join(f'{x:.2e}' for x in error)}", flush=True)
     if args.save:
-        args.save.parent.mkdir(parents=True, exist_ok=True)
-        args.save.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+        results.save(args.save, "why", head, rows)
 
 
 if __name__ == "__main__":

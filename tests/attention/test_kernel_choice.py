@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from hf_ring_attn import kernels
+from hf_ring_attn import kernels, ring_attention
+from hf_ring_attn.config import KERNEL_NAMES, RingConfig
 from hf_ring_attn.errors import BadOption, UnsupportedAttention
 from hf_ring_attn.kernels import KERNELS, Request, choose
 from hf_ring_attn.kernels.reference import Reference
+from tests.helpers.checks import Ranks
 
 REQUEST = Request("cpu", torch.float32, 4, 2, 8, 8, softcap=False, sinks=False, deterministic=False)
 
@@ -66,11 +71,59 @@ def test_every_reason_of_every_kernel_is_given(picky: Picky, monkeypatch: pytest
 def test_a_kernel_that_does_not_exist_is_refused() -> None:
     with pytest.raises(BadOption) as error:
         choose("flash9", REQUEST)
-    assert str(error.value) == f"kernel='flash9' is not possible: it must be 'auto' or one of {sorted(KERNELS)}."
+    assert str(error.value) == f"kernel='flash9' is not possible: it must be 'auto' or one of {KERNEL_NAMES}."
+
+
+def test_the_options_know_every_kernel() -> None:
+    """RingConfig refuses other names, and config.py may not import kernels."""
+    assert tuple(KERNELS) == KERNEL_NAMES
+    assert [RingConfig(kernel=name).kernel for name in ("auto", *KERNELS)] == ["auto", *KERNELS]
 
 
 def test_the_environment_names_the_kernel_for_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_RING_ATTN_KERNEL", "flash9")
-    with pytest.raises(BadOption, match="kernel='flash9'"):
+    with pytest.raises(BadOption, match="HF_RING_ATTN_KERNEL='flash9' is not possible: it must be 'auto' or one of"):
         choose("auto", REQUEST)
     assert choose("reference", REQUEST).name == "reference"
+
+
+COMPILED_FIRST = """
+import sys, torch
+from hf_ring_attn import ring_attention
+q, k, v = (torch.randn(1, 16, 4, 8, requires_grad=True) for _ in range(3))
+out = torch.compile(ring_attention, backend=sys.argv[1])(q, k, v)
+found = torch.autograd.grad(out.sum(), (q, k, v))
+want = ring_attention(q, k, v)
+assert torch.equal(out, want)
+assert all(map(torch.equal, found, torch.autograd.grad(want.sum(), (q, k, v))))
+"""
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_call_may_be_the_first_of_a_process(backend: str) -> None:
+    """The compiler traced the probe of versions and died of PackageNotFoundError, where flash-attn-4 is missing."""
+    run = subprocess.run([sys.executable, "-c", COMPILED_FIRST, backend], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.bool, torch.complex64], ids=str
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_kernel_refuses_a_dtype_that_nobody_computes_in(device: str, dtype: torch.dtype, name: str) -> None:
+    request = replace(REQUEST, device=device, dtype=dtype, score_mod=name == "flex")
+    assert any(f"got {dtype}" in reason for reason in KERNELS[name].unsupported(request))
+
+
+def dtype_refused() -> str:
+    q, k, v = (torch.randn(1, 8, 2, 8).to(torch.float8_e4m3fn) for _ in range(3))
+    with pytest.raises(UnsupportedAttention) as error:
+        ring_attention(q, k, v, length=8 * dist.get_world_size())
+    return str(error.value)
+
+
+def test_fp8_is_refused_on_every_rank_before_anything_travels(ranks: Ranks) -> None:
+    """It was reported as a lost peer, and a ring of three hung."""
+    for text in ranks(3).run(dtype_refused):
+        assert "reference: computes in float64, float32, bfloat16 or float16, got torch.float8_e4m3fn" in text

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.kernels import reference, score_mod
+from hf_ring_attn.kernels import reference
+from hf_ring_attn.kernels.score_mods import score_mod
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
 from hf_ring_attn.sharding.plan import Plan, Tables

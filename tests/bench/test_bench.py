@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from hf_ring_attn import cli
-from hf_ring_attn.bench import errors, plot
+from hf_ring_attn.bench import errors, plot, results
 from hf_ring_attn.bench.contenders import Options
 from hf_ring_attn.bench.replay import replay
 from hf_ring_attn.bench.rounding import WAYS, Way, merged_forward, rounded
@@ -34,10 +34,11 @@ COMMAND = ["bench", "--tokens", "64", "--heads", "4", "--kv-heads", "2", "--head
 ERRORS = [*COMMAND, "--errors", "rings", "--rings", "1", "4"]
 
 
-def saved(folder: Path, *more: str) -> dict[str, Any]:
+def saved(folder: Path, *more: str) -> results.Run:
     assert cli.main([*ERRORS, "--save", str(folder), *more]) == 0
-    result: dict[str, Any] = json.loads((folder / "errors.json").read_text())
-    return result
+    (run,) = results.read(folder / results.FILE)
+    assert run.name == "errors"
+    return run
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -82,9 +83,8 @@ def test_two_rows_are_each_their_own() -> None:
 
 
 def test_rows_tell_ours_from_rings_that_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = saved(tmp_path)
-    assert result["ranks"] == 1 and {"command", "date", "commit", "hardware", "versions"} <= set(result)
-    rows = result["rows"]
+    _, head, rows = saved(tmp_path)
+    assert head["ranks"] == 1 and {"command", "date", "commit", "hardware", "versions"} <= set(head)
     assert len(rows) == 2 * 2 * (1 + 3)  # inputs, dtypes; one device; a ring of 4 in three ways
     assert {(row["inputs"], row["dtype"]) for row in rows} == {
         (name, dtype) for name in ("outliers", "biased V") for dtype in ("bfloat16", "float16")
@@ -117,20 +117,13 @@ def test_sums_in_16_bits_are_worse_than_rounded_parts() -> None:
 
 
 def test_one_dtype_may_be_asked_for_and_wider_ones_are_not_rounded(tmp_path: Path) -> None:
-    rows = saved(tmp_path, "--dtype", "float32")["rows"]
+    rows = saved(tmp_path, "--dtype", "float32").rows
     assert [(row["dtype"], row["way"]) for row in rows] == [("float32", "ring_fp32")] * 4
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--rings", "3"], "64 tokens do not fill a zigzag ring of 3: give a multiple of 6\n"),
-        (["--window", "8"], "--errors is for one causal document: leave out --window and --document\n"),
-    ],
-)
-def test_what_cannot_be_measured_is_told(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*ERRORS, *more]) == 2
-    assert capsys.readouterr().err == said
+def test_what_cannot_be_measured_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ERRORS, "--rings", "3"]) == 2
+    assert capsys.readouterr().err == "64 tokens do not fill a zigzag ring of 3: give a multiple of 6\n"
 
 
 def test_the_pull_requests_case_stands_beside_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +186,9 @@ def test_depth_measures_every_way(
         "--save", str(tmp_path),
     ])  # fmt: skip
     depth.main()
-    result = json.loads((tmp_path / "depth.json").read_text())
-    rows = {(row["depth"], row["ring_size"], row["way"]): row for row in result["rows"]}
+    (run,) = results.read(tmp_path / results.FILE)
+    assert (run.name, run.head["length"]) == ("depth", 32)
+    rows = {(row["depth"], row["ring_size"], row["way"]): row for row in run.rows}
     assert len(rows) == 2 * (1 + 3 * 2)
     for (layers, size, way), row in rows.items():
         assert len(row["runs"]) == 2
@@ -243,7 +237,7 @@ def test_throughput_has_a_line_for_each_road() -> None:
 
 
 def test_errors_have_a_line_for_each_way(tmp_path: Path) -> None:
-    rows = saved(tmp_path)["rows"]
+    rows = saved(tmp_path).rows
     title, _, _, lines = plot.by_ring_size(rows)
     assert title == "reference, bfloat16, 64 tokens, outliers"
     assert [(name, sizes) for name, sizes, _ in lines] == [
@@ -262,30 +256,42 @@ def test_depth_has_a_line_for_each_ring() -> None:
     assert lines == [("one device", [2, 16], [2, 16]), ("ring_fp32, ring 8", [2, 16], [16, 128])]
 
 
+HEAD = {"command": "python -m hf_ring_attn bench"}
+
+
 def test_a_plot_stands_beside_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One for each run that has a plot; a second run of the same name has a plot of its own."""
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    file = tmp_path / "speed.json"
-    file.write_text(json.dumps({"rows": SPEED}))
-    assert cli.main(["bench", "--plot", str(file)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'speed.svg'}\n"
-    assert (tmp_path / "speed.svg").read_text().count("ring_fp32 ring") == 1
+    results.save(tmp_path, "self_check", HEAD)
+    for command in ("a", "b"):
+        results.save(tmp_path, "speed", {"command": command}, SPEED)
+    assert cli.main(["bench", "--plot", str(tmp_path / results.FILE)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'speed.svg'}\n{tmp_path / 'speed-2.svg'}\n"
+    text = (tmp_path / "speed.svg").read_text()
+    assert text.count(">ring_fp32 ring<") == 1 and text.count("\n") == 1
+    assert ElementTree.fromstring(text).tag.endswith("svg")
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"rows": []}', '{"rows": [{"else": 1}]}', '{"rows": [{"road": "x"}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{}", "[]", "not JSON", '{"road": "x"}', '{"rows": [{"road": "x"}]}', '{"run": "speed"}',
+        '{"run": "x"}\n{"else": 1}', '{"run": "speed"}\n{"road": "x"}',
+    ],
+)  # fmt: skip
 def test_what_holds_no_result_is_told(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "x.json"
+    file = tmp_path / "x.jsonl"
     file.write_text(text)
     with pytest.raises(NotAResult, match="holds nothing to plot"):
         plot.save([file])
     assert cli.main(["bench", "--plot", str(file)]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"{file} holds nothing to plot (")
-    assert "Give a speed.json or errors.json of hf-ring-attn bench --save" in told
+    assert "Give a results.jsonl of hf-ring-attn bench --save or of recipes/benchmarks/depth.py --save." in told
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    file = tmp_path / "speed.json"
-    file.write_text(json.dumps({"rows": SPEED}))
+    results.save(tmp_path, "speed", HEAD, SPEED)
     with pytest.raises(NoMatplotlib, match=r"pip install 'hf-ring-attn\[plot\]'"):
-        plot.save([file])
+        plot.save([tmp_path / results.FILE])

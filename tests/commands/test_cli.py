@@ -80,6 +80,58 @@ def test_the_kernel_of_the_environment_alone_counts(
         assert last in capsys.readouterr().out.splitlines()[-1]
 
 
+BAD_ARGUMENTS = [
+    ("doctor --heads 0", "argument --heads: got 0, which must be a whole number from 1 on"),
+    ("doctor --heads many", "argument --heads: got many, which must be a whole number from 1 on"),
+    ("doctor --kv-heads -8", "argument --kv-heads: got -8"),
+    ("doctor --head-dim 0", "argument --head-dim: got 0"),
+    ("doctor --value-dim 0", "argument --value-dim: got 0"),
+    ("doctor --heads 32 --kv-heads 5", "--heads 32 must be a multiple of --kv-heads 5"),
+    ("doctor --heads 4", "--heads 4 must be a multiple of --kv-heads 8"),
+    ("doctor --device banana", "argument --device: got banana, which must be cuda or cpu"),
+    ("doctor --device cuda", "argument --device: got cuda, but torch finds no GPU here"),
+    ("doctor --dtype float8", "argument --dtype: invalid choice: 'float8'"),
+    ("bench --heads-per-gather -1", "argument --heads-per-gather: got -1, which must be a whole number from 0 on"),
+    ("bench --tokens 64 0", "argument --tokens: got 0"),
+    ("bench --heads 6 --kv-heads 4", "--heads 6 must be a multiple of --kv-heads 4"),
+    ("bench --window 0", "argument --window: got 0"),
+    ("bench --document -1", "argument --document: got -1"),
+    ("bench --ring 0", "argument --ring: got 0"),
+    ("bench --rings 2 0", "argument --rings: got 0"),
+    ("bench --rounds 0", "argument --rounds: got 0"),
+    ("bench --kernel flash3", "argument --kernel: invalid choice: 'flash3'"),
+    ("bench --device banana", "argument --device: got banana"),
+    ("bench --profile", "--profile needs --save"),
+    ("bench --errors --window 5", "--errors is for one causal document: leave out --window and --document"),
+    ("bench --against ulysses", "--against"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), BAD_ARGUMENTS, ids=[line for line, _ in BAD_ARGUMENTS])
+def test_bad_arguments_are_refused_before_anything_runs(
+    line: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """doctor approved of no heads at all, and bench measured groups of -1 heads: 3406 % of one device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("hf_ring_attn.bench.speed.measure", lambda *_, **__: pytest.fail("it runs"))
+    monkeypatch.setattr("hf_ring_attn.bench.errors.run", lambda *_, **__: pytest.fail("it runs"))
+    try:
+        code: object = cli.main(line.split())
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["doctor --device cpu", "bench --tokens 64 --device cpu"])
+def test_a_refusal_of_the_package_is_words_and_no_traceback(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_RING_ATTN_KERNEL", "flash3")
+    assert cli.main(line.split()) == 2
+    assert "HF_RING_ATTN_KERNEL='flash3' is not possible" in capsys.readouterr().err
+
+
 def test_without_a_command_it_says_which_there_are() -> None:
     run = subprocess.run([sys.executable, "-m", "hf_ring_attn"], capture_output=True, text=True, check=False)
     assert run.returncode == 2

@@ -8,6 +8,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the reference's p
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,8 +19,7 @@ from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.bench.replay import Answer, Road, replay
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Params, Request
-from hf_ring_attn.kernels.flash2 import Flash2
-from hf_ring_attn.kernels.flash2.libraries import Lengths, Package, Torch
+from hf_ring_attn.kernels.flash2 import Flash2, How, Package, Torch
 from hf_ring_attn.kernels.flash4.calls import Bounds
 from hf_ring_attn.sharding.mask import UNBOUNDED, Band, Mask
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, Inputs, inputs, packed, relative_error, sliding
@@ -186,25 +186,31 @@ def test_many_queries_and_few_keys(hidden: str, band: tuple[int | None, int | No
     assert max(errors.values()) < 1, errors
 
 
+def one_call(q: Tensor, k: Tensor, bounds: Bounds, ends: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
+    """out of one packed call of torch's own; ``ends``: where rectangles of q and k end."""
+    starts = [torch.tensor([0, *some], dtype=torch.int32, device="cuda") for some in ends]
+    most = [max(b - a for a, b in pairwise((0, *some))) for some in ends]
+    out, _ = Torch().forward(How(Params(0.125), bounds, (starts[0], starts[1], most[0], most[1])), q, k, k)
+    return out
+
+
 def test_the_trap_is_there() -> None:
     """Why tiles are cut: a right bound that hides something is dropped where it is as wide as the keys. When this
     fails, the library has changed."""
-    q, k, v = (torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16) for n in (40, 3, 3))
-    library, params = Torch(), Params(0.125)
-    free, _ = library.forward(q, k, v, params, Bounds(None, None), None)
-    dropped, _ = library.forward(q, k, v, params, Bounds(None, 37), None)
+    q, k = (torch.randn(n, 2, 64, device="cuda", dtype=torch.bfloat16) for n in (40, 3))
+    ends = (40,), (3,)
+    free, dropped = (one_call(q, k, bounds, ends) for bounds in (Bounds(None, None), Bounds(None, 37)))
     assert torch.equal(free, dropped)
-    seen, _ = library.forward(q[:, :3], k, v, params, Bounds(None, 0), None)
-    assert not torch.equal(seen, dropped[:, :3])
+    assert not torch.equal(one_call(q[:3], k, Bounds(None, 0), ((3,), (3,))), dropped[:3])
 
 
-def test_packed_and_dense_calls_are_one_attention() -> None:
-    q, k, v = (torch.randn(1, n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (300, 500, 500))
-    library, params, bounds = Torch(), Params(0.125), Bounds(60, 0)
-    ends = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (300, 500)]
-    out, lse = library.forward(q, k, v, params, bounds, None)
-    mine, sums = library.forward(q[0], k[0], v[0], params, bounds, Lengths(ends[0], ends[1], 300, 500))
-    assert relative_error(mine, out[0]) < 0.005 and relative_error(sums, lse[0]) < 1e-6
+def test_rectangles_of_a_packed_call_are_those_of_calls_of_their_own() -> None:
+    q, k = (torch.randn(n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (300, 500))
+    bounds = Bounds(60, 0)
+    both = one_call(q, k, bounds, ((100, 300), (180, 500)))
+    first = one_call(q[:100], k[:180], bounds, ((100,), (180,)))
+    second = one_call(q[100:], k[180:], bounds, ((200,), (320,)))
+    assert relative_error(both, torch.cat([first, second])) < 0.005
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "documents"])

@@ -17,7 +17,7 @@ from hf_ring_attn.integration.batch.shard import Sharded
 from hf_ring_attn.integration.context import whole_batch
 from hf_ring_attn.kernels import Place, ScoreMod, reference
 from hf_ring_attn.kernels.reference import Block, Reference
-from hf_ring_attn.kernels.score_mod import Indices, Pull
+from hf_ring_attn.kernels.score_mods.score_mod import Indices, Pull
 from hf_ring_attn.layers import halo, head_parallel
 from hf_ring_attn.layers.halo import Piece, RowShare, Span
 from hf_ring_attn.layers.head_parallel import Compute

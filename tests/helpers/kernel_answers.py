@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from hf_ring_attn.kernels import Gradients, Kernel, Params
 from hf_ring_attn.sharding.layout import Run
 from hf_ring_attn.sharding.mask import UNBOUNDED, Band, Mask, tiles
-from hf_ring_attn.testing import Case, Inputs, gradient_oracle, inputs, oracle
+from hf_ring_attn.testing import CASES, Case, Inputs, gradient_oracle, inputs, oracle
 from hf_ring_attn.traffic import head_halves
 
 Answer = dict[str, Tensor]
@@ -80,3 +81,20 @@ def unit(case: Case, x: Inputs) -> float:
     """The size of the terms whose difference makes a query's gradient: scale * |dout| |v| |k| of one query and key."""
     dout, v, q, k = (float(y.double().norm(dim=-1).max()) for y in (x["dout"], x["v"], x["q"], x["k"]))
     return params_of(case, x).scale * dout * v * max(q, k)
+
+
+def without_padding(case: Case, size: int) -> Case:
+    """The case without what a ring of ``size`` would pad: shorter, by whole tokens at its end."""
+    length = case.length // (2 * size) * 2 * size if size > 1 else case.length
+    documents = []
+    for row in case.documents:
+        left, cut = length, []
+        for document, count in row:
+            cut.append((document, min(count, left)))
+            left -= cut[-1][1]
+        documents.append(tuple(run for run in cut if run[1]))
+    return replace(case, length=length, documents=tuple(documents))
+
+
+NO_HOLES = [case for case in CASES if not mask_of(case, inputs(case)["documents"]).holes]
+"""Those that kernels over whole ranges of keys can compute."""

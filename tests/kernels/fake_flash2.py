@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.kernels import Params
-from hf_ring_attn.kernels.flash2.libraries import Lengths
+from hf_ring_attn.kernels.flash2 import How, Torch
 from hf_ring_attn.kernels.flash4.calls import Bounds
 
+Slices = tuple[slice, slice, Tensor]
 
-class Fake:
+
+class Fake(Torch):
     """Records the calls it gets: which pass, its bounds, and how many entries.
 
     Args:
@@ -32,62 +34,49 @@ class Fake:
     def reasons(self, softcap: bool, deterministic: bool) -> Sequence[str]:
         return self.lacks
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, params: Params, bounds: Bounds, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = torch.full_like(q, math.nan)[..., : v.shape[-1]], q.new_full(q.shape[:-1], math.nan).float()
-        if v.shape[-1] > q.shape[-1]:
-            out = q.new_full((*q.shape[:-1], v.shape[-1]), math.nan)
-        for row_q, row_k, seen in self._entries("forward", q, k, bounds, lengths):
-            scores, _ = _scores(q[row_q], k[row_k], params, seen)
+    def forward(self, how: How, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out, lse = q.new_full((*q.shape[:-1], v.shape[-1]), math.nan), q.new_full(q.shape[:-1], math.nan).float()
+        for of_q, of_k, seen in self._entries("forward", q, k, how):
+            scores, _ = _scores(q[of_q], k[of_k], how.params, seen)
             sums = scores.logsumexp(2)
-            values = _repeated(v[row_k], q)
-            out[row_q] = torch.einsum("hts,shd->thd", (scores - sums[..., None]).exp(), values).to(out.dtype)
-            lse[row_q] = sums.T
-        return out, lse.transpose(-1, -2)
+            values = _repeated(v[of_k], q)
+            out[of_q] = torch.einsum("hts,shd->thd", (scores - sums[..., None]).exp(), values).to(out.dtype)
+            lse[of_q] = sums.T
+        return out, lse.T
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, params: Params, bounds: Bounds,
-        lengths: Lengths | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        assert lse.is_contiguous() and lse.shape[-2:] == (q.shape[-2], q.shape[-3]) and lse.dtype == torch.float32
+    def backward(self, how: How, *dout_q_k_v_out_lse: Tensor) -> tuple[Tensor, ...]:
+        dout, q, k, v, out, lse = dout_q_k_v_out_lse
+        assert lse.is_contiguous() and lse.shape == q.shape[1::-1] and lse.dtype == torch.float32
         dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
-        group = q.shape[-2] // k.shape[-2]
-        for row_q, row_k, seen in self._entries("backward", q, k, bounds, lengths):
-            scores, slope = _scores(q[row_q], k[row_k], params, seen)
-            d_out = dout[row_q].float()
-            delta = (d_out * out[row_q].float()).sum(2)
-            weights = (scores - lse.transpose(-1, -2)[row_q].T[..., None]).exp()
-            d_weights = torch.einsum("thd,shd->hts", d_out, _repeated(v[row_k], q))
-            d_scores = weights * (d_weights - delta.T[..., None]) * slope * params.scale
-            dq[row_q] = torch.einsum("hts,shd->thd", d_scores, _repeated(k[row_k], q)).to(q.dtype)
+        group = q.shape[1] // k.shape[1]
+        for of_q, of_k, seen in self._entries("backward", q, k, how):
+            scores, slope = _scores(q[of_q], k[of_k], how.params, seen)
+            d_out = dout[of_q].float()
+            delta = (d_out * out[of_q].float()).sum(2)
+            weights = (scores - lse[:, of_q, None]).exp()
+            d_weights = torch.einsum("thd,shd->hts", d_out, _repeated(v[of_k], q))
+            d_scores = weights * (d_weights - delta.T[..., None]) * slope * how.params.scale
+            dq[of_q] = torch.einsum("hts,shd->thd", d_scores, _repeated(k[of_k], q)).to(q.dtype)
             for to, x in (
-                (dk, torch.einsum("hts,thd->shd", d_scores, q[row_q].float())),
+                (dk, torch.einsum("hts,thd->shd", d_scores, q[of_q].float())),
                 (dv, torch.einsum("hts,thd->shd", weights, d_out)),
             ):
                 # Rounded for each query head, and once more when they are added.
-                to[row_k] = x.to(q.dtype).unflatten(1, (-1, group)).float().sum(2).to(q.dtype)
+                to[of_k] = x.to(q.dtype).unflatten(1, (-1, group)).float().sum(2).to(q.dtype)
         return dq, dk, dv
 
-    def _entries(
-        self, kind: str, q: Tensor, k: Tensor, bounds: Bounds, lengths: Lengths | None
-    ) -> Iterator[tuple[tuple[int | slice, ...], tuple[int | slice, ...], Tensor]]:
-        """Where each rectangle lies in the queries and in the keys, and what in it sees what."""
-        assert all(x.stride(-1) == 1 for x in (q, k)), "read 16 bytes at a time"
-        self.calls.append((kind, bounds, 1 if lengths is None else len(lengths.q_starts) - 1))
-        if lengths is None:
-            assert q.dim() == 4 and q.shape[1] and k.shape[1]
-            for b in range(q.shape[0]):
-                everything = (b, slice(None))
-                yield everything, everything, self._seen(bounds, q.shape[1], k.shape[1], k.shape[1])
-            return
-        starts, k_starts = lengths.q_starts.tolist(), lengths.k_starts.tolist()
-        assert q.dim() == 3 and lengths.q_starts.dtype == torch.int32
+    def _entries(self, kind: str, q: Tensor, k: Tensor, how: How) -> Iterator[Slices]:
+        """The tokens of each rectangle among the queries and the keys, and what in it sees what."""
+        assert all(x.stride(-1) == 1 and x.dim() == 3 for x in (q, k)), "read 16 bytes at a time"
+        of_q, of_k, most_queries, most_keys = how.lengths
+        self.calls.append((kind, how.bounds, len(of_q) - 1))
+        starts, k_starts = of_q.tolist(), of_k.tolist()
+        assert of_q.dtype == of_k.dtype == torch.int32
         assert (starts[0], starts[-1], k_starts[0], k_starts[-1]) == (0, len(q), 0, len(k))
-        assert max(b - a for a, b in pairwise(starts)) == lengths.most_queries
-        assert max(b - a for a, b in pairwise(k_starts)) == lengths.most_keys
+        assert max(b - a for a, b in pairwise(starts)) == most_queries
+        assert max(b - a for a, b in pairwise(k_starts)) == most_keys
         for (a, b), (c, d) in zip(pairwise(starts), pairwise(k_starts), strict=True):
-            yield (slice(a, b),), (slice(c, d),), self._seen(bounds, b - a, d - c, lengths.most_keys)
+            yield slice(a, b), slice(c, d), self._seen(how.bounds, b - a, d - c, most_keys)
 
     def _seen(self, bounds: Bounds, rows: int, columns: int, most_keys: int) -> Tensor:
         """As flash_api.cpp's set_params_fprop and its callers make it of the bounds."""

@@ -1,77 +1,44 @@
-"""flash2 on a CPU: tables become calls over a fake of FlashAttention 2 with its conventions, traps and roundings."""
+"""What flash2 alone has: calls out of FlashAttention 2's traps, as few as can be; its two libraries and their words."""
 
 from __future__ import annotations
 
-from typing import Literal
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from hf_ring_attn.bench.replay import Answer, Road, replay
+from hf_ring_attn.bench.replay import Road, replay
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Request
-from hf_ring_attn.kernels.flash2 import Flash2
-from hf_ring_attn.kernels.flash2.calls import plan
-from hf_ring_attn.kernels.flash4.calls import Packed
-from hf_ring_attn.sharding import plan as plan_module
+from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Request, flash2
+from hf_ring_attn.kernels.flash2 import Flash2, How, Package, Torch, plan
+from hf_ring_attn.kernels.flash4.calls import Bounds
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, Tile, tiles
 from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
-from hf_ring_attn.testing import Case, inputs, packed, relative_error
+from hf_ring_attn.testing import CASES, Case, inputs, packed
 from hf_ring_attn.traffic import head_halves
 from tests.helpers.checks import Ranks, distance, narrow_answer, worst
+from tests.helpers.kernel_answers import NO_HOLES, mask_of, params_of
 from tests.helpers.rank_functions import Answer as Answers
 from tests.helpers.rank_functions import attention
 from tests.helpers.rank_functions import whole as gathered
 from tests.kernels.fake_flash2 import Fake
-from tests.kernels.test_flash4 import EXPRESSIBLE, mask_of, plain, whole
-
-SIZES = (1, 2, 4, 8)
-REQUEST = Request("cuda", torch.bfloat16, 8, 2, 128, 128, softcap=False, sinks=False, deterministic=False)
+from tests.kernels.test_all_kernels import REQUEST, assert_same
+from tests.kernels.test_flash4 import plain
 
 
 def ours(fake: Fake) -> Flash2:
-    return Flash2([fake], tried=False)
+    return Flash2([fake])
 
 
-def answers(case: Case, size: int, road: Road = "ring") -> tuple[Answer, Answer, Fake]:
-    x = inputs(case, torch.float32)
-    mask = mask_of(case, x["documents"])
-    params = Params(case.head_dim**-0.5 if case.scale is None else case.scale, case.softcap, x["sinks"])
-    tensors = x["q"], x["k"], x["v"], x["dout"]
-    fake = Fake()
-    got = replay(ours(fake), *tensors, mask, size, params, torch.float32, road)
-    return got, replay(KERNELS["reference"], *tensors, mask, 1, params, torch.float32), fake
-
-
-def assert_same(got: Answer, want: Answer) -> None:
-    for name in Answer._fields:
-        mine, theirs = getattr(got, name), getattr(want, name)
-        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-        if name == "lse":
-            assert torch.equal(mine.isinf(), theirs.isinf())
-            mine, theirs = mine.nan_to_num(neginf=0.0), theirs.nan_to_num(neginf=0.0)
-        # Where the exact gradient is zero, what is left is the rounding of float32.
-        assert relative_error(mine, theirs) < 1e-5 or float((mine - theirs).abs().max()) < 2e-5, name
-
-
-WAYS: list[tuple[int, Road]] = [
-    *[(size, "ring") for size in SIZES], (2, "gather"), (8, "gather"), (2, "sparse"), (4, "sparse"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("size", "road"), WAYS)
-@pytest.mark.parametrize("case", EXPRESSIBLE, ids=lambda case: case.why)
-def test_calls_make_the_reference(case: Case, size: int, road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "KEY_BLOCK", 12)  # cases are shorter than the real one
-    case = whole(case, size)
-    if case.length == 0:
-        pytest.skip("nothing is left of it")
-    got, want, _ = answers(case, size, road)
-    assert_same(got, want)
+# ---- calls ---------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -124,34 +91,17 @@ def test_more_queries_than_keys_are_cut_out_of_the_traps(
 
 @pytest.mark.parametrize("band", [CAUSAL, Band()])
 def test_a_packed_call_has_no_token_twice(band: Band) -> None:
-    """What it adds to a gradient it adds once, so bits do not depend on the order of adds."""
+    """It adds to each token once, so bits do not depend on the order of adds."""
     ids = torch.repeat_interleave(torch.arange(5), torch.tensor([3, 3, 20, 3, 3]))
     mask, layout = Mask.of(band, 1, 32, ids[None]), Layout(32, 2, 0)
     for runs in (layout.whole(), layout.runs()):
-        tokens, keys = layout.local_length, sum(run.length for run in runs)
-        calls = plan(tiles(mask, layout.runs(), runs), tokens, keys).calls
-        packed_calls = [call for call in calls if isinstance(call, Packed)]
-        assert packed_calls, "the document in both chunks is one of several"
-        for call in packed_calls:
+        table = tiles(mask, layout.runs(), runs).contiguous().numpy().tobytes()
+        calls = plan(table, layout.local_length, sum(run.length for run in runs))
+        assert max(len(call.q_starts) for call in calls) > 1, "the document in both chunks is one of several"
+        for call in calls:
             for starts, lengths in ((call.q_starts, call.q_lengths), (call.k_starts, call.k_lengths)):
                 stops = [a + b for a, b in zip(starts, lengths, strict=True)]
                 assert all(stop <= start for stop, start in zip(stops, starts[1:], strict=False))
-
-
-def test_each_contribution_is_rounded_to_the_inputs_dtype() -> None:
-    case = plain(96, heads=4, kv_heads=4)
-    x = inputs(case, torch.bfloat16)
-    kernel, tensors = ours(Fake()), (x["q"], x["k"], x["v"], x["dout"])
-    one, many, narrow = (
-        replay(kernel, *tensors, mask_of(case, None), size, Params(0.3), wide)
-        for size, wide in ((1, torch.float32), (4, torch.float32), (4, None))
-    )
-    for name in ("dq", "dk", "dv"):
-        first, sums = getattr(one, name), getattr(many, name)
-        assert torch.equal(first, first.bfloat16().float()), "one call: what left it in 16 bits"
-        assert not torch.equal(sums, sums.bfloat16().float()), "several calls: float32 sums of such"
-        assert torch.equal(getattr(narrow, name), sums.bfloat16())
-    assert kernel.rounds_gradients(REQUEST)
 
 
 MANY = (packed(*[5] * 18, 6),)
@@ -167,7 +117,7 @@ MANY = (packed(*[5] * 18, 6),)
         (plain(96), 2, 3, 4),
         (plain(96, batch=2), 2, 3, 4),
         (plain(96), 4, 7, 16),
-        # documents: one packed call, and one for the document that lies in two chunks
+        # documents: one call for all; another for the document that lies in two chunks
         (plain(96, documents=MANY), 1, 1, 1),
         (plain(96, batch=2, documents=MANY * 2), 1, 1, 1),
         (plain(96, documents=MANY, band=(0, 3)), 1, 1, 1),
@@ -177,16 +127,12 @@ MANY = (packed(*[5] * 18, 6),)
     ],
 )
 def test_as_few_calls_as_can_be(case: Case, size: int, forward: int, backward: int) -> None:
-    _, _, fake = answers(case, size)
+    x, fake = inputs(case, torch.float32), Fake()
+    tensors = x["q"], x["k"], x["v"], x["dout"]
+    replay(ours(fake), *tensors, mask_of(case, x["documents"]), size, params_of(case, x), torch.float32)
     kinds = [kind for kind, _, _ in fake.calls]
     lanes = len(head_halves(case.kv_heads, size))
     assert (kinds.count("forward"), kinds.count("backward")) == (forward, backward * lanes)
-
-
-def test_packed_rows_without_padding_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "index_select", None)
-    monkeypatch.setattr(torch.Tensor, "index_add_", None)
-    answers(plain(96, batch=2, documents=MANY * 2), 1)
 
 
 def test_a_query_with_two_tiles_is_no_softmax_of_its_own() -> None:
@@ -196,65 +142,15 @@ def test_a_query_with_two_tiles_is_no_softmax_of_its_own() -> None:
         ours(Fake()).forward(q, k, k, table, Params(1.0))
 
 
-def test_a_table_without_tiles() -> None:
-    q, k, table = torch.randn(2, 5, 2, 8), torch.randn(2, 3, 2, 8), torch.empty(0, 9, dtype=torch.int64)
-    sinks, fake = torch.tensor([1.0, -torch.inf]), Fake()
-    for given_sinks, want in ((None, [-torch.inf] * 2), (sinks, sinks.tolist())):
-        out, lse = ours(fake).forward(q, k, k, table, Params(1.0, sinks=given_sinks))
-        assert out.shape == q.shape and not out.any() and lse[0, :, 0].tolist() == want
-    assert not fake.calls
-
-
-def test_views_with_any_strides() -> None:
-    case = plain(30, batch=2, heads=4, kv_heads=2)
-    x = inputs(case, torch.float32)
-    mask, tensors = mask_of(case, None), [x["q"], x["k"], x["v"], x["dout"]]
-    heads_first = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in tensors]
-    apart = [y.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0) for y in tensors]
-    first, *others = (
-        replay(ours(Fake()), q, k, v, dout, mask, 1, Params(0.3), torch.float32)
-        for q, k, v, dout in (tensors, heads_first, apart)
-    )
-    for other in others:
-        assert_same(other, first)
-
-
-@pytest.mark.parametrize("case", [plain(96, batch=2, documents=MANY * 2, heads=4, sinks=True), plain(30, heads=4)])
-def test_some_heads_of_a_larger_tensor(case: Case) -> None:
-    """out and the sums of gradients may be views of a few heads."""
-    x, kernel = inputs(case, torch.float32), ours(Fake())
-    q, k, v, dout, sinks = x["q"], x["k"], x["v"], x["dout"], x["sinks"]
-    runs = Layout(case.length, 1, 0).whole()
-    table, params = tiles(mask_of(case, x["documents"]), runs, runs), Params(0.3, sinks=sinks)
-    want, want_lse = kernel.forward(q, k, v, table, params)
-    out, lse = torch.full_like(want, torch.nan), torch.empty_like(want_lse)
-    sums = [[kernel.new_gradient(y) for y in (q, k, v)] for _ in range(2)]
-    of_all = Gradients(sums[0][0], sums[0][1], sums[0][2])
-    kernel.backward(dout, q, k, v, want_lse, want_lse, table, params, of_all, want)
-    per_key_head = 4 // case.kv_heads
-    for head in range(case.kv_heads):
-        mine, of_k = slice(head * per_key_head, (head + 1) * per_key_head), slice(head, head + 1)
-        few, some = params.of_heads(mine), (q[:, :, mine], k[:, :, of_k], v[:, :, of_k])
-        lse[:, mine] = kernel.forward(*some, table, few, out[:, :, mine])[1]
-        dq, dk, dv = (kernel.of_heads(y, part) for y, part in zip(sums[1], (mine, of_k, of_k), strict=True))
-        kernel.backward(
-            dout[:, :, mine], *some, want_lse[:, mine], want_lse[:, mine], table, few, Gradients(dq, dk, dv),
-            out[:, :, mine],
-        )  # fmt: skip
-    for got, whole_one in zip((out, lse, *sums[1]), (want, want_lse, *sums[0]), strict=True):
-        assert relative_error(got, whole_one) < 1e-6
-
-
 def through_the_ring(case: Case, config: RingConfig) -> Answers:
     """This rank's share by the public function, in float32."""
-    fakes = {"flash2": ours(Fake())}
-    with mock.patch.dict(KERNELS, fakes), mock.patch.object(Flash2, "unsupported", return_value=[]):
+    with mock.patch.dict(KERNELS, {"flash2": ours(Fake())}), mock.patch.object(Flash2, "unsupported", return_value=[]):
         return attention(case, config, given=inputs(case, torch.float32))
 
 
 @pytest.mark.parametrize("backward", ["ring", "gather"])
 def test_real_ranks_hand_it_the_out_of_its_heads(ranks: Ranks, backward: Literal["ring", "gather"]) -> None:
-    case = next(case for case in EXPRESSIBLE if case.why == "sinks, grouped heads")
+    case = next(case for case in NO_HOLES if case.why == "sinks, grouped heads")
     config = RingConfig(kernel="flash2", backward=backward, heads_per_gather=1)
     got = gathered(ranks(2).run(through_the_ring, case, config), case.length)
     errors = distance(got, narrow_answer(case, torch.float32))
@@ -267,3 +163,128 @@ def test_the_backward_needs_the_forwards_out() -> None:
     into = Gradients(*map(torch.zeros_like, (q, q, q)))  # type: ignore[arg-type]  # three tensors
     with pytest.raises(AssertionError, match="of out"):
         kernel.backward(q, q, q, q, lse, lse, torch.empty(0, 9, dtype=torch.int64), Params(1.0), into)
+
+
+# ---- libraries -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_library_that_can_serves_and_every_reason_is_given() -> None:
+    unable, able, idle = Fake(["it is tired", "it is Saturday"]), Fake(), Fake()
+    assert Flash2([unable]).unsupported(REQUEST) == ["fake: it is tired", "fake: it is Saturday"]
+    kernel = Flash2([unable, able, idle])
+    assert kernel.unsupported(REQUEST) == []
+    q = torch.randn(1, 4, 2, 8)
+    kernel.forward(q, q, q, torch.tensor([Tile(0, 0, 4, 0, 0, 4, 0, 0, FAR)]), Params(1.0))
+    assert able.calls and not unable.calls and not idle.calls
+
+
+def test_without_a_gpu_it_says_so_and_asks_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(flash2, "_package", lambda: pytest.fail("the package is imported"))
+    assert Flash2().unsupported(REQUEST) == ["needs an NVIDIA GPU, and torch finds none"]
+
+
+def test_torchs_own_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, known = Torch(), torch.__version__
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert library.reasons(False, False) == []
+    assert library.reasons(True, True) == [
+        "it has no softcap", "it is deterministic only if the whole process is (torch.use_deterministic_algorithms)",
+    ]  # fmt: skip
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
+    (reason,) = library.reasons(False, False)
+    assert reason == "torch was told to use FA4 in its place (restore_flash_attention_impl() undoes it)"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: None, raising=False)
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    (reason,) = library.reasons(False, False)
+    assert reason == "torch 3.0.0 is not one of ('2.11.', '2.12.', '2.13.')"
+    monkeypatch.setattr(torch, "__version__", known)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert library.reasons(False, False) == ["this build of torch has none"]
+
+
+@pytest.mark.parametrize("bounds", [Bounds(None, None), Bounds(None, 0), Bounds(7, 3)])
+def test_torchs_ops_take_what_they_are_given(bounds: Bounds) -> None:
+    """Without data: torch's own shape functions see the calls."""
+    q, dout = (torch.empty(20, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    k = torch.empty(20, 2, 64, dtype=torch.bfloat16, device="meta")
+    starts = torch.empty(3, dtype=torch.int32, device="meta")
+    how = How(Params(0.1), bounds, (starts, starts, 12, 12))
+    out, lse = Torch().forward(how, q, k, k)
+    assert out.shape == q.shape and lse.shape == (4, 20) and lse.dtype == torch.float32
+    gradients = Torch().backward(how, dout, q, k, k, out, lse)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
+
+
+class Installed:
+    """flash-attn 2.8's two functions with their own parameters, in their own order, computing with a fake."""
+
+    def __init__(self) -> None:
+        self.fake = Fake()
+        self.deterministic: list[bool] = []
+
+    def _wrapped_flash_attn_varlen_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1,
+        window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+        return_softmax: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert not return_softmax and dropout_p == 0 and alibi_slopes is None
+        bounds = self._bounds(causal, window_size_left, window_size_right)
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return *self.fake.forward(How(Params(softmax_scale, softcap or None), bounds, lengths), q, k, v), q, q
+
+    def _wrapped_flash_attn_varlen_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
+        dv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+        softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+        alibi_slopes: Tensor | None, deterministic: bool,
+    ) -> Tensor:  # fmt: skip
+        assert dropout_p == 0 and alibi_slopes is None
+        self.deterministic.append(deterministic)
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        bounds = self._bounds(causal, window_size_left, window_size_right)
+        how = How(Params(softmax_scale, softcap or None), bounds, lengths)
+        for to, x in zip((dq, dk, dv), self.fake.backward(how, dout, q, k, v, out, softmax_lse), strict=True):
+            to.copy_(x)
+        return softmax_lse
+
+    def _bounds(self, causal: bool, left: int, right: int) -> Bounds:
+        return Bounds(None if left < 0 else left, 0 if causal else None if right < 0 else right)
+
+
+def of_version(version: str, interface: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    monkeypatch.setattr(flash2, "version", {"flash-attn": version}.__getitem__)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+    return flash2._package.__wrapped__()
+
+
+def test_the_package_is_taken_of_known_versions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_version("2.8.3", Installed(), monkeypatch)[1] == ()
+    assert of_version("3.0.1", Installed(), monkeypatch)[1] == ("version 3.0.1 is not known here (2.7., 2.8.x are)",)
+    for interface in (None, SimpleNamespace()):
+        (reason,) = of_version("2.8.3", interface, monkeypatch)[1]
+        assert reason.startswith("it does not import: ")
+
+
+def test_the_package_gets_its_arguments_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = Installed()
+    found = of_version("2.8.3", installed, monkeypatch)
+    monkeypatch.setattr(flash2, "_package", lambda: found)
+    asked: Request = replace(REQUEST, softcap=True, deterministic=True)
+    assert Flash2([Package()]).unsupported(asked) == []
+    for case, params in (
+        (
+            next(case for case in CASES if case.why.startswith("window, documents, padding")),
+            Params(0.5, 2.5, None, True),
+        ),
+        (plain(30), Params(0.3)),
+        (plain(30, band=(-2, 7), batch=2), Params(0.3)),
+    ):
+        case = replace(case, head_dim=8, value_dim=8)
+        x = inputs(case, torch.bfloat16)
+        mask, tensors = mask_of(case, x["documents"]), (x["q"], x["k"], x["v"], x["dout"])
+        got, want = (replay(kernel, *tensors, mask, 1, params) for kernel in (Flash2([Package()]), ours(Fake())))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert True in installed.deterministic and False in installed.deterministic

@@ -19,16 +19,16 @@ from hf_ring_attn.errors import UnsupportedAttention
 from hf_ring_attn.kernels import KERNELS, Gradients, Params, Request, ScoreMod
 from hf_ring_attn.kernels.flex import Flex, leaves, places
 from hf_ring_attn.kernels.flex.places import BEYOND, Places
-from hf_ring_attn.sharding import plan
+from hf_ring_attn.sharding import plan as plan_module
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, Tile, tiles
 from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
 from hf_ring_attn.testing import Case, inputs, packed, sliding
 from tests.helpers.checks import Ranks
+from tests.helpers.kernel_answers import NO_HOLES, without_padding
 from tests.helpers.rank_functions import held, qkv
 from tests.helpers.score_mods import MODS, Builder, only_where_seen
 from tests.kernels.flex_cases import distances, mixed, on_cpu, simulated
-from tests.kernels.test_flash4 import EXPRESSIBLE, whole
 
 CPU = torch.device("cpu")
 EXACT = 1e-12
@@ -57,12 +57,12 @@ def test_functions_give_the_reference(name: str) -> None:
 
 
 WAYS: list[tuple[int, Road]] = [(1, "ring"), (2, "ring"), (2, "gather"), (2, "sparse")]
-MASKS = [case for case in EXPRESSIBLE if case.documents or case.band not in ((0, None), (None, None))][::3]
+MASKS = [case for case in NO_HOLES if case.documents or case.band not in ((0, None), (None, None))][::3]
 
 
 def test_masks_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """One function, compiled a few times for all of them: lengths, masks, tables and ring sizes are data."""
-    monkeypatch.setattr(plan, "KEY_BLOCK", 12)  # cases are shorter than the real one
+    monkeypatch.setattr(plan_module, "KEY_BLOCK", 12)  # cases are shorter than the real one
     monkeypatch.setattr(leaves, "MOST_COPIES", 128)
     same = {"heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "softcap": None, "scale": None}
     worst: dict[tuple[str, int, str], float] = {}
@@ -70,7 +70,7 @@ def test_masks_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     with on_cpu() as flex:
         for turn, case in enumerate(MASKS):
             size, road = WAYS[turn % len(WAYS)]
-            cut = whole(replace(case, **same), size)  # type: ignore[arg-type]
+            cut = without_padding(replace(case, **same), size)  # type: ignore[arg-type]
             if not cut.length:
                 continue
             errors = distances(
@@ -109,16 +109,6 @@ def test_contributions_are_rounded_and_captured_gradients_are_not() -> None:
     found = into.extra["captured 0"]
     assert found.ne(0).all() and not torch.equal(found, found.bfloat16().double())
     assert flex.rounds_gradients(REQUEST)
-
-
-def test_a_table_without_tiles() -> None:
-    q, k, table = torch.randn(2, 5, 2, 8), torch.randn(2, 3, 2, 8), torch.empty(0, 9, dtype=torch.int64)
-    params = Params(1.0, score_mod=ScoreMod.of(Alibi(2), CPU))
-    out, lse = Flex("eager").forward(q, k, k, table, params)
-    assert not out.any() and lse.eq(-torch.inf).all() and lse.shape == (2, 2, 5)
-    sinks = torch.tensor([1.0, -torch.inf])
-    _, lse = Flex("eager").forward(q, k, k, table, replace(params, sinks=sinks))
-    assert lse[0, :, 0].tolist() == sinks.tolist()
 
 
 def through_the_ring(backward: str) -> dict[str, Tensor]:
@@ -173,7 +163,7 @@ def dense(table: Tensor, batch: int, tokens: int, keys: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("case", EXPRESSIBLE, ids=lambda case: case.why)
+@pytest.mark.parametrize("case", NO_HOLES, ids=lambda case: case.why)
 def test_tables_and_blocks_of_a_mask(case: Case, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     side = 4
     monkeypatch.setattr(places, "BLOCK", side)

@@ -85,38 +85,6 @@ def test_sums_are_kept_in_float32(case: Case, dtype: torch.dtype) -> None:
     assert worst(distance(got, without_sinks(want))) < UNROUNDED
 
 
-def test_gradients_are_added_to_what_is_there() -> None:
-    x, whole = inputs(LONG), pieces(LONG.length, LONG.length)
-    table = tiles(mask_of(LONG, None), whole, whole)
-    once, into = computed(LONG, x, table)
-    once = {name: once[name].clone() for name in ("dq", "dk", "dv")}
-    delta = torch.einsum("bthd,bthd->bht", x["dout"], exact_answer(LONG)["out"])
-    lse = exact_answer(LONG)["lse"]
-    KERNEL.backward(x["dout"], x["q"], x["k"], x["v"], lse, delta, table, params_of(LONG, x), into)
-    twice = {"dq": into.dq, "dk": into.dk, "dv": into.dv}
-    assert worst(distance(twice, {name: 2 * value for name, value in once.items()})) < EXACT
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_what_it_returns_is_contiguous_and_shares_nothing(dtype: torch.dtype) -> None:
-    """A compiler is told so by the op's fake; it was not so in float64 and float32 where H > G > 1."""
-    x, whole = inputs(LONG, dtype), pieces(LONG.length, LONG.length)
-    got, _ = computed(LONG, x, tiles(mask_of(LONG, None), whole, whole))
-    assert all(value.is_contiguous() for value in got.values())
-    owners = {value.untyped_storage().data_ptr() for value in (*got.values(), x["q"], x["k"], x["v"])}
-    assert len(owners) == len(got) + 3
-
-
-def test_strided_inputs_are_read_as_they_are() -> None:
-    x, whole = inputs(LONG), pieces(LONG.length, LONG.length)
-    table = tiles(mask_of(LONG, None), whole, whole)
-    want, _ = computed(LONG, x, table)
-    q, k, v, dout = (x[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v", "dout"))
-    assert not q.is_contiguous()
-    got, _ = computed(LONG, Inputs(q=q, k=k, v=v, dout=dout, sinks=None, documents=None), table)
-    assert worst(distance(got, want)) < EXACT
-
-
 def test_a_tile_need_not_be_cut_to_what_is_visible() -> None:
     """Queries that see nothing in any tile, though a tile holds them, have out 0, lse -inf and gradients 0."""
     case = Case(why="the first five queries see no key", length=12, heads=4)
@@ -130,17 +98,6 @@ def test_a_tile_need_not_be_cut_to_what_is_visible() -> None:
 
 
 # ---- nothing to see ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-def test_without_tiles_everything_is_zero_and_the_lse_is_the_sink(sinks: bool) -> None:
-    case = replace(LONG, sinks=sinks)
-    x = inputs(case)
-    with poisoned_memory():
-        got, _ = computed(case, x, torch.empty(0, 9, dtype=torch.int64))
-    assert not any(got[name].any() for name in ("out", "dq", "dk", "dv"))
-    want = x["sinks"] if x["sinks"] is not None else torch.full((case.heads,), -torch.inf, dtype=torch.float64)
-    assert torch.equal(got["lse"], want[None, :, None].expand(1, -1, case.length))
 
 
 @pytest.mark.parametrize(("batch", "length"), [(0, 4), (2, 0)])

@@ -22,6 +22,7 @@ from hf_ring_attn.kernels.triton.schedule import bounds, schedule
 from hf_ring_attn.sharding.mask import tiles
 from hf_ring_attn.testing import BIDIRECTIONAL, CASES, CAUSAL, Case, inputs, sliding, visible
 from tests.helpers.kernel_answers import mask_of, pieces
+from tests.helpers.patience import patient
 
 REQUEST = Request("cpu", torch.bfloat16, 4, 2, 64, 64, softcap=False, sinks=False, deterministic=True)
 PARTS = 3
@@ -134,14 +135,17 @@ def why_not_interpreted() -> str | None:
     return None
 
 
-CASES_FILE, SCORES_FILE = (Path(__file__).with_name(name) for name in ("triton_cases.py", "triton_score_cases.py"))
-TABLE, BITS = "test_it_is_the_oracle", "test_a_chunk"
+ALL_FILE, CASES_FILE, SCORES_FILE = (
+    str(Path(__file__).with_name(name)) for name in ("test_all_kernels.py", "triton_cases.py", "triton_score_cases.py")
+)
+TABLE, BITS = "test_a_table_is_the_oracle", "test_a_chunk"
 RUNS = {
-    **{f"table, {n}": [f"{CASES_FILE}::{TABLE}[{case.why}]" for case in CASES[n::PARTS]] for n in range(PARTS)},
-    "bits": [str(CASES_FILE), "-k", BITS],
-    "rest": [str(CASES_FILE), "-k", f"not {TABLE} and not {BITS}"],
-    "score_mods": [str(SCORES_FILE), "-k", "all or takes or others"],
-    "score_mods, rest": [str(SCORES_FILE), "-k", "not (all or takes or others)"],
+    **{f"table, {n}": [f"{ALL_FILE}::{TABLE}[triton-{case.why}]" for case in CASES[n::PARTS]] for n in range(PARTS)},
+    "contract": [ALL_FILE, "-k", f"triton and not {TABLE} and not auto"],
+    "bits": [CASES_FILE, "-k", BITS],
+    "rest": [CASES_FILE, "-k", f"not {BITS}"],
+    "score_mods": [SCORES_FILE, "-k", "all or takes or others"],
+    "score_mods, rest": [SCORES_FILE, "-k", "not (all or takes or others)"],
 }
 SELDOM = {f"table, {n}" for n in range(1, PARTS)} | {"bits", "rest", "score_mods, rest"}
 
@@ -155,6 +159,6 @@ def test_in_the_interpreter(name: str) -> None:
     """Cases in processes of their own, since a process that has imported triton can no longer interpret it."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *RUNS[name]],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=110,
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=patient(110),
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from hf_ring_attn.kernels import Kernel, Params
+from hf_ring_attn.kernels import Kernel
 from hf_ring_attn.kernels.triton import Triton, launch
 from hf_ring_attn.sharding.layout import Layout, Owners
 from hf_ring_attn.sharding.mask import tiles
@@ -46,14 +45,7 @@ def far(case: Case, x: Inputs, got: Answer) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("case", [*CASES, LONG, HOLES], ids=lambda case: case.why)
-def test_it_is_the_oracle(case: Case) -> None:
-    x = inputs(case, torch.float32)
-    errors = far(case, x, computed(KERNEL, case, on(DEVICE, x), table_of(case)))
-    assert max(errors.values()) < UNROUNDED, errors
-
-
-@pytest.mark.parametrize("case", [BOTH, CASES[-1], CASES[-2]], ids=lambda case: case.why)
+@pytest.mark.parametrize("case", [BOTH, LONG, HOLES, CASES[-1], CASES[-2]], ids=lambda case: case.why)
 def test_it_does_not_matter_how_the_mask_is_cut(case: Case) -> None:
     x = inputs(case, torch.float32)
     errors = far(case, x, computed(KERNEL, case, on(DEVICE, x), table_of(case, 7)))
@@ -100,18 +92,6 @@ def test_blocks_fetched_by_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(same_bits(got[name], want[name]) for name in want)
 
 
-def test_gradients_are_added_to_what_is_there() -> None:
-    x, table = on(DEVICE, inputs(BOTH, torch.float32)), table_of(BOTH)
-
-    class Twice(Triton):
-        def backward(self, *args: object) -> None:
-            super().backward(*args)  # type: ignore[arg-type]  # as they came
-            super().backward(*args)  # type: ignore[arg-type]
-
-    once, twice = computed(KERNEL, BOTH, x, table), computed(Twice(), BOTH, x, table)
-    assert all(same_bits(2 * once[name], twice[name]) for name in ("dq", "dk", "dv"))
-
-
 def test_nan_in_nan_out_and_nowhere_else() -> None:
     """A nan may spread to the queries and keys that share a block with those it meets, and no further."""
     length, largest_block = (400, 128) if DEVICE == "cuda" else (110, 32)
@@ -127,30 +107,9 @@ def test_nan_in_nan_out_and_nowhere_else() -> None:
     assert not got["out"][:, :, :2].isnan().any() and not got["dv"][:, :, 0].isnan().any()
 
 
-@pytest.mark.parametrize("tokens", [0, 5])
-def test_a_table_without_tiles(tokens: int) -> None:
-    q, k = (torch.randn(2, n, 2, 8, device=DEVICE) for n in (tokens, 3))
-    out, lse = KERNEL.forward(q, k, k, torch.empty(0, 9, dtype=torch.int64), Params(1.0))
-    assert out.shape == q.shape and not out.any() and bool((lse == -torch.inf).all())
-
-
 @pytest.mark.parametrize("scale", [0.0, -0.7])
 def test_any_scale(scale: float) -> None:
     case = replace(BOTH, scale=scale)
     x = inputs(case, torch.float32)
     errors = far(case, x, computed(KERNEL, case, on(DEVICE, x), table_of(case)))
     assert max(error for name, error in errors.items() if scale or name not in ("dq", "dk")) < UNROUNDED, errors
-
-
-def test_views_with_any_strides() -> None:
-    x, table = inputs(BOTH, torch.float32), table_of(BOTH)
-    want = computed(KERNEL, BOTH, on(DEVICE, x), table)
-    y = on(DEVICE, x)
-
-    def apart(z: Tensor) -> Tensor:
-        return z.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
-
-    y["q"], y["k"] = (z.transpose(1, 2).contiguous().transpose(1, 2) for z in (y["q"], y["k"]))
-    y["v"], y["dout"] = apart(y["v"]), apart(y["dout"])
-    got = computed(KERNEL, BOTH, y, table)
-    assert all(same_bits(got[name], want[name]) for name in want)

@@ -53,8 +53,8 @@ def test_the_command_can_be_typed_again(
 
 def test_the_command_names_no_place_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(BENCHMARKS)
-    monkeypatch.setattr(sys, "argv", ["why.py", "--save", str(REPOSITORY / "recipes/results/x.json")])
-    assert provenance.command() == "python recipes/benchmarks/why.py --save recipes/results/x.json"
+    monkeypatch.setattr(sys, "argv", ["why.py", "--save", str(REPOSITORY / "recipes/results/support")])
+    assert provenance.command() == "python recipes/benchmarks/why.py --save recipes/results/support"
 
 
 @pytest.mark.parametrize("program", [REPOSITORY / "hf_ring_attn/__main__.py", Path("bin/hf-ring-attn")])

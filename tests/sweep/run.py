@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-import torch  # noqa: E402  only after the variable
-import transformers  # noqa: E402  only after the variable
-
+from hf_ring_attn.bench.provenance import facts  # noqa: E402  only after the variable
 from hf_ring_attn.errors import RanksFailed  # noqa: E402  only after the variable
 from hf_ring_attn.testing import LiveRanks  # noqa: E402  only after the variable
 from tests.sweep import table  # noqa: E402  only after the variable
@@ -37,20 +33,13 @@ def outcomes_of(ranks: LiveRanks, entry: Entry, rows: list[Row]) -> list[tuple[s
 
 
 def head(arguments: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
     return {
+        **facts(),
         "command": table.COMMAND,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-        "versions": {
-            "python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__,
-        },
         "ring_sizes": arguments.ring,
         "kinds": [kind for kind in KINDS if any(row.kind == kind for row in rows)],
         "lengths": [length for length in LENGTHS if any(row.length == length for row in rows)],
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
@@ -58,10 +47,11 @@ def main() -> int:
     parser.add_argument("--ring", type=int, nargs="+", default=[2], help="ring sizes")
     parser.add_argument("--rows", nargs="+", default=["all"], choices=["all", *KINDS], help="kinds of rows")
     parser.add_argument("--only", nargs="+", default=[], help="model types or classes; none: every one")
-    parser.add_argument("--save", type=Path, help="folder for support.json and README.md; with --only they are updated")
+    parser.add_argument("--save", type=Path, help="folder for results.jsonl, README.md; with --only they are updated")
     arguments = parser.parse_args()
     rows = [row for row in ROWS if "all" in arguments.rows or row.kind in arguments.rows]
     chosen = [e for e in entries() if not arguments.only or {e.model_type, e.model_class} & set(arguments.only)]
+    top = head(arguments, rows)
     worlds = [LiveRanks(size, timeout_seconds=90) for size in arguments.ring]
     lines: list[table.Line] = []
     wrong: dict[str, list[str]] = {}
@@ -78,10 +68,9 @@ def main() -> int:
     for ranks in worlds:
         ranks.close()
     if arguments.save:
-        top = head(arguments, rows)
         if arguments.only:
-            filed_top, filed = table.read(arguments.save / "support.json")
-            top = {**filed_top, "date": top["date"], "commit": top["commit"], "versions": top["versions"]}
+            filed_top, filed = table.read(arguments.save / table.FILED.name)
+            top |= {name: filed_top[name] for name in ("ring_sizes", "kinds", "lengths")}
             made_now = {x.key: x for x in lines}
             known = {(e.model_type, e.model_class, e.variant): at for at, e in enumerate(entries())}
             lines = sorted(({x.key: x for x in filed} | made_now).values(), key=lambda x: known.get(x.key, len(known)))

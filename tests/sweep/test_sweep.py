@@ -138,7 +138,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     outcome = Outcome("exact", labels="LossNotSharded: why", errors={"logits": 3.14159e-7, "gradients": 2e-6})
     lines = [table.line(MISTRAL, [("plain", outcome), ("left", Outcome("refused", "UnsupportedModel: a | b."))])]
     table.write(tmp_path, HEAD, lines)
-    head, read = table.read(tmp_path / "support.json")
+    head, read = table.read(tmp_path / table.FILED.name)
     assert head == HEAD and read == lines and read[0].largest["logits"] == 3.1e-7
     result = "exact (plain), without labels, since its own loss is refused; refused (left): UnsupportedModel: a \\| b."
     assert f"| mistral | MistralForCausalLM | {result} |" in (tmp_path / "README.md").read_text()

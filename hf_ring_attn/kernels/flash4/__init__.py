@@ -16,35 +16,33 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base import Gradients, Params, Place, Request, aligned, reasons_of_flash
 from .accumulators import finish, in_blocks
-from .blocks import TABLES, Blocks
+from .blocks import HOPPER, Blocks
 from .calls import Call, Dense, Packed, backward_calls, forward_calls
 from .library import Lengths, Library, load, not_installed
 
 SINKS = (torch.bfloat16, torch.float16, torch.float32)
-TESTED = 9
-"""The major compute capability (Hopper) on which this ran."""
+TESTED = (9, 0)
+"""The compute capability on which this ran: Hopper."""
 
 
 class Flash4:
     """See the module.
 
     Args:
-        untested: also serve GPUs on which nobody has run this yet (Blackwell), to try it there.
         library: a fake, for tests.
     """
 
     name = "flash4"
     two_streams = True
 
-    def __init__(self, untested: bool = False, library: Library | None = None) -> None:
-        self.untested = untested
+    def __init__(self, library: Library | None = None) -> None:
         self._given = library
         self._lengths: weakref.WeakKeyDictionary[Packed, dict[torch.device, Lengths]] = weakref.WeakKeyDictionary()
         self._kept = WeakIdKeyDictionary()  # by delta: the steps of a ring ask for the same
 
     @property
     def library(self) -> Library:
-        library = self._given if self._given is not None else load(_capability()[0]).library
+        library = self._given if self._given is not None else load().library
         assert library is not None, "unsupported() has reasons"
         return library
 
@@ -123,18 +121,17 @@ class Flash4:
 
     def unsupported(self, request: Request) -> list[str]:
         reasons = reasons_of_flash(request)
-        major, minor = _capability() if self._given is None else (TESTED, 0)
-        table = TABLES.get(major, TABLES[TESTED])
-        if (request.head_dim, request.value_dim) not in table:
-            widths = ", ".join(str(d) if d == dv else f"{d}/{dv}" for d, dv in table)
+        capability = _capability() if self._given is None else TESTED
+        if (request.head_dim, request.value_dim) not in HOPPER:
+            widths = ", ".join(str(d) if d == dv else f"{d}/{dv}" for d, dv in HOPPER)
             got = f"{request.head_dim}/{request.value_dim}"
             reasons.append(f"heads are {widths} wide (keys/values), got {got}")
-        if request.device == "cuda" and major not in ((*TABLES,) if self.untested else (TESTED,)):
-            reasons.append(f"is tested on compute capability {TESTED}.0 (Hopper) alone, got {major}.{minor}")
+        if request.device == "cuda" and capability[0] != TESTED[0]:
+            reasons.append(f"was tried on Hopper (compute capability 9.0) alone, got {capability[0]}.{capability[1]}")
         if self._given is None:
             reasons += not_installed()
             if not reasons:
-                reasons += load(major).reasons
+                reasons += load().reasons
         return reasons
 
     def rounds_gradients(self, request: Request) -> bool:
@@ -185,5 +182,5 @@ def _parts(
 def _capability() -> tuple[int, int]:
     """Of the current device; that of Hopper where there is none to ask, (0, 0) where it is not CUDA's."""
     if not torch.cuda.is_available():
-        return TESTED, 0
+        return TESTED
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability()

@@ -43,12 +43,6 @@ HOPPER: Table = {
 """The tiles of flash-attn-4's causal backward, used for every mask, so that all calls of a ring share one arrangement.
 Written down, not asked: ranks must not differ."""
 
-BLACKWELL: Table = dict.fromkeys([(64, 64), (96, 96), (128, 128)], Sides(128, 128))
-"""Without its pairs of multiprocessors, which wider heads need."""
-
-TABLES = {9: HOPPER, 10: BLACKWELL}
-"""By major compute capability."""
-
 
 class Segment(NamedTuple):
     """A run of tokens of one document: ``block`` is its first, of its row if segments are shared, else of all."""

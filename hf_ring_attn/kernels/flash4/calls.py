@@ -249,21 +249,21 @@ def of_rows(by_row: Mapping[int, list[Dense]], q_side: int, k_side: int) -> Iter
     """The same pairs in fewer calls: rectangles of a row that lie side by side, and rows with the same rectangles."""
     rows_of: dict[Dense, list[int]] = {}
     for row, dense in by_row.items():
-        for call in _joined(dense, q_side, k_side):
+        for call in joined(dense, q_side, k_side):
             rows_of.setdefault(call._replace(rows=(0, 0)), []).append(row)
     for call, rows in rows_of.items():
         for some in _runs(rows):
             yield call._replace(rows=some)
 
 
-def _joined(calls: list[Dense], q_side: int, k_side: int) -> list[Dense]:
+def joined(calls: list[Dense], q_side: int, k_side: int) -> list[Dense]:
     """The same pairs in fewer rectangles, where blocks follow each other without padding in between."""
     for i, one in enumerate(calls):
         for j, other in enumerate(calls):
             both = _beside(one, other, k_side) or _below(one, other, q_side)
             if i != j and both is not None:
                 rest = [call for n, call in enumerate(calls) if n not in (i, j)]
-                return _joined([*rest, both], q_side, k_side)
+                return joined([*rest, both], q_side, k_side)
     return calls
 
 

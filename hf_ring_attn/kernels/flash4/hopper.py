@@ -47,6 +47,7 @@ FORWARD = (
 TILES = "head_dim head_dim_v causal local sparse_block_size_q"
 """Parameters in their order, as they were tested; of the forward, only those that are used, by name."""
 
+ARCHITECTURE = 90
 ROWS = 128
 """Rows that one block of its first kernel computes."""
 
@@ -98,8 +99,6 @@ class Hopper:
     """flash-attn-4 on compute capability 9.0."""
 
     sides: Table = HOPPER
-    architecture = 90
-    class_name, class_parameters = "FlashAttentionBackwardSm90", CLASS
 
     def __init__(self) -> None:
         self.interface = import_module("flash_attn.cute.interface")
@@ -107,7 +106,7 @@ class Hopper:
         self.cutlass = import_module("cutlass")
         self.cute = import_module("cutlass.cute")
         self.fake = import_module("quack.compile_utils").make_fake_tensor
-        self.compiled = self.interface.get_jit_cache(f"hf_ring_attn_backward_{self.architecture}")
+        self.compiled = self.interface.get_jit_cache(f"hf_ring_attn_backward_{ARCHITECTURE}")
         self.lock = threading.Lock()
         # Said at every compilation, of the forward too; it means nothing here.
         warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
@@ -115,10 +114,10 @@ class Hopper:
     def differences(self) -> list[str]:
         """What is not as it was tested."""
         interface = self.interface
-        of_class = getattr(interface, self.class_name)
+        of_class = interface.FlashAttentionBackwardSm90
         wanted: list[tuple[str, Callable[..., Any], str]] = [
-            (self.class_name, of_class.__init__, "self " + self.class_parameters),
-            (f"{self.class_name}.__call__", of_class.__call__, "self " + CALL),
+            (of_class.__name__, of_class.__init__, "self " + CLASS),
+            (f"{of_class.__name__}.__call__", of_class.__call__, "self " + CALL),
             ("_bwd_preprocess", interface._bwd_preprocess, PREPARE),
             ("_bwd_postprocess_convert", interface._bwd_postprocess_convert, FINISH),
         ]
@@ -205,7 +204,7 @@ class Hopper:
     ) -> None:  # fmt: skip
         side, threads, order, more = self._order(role, widths)
         self.interface._bwd_postprocess_convert(
-            accumulator, out, scale, starts, lengths, self.architecture,
+            accumulator, out, scale, starts, lengths, ARCHITECTURE,
             self.interface.torch2cute_dtype_map[out.dtype], out.shape[-1], side, threads, *order, fake_mode=False,
             **more,
         )  # fmt: skip

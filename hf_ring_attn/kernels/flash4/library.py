@@ -92,11 +92,10 @@ def not_installed() -> tuple[str, ...]:
 
 
 @cache
-def load(capability: int) -> Loaded:
-    """Imports flash-attn-4, once, for a major compute capability, and compares it with what was tested."""
-    module, name = {9: (".hopper", "Hopper"), 10: (".blackwell", "Blackwell")}[capability]
+def load() -> Loaded:
+    """Imports flash-attn-4, once, and compares it with what was tested."""
     try:
-        library = getattr(import_module(module, __package__), name)()
+        library = import_module(".hopper", __package__).Hopper()
         reasons = tuple(library.differences())
     except Exception as error:  # noqa: BLE001  # a beta and its compiler may fail in any way; each is a reason
         return Loaded(None, (f"{PACKAGE} does not import: {type(error).__name__}: {error}",))

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base import HALVES, Asked, Gradients, InOrder, Params, Request, accumulate_dtype, products_in_place, with_sinks
-from ..score_graph import Unfit
-from ..score_mod import ScoreMod
-from ..score_trial import Trials, fails
+from ..score_mods.graph import Unfit
+from ..score_mods.score_mod import ScoreMod
+from ..score_mods.trial import Trials, fails
 from .calls import NO_ROOM, Calls
 from .graph import Graph
 from .leaves import gathered, spread

@@ -8,7 +8,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from ..score_graph import SCALARS, Unfit, name_of
+from ..score_mods.graph import SCALARS, Unfit, name_of
 from .leaves import Copies, Leaf
 
 

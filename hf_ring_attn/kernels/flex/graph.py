@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..score_graph import SCALARS, Unfit, name_of, of_scores_in, traced_from
-from ..score_mod import ScoreMod
+from ..score_mods.graph import SCALARS, Unfit, name_of, of_scores_in, traced_from
+from ..score_mods.score_mod import ScoreMod
 from .build import Build
 from .leaves import Leaf
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...config import triton_is_interpreted
 from ..base import Asked, Gradients, InOrder, Params, Request
-from ..score_trial import Trials, fails
+from ..score_mods.trial import Trials, fails
 from .blocks import WIDTHS, widest_head
 from .distance import why_not
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..score_graph import SCALARS, Unfit, graph_of, name_of, of_scores_in
-from ..score_mod import Indices, ScoreMod
+from ..score_mods.graph import SCALARS, Unfit, graph_of, name_of, of_scores_in
+from ..score_mods.score_mod import Indices, ScoreMod
 from .places import lowest_distance
 from .tables import places_on
 

@@ -15,7 +15,7 @@ import torch
 
 from ...sharding.mask import UNBOUNDED, Tile
 from ..base import Gradients, Params
-from ..score_mod import ScoreFunction, ScoreMod
+from ..score_mods.score_mod import ScoreFunction, ScoreMod
 from . import launch
 from .blocks import WIDTHS, Blocks, Row, family_of
 
