@@ -241,6 +241,7 @@ class _Check:
             limits = [max(limit, AMPLIFICATION * error) for limit, error in zip(limits, own, strict=True)]
             if all(error <= limit for error, limit in zip(found, limits, strict=True)):
                 return "passed"
+        assert whole is not None, "it was compared"
         name = introspect.name_of(self.model)
         if found[0] > limits[0]:
             numbers = f"{float(got.loss):.6g} in the ring, {float(whole.loss):.6g} in one process"
@@ -270,7 +271,9 @@ class _Check:
     def _call_whole(self, row: Mapping[str, Any]) -> Any:
         """The model's outputs for the whole row, in a ring of one: the same masks and kernels."""
         alone = self._shared(row, Ring(LOCAL))
-        counted = {name: alone.inputs[name] for name in ("shift_labels", "num_items_in_batch") if name in alone.inputs}
+        counted: dict[str, Any] = {
+            name: alone.inputs[name] for name in ("shift_labels", "num_items_in_batch") if name in alone.inputs
+        }
         return self._call(
             {**row, **counted} if alone.context.layout.padded == alone.context.layout.length else row, alone.context
         )

@@ -7,6 +7,7 @@ step that a program writes itself is not seen beyond its model's loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +52,9 @@ def run_step(
         else:
             with batch_context.activate(share.context):
                 loss = step.loss(model, row, share)
-        return None if loss is None else StepResult(loss.detach().double(), differentiate(loss, weights))
+        if not isinstance(loss, Tensor):
+            return None
+        return StepResult(loss.detach().double(), differentiate(loss, weights))
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -104,4 +107,4 @@ def distances(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:
     norms = [float(x.norm()) for x in want]
     least = max(FLOOR * max(norms, default=0.0), 1e-30)
     apart = [float((a - b).norm()) / max(norm, least) for a, b, norm in zip(got, want, norms, strict=True)]
-    return [torch.inf if x != x else x for x in apart]
+    return [math.inf if math.isnan(x) else x for x in apart]

@@ -248,7 +248,7 @@ class Penalised(SFTTrainer):
 def losses_of_a_subclass(case: Case, mesh: Mesh) -> list[float]:
     """The loss, the gradient norm, the entropy and the accuracy of each step, and how many losses were counted."""
     with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
-        sft = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa", kind=Penalised)
+        sft: Any = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa", kind=Penalised)
         sft.train()
         numbers = [entry[name] for entry in sft.state.log_history for name in NUMBERS if name in entry]
         return [*numbers, sft.counted]

@@ -152,8 +152,10 @@ class PassesOn(Trainer):
 class Penalises(Trainer):
     """A term that all ranks have alike was counted once for each rank."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         loss = loss + 0.01 * self.accelerator.unwrap_model(model).lm_head.weight.square().sum()
         return (loss, outputs) if return_outputs else loss
 
@@ -169,7 +171,7 @@ class WholeStep(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         model.train()
         inputs = self._prepare_inputs(inputs)
-        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss: Any = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         self.accelerator.backward(loss)
         return loss.detach()
 

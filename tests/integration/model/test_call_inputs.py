@@ -305,20 +305,22 @@ def test_a_teacher_that_is_no_ring_model_is_refused_inside_too(ranks: Ranks) -> 
 
 def generates(attention: str, entered: bool) -> tuple[tuple[str, str] | None, list[int]]:
     """From a share, and from whole rows."""
-    model, sharded = tiny("llama", attention), hf_ring_attn.shard(tokens(23))
+    net: Any = tiny("llama", attention)
+    sharded = hf_ring_attn.shard(tokens(23))
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     with sharded if entered else nullcontext():
-        raised = attempt(lambda: model.generate(sharded.inputs["input_ids"], **options))
+        raised = attempt(lambda: net.generate(sharded.inputs["input_ids"], **options))
     if entered:
         return raised, []
-    return raised, model.generate(tokens(23)["input_ids"], **options)[0, 23:].tolist()
+    return raised, net.generate(tokens(23)["input_ids"], **options)[0, 23:].tolist()
 
 
 @pytest.mark.parametrize("entered", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "ring_fp32"])
 def test_generation_from_a_share_is_refused(ranks: Ranks, attention: str, entered: bool) -> None:
     """Each rank continued its own tokens."""
-    whole = tiny("llama", None).generate(tokens(23)["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    alone: Any = tiny("llama", None)
+    whole = alone.generate(tokens(23)["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
     for raised, text in ranks(2).run(generates, attention, entered):
         assert raised is not None and raised[0] == "GenerationFromShare"
         assert raised[1].startswith("LlamaForCausalLM.generate() was called with one rank's share of a batch, so each ")
