@@ -21,14 +21,14 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what is computed")
-    what.add_argument("--tokens", type=int, nargs="+", default=[32768], help="of the row; several for several rows")
+    what = parser.add_argument_group("workload")
+    what.add_argument("--tokens", type=int, nargs="+", default=[32768], help="row length; several for several rows")
     what.add_argument("--heads", type=int, default=32, help="query heads (default: those of Llama 3 8B)")
     what.add_argument("--kv-heads", type=int, default=8)
     what.add_argument("--head-dim", type=int, default=128, help="width of queries and keys")
-    what.add_argument("--value-dim", type=int, help="width of values, if another one")
-    what.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; of --errors: bfloat16 and float16")
-    what.add_argument("--window", type=int, help="how many keys a query sees")
+    what.add_argument("--value-dim", type=int, help="width of values, if different")
+    what.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; with --errors: bfloat16 and float16")
+    what.add_argument("--window", type=int, help="keys that a query sees")
     what.add_argument("--document", type=int, help="tokens of each packed document")
     what.add_argument("--deterministic", action="store_true")
     how = parser.add_argument_group("how")
@@ -37,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--backward", nargs="+", choices=("ring", "gather"), default=["ring"])
     how.add_argument("--traffic", nargs="+", choices=("auto", "messages", "pulls"), default=["auto"])
     how.add_argument("--heads-per-gather", type=int, nargs="+", default=[0], help="0: chosen by size")
-    how.add_argument("--ring", type=int, default=8, help="in one process: the size of the ring that is played")
-    how.add_argument("--against", nargs="+", choices=PEERS, default=[], help="under torchrun: others, if installed")
+    how.add_argument("--ring", type=int, default=8, help="in one process: size of the simulated ring")
+    how.add_argument("--against", nargs="+", choices=PEERS, default=[], help="under torchrun: other packages")
     how.add_argument(
         "--errors", nargs="*", choices=errors.PARTS, metavar="PART",
         help="errors in place of speed, against one device and float64 (rings); PR 821's case (pr821); default: both. "
         "More ranks than GPUs may share them",
     )  # fmt: skip
-    how.add_argument("--rings", type=int, nargs="+", default=errors.SIZES, help="of --errors: sizes that are played")
+    how.add_argument("--rings", type=int, nargs="+", default=errors.SIZES, help="of --errors: simulated sizes")
     how.add_argument("--rounds", type=int, default=5)
     how.add_argument("--profile", action="store_true", help="also save where the time goes (needs --save)")
     how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw these results.jsonl")
@@ -81,7 +81,7 @@ def run(given: argparse.Namespace) -> int:
             if first:
                 sys.stdout.write("\n".join(speed.table(found)) + "\n")
                 sys.stdout.flush()
-            if first and given.save:  # after each row, so that a job that is stopped leaves what it has measured
+            if first and given.save:  # after each row, so that an interrupted job leaves its results
                 results.save(given.save, "speed", head, rows)
             if given.profile and given.save:
                 profile.save(work, ring, given.kernel, chosen, given.save)
