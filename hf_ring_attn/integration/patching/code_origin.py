@@ -1,4 +1,4 @@
-"""Who wrote a function that is called: the hosts that are known, or somebody else."""
+"""The package that defines a function: a known one, or another."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 KNOWN = {"torch", "transformers", "accelerate", "peft", "trl", __name__.partition(".")[0]}
-"""Packages whose methods, and what they put around those of others, are known."""
+"""Packages whose methods and wrappers are known."""
 
 
 def strangers(function: Any) -> list[Any]:
-    """Of a function, and of all that it says it wraps, those that no package of `KNOWN` has written."""
+    """Returns a function and all that it wraps (``__wrapped__``), without those defined in packages of `KNOWN`."""
     return [part for part in _layers(function) if _author(part) not in KNOWN]
 
 
@@ -21,7 +21,7 @@ def _layers(function: Any) -> Iterator[Any]:
 
 
 def _author(function: Any) -> str:
-    """By the globals of its code: `functools.wraps` copies a function's name and module, but not these."""
-    function = getattr(function, "func", function)  # of a partial
+    """The package by the globals of its code: `functools.wraps` copies name and module, but not these."""
+    function = getattr(function, "func", function)  # for a partial
     name = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
     return str(name).partition(".")[0]
