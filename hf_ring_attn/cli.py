@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     parser = argparse.ArgumentParser(prog="hf-ring-attn", description="Ring attention with the single-GPU answer.")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_doctor(commands.add_parser("doctor", help="what is installed, and which kernel can compute an attention"))
-    about = "speed and memory of attention in a ring, beside one device and beside others"
+    _add_doctor(commands.add_parser("doctor", help="show installed packages, and kernels for an attention"))
+    about = "measure speed and memory of attention in a ring, against one device and other packages"
     bench.add_arguments(commands.add_parser("bench", help=about, description=about))
     given = parser.parse_args(arguments)
     run = {"doctor": _doctor, "bench": bench.run}[given.command]
@@ -30,7 +30,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=32, help="query heads (default: those of Llama 3 8B)")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128, help="width of queries and keys")
-    parser.add_argument("--value-dim", type=int, help="width of values, if another one")
+    parser.add_argument("--value-dim", type=int, help="width of values, if different")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--device", help='"cuda" or "cpu"; default: a GPU if there is one')
     for flag in ("softcap", "sinks", "deterministic"):

@@ -1,4 +1,4 @@
-"""Every error a user can meet, its text in one place: what was got, what is needed, what to do."""
+"""All errors of the package, with their texts: what was got, what is needed, what to do."""
 
 from __future__ import annotations
 
@@ -149,5 +149,5 @@ __all__ = [
     "UntestedParallelism",
 ]
 
-for _name in __all__:  # tracebacks and pickles name the one place, not the file inside it
+for _name in __all__:  # tracebacks and pickles name this package, not the file inside it
     globals()[_name].__module__ = __name__

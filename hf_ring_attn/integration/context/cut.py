@@ -38,8 +38,8 @@ def cut(
     """Shards whole rows.
 
     Args:
-        count_as_number: make num_items_in_batch a Python number. FSDP2 in 16 bits casts every floating input: 1250 becomes
-            1248 in bfloat16. A tensor saves a compiler one graph.
+        count_as_number: make num_items_in_batch a Python number. FSDP2 in 16 bits casts every floating input, so 1250
+            becomes 1248 in bfloat16. A tensor saves a compiler one graph.
     """
     layout, seen = whole.layout, MaskFacts() if whole.facts is None else whole.facts
     facts = BatchFacts(
