@@ -32,7 +32,7 @@ class RingConfig:
         loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" all-gathers the logits in
             order and computes the loss on the whole row (S x V memory on every rank), which makes label smoothing and
             custom loss functions exact.
-        layout: the assignment of tokens to ranks. "zigzag": as in `hf_ring_attn.positions`, for every batch. "balanced":
+        layout: how tokens are sharded. "zigzag": as in `hf_ring_attn.positions`, for every batch. "balanced":
             if a zigzag would give a rank more than 1.1 times the mean work, ranks hold other chunks of packed rows;
             only ``sharded.positions`` shows which; batches with images or sound, and those of
             `maybe_context_parallel`, use the zigzag. "auto": balanced in Trainer and SFTTrainer, which do not index

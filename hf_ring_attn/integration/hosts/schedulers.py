@@ -146,9 +146,9 @@ _COUNTS_RINGS = (
     "multiples of accelerator.num_processes, which is {1}"
 )
 _COUNTS_PROCESSES = (
-    "a scheduler that accelerate prepared steps {0} times for each batch, once for each process, since accelerate was "
-    "not told of the ring. If its number of steps is not multiplied by accelerator.num_processes, tell accelerate "
-    '(ParallelismConfig(cp_size=..., cp_backend="ring")), or leave the scheduler out of prepare()'
+    "a scheduler that accelerate prepared steps {0} times for each batch, once for each process, since accelerate "
+    "does not know of the ring. If its number of steps is not multiplied by accelerator.num_processes, give "
+    'Accelerator a ParallelismConfig(cp_size=..., cp_backend="ring"), or leave the scheduler out of prepare()'
 )
 
 
