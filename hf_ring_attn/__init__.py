@@ -3,8 +3,8 @@
 >>> import hf_ring_attn                                                     # registers "ring_fp32"
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ring_fp32")
 
-With that and ``parallelism_config_cp_size: N`` in accelerate's launch config, Trainer, TRL's SFTTrainer and plain loops
-train on sequences that are spread over N ranks.
+With ``parallelism_config_cp_size: N`` in accelerate's launch config, Trainer, TRL's SFTTrainer and plain loops then
+train on sequences that are sharded over N ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of what users pass: each refuses by the argument's name, so that nothing fails later without one."""
+"""Checks of users' arguments: each refuses by the argument's name, before a later failure without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check(holds: bool, name: str, got: object, need: str) -> None:
-    """
+    """Checks a condition on an argument.
+
     Raises:
         BadOption: it does not hold.
     """
@@ -43,13 +44,13 @@ def is_whole(value: object, least: int = 0, most: int = MOST) -> bool:
 
 
 def whole_number(name: str, value: object, need: str, least: int = 0, most: int = MOST) -> int:
-    """``value`` as an int, if it is one."""
+    """Returns ``value`` as an int; refuses anything else."""
     check(is_whole(value, least, most), name, value, need)
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def number(name: str, value: object, need: str, above: float = -math.inf) -> float:
-    """``value`` as a float, if it is a finite number above ``above``; a bool is none."""
+    """Returns ``value`` as a float; refuses anything but a finite number above ``above``, and bools."""
     known = isinstance(value, Real) and not isinstance(value, bool)
     try:
         found = float(value) if known else math.nan  # type: ignore[arg-type]
@@ -60,7 +61,7 @@ def number(name: str, value: object, need: str, above: float = -math.inf) -> flo
 
 
 def check_dense(name: str, x: object) -> None:
-    """A tensor that is dense and has values."""
+    """Checks that ``x`` is a dense tensor with values."""
     check_type(name, x, Tensor, "a tensor")
     assert isinstance(x, Tensor)
     check(x.layout == torch.strided and not x.is_nested, f"{name}.layout", x.layout, "that of a dense tensor")
@@ -68,7 +69,7 @@ def check_dense(name: str, x: object) -> None:
 
 
 def check_tensor(name: str, x: object, dtypes: Sequence[torch.dtype], on: torch.device | None = None) -> None:
-    """A dense tensor of one of these dtypes, on the device ``on`` if one is named."""
+    """Checks that ``x`` is a dense tensor of one of these dtypes, on the device ``on`` if given."""
     check_dense(name, x)
     assert isinstance(x, Tensor)
     check(x.dtype in dtypes, f"{name}.dtype", x.dtype, " or ".join(map(str, dtypes)))

@@ -1,6 +1,6 @@
-"""Biases on scores that depend on the distance of query and key, ready to be `ring_attention`'s ``score_mod``.
+"""Biases on scores by the distance of query and key, for use as `ring_attention`'s ``score_mod``.
 
-They are modules, so their parameters are trained, saved and moved with the model that holds them.
+They are modules, so their parameters are trained, saved and moved with the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Alibi(nn.Module):
 
         score - slopes[h] * abs(q_idx - kv_idx)
 
-    For a causal mask that is Bloom's and MPT's bias up to a number a query, which a softmax does not see.
+    For a causal mask this is Bloom's and MPT's bias up to a constant per query, which softmax ignores.
 
     Args:
         heads: query heads (H).

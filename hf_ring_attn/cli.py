@@ -19,8 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 2 for what is refused, in words."""
     parser = argparse.ArgumentParser(prog="hf-ring-attn", description="Ring attention with the single-GPU answer.")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_doctor(commands.add_parser("doctor", help="what is installed, and which kernel can compute an attention"))
-    about = "speed and memory of attention in a ring, beside one device and beside others"
+    _add_doctor(commands.add_parser("doctor", help="show installed packages, and kernels for an attention"))
+    about = "measure speed and memory of attention in a ring, against one device and other packages"
     bench.add_arguments(commands.add_parser("bench", help=about, description=about))
     given = parser.parse_args(arguments)
     check, run = {"doctor": (check_shape, _doctor), "bench": (bench.check, bench.run)}[given.command]

@@ -1,4 +1,4 @@
-"""The options of a ring, and the only place that reads environment variables."""
+"""The options of a ring, and all reads of environment variables."""
 
 from __future__ import annotations
 
@@ -20,36 +20,35 @@ Arrangement = Literal["auto", "zigzag", "balanced"]
 
 @dataclass(frozen=True, kw_only=True)
 class RingConfig:
-    """What a ring may choose. No choice changes the answer beyond the order of float32 sums.
+    """Options of a ring. None changes the answer beyond the order of float32 sums.
 
     Args:
-        kernel: "auto", or one of `KERNEL_NAMES`: then that kernel runs or the call is refused with its reasons.
-            "auto" never takes flash2, which rounds each contribution to a gradient.
-        backward: "ring" passes keys and values on, and the float32 sums of their gradients behind them;
-            "gather" gathers keys and values again and reduce-scatters float32 gradients (more memory, fewer hops).
-        heads_per_gather: how many key/value heads are gathered at a time; memory of the gathered keys and values is
-            proportional to it. None chooses by size, and lets layers that share keys and values (Gemma 3n, Gemma 4),
-            compiled or not, gather them once in a forward: then all their heads stay from the first of these layers to
-            the last, one set for each kind of mask. A number bounds that memory: nothing stays, whatever the number,
-            and each of them gathers anew.
-        traffic: "messages" sends by NCCL or gloo; "pulls" copies out of the other GPUs' memory, which is faster and
-            needs NVIDIA GPUs of one machine, and memory for two copies of a rank's keys and values of one layer and for
-            their float32 gradients; "auto" pulls where that is possible. No bit of any result depends on it.
-        loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" re-gathers the logits in
-            their original order and computes the loss on the whole row (S x V memory on every rank), which makes
-            label smoothing and custom loss functions exact.
-        layout: who holds which token of a batch. "zigzag": as `hf_ring_attn.positions` describes it, for every batch.
-            "balanced": where a zigzag would leave a rank with more than 1.1 times the mean's work, ranks hold other
-            chunks of packed rows, and ``sharded.positions`` alone shows which; batches of images or sound, and those
-            of `maybe_context_parallel`, keep the zigzag. "auto": balanced in Trainer and SFTTrainer, which index
-            nothing by a token's place; the zigzag in other training loops, which may.
-        pad: pad rows to a multiple of 2 * ring size (of up to 16 * ring size, where ``layout`` deals more chunks) with
-            tokens that nobody sees; False refuses other lengths.
-        deterministic: demand the same bits from run to run.
-        save_attention: under gradient checkpointing keep each layer's attention output and log-sum-exp, so that its
+        kernel: "auto", or one of `KERNEL_NAMES`, which runs or refuses the call with its reasons. "auto" never takes
+            flash2, which rounds each contribution to a gradient.
+        backward: "ring" passes keys, values and float32 accumulators of their gradients around the ring; "gather"
+            gathers keys and values again and reduce-scatters float32 gradients (more memory, fewer steps).
+        heads_per_gather: key/value heads gathered at a time; memory of gathered keys and values is proportional to it.
+            None chooses by size, and lets layers that share keys and values (Gemma 3n, Gemma 4), compiled or not,
+            gather them once per forward: all their heads stay in memory from the first of these layers to the last,
+            one set per kind of mask. Any number bounds that memory: then each of these layers gathers by itself.
+        traffic: the transport. "messages" sends by NCCL or gloo; "pulls" makes P2P copies from the other GPUs' memory,
+            which is faster, but needs NVIDIA GPUs of one machine, and memory for two copies of a rank's keys and values
+            of one layer and for their float32 gradients; "auto" uses P2P copies if possible. All give the same bits.
+        loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" all-gathers the logits in
+            order and computes the loss on the whole row (S x V memory on every rank), which makes label smoothing and
+            custom loss functions exact.
+        layout: how tokens are sharded. "zigzag": as in `hf_ring_attn.positions`, for every batch. "balanced":
+            if a zigzag would give a rank more than 1.1 times the mean work, ranks hold other chunks of packed rows;
+            only ``sharded.positions`` shows which; batches with images or sound, and those of
+            `maybe_context_parallel`, use the zigzag. "auto": balanced in Trainer and SFTTrainer, which do not index
+            by a token's position; the zigzag in other training loops, which may.
+        pad: pad rows to a multiple of 2 * ring size (up to 16 * ring size, if ``layout`` uses more chunks) with masked
+            tokens; False refuses other lengths.
+        deterministic: require the same bits from run to run.
+        save_attention: under gradient checkpointing, save each layer's attention output and log-sum-exp, so that its
             recompute neither gathers nor attends again; needs use_reentrant=False.
-        self_check: before step one, run a short random row through the model unsharded and sharded, and refuse if the
-            two disagree (`integration.selfcheck`); False trains an unchecked model at your own risk.
+        self_check: before the first step, run a short random row through the model unsharded and sharded, and refuse if
+            the results differ (`integration.selfcheck`); False trains an unchecked model at your own risk.
     """
 
     kernel: str = "auto"
@@ -93,15 +92,15 @@ def _check_kernel(option: str, name: object) -> None:
 
 
 def is_a_launched_rank() -> bool:
-    """Whether a launcher (torchrun, accelerate launch) started this process. RANK alone may be that of a machine."""
+    """Returns True if torchrun or accelerate launch started this process. RANK alone may be a machine's."""
     return "LOCAL_RANK" in os.environ
 
 
 def several_asked_for() -> tuple[str, str] | None:
-    """The sign in the environment that this lone process was to be one of several, and its variable; None: no sign.
+    """Returns a sign in the environment that several processes were requested, and its variable; None: no sign.
 
-    For MULTI_CPU `accelerate launch` starts one process, and sets MASTER_PORT without WORLD_SIZE only if it was given
-    several. MASTER_PORT alone may be a cluster's.
+    For MULTI_CPU `accelerate launch` starts one process, and sets MASTER_PORT without WORLD_SIZE only if several were
+    requested. MASTER_PORT alone may be a cluster's.
     """
     cp_size = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")
     if cp_size not in ("", "1"):
@@ -113,5 +112,5 @@ def several_asked_for() -> tuple[str, str] | None:
 
 
 def triton_is_interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, on CPU tensors: its own TRITON_INTERPRET=1, for tests."""
+    """Returns True if Triton's kernels run in its interpreter, on CPU tensors (TRITON_INTERPRET=1, for tests)."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,4 +1,4 @@
-"""``hf-ring-attn doctor``: what is installed here, and which kernel would compute an attention, or why it cannot."""
+"""``hf-ring-attn doctor``: lists installed packages, and for each kernel if it supports an attention, or why not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = (
 
 
 def report(request: Request) -> tuple[str, bool]:
-    """For people: packages, devices, and the table of kernels for one request; and whether any of them can serve it."""
+    """Returns a text (packages, devices, kernels for one request), and True if some kernel supports the request."""
     reasons = {
         name: kernel.unsupported(request) or list(kernel_trial.fails(name, request)) for name, kernel in KERNELS.items()
     }

@@ -1,11 +1,11 @@
-"""``python -m hf_ring_attn.run PROGRAM ARGUMENTS...``: imports the plugin, then runs a program that never does.
+"""``python -m hf_ring_attn.run PROGRAM ARGUMENTS...``: runs a program with the plugin.
 
 >>> python -m hf_ring_attn.run trl sft --num_processes 2 --attn_implementation ring_fp32 ...   # a console command
 >>> torchrun --nproc-per-node 2 -m hf_ring_attn.run train.py --epochs 3                        # a script
 >>> accelerate launch --config_file ring.yaml -m hf_ring_attn.run -m my_package.train          # a module
 
-PROGRAM sees what it would see if python had started it: sys.argv, sys.path[0], and for a script or a module
-``__name__ == "__main__"``. Processes that a launcher starts in its turn (accelerate, trl, torchrun) get the plugin too.
+PROGRAM sees the same as if python had started it: sys.argv, sys.path[0], and for a script or a module
+``__name__ == "__main__"``. Processes that it launches (accelerate, trl, torchrun) get the plugin too.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from .integration.hosts import launchers
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs the program that ``arguments`` name first, with the rest of them as its own.
+    """Runs the program named first in ``arguments``, with the rest as its arguments.
 
-    "-m NAME" is a module, as for python. Otherwise a name with a folder or a suffix of Python in it is a script (or a
-    folder or archive with a ``__main__.py``); any other name is a console command of an installed package, else a
-    script, else a module.
+    "-m NAME" is a module, as for python. A name with a folder or a Python suffix is a script (or a folder or archive
+    with a ``__main__.py``); any other name is a console command of an installed package, else a script, else a module.
 
     Raises:
         NothingToRun: no program is named.
         NoSuchProgram: it is none of these.
-        Whatever the program raises; a console command always ends with SystemExit.
+        Any error of the program; a console command always ends with SystemExit.
     """
     if not arguments or list(arguments) == ["-m"]:
         raise errors.NothingToRun()
@@ -64,7 +63,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
     if not Path(path).is_file() and not Path(path, "__main__.py").is_file():
         raise errors.NoSuchProgram(path, f"there is no such file (looked in {Path.cwd()})")
     sys.argv = [path, *arguments]
-    _look_first_in(Path(path).resolve().parent)  # a folder or an archive puts itself there
+    _look_first_in(Path(path).resolve().parent)  # runpy does it for a folder or an archive
     runpy.run_path(path, run_name="__main__")
 
 
@@ -86,7 +85,7 @@ def _run_command(command: EntryPoint, arguments: list[str]) -> None:
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Where python finds a module, without importing it; its parent packages are imported, as ``python -m`` does."""
+    """Finds a module's spec without importing it; its parent packages are imported, as by ``python -m``."""
     if module.startswith("."):
         return None
     try:
@@ -94,17 +93,17 @@ def _spec(module: str) -> ModuleSpec | None:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             return None
-        raise  # a parent package exists, and lacks something that it needs
+        raise  # a parent package exists, but fails to import
 
 
 def _look_first_in(folder: Path) -> None:
-    """``python -m`` has put the working folder at the head of sys.path; python itself would have put this one there."""
+    """Puts ``folder`` at the head of sys.path, as python does, in place of ``python -m``'s working folder."""
     if not sys.flags.safe_path:
         sys.path[0] = str(folder)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`run` for a command line: what it refuses is told in words, without a traceback; returns the exit code."""
+    """Calls `run` for a command line: prints refusals without a traceback, and returns the exit code."""
     if arguments and arguments[0] in ("-h", "--help"):
         sys.stdout.write(__doc__ or "")
         return 0

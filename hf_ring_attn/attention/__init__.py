@@ -1,1 +1,1 @@
-"""Ring attention itself: the op, its backward, kernel choice, and `ring_attention` for people without transformers."""
+"""Ring attention: the op, its backward, kernel choice, and `ring_attention` for use without transformers."""

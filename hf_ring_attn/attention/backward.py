@@ -1,4 +1,4 @@
-"""The gradients of one attention in a ring, by either road, in the dtype of its inputs."""
+"""The backward of ring attention: by a ring pass or by all-gather, with gradients in the inputs' dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gradients(
     traffic: Traffic, kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     tables: Tables, params: Params, backward: str, heads_per_gather: int, extra: dict[str, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and dsinks; the gradients of what a score_mod captures are added to ``extra``, as in `Gradients`."""
+    """Returns dq, dk, dv and dsinks; adds gradients of captured tensors to ``extra``, as in `Gradients`."""
     job = _Backward(traffic, kernel, tables, dout.contiguous(), q, k, v, out, lse, params, extra)
     if tables.exchange is not None or (backward == "gather" and traffic.ring.size > 1):
         dq, dk, dv = job.by_gather(heads_per_gather)
@@ -28,7 +28,7 @@ def gradients(
 
 
 def _sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """This rank's share of the sinks' gradient [H].
+    """Computes this rank's share of the sinks' gradient [H].
 
     A sink has probability exp(sink - lse) and the value 0, so its gradient is -sum(probability * delta).
     """
@@ -40,7 +40,7 @@ def _sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """In memory order, as the op's fake implementation has it."""
+    """Casts to a contiguous tensor, as the op's fake implementation returns."""
     return gradient.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
@@ -54,7 +54,7 @@ class _Backward:
         self.of_q = self._place("q", q, tables.queries)
 
     def by_ring(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv, a group of heads after the other."""
+        """Computes dq, dk and dv by ring passes, one group of heads after another."""
         ring, owners = self.traffic.ring, self.tables.owners
         groups = [slice(0, self.k.shape[2])]
         if ring.size > 1:
@@ -62,41 +62,40 @@ class _Backward:
             groups = ring_pass_groups(self.q, self.k, self.v, chunk, accumulate_dtype(self.q.dtype).itemsize)
         if len(groups) > 1:
             self._make_delta()
-        # Made before the walks: lanes write here from streams of their own.
+        # Allocated before the ring passes: head halves write here from two streams.
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.k, self.v))
-        halfway, dq = interruption_guard(ring), []
+        guard, dq = interruption_guard(ring), []
         for number, heads in enumerate(groups):
-            with halfway.walk(number, len(groups)):
+            with guard.walk(number, len(groups)):
                 part = self._of_heads(heads) if len(groups) > 1 else self
                 dq.append(part._walk(dk[:, :, heads], dv[:, :, heads]))
                 del part  # before the next one's accumulators are made
         return dq[0] if len(dq) == 1 else torch.cat(dq, 2), dk, dv
 
     def _walk(self, dk: Tensor, dv: Tensor) -> Tensor:
-        """Keys and values visit every rank, and the sums of their gradients behind them, home to dk and dv; dq, which
-        stays home."""
+        """Passes keys, values and gradient accumulators around the ring; writes dk and dv in place and returns dq."""
         segments, rank = self.tables.segments, self.traffic.ring.rank
-        lanes = head_halves(self.k.shape[2], self.traffic.ring.size)
+        halves = head_halves(self.k.shape[2], self.traffic.ring.size)
 
         def new(source: int, heads: slice) -> Sums:
             return self._new_sums(self.k[:, :, heads], self.v[:, :, heads], segments[source])
 
-        # A score_mod's gradients are of all heads: two lanes would add to them at once.
+        # A score_mod's gradients are shared by all heads: two streams would add to them at once.
         two_streams = self.kernel.two_streams and self.params.score_mod is None
-        with closing(self.traffic.ring_pass(self.k, self.v, lanes, new, two_streams)) as ring_pass:
+        with closing(self.traffic.ring_pass(self.k, self.v, halves, new, two_streams)) as ring_pass:
             self._prepare()
-            lane = {heads.start: self._queries(heads) for heads in lanes}
-            for hop in ring_pass:
-                keys = hop.k, hop.v, segments[hop.source]
-                with hop.at:
-                    self._add(lane[hop.heads.start], *keys, self.tables.backward[hop.source], hop.sums)
-                    if hop.source == rank:
-                        self._finished(*keys, hop.sums, self.k.dtype, (dk[:, :, hop.heads], dv[:, :, hop.heads]))
-        del hop, keys  # the last sums go before dq is made
+            queries = {heads.start: self._queries(heads) for heads in halves}
+            for step in ring_pass:
+                keys = step.k, step.v, segments[step.source]
+                with step.at:
+                    self._add(queries[step.heads.start], *keys, self.tables.backward[step.source], step.sums)
+                    if step.source == rank:
+                        self._finished(*keys, step.sums, self.k.dtype, (dk[:, :, step.heads], dv[:, :, step.heads]))
+        del step, keys  # frees the last accumulators before dq is made
         return self._finished_dq()
 
     def _of_heads(self, heads: slice) -> _Backward:
-        """Of these key heads and the query heads that read them."""
+        """The same backward for some key heads and the query heads that read them."""
         mine = self._read_by(heads)
         part = _Backward(
             self.traffic, self.kernel, self.tables, self.dout[:, :, mine], self.q[:, :, mine], self.k[:, :, heads],
@@ -106,8 +105,7 @@ class _Backward:
         return part
 
     def by_gather(self, heads_per_gather: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values come again, a few heads at a time, as in the forward; their gradients go home and are summed
-        there."""
+        """Computes dq, dk and dv: gathers keys and values as the forward does, and reduce-scatters dk and dv."""
         parts = []
         tables = self.tables
         gathered = seen_by_heads(
@@ -120,14 +118,14 @@ class _Backward:
             keys = k, v, self.tables.keys
             sums = self._new_sums(*keys)
             self._add(self._queries(heads), *keys, self.tables.forward, sums)
-            # Not rounded yet, and no longer in a kernel's own order, which cannot be cut into ranks' shares.
+            # Still unrounded, but out of the kernel's own memory order, which cannot be split by rank.
             dk, dv = (self._home(x) for x in self._finished(*keys, sums, wide))
             parts.append((_rounded(dk, k.dtype), _rounded(dv, v.dtype)))
         dk, dv = (column[0] if len(column) == 1 else torch.cat(column, 2) for column in zip(*parts, strict=True))
         return self._finished_dq(), dk, dv
 
     def _prepare(self) -> None:
-        """What needs no keys of others, while the first of them are on their way."""
+        """Computes what needs no remote keys, while the first of them are in transfer."""
         self._make_delta()
         self.dq = self.kernel.new_gradient(self.q, self.of_q)
 
@@ -156,7 +154,7 @@ class _Backward:
         return new(k, self._place("k", k, segments)), new(v, self._place("v", v, segments))
 
     def _add(self, of: _Queries, k: Tensor, v: Tensor, segments: Segments, tiles: Tensor, sums: Sums) -> None:
-        """Adds the gradients of these tiles to ``sums`` and to that of the queries; segments: those of the keys."""
+        """Adds the gradients of these tiles to ``sums`` and to the queries' dq; ``segments``: of the keys."""
         of_q, of_k, of_v = (
             self._place("q", of.q, self.tables.queries), self._place("k", k, segments), self._place("v", v, segments),
         )  # fmt: skip
@@ -172,7 +170,7 @@ class _Backward:
         return finish(sums[0], dtype, of_k, into[0]), finish(sums[1], dtype, of_v, into[1])
 
     def _home(self, gradient: Tensor) -> Tensor:
-        """[B, T, heads, ...] of this rank's own tokens, summed over ranks, from each rank's of the keys that it saw."""
+        """Reduce-scatters the gradient of the keys seen to [B, T, heads, ...] of this rank's own tokens."""
         ring, tokens = self.traffic.ring, self.k.shape[1]
         if self.tables.exchange is not None:
             return self.tables.exchange.give_back(ring, gradient, tokens)
@@ -180,14 +178,14 @@ class _Backward:
         return ring.reduce_scatter(layout.split(gradient))
 
     def _place(self, of: Literal["q", "k", "v"], x: Tensor, segments: Segments) -> Place:
-        """Where the gradient of ``x`` goes."""
+        """The `Place` of the gradient of ``x``."""
         widths = self.q.shape[3], self.v.shape[3]
         scale = 1.0 if of == "v" else self.params.scale
         return Place(of, tuple(x.shape), widths, *segments, scale)
 
 
 class _Queries(NamedTuple):
-    """This rank's queries for some key heads; ``dq`` grows with every set of keys that they meet."""
+    """This rank's queries for some key heads; each step adds to ``dq``."""
 
     q: Tensor
     dout: Tensor

@@ -1,4 +1,4 @@
-"""Ring attention as one function, for people without transformers."""
+"""`ring_attention`: ring attention as one function, without transformers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def ring_attention(
     return_lse: bool = False,
     config: RingConfig = RingConfig(),
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a sequence that is spread over the ranks of a group, exact at any ring size.
+    """Attention over a sequence that is sharded over the ranks of a group, exact at any ring size.
 
     Computes, for the whole row and with query head h reading key head h // (H / G)::
 
@@ -75,13 +75,13 @@ def ring_attention(
         scores[not visible] = -inf                     # visible: same document, and inside causal and window
         out = softmax([scores, sinks])[..., :S] @ v    # without sinks: softmax(scores) @ v
 
-    and returns this rank's rows of ``out``. Differentiable in q, k, v, sinks and what score_mod captures; sums over
-    tokens are kept in float32 (float64 for float64 inputs) in both passes, on the wire too, and each gradient is
-    rounded once. A query that sees no key gets 0.
+    and returns this rank's rows of ``out``. Differentiable in q, k, v, sinks and tensors that score_mod captures. Sums
+    over tokens are float32 (float64 for float64 inputs) in both passes and in messages, and each gradient is rounded
+    once. A query that sees no key gets 0.
 
     Scores are float32 (float64 for float64), as in every flash attention, so a score of size s is known to s * 6e-8:
     the relative error of out and gradients grows with the largest score, on one device too: 7e-6 at 1e2, 1e-3 at 1e4,
-    6e-2 at 1e6. Beyond 1e7 nothing of them is left, and gradients on a GPU may be nan.
+    6e-2 at 1e6. Beyond 1e7 they are meaningless, and gradients on a GPU may be nan.
 
     Args:
         q: [B, T, H, D], this rank's queries: ``row[:, positions(S, rank=rank, world_size=W)]``.
@@ -97,35 +97,33 @@ def ring_attention(
             rank's share, as that of any weight: add over ranks.
         score_mod: a function of a score, as in FlexAttention: ``score_mod(score, b, h, q_idx, kv_idx) -> score``, five
             scalars in, one out, made of torch functions; b is the batch row, h the query head, and on every rank q_idx
-            and kv_idx count tokens from the beginning of the whole row. It is asked about visible pairs only. The
-            tensors that it uses, wherever it has them from (closures, modules, globals), are those of the whole row and
-            the same on every rank; those that require a gradient get this rank's share of it, as sinks do, rounded
-            once. The backward runs it again, so what it uses must stay until then. `hf_ring_attn.biases` has some. On a
-            GPU ``triton`` serves those that add something by head and kv_idx - q_idx, and ``flex`` most others: in
-            float32, with gradients of those tensors added up in no fixed order, so that their last bits differ from run
-            to run. ``flex`` compiles each function once, so a Python number in it that changes makes it another one:
-            use a tensor. Elsewhere the reference does, in float64
-            (``deterministic=True``: on a GPU too, with the same bits from run to run).
-            torch.compile breaks its graph here.
+            and kv_idx count tokens from the start of the whole row. It is called for visible pairs only. Tensors that
+            it uses (from closures, modules, globals) must cover the whole row and be the same on every rank; those
+            that require a gradient get this rank's share, as sinks do, rounded once. The backward runs it again, so
+            they must not change until then. `hf_ring_attn.biases` has examples. On a GPU, ``triton`` serves functions
+            that add a term of head and kv_idx - q_idx, and ``flex`` most others, in float32; it sums gradients of these
+            tensors in no fixed order, so their last bits vary from run to run. ``flex`` compiles each function once: a
+            changed Python number in it makes a new one, so use a tensor. Elsewhere, and on a GPU with
+            ``deterministic=True``, the reference serves in float64. torch.compile breaks its graph here.
         scale: factor of the scores; None: D ** -0.5.
-        length: S, the tokens of the whole row. None: the ranks tell each other in one small collective, and find out
-            there if they were called with different shapes or options.
+        length: S, the tokens of the whole row. None: the ranks agree on it in one small collective, which also detects
+            calls with different shapes or options.
         return_lse: also return the log-sum-exp of each query's scores.
-        config: see `RingConfig`; ``loss`` and ``pad`` play no part here.
+        config: see `RingConfig`; ``loss`` and ``pad`` are not used here.
 
     Returns:
         out [B, T, H, Dv] in q's dtype; with ``return_lse`` also lse [B, H, T], float32 (float64 for float64), natural
         logarithm, not differentiable, -inf where a query sees no key and there is no sink.
 
     Raises:
-        BadShape, BadOption: for inputs that do not fit together.
-        BadScoreMod: score_mod is not such a function, or uses a gradient in a way that would lose it.
-        ScoreModChanged: in the backward: it is another function by then.
-        RanksDiffer: on every rank, if ranks were called differently (found only without ``length``, as is on the other
-            ranks what one of them refuses: RefusedElsewhere).
+        BadShape, BadOption: inputs that do not fit together.
+        BadScoreMod: score_mod is not such a function, or would lose a gradient.
+        ScoreModChanged: in the backward, if score_mod has changed.
+        RanksDiffer: on every rank, if ranks were called differently; RefusedElsewhere: another rank refused its call.
+            Both are detected only without ``length``.
         UnsupportedTransform: inside forward-mode autograd or a gradient transform of torch.func.
         UnsupportedAttention: with every reason, if no kernel can compute this exactly.
-        LeftHalfway: an error ended an earlier attention of this ring half-way.
+        LeftHalfway: an error interrupted an earlier attention of this ring.
     """
     ring = Ring.of(group)
     refusal: Refused | None = None
@@ -144,7 +142,7 @@ def ring_attention(
         facts = _facts(q, k, v, documents, causal, tuple(window), softcap, factor, sinks, config, mod)
     except Refused as error:
         refusal = error
-    interruption_guard(ring).check()  # what is compared below would be taken for the rest of that attention
+    interruption_guard(ring).check()  # others would receive the comparison below as the rest of that attention
     if length is None:
         length = _agreed_length(ring, q, facts, refusal)
     if refusal is not None:
@@ -171,7 +169,7 @@ def ring_attention(
     short = held < layout.local_length
     if short:
         q, k, v = (x.new_zeros(batch, layout.local_length, *x.shape[2:]).index_copy(1, real, x) for x in (q, k, v))
-    if batch * layout.padded == 0:  # nothing to send, and not every road sends nothing
+    if batch * layout.padded == 0:  # nothing to send, and not every transport can send nothing
         ring, layout, mask = Ring(LOCAL), Layout(q.shape[1], 1, 0), Mask.of(CAUSAL, batch, q.shape[1])
     out, lse = (attend if mod is None else attend_scored)(
         q, k, v, Plan.of(ring, layout, mask), params, kernel=kernel, backward=config.backward,
@@ -236,7 +234,7 @@ FACTS = (
     "width of a value head (Dv)", "dtype", "causal", "window", "softcap", "scale", "sinks", "score_mod",
     "tensors of the score_mod", "deterministic", "kernel", "backward", "heads_per_gather", "traffic", "documents",
 )  # fmt: skip
-"""What ranks compare of their calls."""
+"""Facts of a call that ranks compare."""
 
 
 def _facts(
@@ -252,7 +250,7 @@ def _facts(
 
 
 def _agreed_length(ring: Ring, q: Tensor, facts: dict[str, object], refusal: Refused | None) -> int:
-    """The tokens of the whole row, on all ranks of the same call; if one refuses it, all of them raise."""
+    """Compares the calls of all ranks and returns the length of the whole row; if one refuses, all raise."""
     device = ring.small_device(q.device if refusal is None else torch.device("cpu"))
     todo = "Call ring_attention with the same options on every rank."
     try:

@@ -1,4 +1,4 @@
-"""The kernel that all ranks of a ring compute with: one that can, and that got a small attention right here."""
+"""Chooses the kernel of a ring, the same on all ranks: one that supports the request and passes a trial here."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SAME_KERNEL = (
 
 @functools.lru_cache(maxsize=256)
 def kernel_for(ring: str, name: str, request: Request) -> str:
-    """The name of the kernel for a request: each rank chooses, and one small collective makes sure of the same choice.
+    """Returns the kernel's name for a request: each rank chooses, and one small collective compares the choices.
 
-    Kept for as long as the process lives, so a request costs its collective once. Ranks of a ring meet the same
-    requests in the same order.
+    Cached for the life of the process, so a request costs its collective once. Ranks of a ring see the same requests
+    in the same order.
 
     Raises:
-        BadOption, UnsupportedAttention, or RefusedElsewhere on the other ranks: no such kernel, or none that can.
+        BadOption, UnsupportedAttention, or RefusedElsewhere on the other ranks: no such kernel, or none fits.
         RanksDiffer: on every rank, if the ranks chose differently or have different versions of torch.
     """
     chosen, refusal = "", None
@@ -54,11 +54,11 @@ def kernel_for(ring: str, name: str, request: Request) -> str:
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""Functions of scores, and the rings whose ranks have been found to have the same."""
+"""Score functions, and the rings whose ranks were found to have the same."""
 
 
 def score_mod_facts(mod: ScoreMod | None) -> dict[str, object]:
-    """What ranks must agree on."""
+    """Facts about a score_mod that ranks must agree on."""
     return {
         "score_mod": None if mod is None else text_of(mod),
         "tensors of the score_mod": None if mod is None else [*mod.captured, *mod.fixed],
@@ -66,14 +66,14 @@ def score_mod_facts(mod: ScoreMod | None) -> dict[str, object]:
 
 
 def agree_on_scores(ring: Ring, mod: ScoreMod, device: torch.device) -> None:
-    """Makes sure, once for each function, that all ranks have the same, with the same numbers. A collective.
+    """Checks, once per function, that all ranks have the same code and captured values. A collective.
 
     Raises:
         RanksDiffer: on every rank.
     """
     try:
         known = _KNOWN.setdefault(mod.function, set())
-    except TypeError:  # it cannot be remembered
+    except TypeError:  # it cannot be cached
         known = set()
     if ring.size > 1 and ring.name not in known:
         ring.agree(score_mod_facts(mod), ring.small_device(device), _SAME_FUNCTION)
@@ -89,10 +89,10 @@ _SAME_FUNCTION = (
 def kernel_for_scores(
     ring: str, name: str, request: Request, params: Params, mask: Mask, batch: int, length: int
 ) -> str:
-    """As `kernel_for`, for the ``score_mod`` of ``params``, which kernels may try on a part of this attention.
+    """As `kernel_for`, for a ``score_mod``, which kernels may try on a part of this attention.
 
     Args:
-        mask: of ``batch`` whole rows of ``length`` tokens.
+        mask: the mask of ``batch`` whole rows of ``length`` tokens.
     """
     mod = params.score_mod
     assert mod is not None, "without a score_mod a request says all"
@@ -105,7 +105,7 @@ PART_ROWS, PART_QUERIES, PART_KEYS = 2, 200, 320
 
 
 def part_of(mask: Mask, batch: int, length: int) -> Part:
-    """The first tokens of a few rows, from the first that sees anything; keys in two pieces for the backward."""
+    """The first visible tokens of a few rows, for a trial; keys in two pieces for the backward."""
     rows = mask.terms[0][1][: min(batch, PART_ROWS)]
     start = min((queries[0].start for queries, _ in rows if queries), default=0)
     queries, keys = min(PART_QUERIES, length - start), min(PART_KEYS, length - start)

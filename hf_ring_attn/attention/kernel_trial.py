@@ -1,8 +1,8 @@
-"""A small attention in a ring of two, played on one device, that a kernel must get right before it serves.
+"""Tries a kernel on a small attention in a ring of two, simulated on one device, before it is used.
 
-A kernel's own word is about shapes and versions. What a compiler made of it on this very GPU, and whether it keeps the
-contract where a ring uses all of it (some heads at a time, sums that others began), is seen here and nowhere else
-before the first step: a wrong gradient leaves the loss of that step as it was.
+`unsupported` checks shapes and versions only. This trial finds a miscompiled kernel, or one that fails where only a
+ring calls it (some heads at a time, accumulators that other ranks began), before the first step: a wrong gradient would
+not show in that step's loss.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from .op import forward
 
 LENGTH, RANKS = 8 * 33, 2
 OWNERS = (0, 1, 1, 0, 1, 1, 0, 0)
-"""Of the row's chunks. More runs of tokens than a zigzag's, which kernels meet where packed rows are balanced."""
+"""Owners of the row's chunks. More runs of tokens than in a zigzag, as in the balanced layout of packed rows."""
 ROWS, KEY_HEADS = 2, 3
 FAR = {2: 0.02, 4: 1e-3}
-"""A relative error that only another attention has, by the bytes of an element: bfloat16 alone makes 0.003."""
+"""Relative error of a wrong attention, by the bytes of an element: bfloat16 rounding makes 0.003."""
 
 Answer = dict[str, Tensor]
 
 
 @lru_cache(maxsize=256)
 def fails(kernel: str, request: Request) -> tuple[str, ...]:
-    """What ``kernel``, which says that it can serve ``request``, gets wrong here; in words, empty if nothing.
+    """The errors that ``kernel`` makes here, in words, on a request that it supports; empty if it is right.
 
-    Tried on GPUs: on a CPU the reference serves, which is the definition. Not tried with a score_mod.
+    Only on GPUs: on a CPU the reference serves, which is the definition. Not tried with a score_mod.
     """
     if request.device != "cuda" or kernel == "reference" or request.score_mod:
         return ()
     try:
         errors = tried(kernel, request, torch.device("cuda", torch.cuda.current_device()))
-    except torch.OutOfMemoryError:  # says nothing of the kernel
+    except torch.OutOfMemoryError:  # not the kernel's fault
         raise
-    except Exception as error:  # noqa: BLE001  whatever a compiler or a driver says, this kernel cannot serve here
+    except Exception as error:  # noqa: BLE001  any error of a compiler or driver: this kernel cannot serve here
         line = next(iter(f"{error}".splitlines()), "")
         return (f"a small attention failed here: {type(error).__name__}: {line[:200]}",)
     far = FAR[request.dtype.itemsize]
@@ -54,7 +54,7 @@ def fails(kernel: str, request: Request) -> tuple[str, ...]:
 
 
 def tried(kernel: str, request: Request, device: torch.device) -> dict[str, float]:
-    """The relative errors of out, lse, dq, dk and dv of a small attention of the kind that ``request`` asks for."""
+    """The relative errors of out, lse, dq, dk and dv of a small attention like ``request``."""
     kv_heads = min(request.kv_heads, KEY_HEADS)
     heads = kv_heads * (request.heads // request.kv_heads)
     generator = torch.Generator().manual_seed(0)
@@ -68,7 +68,7 @@ def tried(kernel: str, request: Request, device: torch.device) -> dict[str, floa
     params = Params(
         request.head_dim**-0.5, 3.0 if request.softcap else None, sinks, deterministic=request.deterministic
     )
-    ids = torch.arange(LENGTH, device="cpu") // 50 % 2  # two documents in turns
+    ids = torch.arange(LENGTH, device="cpu") // 50 % 2  # two alternating documents
     mask = Mask.of(CAUSAL, ROWS, LENGTH, ids.expand(ROWS, -1) if request.holes else None)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         got = simulated(kernel, q, k, v, dout, mask, params)
@@ -77,15 +77,16 @@ def tried(kernel: str, request: Request, device: torch.device) -> dict[str, floa
 
 
 def defined(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
-    """What the reference says of whole rows."""
+    """The reference kernel's answer for whole rows."""
     runs = Layout(LENGTH, 1, 0).whole()
     params = Params(params.scale, params.softcap, None if params.sinks is None else params.sinks.double())
     return whole(KERNELS["reference"], q, k, v, dout, tiles(mask, runs, runs), params)
 
 
 def simulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
-    """The answer of a ring of two to whole rows, by the code of the real one: each rank in its turn, and twice, since
-    what a rank gets from the other is known only when that has been computed."""
+    """The answer of a simulated ring of two for whole rows, computed by the ring's own code.
+
+    Ranks run one after another, twice: what a rank receives is known only after the other has run."""
     found: list[Answer] = []
     began: list[dict[tuple[int, int], Sums]] = [{}, {}]
     for _ in range(2):
@@ -111,8 +112,8 @@ class _Traffic(SimulatedTraffic):
     """A `Traffic` whose messages are dictionaries.
 
     Args:
-        arriving: sums that the other rank has begun, by source and first head; empty where that is not known yet.
-        began: where this rank's are noted.
+        arriving: accumulators of the other rank, by source and first head; empty in the first run.
+        began: stores this rank's accumulators.
     """
 
     groups = 2
@@ -125,11 +126,11 @@ class _Traffic(SimulatedTraffic):
         self._arriving, self._began = arriving, began
 
     def ring_pass(
-        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+        self, k: Tensor, v: Tensor, halves: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
     ) -> Generator[RingStep]:
-        def sums(source: int, lane: slice) -> Sums:
-            at = source, lane.start
+        def sums(source: int, half: slice) -> Sums:
+            at = source, half.start
             found = self._arriving.get(at) if source == self.ring.rank else None
-            return self._began.setdefault(at, found or new(source, lane))
+            return self._began.setdefault(at, found or new(source, half))
 
-        return self.walk(lanes, sums)
+        return self.walk(halves, sums)

@@ -1,9 +1,9 @@
-"""Ring attention: gathered forward, ring backward, as torch.library ops, and the function for people.
+"""Ring attention: gathered forward, ring backward, as torch.library ops.
 
 Forward (the all-gather of Llama 3, Dubey et al. 2024, section 3.3.2): keys and values are gathered a few heads at a
-time and every query meets all its keys in one softmax, so no partial softmax is ever merged. Backward (zigzag ring):
-keys and values travel, float32 sums of their gradients travel behind them and are added to in place, dq stays home.
-There is no branch for a kind of mask here: tiles say what meets what.
+time and every query sees all its keys in one softmax, so partial softmaxes are never merged. Backward (zigzag ring):
+keys and values are passed around with float32 accumulators of their gradients, added to in place; dq stays local. No
+mask has a branch of code here: tiles describe all masks.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..traffic import GatheredKV, LayerRole, Traffic, gathered_kv_for, seen_by_h
 from .backward import gradients
 
 UNSAFE = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
-"""Tags of ops that communicate: inductor leaves them out of its CUDA graphs."""
+"""Tags of ops that communicate: inductor excludes them from CUDA graphs."""
 
 _attentions = 0
 
 
 def attentions() -> int:
-    """How many times the ring's forward ran in this process."""
+    """Returns how often the ring's forward ran in this process."""
     return _attentions
 
 
 def count_attention() -> None:
-    """The op itself counts, since compiled code runs nothing else."""
+    """Counts a forward, inside the op, since compiled code runs nothing else."""
     global _attentions
     _attentions += 1
 
@@ -45,8 +45,8 @@ def attend(
     """Attention of local tokens under a plan; shapes as in `ring_attention`, T the same on every rank.
 
     ``kernel`` is the name of a kernel that was chosen for these inputs. Differentiable in q, k, v and the sinks.
-    ``kept``: where what is gathered is left, or was by an attention with these options, keys, values and plan, on every
-    rank alike; in compiled code, which may run an op twice or not at all, the layer's role.
+    ``kept``: gathered K/V to fill or to reuse (same options, keys, values and plan on every rank); in compiled code,
+    which may run an op twice or not at all, the layer's role.
     """
     refuse_transforms("ring attention", q, k, v, params.sinks)
     out, lse = torch.ops.hf_ring_attn.ring_flash_attn_fwd(
@@ -56,8 +56,8 @@ def attend(
     return out, lse
 
 
-# The op's name holds "flash_attn" because selective checkpointing policies (TRL's) keep the outputs of ops so named:
-# then recomputing a layer neither gathers nor attends again.
+# The op's name holds "flash_attn" because selective checkpointing policies (TRL's) save the outputs of ops so
+# named: then a layer's recompute neither gathers nor attends again.
 @torch.library.custom_op("hf_ring_attn::ring_flash_attn_fwd", mutates_args=(), tags=UNSAFE)
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, table: Tensor, stops: Tensor, scale: float,
@@ -66,7 +66,7 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     count_attention()
     params = Params(scale, softcap, sinks, deterministic)
-    with torch.autocast(q.device.type, enabled=False):  # it would round a kernel's float32 sums to 16 bits
+    with torch.autocast(q.device.type, enabled=False):  # autocast would round float32 sums to 16 bits
         road = traffic_of(Ring(ring), q.device, traffic)
         tables = Tables.of(table, stops, road.ring.size)
         known = gathered_kv_for(kept, role, road.ring, tables, k, v)

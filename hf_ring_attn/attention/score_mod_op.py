@@ -1,7 +1,7 @@
-"""Ring attention with a score_mod: the passes of ring.py under an autograd function of their own.
+"""Ring attention with a score_mod: the same passes as the op, in an autograd function.
 
-A torch.library op takes tensors and numbers, not a function, so this is none: a compiler breaks its graph here, and
-selective checkpointing computes it again.
+A torch.library op cannot take a Python function. So a compiler breaks its graph here, and selective checkpointing
+recomputes it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from .op import count_attention, forward
 
 
 class _State(NamedTuple):
-    """What a function was in the forward. It is run again in the backward, and may have changed: an attribute that it
-    reads, a list that it takes a tensor from, the tensor itself."""
+    """The state of a score_mod in the forward, to detect changes before the backward runs it again.
+
+    An attribute that it reads may change, a list that it takes a tensor from, or the tensor itself."""
 
     mod: ScoreMod
     text: str
@@ -35,9 +36,10 @@ class _State(NamedTuple):
         return cls(mod, text_of(mod), [_version(x) for x in (*mod.captured, *mod.fixed)])
 
     def check(self) -> None:
-        """
+        """Checks that the function is the forward's.
+
         Raises:
-            ScoreModChanged: the function is another one by now.
+            ScoreModChanged: the function has changed.
         """
         then, name = self.mod, self.mod.name
         now = _State.of(ScoreMod.of(then.function, then.device or torch.device("cpu"), then.deterministic))
@@ -56,7 +58,7 @@ def _version(x: Tensor) -> int:
 
 
 def _stands_for(now: Tensor, then: Tensor) -> bool:
-    """A function may have made a tensor anew, with the same numbers."""
+    """Returns True for the same tensor, or a new one with the same values."""
     if now is then:
         return True
     alike = now.shape == then.shape and now.dtype == then.dtype and now.device == then.device
@@ -77,7 +79,7 @@ def attend_scored(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, params: Params, *, kernel: str, backward: str = "ring",
     heads_per_gather: int | None = None, traffic: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `ring.attend`, with the ``score_mod`` of ``params``; differentiable in the tensors that it captures, too."""
+    """As `op.attend`, with the ``score_mod`` of ``params``; differentiable in the tensors that it captures, too."""
     assert params.score_mod is not None, "without a score_mod there is the op"
     job = _Job(plan, params, kernel, backward, heads_per_gather or 0, traffic)
     answer: tuple[Tensor, Tensor] = _Scored.apply(q, k, v, params.sinks, job, *params.score_mod.captured)  # type: ignore[no-untyped-call]
@@ -124,6 +126,6 @@ class _Scored(torch.autograd.Function):
 
 
 def _with(params: Params, sinks: Tensor | None, captured: Any, require_grad: Any) -> Params:
-    """The parameters with the tensors that autograd handed over in place of those that were there."""
+    """Replaces the tensors in ``params`` by those that autograd passed."""
     assert params.score_mod is not None
     return replace(params, sinks=sinks, score_mod=params.score_mod.with_values(captured, require_grad))

@@ -1,4 +1,4 @@
-"""Seconds and memory of calls that take turns, since other work on a shared machine comes and goes."""
+"""Time and memory of interleaved calls, since the load of a shared machine varies."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import NamedTuple
 import torch
 
 SECONDS_PER_TURN = 0.05
-"""So long one call is repeated before the next one's turn."""
+"""Seconds for which one call is repeated in its turn."""
 
 
 class Call(NamedTuple):
-    """A call, and what it must run inside of, which is entered for each turn and not timed."""
+    """A call, and the context it runs in, which is entered for each turn and not timed."""
 
     run: Callable[[], object]
     inside: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class Measured(NamedTuple):
-    """Seconds of one call in each round, the slowest rank's; and the most memory that it needed on any rank."""
+    """Seconds of a call in each round, on the slowest rank, and its peak memory on any rank."""
 
     seconds: list[float]
     peak_bytes: int
@@ -32,10 +32,10 @@ class Measured(NamedTuple):
 def in_turns(
     calls: Mapping[str, Call], rounds: int, device: torch.device, largest: Callable[[float], float]
 ) -> dict[str, Measured]:
-    """Each call's seconds, the calls taken in turns, each ``rounds`` times.
+    """Measures calls in turns, each ``rounds`` times.
 
     Args:
-        largest: the largest of what all ranks give it; also keeps them in step.
+        largest: the maximum over ranks; also synchronizes them.
     """
     counts: dict[str, int] = {}
     peaks: dict[str, int] = {}
@@ -46,7 +46,7 @@ def in_turns(
             counts[name] = max(1, math.ceil(SECONDS_PER_TURN / largest(_seconds(call.run, 1, device, largest))))
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
-        # In another order each time, alike on all ranks: a chip at its power limit is slower after a long call.
+        # A new order each time, the same on all ranks: a chip at its power limit is slower after a long call.
         for name in random.Random(turn).sample(list(calls), len(calls)):
             with calls[name].inside():
                 seconds[name].append(largest(_seconds(calls[name].run, counts[name], device, largest)))
@@ -54,7 +54,7 @@ def in_turns(
 
 
 def _peak(run: Callable[[], object], device: torch.device) -> float:
-    """Bytes that a call needs beside what is there before it; 0 on a CPU, where torch does not count them."""
+    """Peak bytes of a call above those allocated before it; 0 on a CPU, where torch does not count."""
     if device.type != "cuda":
         run()
         return 0.0
@@ -67,7 +67,7 @@ def _peak(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _seconds(run: Callable[[], object], count: int, device: torch.device, largest: Callable[[float], float]) -> float:
-    """Seconds of one call, from the mean of ``count`` that follow each other as layers do."""
+    """Mean seconds of ``count`` consecutive calls, as of layers."""
     if device.type != "cuda":
         largest(0.0)
         began = time.perf_counter()
@@ -77,7 +77,7 @@ def _seconds(run: Callable[[], object], count: int, device: torch.device, larges
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     largest(0.0)
-    torch.cuda._sleep(500_000)  # a quarter of a millisecond, in which the host gets ahead, as it is in training
+    torch.cuda._sleep(500_000)  # a quarter of a millisecond, so that the host runs ahead, as in training
     start.record()
     for _ in range(count):
         run()

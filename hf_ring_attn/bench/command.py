@@ -119,7 +119,7 @@ def run(given: argparse.Namespace) -> int:
             if first:
                 sys.stdout.write("\n".join(speed.table(found)) + "\n")
                 sys.stdout.flush()
-            if first and given.save:  # after each row, so that a job that is stopped leaves what it has measured
+            if first and given.save:  # after each row, so that an interrupted job leaves its results
                 results.save(given.save, "speed", head, rows)
             if given.profile and given.save:
                 profile.save(work, ring, given.kernel, chosen, given.save)

@@ -1,4 +1,4 @@
-"""What takes part in a measurement: this package's roads, one device alone, and one rank of a ring without traffic."""
+"""Contenders of a measurement: this package's ring, one device alone, and one rank without communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .workload import Workload
 
 
 class Contender(NamedTuple):
-    """One way to compute a workload: its forward, and its forward and backward; ``share``: of the row's flops."""
+    """A way to compute a workload: its forward, and its forward and backward; ``share``: of the row's flops."""
 
     forward: Call
     both: Call
@@ -37,7 +37,7 @@ def differentiated(
     function: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Sequence[Tensor], share: float,
     inside: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Contender:  # fmt: skip
-    """A road from a function of q, k and v."""
+    """Builds a contender from a function of q, k and v."""
     *given, dout = inputs
     leaves = [x.detach().requires_grad_() for x in given]
 
@@ -50,7 +50,7 @@ def differentiated(
 
 
 class Options(NamedTuple):
-    """How a ring computes, as in `RingConfig`; 0 heads: chosen by size."""
+    """Options of a ring, as in `RingConfig`; 0 heads: chosen by size."""
 
     backward: str = "ring"
     traffic: str = "auto"
@@ -68,7 +68,7 @@ def options(backwards: Sequence[str], traffics: Sequence[str], heads: Sequence[i
 
 
 def one_device(work: Workload, kernel: str) -> Contender:
-    """The same kernel over the whole row, on every device for itself."""
+    """The same kernel over the whole row, on every device by itself."""
     plan = Plan.of(Ring(LOCAL), Layout(work.tokens, 1, 0), work.mask(Layout(work.tokens, 1, 0)))
     return _road(work, plan, kernel, work.tokens, 1.0, Options())
 
@@ -87,7 +87,7 @@ def _road(work: Workload, plan: Plan, kernel: str, tokens: int, share: float, ch
 
 
 class Alone(SimulatedTraffic):
-    """One rank of a ring whose messages have all arrived: what its own work costs, on one device. A `Traffic`."""
+    """A `Traffic` without communication: one rank of a ring, to measure the cost of its own work on one device."""
 
     groups, bytes_per_gather = 2, PULLED
 
@@ -110,27 +110,27 @@ class Alone(SimulatedTraffic):
                 yield part._replace(at=streams.turn(number))
 
     def ring_pass(
-        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+        self, k: Tensor, v: Tensor, halves: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
     ) -> Generator[RingStep]:
         with self._streams(two_streams) as streams:
-            at = {lane.start: streams.turn(number) for number, lane in enumerate(lanes)}
-            kept: dict[int, Sums] = {}
+            at = {half.start: streams.turn(number) for number, half in enumerate(halves)}
+            made: dict[int, Sums] = {}
 
-            def sums(source: int, lane: slice) -> Sums:
-                if lane.start not in kept:  # a real rank begins its sums once, too
-                    with at[lane.start]:
-                        kept[lane.start] = new(source, lane)
-                return kept[lane.start]
+            def sums(source: int, half: slice) -> Sums:
+                if half.start not in made:  # a real rank allocates its accumulators once, too
+                    with at[half.start]:
+                        made[half.start] = new(source, half)
+                return made[half.start]
 
-            for hop in self.walk(lanes, sums):
-                yield hop._replace(at=at[hop.heads.start])
+            for step in self.walk(halves, sums):
+                yield step._replace(at=at[step.heads.start])
 
     def _streams(self, two_streams: bool) -> Abreast:
         return Abreast(self._other if two_streams else None, self._device)
 
 
 def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str, heads_per_gather: int = 0) -> Contender:
-    """One rank of a ring of ``ring_size``, by the code of the real one on GPUs of one machine."""
+    """One rank of a ring of ``ring_size``, computed by the ring's own code for GPUs of one machine."""
     layout = Layout(work.tokens, ring_size, rank)
     q, _, _, dout = work.inputs(layout.local_length, 1)
     _, *row, _ = work.inputs(layout.padded, 0)

@@ -1,6 +1,6 @@
-"""Errors of a ring's answer: against the same kernel on one device, and against float64; beside rings that round.
+"""Numerical error of a ring: against the same kernel on one device, and against float64; also of rings that round.
 
-Rings of any size are played on one device; a launched ring is also run as it is. "mismatch" is the share of elements
+Rings of any size are simulated on one device; a launched ring also runs as it is. "mismatch" is the share of elements
 outside rtol 1.3e-6 / atol 1e-5 of one device, the measure of TransformerEngine's pull request 821; "error" is relative
 to float64 (norm of the difference over norm), computed in blocks from the same rounded inputs. Kernels run in their
 deterministic mode where they have one, so that the order of atomic adds is not counted.
@@ -38,7 +38,7 @@ PARTS = ("rings", "pr821")
 NAMES = ("out", "dq", "dk", "dv")
 OURS = "ring_fp32"
 BIAS = 5.0
-"""Added to all values, so that an out is large beside what its gradients depend on."""
+"""Added to all values, so that ``out`` is large compared with the differences its gradients depend on."""
 PR_SIZE = 8
 PR_FIGURES = {
     "16-bit sums": {"out": 0.620, "gradients": 0.590},
@@ -63,24 +63,24 @@ def signed(work: Workload, biased: bool) -> Data:
 
 @lru_cache(maxsize=1)
 def _kept(case: Case) -> Inputs:
-    """Large ones take seconds to draw, and every dtype starts from the same."""
+    """Caches a case's inputs: large ones take seconds to draw, and every dtype starts from the same."""
     return inputs(case)
 
 
 def exact(work: Workload, data: Data) -> Answer:
-    """In float64, from the same rounded inputs."""
+    """The answer in float64, from the same rounded inputs."""
     q, k, v, dout = (x.double() for x in data)
     mask = work.mask(Layout(work.tokens, 1, 0))
     return replay(KERNELS["reference"], q, k, v, dout, mask, 1, replace(work.params(), deterministic=False))
 
 
 def simulated(work: Workload, kernel: str, data: Data, size: int) -> Answer:
-    """This package's ring of ``size`` on one device; of 1: the kernel alone."""
+    """The answer of a simulated ring of ``size`` on one device; of 1: the kernel alone."""
     return replay(KERNELS[kernel], *data, work.mask(Layout(work.tokens, 1, 0)), size, work.params())
 
 
 def live(work: Workload, kernel: str, data: Data, ring: Ring, chosen: contenders.Options) -> Answer:
-    """The whole row's answer on every rank, by the ring itself."""
+    """The whole row's answer on every rank, computed by the launched ring."""
     layout = Layout(work.tokens, ring.size, ring.rank)
     *leaves, dout = (layout.shard(layout.pad(x, 1), 1) for x in data)
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
@@ -108,7 +108,7 @@ def of_inputs(
     work: Workload, ring: Ring, name: str, data: Data, *, sizes: Sequence[int], kernel: str,
     chosen: Sequence[contenders.Options],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Rows of one set of inputs: live rings on all ranks, everything else on the first alone."""
+    """Yields result rows of one set of inputs: launched rings on all ranks, everything else on the first alone."""
     work, kernel = _deterministic(work, ring, kernel)
     ran = [(one.name, live(work, kernel, data, ring, one)) for one in chosen if ring.size > 1]
     if ring.rank:
@@ -134,7 +134,7 @@ def measure(
     works: Sequence[Workload], ring: Ring, parts: Sequence[str], sizes: Sequence[int], kernel: str,
     chosen: Sequence[contenders.Options],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """All rows, on the first rank; the others help and have none."""
+    """Yields all rows on the first rank; the others take part and yield none."""
     device = works[0].device
     if "rings" in parts:
         for work in works:
@@ -168,7 +168,7 @@ def run(
         rows.append(row)
         sys.stdout.write(line(row) + "\n")
         sys.stdout.flush()
-        if save:  # after each row, so that a job that is stopped leaves what it has measured
+        if save:  # after each row, so that an interrupted job leaves its results
             results.save(save, "errors", head, rows)
     return 0
 
@@ -180,7 +180,7 @@ HEAD = (
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """Formats a row as text."""
     way = row["way"] + (" (live)" if row["live"] else "")
     forward = "same bits" if row["forward_identical"] else "differs"
     share = " / ".join(f"{100 * row['mismatch'][name]:.2f}" for name in NAMES)
@@ -194,7 +194,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def _deterministic(work: Workload, ring: Ring, kernel: str) -> tuple[Workload, str]:
-    """The workload in deterministic mode, and its kernel; as it is for a kernel that has no such mode."""
+    """The workload in deterministic mode and its kernel; unchanged if the kernel has no such mode."""
     fixed = replace(work, deterministic=True)
     try:
         return fixed, kernel_for(ring.name, kernel, fixed.request())

@@ -1,6 +1,6 @@
-"""Other people's context parallelism, by its public functions, for the same workload in the same run.
+"""Other packages' context parallelism, through their public functions, on the same workload in the same run.
 
-Nothing here is imported before it is asked for, and what is not installed or cannot serve says why.
+Each package is imported only on request; one that is missing or unsupported reports why.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def ring_flash_attn(work: Workload) -> Iterator[Made]:
 
 
 def _ring_flash_attn() -> Any:
-    """The package, without its adapter of transformers where that does not fit the installed one."""
+    """Imports the package, without its transformers adapter if that does not fit the installed version."""
     try:
         return importlib.import_module("ring_flash_attn")
     except ImportError as error:
@@ -79,7 +79,7 @@ def torch_cp(work: Workload) -> Iterator[Made]:
     def with_backend(backend: SDPBackend) -> Callable[[], Contender]:
         @contextmanager
         def inside() -> Iterator[None]:
-            row = torch.zeros(1, work.tokens, device=work.device)  # it looks at a buffer's length
+            row = torch.zeros(1, work.tokens, device=work.device)  # it reads a buffer's length
             with sdpa_kernel(backend), context_parallel(mesh, buffers=[row], buffer_seq_dims=[1]):
                 yield
 
@@ -94,7 +94,7 @@ def torch_cp(work: Workload) -> Iterator[Made]:
 
 
 class _Exchanged(torch.autograd.Function):
-    """From a share of the tokens with all heads to all tokens with a share of the heads, or back."""
+    """All-to-all from a shard of the tokens with all heads to all tokens with a shard of the heads, or back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
@@ -121,7 +121,7 @@ def _exchanged(x: Tensor, to_heads: bool) -> Tensor:
 
 
 def ulysses(work: Workload) -> Iterator[Made]:
-    """Heads in place of tokens: one exchange before and one after attention. Needs as many key heads as ranks."""
+    """Ulysses: an all-to-all from tokens to heads before attention, and one back. Needs a key head per rank or more."""
     local = work.tokens // dist.get_world_size()
 
     def through(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Contender]:

@@ -13,11 +13,11 @@ from . import results
 
 Rows = list[dict[str, Any]]
 Line = tuple[str, list[float], list[float]]
-"""A name, its places along the first axis, and its heights."""
+"""A name, x values and y values."""
 
 
 def throughput(rows: Rows) -> tuple[str, str, str, list[Line]]:
-    """Forward and backward of each road, as a share of the same kernel on one device in the same run."""
+    """Speed of each contender's forward and backward, as a share of the same kernel on one device in the same run."""
     done = [row for row in rows if "failed" not in row]
     lines = []
     for contender in dict.fromkeys(row["road"] for row in done):
@@ -39,7 +39,7 @@ def by_ring_size(rows: Rows) -> tuple[str, str, str, list[Line]]:
 
 
 def by_depth(rows: Rows) -> tuple[str, str, str, list[Line]]:
-    """The error of the gradient at the bottom, by each way, of the first stream in the run."""
+    """The error of the bottom layer's gradient by depth, for the first residual stream of the run."""
     first = rows[0]
     mine = [row for row in rows if row["stream"] == first["stream"]]
     lines = []
@@ -53,7 +53,7 @@ def by_depth(rows: Rows) -> tuple[str, str, str, list[Line]]:
 KINDS: dict[str, Callable[[Rows], tuple[str, str, str, list[Line]]]] = {
     "road": throughput, "inputs": by_ring_size, "depth": by_depth,
 }  # fmt: skip
-"""What only the rows of one kind of result have, and how they are shown."""
+"""The field that identifies each kind of result, and its plot."""
 
 
 def save(files: Sequence[Path]) -> list[Path]:
@@ -86,13 +86,13 @@ def save(files: Sequence[Path]) -> list[Path]:
         text = io.StringIO()
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
             figure.savefig(text, format="svg", metadata={"Date": None})
-        path.write_text(" ".join(text.getvalue().split()) + "\n")  # one line: nobody reads a diff of it
+        path.write_text(" ".join(text.getvalue().split()) + "\n")  # one line, since its diff is unreadable anyway
         written.append(path)
     return written
 
 
 def _plots(path: Path) -> list[tuple[Path, tuple[str, str, str, list[Line]]]]:
-    """The plots of a file of results and what each shows."""
+    """The plots of a results file: path and content."""
     found = []
     try:
         for run in results.read(path):

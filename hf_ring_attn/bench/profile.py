@@ -1,4 +1,4 @@
-"""Where the time of one forward and backward in the ring goes: torch's profile, as a table and as a trace."""
+"""Profiles forward and backward in the ring with torch's profiler, as a table and as a trace."""
 
 from __future__ import annotations
 

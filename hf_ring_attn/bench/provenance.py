@@ -1,4 +1,4 @@
-"""Where a number comes from: command, commit, hardware and versions, for the head of each saved run."""
+"""Provenance of a number: command, commit, hardware and versions, for the head of each saved run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ import torch
 
 PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = PACKAGE.parent
-"""The checkout; where the package is installed without one, a folder that git does not know as its own."""
+"""The checkout; for an installed package, a folder outside any repository of ours."""
 PACKAGES = ("hf-ring-attn", "torch", "transformers", "accelerate")
 GPU_PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-attn", "ring-flash-attn")
 COMMIT = "BENCHMARK_COMMIT"
-"""The environment variable that tells the commit of a copy, as it is sent to a machine with GPUs: before its .git."""
+"""Environment variable with the commit of a copy sent to a GPU machine; it takes precedence over .git."""
 
 
 def facts() -> dict[str, Any]:
-    """How the numbers of this process come to be, without the machine's names and places; the head of a saved run.
+    """The head of a saved run: command, commit, hardware and versions, without host names or paths.
 
-    Call it before what is measured, since it tells the load at the start; and after `torch.cuda.set_device`, since
-    asking for GPUs starts CUDA.
+    Call it before measuring, since it records the load, and after `torch.cuda.set_device`, since it initializes CUDA.
     """
     told = os.environ.get(COMMIT)
     changes = None if told else _git("status", "--porcelain", ":(exclude)recipes/results")
@@ -44,7 +43,7 @@ def facts() -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line of this process, from the repository's root; of all its ranks where torchrun started it."""
+    """The command line of this process, from the repository's root; under torchrun that of all ranks."""
     given = os.environ
     words = ["python"]
     if "LOCAL_WORLD_SIZE" in given:
@@ -62,7 +61,7 @@ def command() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says; None where there is no git, or no repository of ours: packages may be installed inside another."""
+    """Git's output; None without git or outside our repository: a package may be installed inside another one."""
     if (program := shutil.which("git")) is None or not (REPOSITORY / ".git").exists():
         return None
     run = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, cwd=REPOSITORY)
@@ -84,7 +83,7 @@ def _hardware() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver; None where nvidia-smi does not tell it."""
+    """The version of NVIDIA's driver; None if nvidia-smi does not report it."""
     if (program := shutil.which("nvidia-smi")) is None:
         return None
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -93,7 +92,7 @@ def _driver() -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    """Of what is installed; of what GPUs need, where there are any."""
+    """Versions of the installed packages, and of the GPU stack if there are GPUs."""
     gpu = torch.cuda.is_available()
     found = {"python": platform.python_version()}
     for name in (*PACKAGES, *(GPU_PACKAGES if gpu else ())):

@@ -1,4 +1,4 @@
-"""A ring played on one device, rank after rank, with the kernel calls and the order of adds of the real one."""
+"""Simulates a ring on one device, rank after rank, with the real one's kernel calls and summation order."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Answer(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """What a rank knows: where its tokens are in the row, its tables, its segments."""
+    """A simulated rank: the positions of its tokens, its tables, its segments."""
 
     layout: Layout
     held: Tensor
     tables: Tables
     seen: Tensor
-    """Places of the keys of its forward: all, or in a sparse plan those that it sees."""
+    """Indices of the keys of its forward: all, or in a sparse plan those that it sees."""
 
     @classmethod
     def of(cls, length: int, size: int, rank: int, mask: Mask, sparse: bool = False) -> Rank:
@@ -49,7 +49,7 @@ Road = Literal["ring", "gather", "sparse"]
 
 @lru_cache(maxsize=64)
 def ranks_of(length: int, size: int, mask: Mask, sparse: bool = False) -> tuple[Rank, ...]:
-    """All ranks of a ring; kept, since a stack of layers asks for the same again and again."""
+    """All ranks of a ring; cached, since every layer of a stack uses the same."""
     return tuple(Rank.of(length, size, rank, mask, sparse) for rank in range(size))
 
 
@@ -67,10 +67,10 @@ def replay(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, size: int, params: Params,
     wide: torch.dtype | None = None, road: Road = "ring", extra: dict[str, Tensor] | None = None,
 ) -> Answer:  # fmt: skip
-    """Whole rows [B, S, ...] through a ring of ``size``; gradients in ``wide`` (None: their inputs' dtype).
+    """Computes whole rows [B, S, ...] in a ring of ``size``; gradients in ``wide`` (None: their inputs' dtype).
 
-    ``road``: backward by the ring, or as after a gather; or each rank has the keys that it sees, and no others.
-    ``extra``: where gradients of what a score_mod captures are added, those of all ranks.
+    ``road``: backward by a ring pass or by gather, or "sparse": each rank has only the keys that it sees.
+    ``extra``: receives the gradients of a score_mod's captured tensors, summed over ranks.
     """
     out, lse = replay_forward(kernel, q, k, v, mask, size, params, road)
     parts = replay_backward(kernel, q, k, v, out, lse, dout, mask, size, params, wide, road, extra)
@@ -87,7 +87,7 @@ def replay_forward(
     params: Params,
     road: Road = "ring",
 ) -> tuple[Tensor, Tensor]:
-    """out [B, S, H, Dv] and lse [B, H, S], each rank's queries against all the keys that it sees, in one softmax."""
+    """out [B, S, H, Dv] and lse [B, H, S]: each rank's queries against all keys that they see, in one softmax."""
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=accumulate_dtype(q.dtype))
@@ -103,7 +103,7 @@ def replay_backward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask, size: int,
     params: Params, wide: torch.dtype | None = None, road: Road = "ring", extra: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv of whole rows, from what a forward gave for them."""
+    """dq, dk and dv of whole rows, from a forward's results."""
     extra = {} if extra is None else extra
     length = q.shape[1]
     ranks = ranks_of(length, size, mask, road == "sparse")
@@ -151,7 +151,7 @@ def replay_backward(
                 )  # fmt: skip
                 travelling[source] = sums
         shapes = {tuple(x.shape for x in pair) for pair in travelling if pair is not None}
-        assert len(shapes) == 1, "accumulators that travel must have one size"
+        assert len(shapes) == 1, "accumulators that are sent on must have one size"
         for r, rank in enumerate(ranks):
             home = places(parts[r][1], *keys[r], rank.tables.queries, rank.tables.segments[r], params.scale)
             pair = travelling[r]

@@ -15,7 +15,7 @@ class Run(NamedTuple):
     """One run of one program.
 
     Attributes:
-        head: its provenance and what all rows share; in the file also `name`, under the key "run".
+        head: provenance and fields that all rows share; in the file also `name`, under the key "run".
     """
 
     name: str
@@ -41,9 +41,9 @@ def read(path: Path) -> list[Run]:
 
 
 def save(folder: Path, name: str, head: dict[str, Any], rows: Iterable[dict[str, Any]] = ()) -> None:
-    """Writes a run into the folder's results.jsonl, in place of an earlier run of the same program and command.
+    """Writes a run into the folder's results.jsonl and replaces an earlier run of the same program and command.
 
-    A run of another command under the same name stays: this one is then called name-2, name-3 and so on.
+    If another command's run has the same name, this one is called name-2, name-3 and so on.
     """
     folder.mkdir(parents=True, exist_ok=True)
     before = read(folder / FILE) if (folder / FILE).exists() else []

@@ -1,12 +1,12 @@
-"""Rings of others, played on one device: each hop's part of an answer leaves its kernel in 16 bits.
+"""Simulates other packages' rings on one device: each step's partial result leaves its kernel in 16 bits.
 
-Forward: a rank attends to one rank's keys at a time, and partial outs are merged by their lse. Backward: each hop's
-contribution to dq, dk and dv is rounded to the inputs' dtype. Two ways of adding them up:
+Forward: a rank attends to one rank's keys at a time, and partial outs are merged by their lse. Backward: each step's
+contribution to dq, dk and dv is rounded to the inputs' dtype. Two ways of summing:
 
 - "rounded parts": in float32, with one more rounding at the end (ring-flash-attention's zigzag ring, torch's ring);
 - "16-bit sums": in the inputs' dtype, so that every sum is rounded too (TransformerEngine's p2p, as released).
 
-A rank's tokens are this package's zigzag, which is theirs too; each kernel call covers what one of theirs does.
+The layout is the zigzag, as theirs; each kernel call covers the same tiles as one of theirs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def rounded(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, size: int, params: Params, way: Way,
     merged: bool = True,
 ) -> Answer:  # fmt: skip
-    """A causal row [B, S, ...] through such a ring of ``size``.
+    """Computes a causal row [B, S, ...] in such a ring of ``size``.
 
     Args:
-        merged: False: the forward is this package's, so that only gradients differ.
+        merged: False uses this package's forward, so that only gradients differ.
     """
     mask = Mask.of(CAUSAL, q.shape[0], q.shape[1])
     if merged:
@@ -48,7 +48,7 @@ def _sums(x: Tensor, way: Way) -> torch.dtype:
 def merged_forward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, size: int, params: Params, way: Way
 ) -> tuple[Tensor, Tensor]:
-    """out in q's dtype and lse, of a causal row: each rank's own keys first, then those of the ranks before it."""
+    """out in q's dtype and lse of a causal row: each rank's own keys first, then those of the ranks before it."""
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=accumulate_dtype(q.dtype))
@@ -68,8 +68,8 @@ def merged_forward(
 
 
 def _hop(batch: int, tokens: int, rank: int, source: int) -> Tensor:
-    """The tiles of one hop as those rings call their kernel: causal on a rank's own keys; else all queries with the
-    first half of the keys, or the second half of the queries with all keys."""
+    """The tiles of one step of those rings: causal on a rank's own keys; else all queries with the first half of the
+    keys, or the second half of the queries with all keys."""
     half, free = tokens // 2, (-UNBOUNDED, UNBOUNDED)
     if source == rank:
         tile = (0, tokens, 0, 0, tokens, 0, 0, UNBOUNDED)
@@ -81,7 +81,7 @@ def _hop(batch: int, tokens: int, rank: int, source: int) -> Tensor:
 
 
 def _merged_wide(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One after the other in float32, as ring-flash-attention's update_out_and_lse."""
+    """Merges parts one by one in float32, as ring-flash-attention's update_out_and_lse."""
     (first, lse), *others = parts
     out = first.to(lse.dtype)
     for part, log_sum in others:
@@ -92,7 +92,7 @@ def _merged_wide(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _merged_narrow(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """First the lse of all, then outs weighted and added in 16 bits, as TransformerEngine's out correction."""
+    """Merges all lse first, then adds weighted outs in 16 bits, as TransformerEngine's out correction."""
     lse = torch.stack([log_sum for _, log_sum in parts]).logsumexp(0)
     out = torch.zeros_like(parts[0][0])
     for part, log_sum in parts:
@@ -104,7 +104,7 @@ def rounded_backward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, size: int,
     params: Params, way: Way,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv of a causal row, from what a forward gave for it."""
+    """dq, dk and dv of a causal row, from a forward's results."""
     length = q.shape[1]
     mask = Mask.of(CAUSAL, q.shape[0], length)
     ranks = ranks_of(length, size, mask)

@@ -1,4 +1,4 @@
-"""Speed: the table of a workload by every road, as a share of the same kernel on one device in the same run."""
+"""Speed of every contender on a workload, as a share of the same kernel on one device in the same run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def measure(
     work: Workload, ring: Ring, chosen: Sequence[contenders.Options], *, ring_size: int, kernel: str,
     against: Sequence[str], rounds: int, largest: Callable[[float], float],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """One row of numbers for each road: seconds of each round, TFLOP/s a device, its share of one device, memory.
+    """Returns one row per contender: seconds of each round, TFLOP/s per device, share of one device, memory.
 
     Args:
-        ring_size: of the ring that one process plays; the ring's own where there is one.
+        ring_size: size of the ring that one process simulates; the real ring's size if there is one.
         largest: as in `clock.in_turns`.
     """
     kernel = kernel_for(ring.name, kernel, work.request())
@@ -44,7 +44,7 @@ def measure(
                 with call.inside():
                     call.run()
         except (ImportError, RuntimeError, ValueError, TypeError, AssertionError, AttributeError) as error:
-            # Whatever another package says against this workload is its answer.
+            # Any error of another package on this workload is its result.
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if largest(float(bool(reason))):
             failed[name] = reason or "another rank could not"
@@ -99,7 +99,7 @@ def _contestants(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Lines for people."""
+    """Formats rows as lines of text."""
     for row in rows:
         head = f"{row['tokens']:>9,} {row['road']:26s}"
         if "failed" in row:
@@ -124,7 +124,7 @@ HEAD = (
 
 
 def largest_over(ring: Ring, device: torch.device) -> Callable[[float], float]:
-    """The largest number over a ring's ranks, which waits for all of them."""
+    """A function that takes the maximum over a ring's ranks; it synchronizes them."""
 
     def largest(number: float) -> float:
         if ring.size == 1:

@@ -1,4 +1,4 @@
-"""Bytes that a rank receives, counted from the plan that it runs by."""
+"""Bytes that a rank receives, counted from its plan."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .workload import Workload
 
 
 def tokens_received(tables: Tables, layout: Layout) -> tuple[int, int]:
-    """Of how many tokens a rank receives keys and values, in either pass, and of how many the gradients' sums."""
-    if tables.exchange is None:  # of every other rank's tokens both: sums end at their owner, whose turn is the last
+    """Tokens for which a rank receives keys and values in each pass, and tokens for which it receives accumulators."""
+    if tables.exchange is None:  # both for every other rank's tokens: accumulators end at their owner
         others = (layout.world_size - 1) * layout.local_length
         return others, others
     sends, receives = tables.exchange.sends, tables.exchange.receives
@@ -21,10 +21,10 @@ def tokens_received(tables: Tables, layout: Layout) -> tuple[int, int]:
 
 
 def received(work: Workload, layout: Layout) -> tuple[int, int]:
-    """Bytes of a forward, and of a backward. Padding of accumulators to a kernel's blocks is not counted."""
+    """Bytes received in a forward and in a backward, without padding of accumulators to a kernel's blocks."""
     here: Any = SimpleNamespace(name="", size=layout.world_size, rank=layout.rank)
     plan = Plan.of(here, layout, work.mask(layout))
     keys, sums = tokens_received(Tables.of(plan.tiles, plan.stops, layout.world_size), layout)
-    numbers = work.kv_heads * (work.width + work.value_width)  # of a token's keys and values
+    numbers = work.kv_heads * (work.width + work.value_width)  # elements of a token's keys and values
     narrow, wide = numbers * work.dtype.itemsize, numbers * accumulate_dtype(work.dtype).itemsize
     return keys * narrow, keys * narrow + sums * wide

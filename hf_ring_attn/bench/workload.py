@@ -1,4 +1,4 @@
-"""What is computed: one attention's shape, its mask, its inputs and its flops."""
+"""The workload: one attention's shape, mask, inputs and flops."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Workload:
     """Causal attention of one row.
 
     Args:
-        tokens: of the whole row.
+        tokens: tokens of the whole row.
         heads, kv_heads: of queries, and of keys and values.
         width, value_width: D and Dv.
-        window: how many keys a query sees, itself included; None for all before it.
+        window: keys that a query sees, itself included; None for all before it.
         document: tokens of each packed document; None for one document.
     """
 
@@ -43,12 +43,12 @@ class Workload:
         return Mask.of(band, 1, layout.padded, ids)
 
     def pairs(self) -> int:
-        """Queries and keys that see each other, in the whole row."""
+        """The number of visible query-key pairs in the whole row."""
         whole = Layout(self.tokens, 1, 0)
         return visible_pairs(tiles(self.mask(whole), whole.whole(), whole.whole()))
 
     def flops(self) -> tuple[float, float]:
-        """Of the products of visible pairs: the forward's two, and the backward's five."""
+        """Flops of the matrix products over visible pairs: two in the forward, five in the backward."""
         each = 2.0 * self.pairs() * self.heads
         return each * (self.width + self.value_width), each * (3 * self.width + 2 * self.value_width)
 
@@ -76,7 +76,7 @@ class Workload:
 
 
 def visible_pairs(table: Tensor) -> int:
-    """Queries and keys that see each other in a table of tiles."""
+    """The number of visible pairs in a table of tiles."""
     total = 0
     for _, _, queries, q_first, _, keys, k_first, lo, hi in table.tolist():
         # query i sees keys from q_first + i - hi to q_first + i - lo, as far as there are such keys

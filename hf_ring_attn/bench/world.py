@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: those that a launcher started, or this process."""
+"""The ranks of a benchmark: those of a launcher, or this process alone."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from ..comm.ring import Ring
 from ..config import is_a_launched_rank
 
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""torch's leave for ranks on one GPU to read each other's memory."""
+"""Environment variable that lets ranks on one GPU read each other's memory."""
 
 
 def ranks_per_gpu() -> int:
-    """How many ranks of this machine share a GPU, where more were started than it has; else 1."""
+    """The number of ranks per GPU of this machine if it has fewer GPUs than ranks; else 1."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return -(-ranks // max(1, torch.cuda.device_count()))
 
 
 @contextmanager
 def world(device: str | None, may_share: bool = False) -> Iterator[tuple[Ring, torch.device]]:
-    """The ring of all ranks that a launcher started, or of this process, and this rank's device.
+    """Yields the ring of all launched ranks, or of this process alone, and this rank's device.
 
     Args:
         device: "cuda" or "cpu"; None: a GPU if there is one.
-        may_share: whether ranks may share GPUs, where more were started. By pulls they do all that they do on GPUs of
-            their own, but not as fast. NCCL refuses them, so what else they tell each other travels by gloo, which has
-            no messages between GPUs: there is no other road.
+        may_share: allow several ranks per GPU. P2P copies work there, but slower. NCCL refuses such ranks, and gloo,
+            which serves the collectives, has no send/recv between GPUs: P2P copies are the only transport.
 
     Raises:
-        SystemExit: in words, if ranks would share a GPU and may not.
+        SystemExit: ranks would share a GPU and may not.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not is_a_launched_rank():
@@ -41,7 +40,7 @@ def world(device: str | None, may_share: bool = False) -> Iterator[tuple[Ring, t
         return
     mine, shared = torch.device(kind), kind == "cuda" and ranks_per_gpu() > 1
     if shared and not may_share:
-        raise SystemExit("ranks that share a GPU have no speed to tell: start one rank on each")
+        raise SystemExit("the speed of ranks that share a GPU is meaningless: start one rank per GPU")
     if kind == "cuda":
         mine = torch.device(kind, dist.get_node_local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(mine)

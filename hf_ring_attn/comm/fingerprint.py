@@ -1,4 +1,4 @@
-"""Numbers by which ranks find out whether they hold the same values, and the first value that differs."""
+"""Fingerprints that ranks compare to check that they hold the same values, and a search for the first difference."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import torch
 from torch import Tensor
 
 PIECE = 2**18
-"""Values that a fingerprint takes at a time: what comes of them fits a CPU's cache, several times as fast as memory."""
+"""Values hashed at a time, so that intermediates fit a CPU's cache."""
 
 
 def fingerprint(tensor: Tensor | None) -> int:
-    """A whole number that differs, but for one chance in 2**62, where shapes or values differ. Stops the host.
+    """Hashes shape and values to an int; a collision has a chance of 2**-62. Synchronizes with the device.
 
-    Every value counts: where one differs it is seen for certain, where several do, but for that chance. Memory beside
-    the tensor's: less than 100 bytes for each of `PIECE` values.
+    One differing value always changes it. Extra memory: less than 100 bytes for each of `PIECE` values.
     """
     return 0 if tensor is None else int(_fingerprint(tensor))
 
 
 def number_of(value: object) -> int | Tensor:
-    """A whole number that stands for a value: itself, or a fingerprint; of a tensor one on its device, without a stop.
+    """Maps a value to an int: itself or its fingerprint; for a tensor an int64 tensor on its device, without a sync.
 
-    Equal only where values are, but for chance: a float by its bits, a mapping or a sequence by what it holds. Of what
-    is no value (a function, say) it is 0.
+    Equal only for equal values, but for chance: floats by their bits, mappings and sequences by their items. Objects
+    that are no values, such as functions, give 0.
     """
     if isinstance(value, Tensor):
         return _fingerprint(value)
@@ -43,7 +42,7 @@ def number_of(value: object) -> int | Tensor:
 
 
 def row_of(numbers: list[int | Tensor], device: torch.device) -> Tensor:
-    """int64 [N] on a device. Stops the host only where a tensor is on another one."""
+    """Stacks numbers to int64 [N] on a device. Synchronizes only if a tensor is on another device."""
     row = torch.tensor([0 if isinstance(number, Tensor) else number for number in numbers], device=device)
     for place, number in enumerate(numbers):
         if isinstance(number, Tensor):
@@ -52,10 +51,10 @@ def row_of(numbers: list[int | Tensor], device: torch.device) -> Tensor:
 
 
 def first_difference(name: str, value: object, gather: Callable[[object], list[Any]]) -> tuple[str, list[object]]:
-    """Finds where the ranks' values differ, once all of them know that they do. Several collectives.
+    """Finds the first difference between the ranks' values, which all ranks know to differ. Several collectives.
 
     Args:
-        gather: gives every rank's object.
+        gather: all-gathers an object.
 
     Returns:
         The name of the first entry that differs, such as ``input_ids[0, 17]``, and each rank's value there.
@@ -90,7 +89,7 @@ def _parts(value: object) -> list[tuple[object, object]]:
 
 
 def _kind(value: object) -> object:
-    """What can be shown of a value at once: itself if it is small; of a tensor or what holds more, which kind it is."""
+    """A short description of a value: itself if small; else its type, for a tensor with dtype and shape."""
     if value is None or isinstance(value, int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -112,8 +111,8 @@ def _fingerprint(tensor: Tensor) -> Tensor:
         if values.dtype.is_floating_point:
             values = values.double().view(torch.int64)
         places = torch.arange(first, first + values.numel(), device=values.device)
-        # A multiplicative hash of value and place, each value to another one, with high bits mixed into low ones, as
-        # floats need it; int64 arithmetic wraps around, on every device alike, so the sum knows no order and no pieces.
+        # An invertible multiplicative hash of value and index, with high bits mixed into low ones, as floats need it.
+        # int64 arithmetic wraps around alike on every device, so the sum does not depend on the order.
         mixed = (values.long() * 0x1E3779B97F4A7C15).add_(places)
         _mix(mixed, 32).mul_(places.mul_(0x5851F42D4C957F2D).bitwise_or_(1))
         _mix(mixed, 29).mul_(0x2545F4914F6CDD1D)
@@ -124,12 +123,12 @@ def _fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _mix(bits: Tensor, down: int) -> Tensor:
-    """``bits`` ^= ``bits`` shifted down, filled up with zeros, not with the sign."""
+    """Computes ``bits`` ^= ``bits`` >> ``down`` in place, with a logical shift (zeros, not the sign)."""
     return bits.bitwise_xor_((bits >> down).bitwise_and_((1 << (64 - down)) - 1))
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The values of a tensor in their order, flat, `PIECE` of them or fewer at a time, without a copy of it all."""
+    """Yields a tensor's values in order, flat, at most `PIECE` at a time, without copying the whole."""
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(PIECE)
     elif (row := tensor[0].numel()) > PIECE:

@@ -1,4 +1,4 @@
-"""Gradients that cannot be differentiated again: kernels and messages make them, of which autograd knows nothing."""
+"""Refuses second-order gradients: kernels and collectives compute the first ones outside autograd."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.autograd import forward_ad
 from ..errors import SecondGradient, UnsupportedTransform
 
 Backward = Callable[..., Any]
-"""``backward(ctx, saved, *gradients)``: of an autograd function, given the tensors that its forward saved."""
+"""``backward(ctx, saved, *gradients)`` of an autograd function; ``saved``: the tensors that its forward saved."""
 
 
 def first_order_only(what: str) -> Callable[[Backward], Backward]:
     """Decorates the backward of an autograd function: differentiating its gradients again raises SecondGradient.
 
-    Under create_graph=True each gradient hangs, by a node that refuses, on all that it depends on and that has a
-    gradient: saved tensors and incoming gradients. So no way of asking, for whichever inputs, gets past the refusal.
-    torch's `once_differentiable` looks at the incoming gradients alone, and gives constants where those are constant.
+    Under create_graph=True a node that raises connects each gradient with all it depends on: saved tensors and incoming
+    gradients. torch's `once_differentiable` looks at the incoming gradients alone, and silently gives constants if
+    those are constant.
 
     Args:
-        what: names what is differentiated, for the error.
+        what: the name of the differentiated operation, for the error.
     """
 
     def decorate(backward: Backward) -> Backward:
         @functools.wraps(backward)
         def decorated(ctx: Any, *gradients: Tensor | None) -> Any:
-            saved = ctx.saved_tensors  # once: checkpointing gives each of them a single time
+            saved = ctx.saved_tensors  # read once: checkpointing returns each tensor a single time
             with torch.no_grad():
                 found = backward(ctx, saved, *gradients)
             used = [x for x in (*saved, *gradients) if isinstance(x, Tensor) and x.requires_grad]

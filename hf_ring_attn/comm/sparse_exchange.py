@@ -1,4 +1,4 @@
-"""Sending each rank of a ring just the keys that it sees, and their gradients back to where the keys live."""
+"""Sparse exchange: an all-to-all of the keys that each rank sees, and of their gradients back to the owners."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .ring import Pending, Ring
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Which of its tokens a rank sends to each rank, and where those that it gets belong.
+    """The tokens that a rank sends to each rank, and the places of those that it receives.
 
     Args:
-        sends: tokens that go to rank 0, 1, ...; receives: that come from there.
-        sent: [sum(sends)] the places, in this rank's own T tokens, of what it sends, in that order.
-        received: [sum(receives)] the places, in the S tokens that it sees, of what comes, in that order: each once.
+        sends: number of tokens sent to rank 0, 1, ...; receives: received from there.
+        sent: [sum(sends)] indices into this rank's T tokens, in sending order.
+        received: [sum(receives)] indices into the S tokens that it sees, in order of arrival, each once.
     """
 
     sends: list[int]
@@ -28,26 +28,26 @@ class Exchange:
 
     @classmethod
     def of(cls, sends: Tensor, receives: Tensor, ring_size: int) -> Exchange:
-        """From tables [n, 3 or more]: a rank, where a run of tokens begins, and how long it is; in order of ranks."""
+        """Builds one from tables [n, 3 or more] of runs: rank, offset, length; in order of ranks."""
         counts = _counts(sends, ring_size), _counts(receives, ring_size)
         return cls(*counts, _places(sends), _places(receives))
 
     def take(self, ring: Ring, tensor: Tensor) -> Pending:
-        """[B, T, ...] of this rank's tokens, on its way as `arrived` takes it: [S, B, ...] in order of arrival."""
+        """Starts the exchange of this rank's [B, T, ...]; gives [S, B, ...] in order of arrival, for `arrived`."""
         sent, _ = self._indices(tensor.device)
         return ring.all_to_all(
             tensor.index_select(1, sent).transpose(0, 1), self.sends, self.receives, "exchanged keys and values"
         )
 
     def arrived(self, tensor: Tensor) -> Tensor:
-        """What `take` brought as [B, S, ...] in order."""
+        """Sorts the result of `take` by position: [B, S, ...]."""
         _, received = self._indices(tensor.device)
         return torch.empty_like(tensor).index_copy_(0, received, tensor).transpose(0, 1)
 
     def give_back(self, ring: Ring, gradient: Tensor, tokens: int) -> Tensor:
-        """Sums over ranks: from [B, S, ...] of the tokens that each rank sees, [B, T, ...] of this rank's own.
+        """Reduce-scatters gradients: [B, S, ...] of the tokens that each rank sees to [B, T, ...] of this rank's own.
 
-        Added in rank order and in the gradient's own dtype, so the same bits come out from run to run.
+        Summed in rank order and in the gradient's dtype, so the bits are the same from run to run.
         """
         sent, received = self._indices(gradient.device)
         leaving = gradient.index_select(1, received).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""What all errors have in common."""
+"""The base classes of all errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of batches, masks, models and trainers: what cannot be computed exactly."""
+"""Errors of batches, masks, models and trainers that a ring cannot compute exactly."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from .base import Refused
 
 
 class BadBatch(Refused):
-    """A batch that cannot be sharded exactly: what is wrong with it, and what to do."""
+    """A batch that cannot be sharded exactly."""
 
 
 class MixedDocuments(BadBatch):
     def __init__(self, row: int, token: int) -> None:
         super().__init__(
-            f"position_ids restart at token {token} of row {row}, so the row holds several documents, but a 2-D "
-            "attention_mask is given too: eager and sdpa would then let documents see each other, flash attention "
-            "would not. For packed documents leave attention_mask out; for one document let position_ids count on."
+            f"position_ids restart at token {token} of row {row}, as for packed documents, but the batch has a 2-D "
+            "attention_mask, too. With both, eager and sdpa let documents see each other; flash attention does not. "
+            "For packed documents leave attention_mask out; for one document let position_ids count on."
         )
 
 
@@ -26,12 +26,12 @@ class GradientsChanged(Refused):
 
 
 class NotEntered(Refused):
-    """``what``: what was done with the batch, "sharded.reduce() was called"."""
+    """``what``: the use of the batch, such as "sharded.reduce() was called"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
             f"{what}, but the model did not run in the context of the sharded batch, so each rank attended to its own "
-            "tokens alone. Call it there: `with sharded: out = model(**sharded.inputs)`."
+            "tokens only. Call it there: `with sharded: out = model(**sharded.inputs)`."
         )
 
 
@@ -46,23 +46,21 @@ class GenerationFromShare(Refused):
 class LateLayout(Refused):
     def __init__(self) -> None:
         super().__init__(
-            "the model asks for RingConfig(layout='balanced'), but its batch was sharded without naming the model, in "
-            "the zigzag layout. Call hf_ring_attn.shard(batch, model=model)."
+            "the model has RingConfig(layout='balanced'), but its batch was sharded without the model, in the zigzag "
+            "layout. Call hf_ring_attn.shard(batch, model=model)."
         )
 
 
 class OtherInputs(Refused):
-    """``missing``: inputs that the call lacked; ``other``: those that are not what `shard` made."""
+    """``missing``: inputs that the call lacked; ``other``: those that differ from `shard`'s."""
 
     def __init__(self, model: str, missing: list[str], other: list[str]) -> None:
         lacking = [f"without {' and '.join(missing)}"] if missing else []
         got = " and ".join([*lacking, *(f"with another {name}" for name in other)])
         super().__init__(
-            f"{model} was called in a ring {got}. What shard() made tells each rank's tokens their places in the row, "
-            "the padding of the whole row, the label after each chunk, and how many labels the whole batch has; one "
-            "rank's tokens do not. Call it with all of that, as it is: model(**sharded.inputs). What is to be "
-            "otherwise (another mask, other labels, num_items_in_batch counted over the batches of a step) goes into "
-            "the batch that shard() is given; without labels the model computes no loss."
+            f"{model} was called in a ring {got}. One rank's tokens do not determine positions, padding and labels of "
+            "the whole row, so only shard()'s inputs are exact. Call model(**sharded.inputs) unchanged; to change an "
+            "input (a mask, labels, num_items_in_batch), change it in the batch given to shard()."
         )
 
 
@@ -73,8 +71,8 @@ class UnknownMask(Refused):
     def __init__(self, name: str, known: list[str]) -> None:
         super().__init__(
             f"the mask function {name} is not one that ring_fp32 knows, so it cannot be computed exactly. Known are "
-            f"the functions of transformers.masking_utils {known} and what they join. Use attn_implementation="
-            "'sdpa' or 'eager' without a ring for this model."
+            f"these functions of transformers.masking_utils and their combinations: {', '.join(known)}. "
+            "Use attn_implementation='sdpa' or 'eager' without a ring for this model."
         )
 
 
@@ -83,20 +81,20 @@ class ShardedMask(Refused):
         todo = {
             "blocks": "Put block_sequence_ids [B, S] of the whole row into the batch.",
             "documents": (
-                "It was given position_ids without the attention_mask that shard() made, or does not hand that on: "
-                "call it with all of that, model(**sharded.inputs), or train this model without a ring."
+                "It was given position_ids without the attention_mask that shard() made, or does not pass it on. "
+                "Call model(**sharded.inputs) unchanged, or train this model without a ring."
             ),
         }
         super().__init__(
-            f"the model tells which tokens attend to each other by {kind} that it made of one rank's tokens, and a "
-            f"ring needs those of the whole row. {todo.get(kind, 'Train this model without a ring.')}"
+            f"the model makes its mask from {kind} that it found in one rank's tokens, but a ring needs the whole row's. "
+            f"{todo.get(kind, 'Train this model without a ring.')}"
         )
 
 
 class MaskOutsideRing(Refused):
     def __init__(self) -> None:
         super().__init__(
-            "an attention mask is being made inside backward, outside the sharded batch's context: a whole model (not "
+            "an attention mask is being made inside backward, outside the sharded batch's context. A whole model (not "
             "its layers) is checkpointed, and its recompute would take the shard for the whole row. Checkpoint layers "
             "(model.gradient_checkpointing_enable()), or call backward inside `with sharded:`."
         )
@@ -117,31 +115,30 @@ class UnsupportedModel(Refused):
 
 
 SELF_CHECK_TODO = (
-    "Please report it with the model's name. hf_ring_attn.configure(model, RingConfig(self_check=False)) trains it all "
-    "the same, at your own risk: every step would have this difference."
+    "Please report it. To train with this error at your own risk, call "
+    "hf_ring_attn.configure(model, RingConfig(self_check=False))."
 )
 
 
 class SelfCheckFailed(Refused):
-    """The answer in the ring is not the answer to the whole row. ``where``: the module, by its path; "": the model."""
+    """The ring's answer differs from one process's. ``where``: the module, by its path; "": the model."""
 
     def __init__(
         self, model: str, ring_size: int, tokens: int, error: float, tolerance: float, where: str, kind: str
     ) -> None:
         at = f"its module {where!r} ({kind})" if where else f"the code of {kind} itself"
         super().__init__(
-            f"the self-check ran a random row of {tokens} tokens through {model}, in one process and in a ring of "
-            f"{ring_size}, and the answers differ: {error:.1e} relative, where rounding explains {tolerance:.1e}. The "
-            f"first difference is made by {at}: it probably counts positions from the local length, attends past "
-            f"transformers' attention interface, or carries something from token to token. {SELF_CHECK_TODO}"
+            f"self-check: {model} on {tokens} random tokens differs between one process and a ring of {ring_size} by "
+            f"{error:.1e} (rounding: {tolerance:.1e}). The first difference is made by {at}: it probably uses the "
+            f"local length, bypasses transformers' attention interface, or passes state between tokens. {SELF_CHECK_TODO}"
         )
 
 
 class SelfCheckRaised(Refused):
     def __init__(self, model: str, ring_size: int, error: str) -> None:
         super().__init__(
-            f"the self-check ran a random row through {model}: it runs in one process, but in a ring of {ring_size} it "
-            f"raised {error}. {SELF_CHECK_TODO}"
+            f"self-check: {model} runs on a random row in one process, but in a ring of {ring_size} it raised {error}. "
+            f"{SELF_CHECK_TODO}"
         )
 
 
@@ -163,8 +160,8 @@ class SelfCheckNotRun(Refused):
     def __init__(self, model: str, rows: int, tokens: int, error: str) -> None:
         row = "a row" if rows == 1 else f"{rows} rows"
         super().__init__(
-            f"the self-check could not run {model} on {row} of {tokens} random tokens: {error}. So it is not known "
-            f"whether its answer in a ring is that of one process. {_UNCHECKED}"
+            f"the self-check could not run {model} on {row} of {tokens} random tokens: {error}. So its exactness in a "
+            f"ring is unknown. {_UNCHECKED}"
         )
 
 
@@ -172,28 +169,27 @@ class NothingToCheck(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(
             f"{model} returned nothing that the self-check can compare with one process: no output with an entry for "
-            "each token. Return the logits or the last hidden state beside what is computed of them. " + _UNCHECKED
+            "each token. Return the logits or the last hidden state, too. " + _UNCHECKED
         )
 
 
 class PooledOutput(Refused):
-    """An output that has no entry for each token is not that of one process."""
+    """An output without an entry for each token differs from one process's."""
 
     def __init__(self, model: str, output: str, ring_size: int) -> None:
         super().__init__(
-            f"{model} returns {output!r}, which has no entry for each token, and in a ring of {ring_size} it is not "
-            "what one process gives: it is made of the first tokens, the last ones or their mean, and each rank takes "
-            "its own. Leave it out (add_pooling_layer=False, say), and compute it from whole sequences: "
-            f"sharded.gather(out.last_hidden_state). {_UNCHECKED}"
+            f"{model} returns {output!r}, which has no entry for each token, and in a ring of {ring_size} it differs "
+            "from one process: each rank pools its own tokens. Leave it out (for example add_pooling_layer=False), and "
+            f"compute it from whole sequences: sharded.gather(out.last_hidden_state). {_UNCHECKED}"
         )
 
 
 class LayerWithoutSpec(Refused):
     def __init__(self, module: str, got: str) -> None:
         super().__init__(
-            f"{module} asked for ring attention with {got} as its mask, inside an active ring: only masks made by "
-            "transformers.masking_utils from a 2-D mask reach the ring. A 4-D mask, or a model that makes its own, "
-            "cannot be computed exactly: leave the mask out, or run without a ring."
+            f"{module} asked for ring attention with {got} as its mask, inside an active ring. Only masks made by "
+            "transformers.masking_utils from a 2-D mask are exact there, not a 4-D mask or a model's own. Leave the "
+            "mask out, or run without a ring."
         )
 
 
@@ -201,27 +197,27 @@ class ScoreModDropped(Refused):
     def __init__(self, model: str, scored: int, plain: int) -> None:
         got = f"{scored} of its {scored + plain} attentions" if plain else "none of its attentions"
         super().__init__(
-            f"{model} was called with a score_mod, which reached {got}: its layers do not hand on what a call is "
-            "given, or attend elsewhere. Give it to the attention layers themselves: override their forward and pass "
-            "score_mod to the attention function, ALL_ATTENTION_FUNCTIONS['ring_fp32']."
+            f"{model} was called with a score_mod, which reached {got}: its layers do not pass on extra arguments, "
+            "or use another attention. Override the forward of the attention layers and pass score_mod to the "
+            "attention function, ALL_ATTENTION_FUNCTIONS['ring_fp32']."
         )
 
 
 class RecurrentLayerWithoutMask(Refused):
     def __init__(self, module: str) -> None:
         super().__init__(
-            f"{module} looks along the sequence by other means than attention, in a ring, but was not given the mask "
-            "that transformers.masking_utils.create_recurrent_attention_mask made, which tells it its place in the "
-            "row: a model with a mask of its own, or a reentrant checkpoint that is given the mask as a tensor and "
-            "copies it, cannot run in a ring. Use gradient_checkpointing_kwargs={'use_reentrant': False}."
+            f"{module}, a recurrent layer in a ring, did not get the mask of "
+            "transformers.masking_utils.create_recurrent_attention_mask, which holds its position in the row. The "
+            "model makes its own mask, or a reentrant checkpoint that is given the mask as a tensor and copies it. With "
+            "checkpointing, use gradient_checkpointing_kwargs={'use_reentrant': False}; else train without a ring."
         )
 
 
 class MaskIsNoTensor(Refused, AttributeError):
     def __init__(self, use: str) -> None:
         super().__init__(
-            f"the model uses its attention mask as a tensor ({use.strip()}), but a ring's mask is data that only its "
-            "attention reads, and no tensor of S x S exists: a model that computes with its mask cannot run in a ring."
+            f"the model uses its attention mask as a tensor ({use.strip()}), but a ring's mask is no tensor: no S x S "
+            "tensor exists. So a model that computes with its mask cannot run in a ring. Train it without one."
         )
 
 
@@ -234,8 +230,8 @@ class NoRingAttention(Refused):
     def __init__(self) -> None:
         super().__init__(
             "a forward ran inside an active ring, but no layer of it called ring attention, so each rank saw its own "
-            "tokens alone. Load the model with attn_implementation='ring_fp32'; a model that does not use "
-            "transformers' attention interface (bloom, mpt and kin) cannot run in a ring."
+            "tokens only. Load the model with attn_implementation='ring_fp32'. A model without transformers' attention "
+            "interface (such as bloom or mpt) cannot run in a ring."
         )
 
 
@@ -243,9 +239,9 @@ _OWN_LOOP = "in your own loop leave labels out of the batch, and compute the los
 
 
 class LossNotSharded(Refused):
-    """``gathers``: `loss="gathered"` computes it, which takes the loss of a causal language model.
+    """``gathers``: `loss="gathered"` can compute it, for a causal language model.
 
-    ``again``: it would, were the loss a function of its own: it is made in the model's forward.
+    ``again``: it could, if the loss were a separate function: the model's forward computes it.
     """
 
     def __init__(self, what: str, gathers: bool = False, again: bool = False) -> None:
@@ -266,10 +262,10 @@ class LossNotSharded(Refused):
 class LossWithoutLabels(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(
-            f"{model} returned a loss, but the batch has no labels: it was computed of one rank's tokens from other "
-            "inputs (start_positions of question answering, say, or targets of your own), and the loss of the whole "
-            "row is not the mean of such losses. Give the targets as labels [B, S] to a causal language model; else "
-            "return no loss, and compute it from whole sequences: sharded.gather(out.logits)."
+            f"{model} returned a loss, but the batch has no labels. It was computed from one rank's tokens and other "
+            "inputs (such as start_positions), and the mean of such losses is not the whole row's. Give a causal "
+            "language model the targets as labels [B, S]; else compute the loss from whole sequences: "
+            "sharded.gather(out.logits)."
         )
 
 
@@ -302,7 +298,7 @@ class UnsupportedOption(Refused):
 class UnknownOutput(Refused):
     def __init__(self, name: str, got: object, local: int) -> None:
         super().__init__(
-            f"the model's output {name!r} ({got}) does not hold one entry for each of this rank's {local} tokens, so "
-            "whole sequences cannot be made of it. Name it in ignore_keys, or set "
+            f"the model's output {name!r} ({got}) does not have one entry for each of this rank's {local} tokens, so "
+            "it cannot be gathered to whole sequences. Name it in ignore_keys, or set "
             "TrainingArguments(prediction_loss_only=True)."
         )

@@ -1,4 +1,4 @@
-"""Everything that knows Hugging Face.
+"""Integration with Hugging Face.
 
 Imports go one way: hosts -> batch -> {selfcheck, attention} -> model -> context -> {patching, log}.
 """
@@ -28,7 +28,7 @@ def install() -> None:
     """Registers "ring_fp32" and patches the hosts. Idempotent; `import hf_ring_attn` has called it already.
 
     Raises:
-        ChangedHost: a host is of a version whose functions are not those that were patched, by name.
+        ChangedHost: a host library's function is not the one that its patch was written for.
     """
     changes.install(CHANGES)
 

@@ -1,4 +1,4 @@
-"""The package's log lines: each once, on the first rank, visible at a terminal."""
+"""The package's log lines: once each, on the first rank, visible at a terminal."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from ..comm.ring import world_rank
 
 logger = logging.getLogger("hf_ring_attn")
-"""The package's logger. Its level is INFO unless a program sets one: the root logger's level does not count.
+"""The package's logger. Its level is INFO unless a program sets one; the root logger's level is ignored.
 
-A line goes to the program's handlers, those of the root logger among them. If none of them takes lines of its level,
-it goes to stderr. `logging.getLogger("hf_ring_attn").setLevel(...)` silences lines.
+Lines go to the program's handlers, including the root logger's, or to stderr if no handler accepts their level.
+`logging.getLogger("hf_ring_attn").setLevel(...)` silences lines.
 """
 _said: set[object] = set()
-"""The keys of lines that were logged."""
+"""Keys of the lines logged so far."""
 
 
 class _Stderr(logging.Handler):
-    """Writes what no other handler takes."""
+    """Writes lines that no other handler accepts to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not any(record.levelno >= other.level for other in _handlers() if other is not self):
@@ -35,7 +35,7 @@ def _handlers() -> Iterator[logging.Handler]:
 
 
 def _logger() -> logging.Logger:
-    logger.disabled = False  # as logging.config leaves every logger that was there before
+    logger.disabled = False  # logging.config disables existing loggers
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not any(isinstance(handler, _Stderr) for handler in logger.handlers):

@@ -14,7 +14,7 @@ from ..sharding.layout import Layout
 
 
 class _GatherSequence(torch.autograd.Function):
-    """[B, T, ...] to [B, S, ...] and back: the adjoint of a gather is the sum over ranks, in float32."""
+    """All-gather [B, T, ...] to [B, S, ...]; the backward is a reduce-scatter in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: Ring, layout: Layout) -> Tensor:
@@ -29,12 +29,12 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def gather_sequence(x: Tensor, ring: Ring, layout: Layout) -> Tensor:
-    """Whole sequences [B, S, ...] in order from every rank's tokens [B, T, ...], padding dropped. Differentiable."""
+    """All-gathers tokens [B, T, ...] to sequences [B, S, ...] in order, without padding. Differentiable."""
     return x if ring.size == 1 else _GatherSequence.apply(x, ring, layout)  # type: ignore[no-untyped-call]
 
 
 class _SumOverRing(torch.autograd.Function):
-    """Each rank's loss may use the sum, so the gradient of what a rank gave is the sum of theirs."""
+    """All-reduce, forward and backward: each rank's loss may use the sum, so their gradients add up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
@@ -48,6 +48,6 @@ class _SumOverRing(torch.autograd.Function):
 
 
 def sum_over_ring(x: Tensor, ring: Ring) -> Tensor:
-    """The sum of all ranks' ``x``, on each of them. Differentiable: a loss that every rank computes of it gives the
-    right gradient once averaged over ranks."""
+    """All-reduces ``x``. Differentiable: the gradient of a loss that every rank computes from it is right once averaged
+    over ranks."""
     return x if ring.size == 1 else _SumOverRing.apply(x, ring)  # type: ignore[no-untyped-call]

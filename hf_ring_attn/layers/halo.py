@@ -1,7 +1,8 @@
-"""Layers that mix neighbouring tokens: a short convolution needs the few tokens before each of this rank's runs.
+"""Halo exchange for layers that mix neighbouring tokens, such as a short convolution.
 
-They come from their owners, differentiably: a token's gradient is the float32 sum of those of all ranks that took it.
-Documents of packed rows are computed one by one. For what carries state along the whole row, see `by_heads`.
+Each rank receives the few tokens before its runs from their owners. The exchange is differentiable: gradients of a
+token are summed in float32 over ranks. Packed documents are computed one by one. For state along the whole row, see
+`head_parallel`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ALL = slice(None)
 
 
 class Piece(NamedTuple):
-    """Tokens start <= position < stop of a document, in these batch rows."""
+    """Tokens start <= position < stop of a document, in the batch rows ``rows``."""
 
     rows: slice
     start: int
@@ -44,7 +45,7 @@ class RowShare:
 
     @cached_property
     def pieces(self) -> list[list[Piece]]:
-        """The documents, without padding of the ring: a list a batch row, or one for all where all are one document."""
+        """The documents without ring padding: one list per batch row, or one for all rows of a single document."""
         length = self.layout.length
         ids = None if self.documents is None else self.documents[:, :length]
         if ids is None or not length or bool((ids == ids[:, :1]).all()):
@@ -58,14 +59,14 @@ def _runs_of(ids: Tensor, rows: slice) -> list[Piece]:
 
 
 def along(x: Tensor, rows: RowShare, reach: int, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """What ``compute`` gives where each token's result depends on it and on the ``reach`` tokens before it.
+    """Applies ``compute``, whose result for a token depends on it and on the ``reach`` tokens before it.
 
     Args:
         x: [B, T, C] of this rank's tokens.
-        compute: from [b, n, C] of consecutive tokens of a document to [b, n, C']; before the first, it takes none.
+        compute: maps [b, n, C] of consecutive tokens of a document to [b, n, C'], with nothing before the first.
 
     Returns:
-        [B, T, C']. In padding of the ring arbitrary numbers, which depend on padding only.
+        [B, T, C']. Ring padding holds arbitrary numbers, which depend on padding only.
     """
     x, before = _with_tokens_before(x, rows, reach)
     places = _needed(rows.layout, reach, rows.layout.rank)
@@ -105,7 +106,7 @@ def _needed(layout: Layout, reach: int, rank: int) -> list[Span]:
 
 
 def _place(spans: Sequence[Span], position: int) -> int:
-    """Where a position is in a tensor of the tokens of these spans."""
+    """The index of a position in a tensor of these spans' tokens."""
     place = 0
     for first, stop in spans:
         if position < stop:
@@ -116,7 +117,7 @@ def _place(spans: Sequence[Span], position: int) -> int:
 
 @lru_cache(maxsize=64)
 def _exchange(layout: Layout, reach: int) -> Exchange:
-    """By which every rank of the layout gets the tokens before its runs."""
+    """The exchange that sends each rank the tokens before its runs."""
     sends = [
         (rank, run.offset + first - run.position, stop - first)
         for rank in range(layout.world_size)
@@ -133,7 +134,7 @@ def _exchange(layout: Layout, reach: int) -> Exchange:
 
 
 def _moves(layout: Layout, reach: int, source: int, target: int) -> Iterator[tuple[Any, int, int]]:
-    """What ``source`` holds of what ``target`` needs: the run, and the first position and the stop."""
+    """Yields the tokens that ``source`` sends to ``target``: the run, the first position and the stop."""
     for run in layout.runs(source):
         for start, end in _needed(layout, reach, target):
             first, stop = max(start, run.position), min(end, run.position + run.length)
@@ -142,7 +143,7 @@ def _moves(layout: Layout, reach: int, source: int, target: int) -> Iterator[tup
 
 
 def _with_tokens_before(x: Tensor, rows: RowShare, reach: int) -> tuple[Tensor, Tensor]:
-    """``x`` itself and [B, n, C], the tokens at the positions `_needed`."""
+    """Returns ``x`` and [B, n, C], the tokens at the positions `_needed`."""
     if rows.ring.size == 1 or reach == 0:
         return x, x[:, :0]
     both: tuple[Tensor, Tensor] = _Before.apply(x, rows, _exchange(rows.layout, reach))  # type: ignore[no-untyped-call]
@@ -150,7 +151,7 @@ def _with_tokens_before(x: Tensor, rows: RowShare, reach: int) -> tuple[Tensor, 
 
 
 class _Before(torch.autograd.Function):
-    """Gives its input on, too, so that every rank takes part in the backward, also one that needs no token."""
+    """Returns its input, too, so that every rank joins the backward, also one that needs no token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RowShare, exchange: Exchange) -> tuple[Tensor, Tensor]:
@@ -165,5 +166,5 @@ class _Before(torch.autograd.Function):
 
 
 def wide(x: Tensor) -> Tensor:
-    """In the dtype in which gradients are summed."""
+    """Casts to the dtype in which gradients are summed."""
     return x if x.dtype == torch.float64 else x.float()

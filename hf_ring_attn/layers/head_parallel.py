@@ -1,9 +1,8 @@
-"""Layers that carry state along the whole row, each head for itself: ranks share heads there, not tokens.
+"""Head parallelism for layers that carry state along the row, each head by itself.
 
-A rank gives away its tokens of most heads for whole rows of some heads, computes there what one device computes, and
-gives the results back: as much work on every rank, as much memory, and for each head the very same computation. The
-exchange is differentiable; an input that went to several ranks gets the float32 sum of their gradients. Documents of
-packed rows are computed one by one.
+An all-to-all shards heads instead of tokens: a rank gets whole rows of some heads, computes as one device does, and a
+second all-to-all returns the results. Work and memory per rank stay the same. The exchange is differentiable: gradients
+of an input that was sent to several ranks are summed in float32. Packed documents are computed one by one.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ Compute = Callable[[list[Tensor], list[Tensor], list[Tensor]], Tensor]
 def by_heads(
     rows: RowShare, heads: Sequence[Tensor], shared: Sequence[Tensor], weights: Sequence[Tensor], compute: Compute
 ) -> Tensor:
-    """What ``compute`` gives for whole documents, where each head's result depends on its own inputs only.
+    """Applies ``compute`` to whole documents; each head's result must depend on its own inputs only.
 
     Args:
         heads: [B, T, H, ...] of this rank's tokens.
-        shared: [B, T, G, ...] likewise; each of the G serves H / G heads that follow one another.
-        weights: [H, ...], the same on every rank: a rank's gradient is its share.
-        compute: from these three, of n tokens of a document and of h heads with g among the shared, to [b, n, h, ...].
+        shared: [B, T, G, ...] likewise; each of the G serves H / G consecutive heads.
+        weights: [H, ...], the same on every rank; a rank's gradient is its share.
+        compute: maps these three, for n tokens of a document, h heads and g shared ones, to [b, n, h, ...].
 
     Returns:
-        [B, T, H, ...]; zeros in padding of the ring.
+        [B, T, H, ...]; zeros in ring padding.
     """
     total = heads[0].shape[2]
     ranges = _ranges(total, [x.shape[2] for x in shared], rows.ring.size)
@@ -61,8 +60,7 @@ def _of_documents(
 
 
 def _of_none(heads: list[Tensor], shared: list[Tensor], weights: list[Tensor], compute: Compute) -> Tensor:
-    """Of a rank that has no head: nothing, of the shape and dtype that others have, and tied to all inputs, so that
-    their gradients are asked for on every rank."""
+    """An empty result for a rank without heads, connected to all inputs so that autograd runs on every rank."""
     with torch.no_grad():
         one = [x.new_zeros(1, 1, 1, *x.shape[3:]) for x in (*heads, *shared)]
         like = compute(one[: len(heads)], one[len(heads) :], [x.new_zeros(1, *x.shape[1:]) for x in weights])
@@ -71,7 +69,7 @@ def _of_none(heads: list[Tensor], shared: list[Tensor], weights: list[Tensor], c
 
 
 def _ranges(heads: int, groups: Sequence[int], ranks: int) -> list[Span]:
-    """The heads of each rank, as even as can be; where there are enough of them, whole groups that share inputs."""
+    """Splits the heads over ranks evenly, by whole groups that share inputs if there are enough of them."""
     unit = max((heads // group for group in groups), default=1)
     if heads // unit < ranks:
         unit = 1
@@ -86,7 +84,7 @@ def _groups(ranges: list[Span], size: int) -> list[Span]:
 
 
 def _for_heads(x: Tensor, lo: int, hi: int, size: int) -> Tensor:
-    """[b, n, g, ...] of the groups that serve the heads lo to hi; one for each head where they serve unlike numbers."""
+    """Expands groups [b, n, g, ...] to the heads lo to hi if they serve unequal numbers of heads."""
     group = [head // size for head in range(lo, hi)]
     counts = {group.count(at) for at in group}
     if len(counts) <= 1:
@@ -95,7 +93,7 @@ def _for_heads(x: Tensor, lo: int, hi: int, size: int) -> Tensor:
 
 
 def _to_heads(tensors: list[Tensor], parts: list[list[Span]], rows: RowShare) -> list[Tensor]:
-    """From [B, T, N, ...] of this rank's tokens, [B, S, n, ...] without padding of the ring, n as ``parts`` tells."""
+    """All-to-all from [B, T, N, ...] of this rank's tokens to [B, S, n, ...] of its heads, without ring padding."""
     if rows.ring.size == 1:
         return tensors
     whole: tuple[Tensor, ...] = _ToHeads.apply(rows, parts, *tensors)  # type: ignore[no-untyped-call]
@@ -103,7 +101,7 @@ def _to_heads(tensors: list[Tensor], parts: list[list[Span]], rows: RowShare) ->
 
 
 def _to_tokens(x: Tensor, ranges: list[Span], rows: RowShare) -> Tensor:
-    """From [B, S, n, ...], [B, T, N, ...]."""
+    """All-to-all from [B, S, n, ...] back to [B, T, N, ...]."""
     if rows.ring.size == 1:
         return x
     tokens: Tensor = _ToTokens.apply(rows, ranges, rows.layout.pad(x, 1))  # type: ignore[no-untyped-call]
@@ -150,7 +148,7 @@ def _gather_heads(rows: RowShare, tensors: Sequence[Tensor], parts: Sequence[lis
 def _scatter_tokens(
     rows: RowShare, tensors: Sequence[Tensor], parts: Sequence[list[Span]], counts: Sequence[int]
 ) -> list[Tensor]:
-    """The opposite: [B, S padded, n, ...] to [B, T, N, ...]; what went to several ranks is summed in their order."""
+    """The inverse: [B, S padded, n, ...] to [B, T, N, ...]; copies from several ranks are summed in rank order."""
     size, pending = rows.ring.size, []
     for x, part in zip(tensors, parts, strict=True):
         leaving = rows.layout.split(x).movedim(3, 1).flatten(0, 1)
@@ -163,7 +161,7 @@ def _scatter_tokens(
 
 
 def _sum(x: Tensor, part: list[Span], count: int) -> Tensor:
-    """[n, ...] of the spans, one after another, to [N, ...]: summed where they overlap."""
+    """Adds spans [n, ...] into [N, ...]; overlaps are summed."""
     if sum(stop - start for start, stop in part) == count:
         return x
     total = torch.zeros(count, *x.shape[1:], dtype=wide(x[:0]).dtype, device=x.device)

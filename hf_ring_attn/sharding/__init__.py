@@ -1,1 +1,1 @@
-"""Layouts, masks and plans as data: who holds which token, and who sees whom."""
+"""Layouts, masks and plans as data: how tokens are sharded, and which query sees which key."""

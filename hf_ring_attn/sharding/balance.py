@@ -1,9 +1,9 @@
-"""Which chunks of packed rows each rank holds, so that all ranks have about the same work.
+"""Load balance of packed rows: assigns chunks to ranks so that all have about the same work.
 
-A zigzag gives every rank the same share of one document's causal mask, but not of several: whole rows of documents as
-long as a rank's share are up to 2.3 times as much work for one rank as for the mean (recipes/results has the table).
-There, chunks go to ranks by their work, the most first, each to the rank that has the least so far and still takes some
-(Graham 1969, "Bounds on multiprocessing timing anomalies"): the same number to each, since T must be equal.
+A zigzag balances one document's causal mask, but not several: with documents as long as a rank's shard, one rank can
+have 2.3 times the mean work (recipes/results has the table). There, chunks are assigned greedily, the largest first,
+each to the rank with the least work so far (Graham 1969, "Bounds on multiprocessing timing anomalies"). Every rank gets
+the same number of chunks, since T must be equal.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor
 from .layout import Layout, Owners, chunks_of
 
 ACCEPTABLE_PERCENT = 110
-"""The largest share of work over the mean that is good enough. More and smaller chunks come closer to 100, but keys of
-a document then lie on more ranks, and more of them travel."""
+"""A layout is good enough if no rank has more work than this percentage of the mean. More and smaller chunks come
+closer to 100, but spread a document over more ranks, so more keys are sent."""
 
 CHUNKS = (2, 4, 8, 16)
-"""How many chunks a rank may hold."""
+"""Chunks per rank that are tried."""
 
 LEAST_CHUNK = 128
-"""Tokens in the smallest chunk: a kernel's block. Attention of rows that need smaller ones costs little anyway."""
+"""Fewest tokens in a chunk: a kernel's block. Rows that would need smaller ones cost little anyway."""
 
 
 def balanced(documents: Tensor, layout: Layout, pad: bool = True) -> Layout:
-    """The layout for packed rows: the zigzag, where it is good enough; else the fewest chunks that are, or the best.
+    """Returns the layout of packed rows: the zigzag if good enough; else the fewest chunks that are, or the best.
 
-    It depends on its arguments only, in whole numbers, so that every rank chooses the same.
+    Computed in integers from the arguments alone, so that every rank chooses the same.
 
     Args:
-        documents: [B, S] ids of the rows on the CPU, -1 for tokens that see nothing. A batch has one layout: the work
-            of its rows is added up.
+        documents: [B, S] ids on the CPU, -1 for tokens that see nothing. A batch has one layout, so the work of its
+            rows is summed.
         layout: the zigzag.
-        pad: whether rows may be padded, which more chunks than two can need.
+        pad: rows may be padded, as more than two chunks per rank can need.
     """
     work = _work_before(documents)
     size, total = layout.world_size, int(work[-1])
@@ -54,7 +54,7 @@ def balanced(documents: Tensor, layout: Layout, pad: bool = True) -> Layout:
 
 
 def _work_before(documents: Tensor) -> Tensor:
-    """[S + 1]: how many keys the queries before each token see, in all rows, under a causal mask."""
+    """[S + 1]: keys seen by all queries before each token, summed over rows, under a causal mask."""
     rows, length = documents.shape
     places = torch.arange(length)
     begins = torch.ones(rows, length, dtype=torch.bool)
@@ -71,7 +71,7 @@ def _by_chunk(work_before: Tensor, layout: Layout) -> list[int]:
 
 
 def _most(layout: Layout, by_chunk: list[int]) -> int:
-    """The work of the rank that has the most."""
+    """The work of the most loaded rank."""
     return max(sum(by_chunk[chunk] for chunk in held) for held in chunks_of(layout.world_size, layout.owners))
 
 

@@ -1,9 +1,9 @@
-"""Who holds which token: zigzag positions or any other chunks, sharding, and back.
+"""Layouts: which rank holds which token, sharding and merging.
 
 A row of S tokens is padded to a multiple of 2W and cut into 2W chunks; rank r holds chunk r and chunk 2W-1-r, in
 that order, so that every rank has the same share of a causal mask's work (Brandon et al. 2023, "Striped attention",
-and the zigzag of ring-flash-attention). Packed documents may need other chunks than these: then the layout says whose
-each is (`balance` chooses). A ring of one holds the row as it is.
+and the zigzag of ring-flash-attention). Packed documents may need other chunks: then the layout names the owner of each
+(`balance` chooses). A ring of one holds the row as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Owners = tuple[int, ...]
 """The rank that holds each chunk of a row, in order; () for the zigzag."""
 
 LONGEST, MOST_RANKS = 2**40, 2**16
-"""Larger rows and rings are mistakes, and would take for ever to compute."""
+"""Most tokens and ranks. Larger numbers are mistakes."""
 
 
 class Run(NamedTuple):
@@ -36,12 +36,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a row of ``length`` tokens lies on the ranks of a ring.
+    """The distribution of a row of ``length`` tokens over the ranks of a ring.
 
     Args:
         length: real tokens in the row (S).
         world_size: ranks in the ring (W).
-        rank: the rank that asks.
+        rank: this rank.
         owners: the rank that holds each of the row's equal chunks, each rank as many as every other; () is the zigzag.
     """
 
@@ -94,7 +94,7 @@ class Layout:
         return tuple(run for run in runs if run.length) or (Run(0, 0, 0),)
 
     def held(self) -> int:
-        """The real tokens that this rank holds."""
+        """The number of real tokens that this rank holds."""
         return sum(max(0, min(run.length, self.length - run.position)) for run in self.runs())
 
     def whole(self) -> tuple[Run, ...]:
@@ -143,7 +143,7 @@ class Layout:
         return torch.cat([pieces[rank, :, number] for rank, number in _places(self.world_size, self.owners)], 1)
 
     def split(self, row: Tensor) -> Tensor:
-        """The opposite of `merge`: [B, W * T, ...] in row order to [W, B, T, ...] in rank order."""
+        """The inverse of `merge`: [B, W * T, ...] in row order to [W, B, T, ...] in rank order."""
         if _tokens(row, 1) != self.padded:
             raise BadShape("row", tuple(row.shape), f"it must have {self.padded} tokens along dim 1: see `pad`")
         if self.world_size == 1:
@@ -174,13 +174,13 @@ def _is_shared_evenly(owners: Owners, world_size: int) -> bool:
 @lru_cache(maxsize=256)
 def _held(world_size: int, owners: Owners, device: torch.device) -> Tensor:
     """The chunks of rank 0, then those of rank 1, ..."""
-    with torch.inference_mode(False):  # it is kept for calls that autograd may follow
+    with torch.inference_mode(False):  # cached for calls that autograd may record
         return torch.tensor(chunks_of(world_size, owners), device=device).flatten()
 
 
 @lru_cache(maxsize=256)
 def _places(world_size: int, owners: Owners) -> tuple[tuple[int, int], ...]:
-    """Of each chunk of the row: its owner, and which of the owner's chunks it is."""
+    """The owner of each chunk of the row, and the chunk's index among the owner's."""
     places = sorted(
         (chunk, rank, number)
         for rank, held in enumerate(chunks_of(world_size, owners))
@@ -190,27 +190,27 @@ def _places(world_size: int, owners: Owners) -> tuple[tuple[int, int], ...]:
 
 
 def _tokens(row: Tensor, dim: int) -> int:
-    """How many a row has."""
+    """The number of tokens of a row along ``dim``."""
     check_dense("row", row)
     check(is_whole(dim, -row.dim(), row.dim() - 1), "dim", dim, f"a dim of the row, which has {row.dim()}")
     return row.shape[dim]
 
 
 _BALANCED: dict[int, weakref.WeakSet[Any]] = {}
-"""By the size of a ring: what holds rows that are no zigzag on it, for as long as it lives."""
+"""Live objects with rows in another layout than the zigzag, by ring size."""
 
 
 def note_balanced(holder: object, world_size: int) -> None:
-    """``holder`` has rows of a ring of this size that are no zigzag."""
+    """Records that ``holder`` has rows in another layout than the zigzag, on a ring of this size."""
     _BALANCED.setdefault(world_size, weakref.WeakSet()).add(holder)
 
 
 def positions(length: int, *, rank: int, world_size: int) -> Tensor:
-    """Which tokens of a row a rank holds in the zigzag: with `ring_attention`, and with `shard` as it is by default.
+    """Returns the tokens of a row that a rank holds in the zigzag layout, the default of `ring_attention` and `shard`.
 
-    Of one sharded batch see `Sharded.positions`, which is right in every layout.
+    For a sharded batch use `Sharded.positions`, which is right in every layout.
 
-    ``row[:, positions(S, rank=r, world_size=W)]`` is rank r's share of ``row`` [B, S, ...]. Where S is no multiple of
+    ``row[:, positions(S, rank=r, world_size=W)]`` is rank r's shard of ``row`` [B, S, ...]. If S is no multiple of
     2 * W the last chunks are short, so ranks may hold different numbers of tokens, or none; together they hold every
     token once.
 
@@ -223,9 +223,9 @@ def positions(length: int, *, rank: int, world_size: int) -> Tensor:
         1-D int64 index into the row, each entry below ``length``, in the order in which the rank holds them.
 
     Raises:
-        BadOption: for a rank outside the ring or a length or size that no ring has.
-        TwoLayouts: this process has a batch of a ring of this size in another layout, as ``layout="balanced"`` of
-            `RingConfig` allows, and Trainer by default.
+        BadOption: a rank outside the ring, or an impossible length or size.
+        TwoLayouts: this process has a batch of a ring of this size in another layout: ``layout="balanced"`` of
+            `RingConfig`, or the default of Trainer.
     """
     layout = Layout(length, world_size, rank)
     if _BALANCED.get(world_size):

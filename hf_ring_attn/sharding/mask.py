@@ -1,8 +1,8 @@
-"""Which query sees which key, as data: bands and documents become tiles.
+"""Masks as data: bands and documents become tiles.
 
 Every mask here is a few disjoint terms "same document, and lo <= q_position - k_position <= hi" (nearly always one).
-Over two contiguous runs of tokens a term is a rectangle with a band, so a whole mask is one small table of integers. No
-tensor of S x S exists anywhere.
+Between two contiguous runs of tokens a term is a rectangle with a band, so a whole mask is one small table of integers.
+No S x S tensor exists anywhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import BadShape, CrossedDocuments
 from .layout import Run
 
 UNBOUNDED = 2**62
-"""Stands for no bound in a table of tiles: larger than any distance, and safe to compare with."""
+"""No bound, in a table of tiles: larger than any distance, and safe to compare with."""
 
 
 class Band(NamedTuple):
@@ -48,8 +48,8 @@ class Segment(NamedTuple):
 class Tile(NamedTuple):
     """A rectangle of the mask: queries [q_position, +q_length) against keys [k_position, +k_length) of a batch row.
 
-    ``q_offset`` and ``k_offset`` say where the rectangle lies in the tensors of queries and keys; positions are
-    absolute, and the pair (i, j) is visible iff lo <= (q_position + i) - (k_position + j) <= hi.
+    ``q_offset`` and ``k_offset`` are its indices in the tensors of queries and keys; positions are absolute, and
+    the pair (i, j) is visible iff lo <= (q_position + i) - (k_position + j) <= hi.
     """
 
     row: int
@@ -71,7 +71,7 @@ class Term:
     """Pairs of a query and a key whose distance is in the band and whose tokens have the same id, which is not -1.
 
     Args:
-        ids: [B, S] int64 on the CPU: documents, or whatever else keeps tokens together; None: all the same.
+        ids: [B, S] int64 on the CPU, such as documents; None: all the same.
     """
 
     band: Band = BIDIRECTIONAL
@@ -96,7 +96,7 @@ def either(a: Terms, b: Terms) -> Terms:
     """The pairs that are in ``a`` or in ``b``.
 
     Raises:
-        CrossedDocuments: tokens of one id in ``b`` have different ids in ``a``, which no few terms can tell.
+        CrossedDocuments: tokens of one id in ``b`` have different ids in ``a``, which a few terms cannot express.
     """
     rest = list(b)
     for known in a:
@@ -105,7 +105,7 @@ def either(a: Terms, b: Terms) -> Terms:
 
 
 def _beyond(term: Term, known: Term) -> Iterable[Term]:
-    """What a term has that another has not: since the ids of the one keep to those of the other, the rest of a band."""
+    """The pairs of ``term`` that are not in ``known``: the rest of a band, since the ids of one refine the other's."""
     if not _keeps_to(term.ids, known.ids):
         raise CrossedDocuments()
     for rest in (Band(hi=known.band.lo - 1), Band(lo=known.band.hi + 1)):
@@ -115,7 +115,7 @@ def _beyond(term: Term, known: Term) -> Iterable[Term]:
 
 
 def _keeps_to(ids: Tensor | None, others: Tensor | None) -> bool:
-    """Whether tokens with the same id have the same id, not -1, among the others too."""
+    """Returns True if tokens with equal ``ids`` have equal ``others``, none of them -1."""
     if others is None:
         return True
     mine = torch.zeros_like(others) if ids is None else ids
@@ -125,7 +125,7 @@ def _keeps_to(ids: Tensor | None, others: Tensor | None) -> bool:
 
 
 def _joint(a: Tensor, b: Tensor) -> Tensor:
-    """Ids that are the same where both are the same; -1 where either is negative."""
+    """Ids that are equal where both inputs are equal; -1 where either is negative."""
     joint = a * (int(b.max()) + 1 if b.numel() else 1) + b
     return joint.masked_fill((a < 0) | (b < 0), -1)
 
@@ -135,7 +135,7 @@ Rows = tuple[tuple[Segments, Segments], ...]
 
 @dataclass(frozen=True)
 class Mask:
-    """Bands, each with the segments of the queries and of the keys of each batch row. Hashable, so plans can be kept.
+    """Bands, each with the segments of the queries and of the keys of each batch row. Hashable, so plans can be cached.
 
     A query sees the keys of its own document inside the band, in any of the terms, which have no pair in common; a
     token in no segment sees, or is seen by, none.
@@ -145,15 +145,15 @@ class Mask:
 
     @property
     def holes(self) -> bool:
-        """Whether a query may meet several tiles in one row of keys: a document's keys lie in several segments of a
-        row, or there are several terms."""
+        """True if a query may meet several tiles in one row: its document's keys have several segments, or the mask
+        several terms."""
         return len(self.terms) > 1 or any(
             len({key.document for key in keys}) < len(keys) for _, rows in self.terms for _, keys in set(rows)
         )
 
     @property
     def one_document(self) -> bool:
-        """Whether every row is at most one document that begins with the row: nothing but its end may differ."""
+        """True if every row has at most one document, from the row's start; only its end may differ."""
         sides = {side for _, rows in self.terms for row in rows for side in row}
         return all(len(side) <= 1 and (not side or side[0].start == 0) for side in sides)
 
@@ -166,8 +166,8 @@ class Mask:
         Args:
             documents: [B, S] integers, tokens with equal ids see each other, -1 sees and is seen by none; None: one
                 document. Read once, on the host.
-            hidden: [B, S] bool, keys that nobody sees though their queries see others: what a 2-D padding mask means
-                in transformers. None: no key is hidden.
+            hidden: [B, S] bool, keys that no query sees, though their own queries see others: a 2-D padding mask in
+                transformers. None: no key is hidden.
         """
         check_type("band", band, Band, "a Band of integers")
         check(all(is_whole(x, -UNBOUNDED) for x in band), "band", band, "a Band of integers")
@@ -175,7 +175,7 @@ class Mask:
 
     @classmethod
     def of_terms(cls, terms: Terms, batch: int, length: int, hidden: Tensor | None = None) -> Mask:
-        """The mask of several terms; otherwise as `of`. Without any, nobody sees anything."""
+        """The mask of several terms; otherwise as `of`. Without terms no query sees a key."""
         whole_number("batch", batch, "a number of rows, 0 or more")
         whole_number("length", length, "a number of tokens, 0 or more")
         for name, x in (("documents", [term.ids for term in terms]), ("hidden", [hidden])):
@@ -220,9 +220,9 @@ def tiles(mask: Mask, queries: Sequence[Run], keys: Sequence[Run], key_block: in
 
     Args:
         mask: of the padded row.
-        queries: the runs held by the tensor of queries; keys: likewise.
+        queries: the runs in the tensor of queries; keys: likewise.
         key_block: a rectangle's keys begin a multiple of this after the first key of their document in their run, so
-            that a kernel's blocks of keys fall the same however the queries are cut.
+            that a kernel's key blocks are the same for every cut of the queries.
 
     Returns:
         [N, 9] int64 on the CPU, one `Tile` a row; rectangles in which nothing is visible are left out and the others
@@ -251,8 +251,8 @@ def segments(mask: Mask, runs: Sequence[Run], keys: bool) -> Tensor:
 
     Returns:
         [N, 3] int64 on the CPU: batch row, offset, length, in that order. Without holes both kinds list the same
-        documents in the same order: one whose keys are all hidden is a segment of no tokens. Of several terms, which
-        is with holes, those of the first.
+        documents in the same order: one whose keys are all hidden is an empty segment. A mask of several terms (it has
+        holes) gives those of the first.
     """
     table: list[tuple[int, int, int]] = []
     for row, (of_queries, of_keys) in enumerate(mask.terms[0][1]):
@@ -277,7 +277,7 @@ def _row_tiles(
 
 
 def _parts(segments: Sequence[Segment], runs: Sequence[Run]) -> Iterable[tuple[int, Run]]:
-    """The pieces of the runs that lie in one segment each, with that segment's document. Segments are in order."""
+    """Cuts the runs at segment borders; yields each piece with its segment's document. Segments are in order."""
     for run in runs:
         end = run.position + run.length
         for at in range(bisect_right(segments, run.position, key=_stop), len(segments)):
@@ -294,7 +294,7 @@ def _stop(segment: Segment) -> int:
 
 
 def _clip(band: Band, query: Run, key: Run, key_block: int) -> tuple[int, ...] | None:
-    """The tile of two runs of one document, cut to the rows and columns that see anything; None if nothing does."""
+    """The tile of two runs of one document, cut to rows and columns with visible pairs; None if there are none."""
     if band.lo > band.hi:
         return None
     k_first = max(key.position, query.position - band.hi)

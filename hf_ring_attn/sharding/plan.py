@@ -1,7 +1,7 @@
-"""What a mask and a layout mean for one rank of a ring, as one table of integers that an op can take.
+"""A plan: the mask and the layout as seen by one rank, in one table of integers that an op can take.
 
-Where every rank sees little of the row, as under a window or with short documents, a rank holds only the keys that it
-sees, in order of their positions and without the gaps: they are `sparse`, and each rank is sent just these.
+If every rank sees little of the row (a window, short documents), the plan is `sparse`: each rank receives only the keys
+that it sees, in order of position and without gaps.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ KEY_BLOCK = 384
 keys, so that a query under a window meets its keys in the same blocks at every ring size, and gets the same bits."""
 
 SPARSE_SHARE = 0.5
-"""Ranks are sent only the keys that they see where none of them sees more than this share of the others' keys. A ring
-passes keys on W - 1 times and float32 gradients W times, in large messages; an exchange sends small, unequal ones."""
+"""A plan is sparse if no rank sees more than this share of the other ranks' keys. A ring pass sends keys W - 1 times
+and float32 gradients W times, in large messages; a sparse exchange sends small, unequal ones."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a mask and a layout mean for the ring, as a table that ops can take. Built once per batch and mask.
+    """A mask and a layout for one rank, as a table that ops can take. Built once per batch and mask.
 
-    One table, and as many stops in a sparse plan, because a compiler makes a new graph for each tensor whose length is
-    new, or is 0 or 1.
+    One table, and equally many stops in a sparse plan, because a compiler makes a new graph for each tensor whose
+    length is new, or is 0 or 1.
 
     Args:
         ring: the name of the ring.
         tiles: [N, 9], the sections of `Tables` one after the other.
-        stops: int64 on the CPU, where in ``tiles`` each section ends, and then, of a sparse plan, how many keys a rank
-            sees at most; 0 of others.
+        stops: int64 on the CPU, the end of each section of ``tiles``; then, in a sparse plan, the most keys that a rank
+            sees, else 0.
         holes: as in `Request`.
     """
 
@@ -66,14 +66,14 @@ class Plan:
 
 
 class Segments(NamedTuple):
-    """As in `Place`: [n, 3], and whether every batch row and every rank's tensor has the same."""
+    """Segments as in `Place`: [n, 3], and a flag: shared by every batch row and every rank's tensor."""
 
     table: Tensor
     shared: bool
 
     @classmethod
     def of(cls, section: Tensor) -> Segments:
-        """From [n, 9]: the three columns, whether they are shared, and zeros."""
+        """Parses a section [n, 9]: three columns, the shared flag, and zeros."""
         return cls(section[:, :3].contiguous(), bool(section[:, 3].any()))
 
 
@@ -85,9 +85,9 @@ class Tables:
         forward: tiles of this rank's queries against the whole row, or against the keys that it sees.
         queries, keys: the segments of this rank's queries, and of the keys of ``forward``.
         backward: tiles against the keys of rank 0, 1, ...; segments: of these keys. None in a sparse plan.
-        exchange: of a sparse plan: who is sent which keys.
+        exchange: in a sparse plan, the keys to send to each rank.
         owners: as in `Layout`, for a gather of the whole row; () in a sparse plan, which needs none.
-        most: of a sparse plan: how many keys a rank sees at most.
+        most: in a sparse plan, the most keys that a rank sees.
     """
 
     forward: Tensor
@@ -101,10 +101,10 @@ class Tables:
 
     @classmethod
     def of(cls, table: Tensor, stops: Tensor, ring_size: int) -> Tables:
-        """Read once per plan, so that what kernels keep for these very tensors is found again."""
+        """Parses a plan's table, once per plan, so that kernels find what they cached for these tensors."""
         known: Tables | None = _KNOWN.get(table)
         if known is None:
-            # Copies: a view would keep the table alive, and with it this entry.
+            # Copies: a view would keep the table alive, and so this entry.
             forward, of_queries, of_keys, *rest = (section.clone() for section in table.tensor_split(stops[:-2]))
             queries, keys = Segments.of(of_queries), Segments.of(of_keys)
             if ring_size == 1:
@@ -124,7 +124,7 @@ _KNOWN = WeakIdKeyDictionary()
 
 
 def _dense(layout: Layout, mask: Mask) -> list[Tensor]:
-    """Three sections, and in a ring of several 2 * W + 1 more."""
+    """The sections of a dense plan: three, and in a ring of several ranks 2 * W + 1 more."""
     queries, whole, ranks = layout.runs(), layout.whole(), range(layout.world_size)
     sections = [
         tiles(mask, queries, whole, KEY_BLOCK), _local_segments(mask, layout, layout.rank, keys=False),
@@ -133,7 +133,7 @@ def _dense(layout: Layout, mask: Mask) -> list[Tensor]:
     if layout.world_size > 1:
         sections += [tiles(mask, queries, layout.runs(source)) for source in ranks]
         of_ranks = [_local_segments(mask, layout, source, keys=True) for source in ranks]
-        # Accumulators that travel have one size, which depends on how many segments there are.
+        # Accumulators that are sent on have one size, which depends on the number of segments.
         most = max(len(table) for table in of_ranks)
         sections += [torch.nn.functional.pad(table, (0, 0, 0, most - len(table))) for table in of_ranks]
         sections.append(_columns(torch.tensor(layout.owners, dtype=torch.int64).reshape(-1, 1)))
@@ -141,8 +141,8 @@ def _dense(layout: Layout, mask: Mask) -> list[Tensor]:
 
 
 def _sparse(layout: Layout, mask: Mask, share: float) -> tuple[int, list[Tensor]] | None:
-    """How many keys a rank sees at most, 1 or more, and five sections; None where some rank sees more than this share
-    of the other ranks' keys."""
+    """The most keys that a rank sees (at least 1) and five sections; None if a rank sees more than ``share`` of the
+    others' keys."""
     ranks = range(layout.world_size)
     seen: list[tuple[Run, ...]] = []
     for rank in ranks:
@@ -176,7 +176,7 @@ def seen_keys(mask: Mask, layout: Layout, rank: int) -> tuple[Run, ...]:
 
 
 def _pieces(wanted: Sequence[Run], held: Sequence[Run]) -> list[tuple[int, int, int]]:
-    """What a holder has of wanted runs: where it begins there, its length, and where it begins in the wanted ones."""
+    """The overlaps of two lists of runs: offset in ``held``, length, offset in ``wanted``."""
     pieces = []
     for want in wanted:
         for have in held:
@@ -189,10 +189,10 @@ def _pieces(wanted: Sequence[Run], held: Sequence[Run]) -> list[tuple[int, int, 
 
 
 def _local_segments(mask: Mask, layout: Layout, rank: int, keys: bool) -> Tensor:
-    """The segments of what a rank holds."""
+    """The segments of a rank's tokens."""
     if not mask.one_document or layout.world_size == 1:
         return _segments(mask, layout.runs(rank), keys)
-    # As many on every rank, also where its chunks touch: what is shared is the same everywhere.
+    # Equally many on every rank, also if its chunks touch: shared segments are the same everywhere.
     chunks = [Run(number * layout.chunk, 0, layout.chunk) for number in range(layout.chunks)]
     return _segments(mask, chunks, keys)
 
@@ -200,11 +200,11 @@ def _local_segments(mask: Mask, layout: Layout, rank: int, keys: bool) -> Tensor
 def _segments(mask: Mask, runs: Sequence[Run], keys: bool) -> Tensor:
     if not mask.one_document:
         return _columns(segments(mask, runs, keys))
-    # Those of one row serve all, and its end is no border: what lies beyond sees nothing and is not seen.
+    # One row's segments serve all. Its end is no border: tokens beyond see nothing and are not seen.
     table = torch.tensor([[0, run.offset, run.length, 1] for run in runs], dtype=torch.int64)
     return _columns(table.reshape(-1, 4))
 
 
 def _columns(table: Tensor) -> Tensor:
-    """[n, 9], as tiles are."""
+    """Widens a table to the nine columns of tiles."""
     return torch.nn.functional.pad(table, (0, 9 - table.shape[1]))

@@ -1,6 +1,6 @@
-"""What the tests, doctor and benchmarks measure by: one table of cases, a float64 oracle, and ranks that stay alive.
+"""References for tests, doctor and benchmarks: one table of cases, a float64 oracle, and long-lived ranks.
 
-Imports nothing of the package but its errors, so that what is measured and what measures share no mistake.
+Imports only the package's errors, so that the tested code and its reference share no mistake.
 """
 
 from .cases import BIDIRECTIONAL, CASES, CAUSAL, PADDING, WORLD_SIZES, Band, Case, Inputs, Row, inputs, packed, sliding

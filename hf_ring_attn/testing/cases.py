@@ -15,7 +15,7 @@ WORLD_SIZES = (1, 2, 4, 8)
 """The ring sizes that every case is tried at."""
 
 PADDING = -1
-"""The document of tokens that see nothing and that nobody sees."""
+"""The document id of tokens that see nothing and are not seen."""
 
 BIDIRECTIONAL = (None, None)
 CAUSAL = (0, None)
@@ -38,10 +38,10 @@ def packed(*counts: int) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention to be computed exactly.
+    """An attention to compute exactly.
 
     Args:
-        why: what this row shows that the others do not; unique, and the row's name in test reports.
+        why: the reason for this row of the table; unique, and its name in test reports.
         batch, length, heads, kv_heads, head_dim, value_dim: B, S, H, G, D, Dv; query head h reads key head
             h // (H / G).
         band: (lo, hi): a query sees a key of its own document iff lo <= query position - key position <= hi, with
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def causal(self) -> bool:
-        """Whether no query sees a later key."""
+        """True if no query sees a later key."""
         return self.band[0] == 0
 
     @property

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, in one number. Both measures are computed in float64."""
+"""Distances between two tensors, computed in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention from its definition, dense and in float64: what every other computation is measured against.
+"""Attention by its definition, dense and in float64: the reference for every other computation.
 
 Nothing here is blockwise, and nothing is shared with the rest of the package. `oracle` takes its gradients from
 autograd; `gradient_oracle` from the formula, for the case where the forward's output was rounded.
@@ -13,7 +13,7 @@ from .cases import Case, Inputs, inputs
 
 
 def visible(case: Case, documents: Tensor | None) -> Tensor:
-    """Which query sees which key, as a dense mask.
+    """Builds the dense mask of a case.
 
     Args:
         documents: [B, S] integers with -1 for padding, or None for one document a row.
@@ -80,7 +80,7 @@ def oracle(case: Case, given: Inputs | None = None, *, out: Tensor | None = None
 
 
 def gradient_oracle(case: Case, given: Inputs, out: Tensor) -> dict[str, Tensor]:
-    """The gradients in float64 of a backward that is handed this ``out``, as a kernel is handed its own rounded one.
+    """The gradients in float64 of a backward that gets this rounded ``out``, as a kernel gets its own.
 
     The formula (Dao et al. 2022, "FlashAttention", appendix B), with p the softmax, recomputed exactly::
 

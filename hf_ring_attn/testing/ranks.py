@@ -1,8 +1,8 @@
-"""Ranks that stay alive between tests: processes that share a gloo world and run one function after the other.
+"""Ranks that stay alive between tests: processes in a gloo world that run one function after another.
 
 Measured on two cores: eight spawned ranks take 4 s to start, each because it imports torch; eight ranks forked from a
 server that has imported it take 0.06 s and a fifth of the memory. So ranks come from multiprocessing's forkserver, each
-world size has a world of its own, and ranks that failed are never patched up: they are stopped, and new ones started.
+world size has its own world, and ranks that failed are stopped and replaced.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PRELOAD = ("pytest", "transformers.trainer", "accelerate", "peft", "trl.trainer.sft_trainer")
-"""Slow to import: the fork server does it once, for all ranks, with those that this process has imported too."""
+"""Slow imports: the fork server does them once for all ranks, with those that this process has imported."""
 
 GRACE_SECONDS = 5.0
-"""Once a rank has failed, the others are probably waiting for it: how long they may still answer."""
+"""Time in which the other ranks may still answer once one has failed; they are probably waiting for it."""
 
 
 MOST_GROUPS = 12
-"""Groups that runs leave behind keep threads of gloo, each of which wakes up a hundred times a second: with 85 groups
-in each of four ranks and 44 in four others, two cores spent half their time on that. New ranks follow, in some 0.1 s,
-after a run that leaves more."""
+"""Most process groups that a run may leave behind; after more, new ranks are started (0.1 s). Gloo's threads wake up a
+hundred times a second: with 85 groups in each of four ranks and 44 in four others, two cores spent half their time."""
 
 
 class LiveRanks:
@@ -85,7 +84,7 @@ class LiveRanks:
             self._world = _World(self.world_size, self.timeout_seconds)
         try:
             answers = self._world.ask(request)
-        except BaseException:  # a failed rank, or Ctrl-C in the middle of a run: either way nobody knows their state
+        except BaseException:  # a failed rank, or Ctrl-C in the middle of a run: their state is unknown
             self.close()
             raise
         if max(answer.groups for answer in answers) > MOST_GROUPS:
@@ -107,12 +106,12 @@ class LiveRanks:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What came of a request on one rank: a pickled result, or the text of what went wrong."""
+    """A rank's answer to a request: a pickled result, or the text of its error."""
 
     result: bytes = b""
     failure: str = ""
     groups: int = 0
-    """Process groups that the rank has by then."""
+    """Process groups that the rank has after the request."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class _World:
         return [answers[rank] for rank in range(len(self.members))]
 
     def _stacks(self, silent: list[int]) -> dict[int, str]:
-        """Where each rank that does not answer is, as far as it can be made to say so."""
+        """The stack of each rank that does not answer, if it can be had."""
         for rank in silent:
             pid = self.members[rank].process.pid
             if pid is not None and self.members[rank].process.is_alive():
@@ -187,7 +186,7 @@ class _World:
 
 
 def start_fork_server() -> None:
-    """Have a fork server, with the slow imports done, and without the threads that a fork would lose."""
+    """Starts the fork server with the slow imports done, and without threads, which a fork would lose."""
     forkserver.set_forkserver_preload([__name__, "torch.distributed", *(x for x in PRELOAD if x in sys.modules)])
     only_for_it = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     before = {name: os.environ.get(name) for name in only_for_it}
@@ -207,7 +206,7 @@ def _stack_file(folder: str, rank: int) -> Path:
 
 
 def _serve(wire: Connection, rank: int, world_size: int, folder: str, timeout_seconds: float) -> None:
-    """The life of a rank: join the world, then answer requests until nobody asks any more."""
+    """The main loop of a rank: joins the world, then answers requests until the connection closes."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     stack = _stack_file(folder, rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
@@ -260,12 +259,12 @@ def _call(request: bytes) -> bytes:
 def _attempt(function: Callable[..., bytes], *args: Any) -> _Answer:
     try:
         return _Answer(result=function(*args))
-    except BaseException:  # noqa: BLE001 - pytest.fail, sys.exit and Ctrl-C too: the caller is told, and decides
+    except BaseException:  # noqa: BLE001 - pytest.fail, sys.exit and Ctrl-C too: the caller gets the error, and decides
         return _Answer(failure="raised:\n" + traceback.format_exc())
 
 
 class _ByValue(pickle.Pickler):
-    """Pickles the values of tensors: no shared memory, no device, no graph, and no more of a storage than is seen."""
+    """Pickles tensors by value: no shared memory, no device, no graph, and only the visible part of a storage."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):

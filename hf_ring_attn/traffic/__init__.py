@@ -1,4 +1,4 @@
-"""The roads between the ranks of a ring, and the choice among them."""
+"""Transports between the ranks of a ring, and the choice of one."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ __all__ = [
 ]
 
 _PULLS: dict[tuple[str, torch.device], tuple[object, Pulls | str]] = {}
-"""By the name of a ring and its device: its process group, and the buffers that it has or why it has none."""
+"""(ring name, device) -> the ring's process group, and its P2P transport or the reason why it has none."""
 
 
-def traffic_of(ring: Ring, device: torch.device, road: str = "auto") -> Traffic:
-    """The road of a ring; ``road`` as in `RingConfig.traffic`. The first call with a road to choose is a collective.
+def traffic_of(ring: Ring, device: torch.device, transport: str = "auto") -> Traffic:
+    """Returns a ring's transport; ``transport`` as in `RingConfig.traffic`. The first choice of one is a collective.
 
     Raises:
-        NoPulls: on every rank, if pulls were asked for by name and cannot be.
-        CapturedGraph: a ring of several ranks in a CUDA graph, by any road.
+        NoPulls: on every rank, if P2P copies were requested by name and are not possible.
+        CapturedGraph: a ring of several ranks in a CUDA graph, with any transport.
     """
     if ring.size > 1 and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CapturedGraph(ring.size)
-    if ring.size == 1 or road == "messages" or (road == "auto" and device.type != "cuda"):
+    if ring.size == 1 or transport == "messages" or (transport == "auto" and device.type != "cuda"):
         return Messages(ring)
     group, found = _PULLS.get((ring.name, device), (None, ""))
     if group is not ring.group:
@@ -59,25 +59,25 @@ def traffic_of(ring: Ring, device: torch.device, road: str = "auto") -> Traffic:
         _PULLS[ring.name, device] = ring.group, found
     if not isinstance(found, str):
         return found
-    if road == "pulls":
+    if transport == "pulls":
         raise NoPulls(found)
     return Messages(ring)
 
 
-def chosen(ring: Ring, road: str) -> str:
-    """The name of the road that a ring's attention took, without asking anyone."""
+def chosen(ring: Ring, transport: str) -> str:
+    """Returns the name of the transport that a ring's attention used; no communication."""
     pulls = any(name == ring.name and not isinstance(found, str) for (name, _), (_, found) in _PULLS.items())
-    return "pulls" if pulls and road != "messages" else "messages"
+    return "pulls" if pulls and transport != "messages" else "messages"
 
 
 def buffer_bytes(ring: Ring) -> int:
-    """Memory that a ring's pulls keep from op to op, on this rank; torch does not count it as allocated."""
+    """Returns the bytes of a ring's P2P buffers on this rank; torch does not count them as allocated."""
     of_ring = (found for (name, _), (_, found) in _PULLS.items() if name == ring.name)
     return sum(found.bytes for found in of_ring if not isinstance(found, str))
 
 
 def _pulls(ring: Ring, device: torch.device) -> Pulls | str:
-    """Where every rank can read every other's memory, buffers for that; else why not, the same on every rank."""
+    """Sets up P2P copies if every rank can read every other's memory; else returns the reason, alike on all ranks."""
     here = device.type == "cuda" and torch.version.hip is None
     facts = torch.tensor([_machine(), int(here)], device=ring.small_device(device))
     table = ring.gather(facts, "compared machines").wait()[0].tolist()
@@ -100,6 +100,6 @@ def _pulls(ring: Ring, device: torch.device) -> Pulls | str:
 
 
 def _machine() -> int:
-    """A number that ranks of one running machine share."""
+    """Returns a number that all ranks of one running machine share."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return zlib.crc32(boot.read_bytes()) if boot.exists() else zlib.crc32(b"")

@@ -1,4 +1,4 @@
-"""What travels in a ring, whatever the road: keys and values to everyone, float32 sums of gradients to their home."""
+"""The transport interface: all-gather of keys and values, and a ring pass with float32 gradient accumulators."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .two_streams import CURRENT_STREAM, StreamContext
 Sums = tuple[Tensor, Tensor]
 
 PULLED = 64 * 2**20
-"""`Traffic.bytes_per_gather` where keys are pulled, which takes no multiprocessors: measured, see recipes/results."""
+"""`Traffic.bytes_per_gather` of P2P copies, which use no multiprocessors: measured, see recipes/results."""
 
 
 class RingStep(NamedTuple):
-    """A few heads of one rank's keys, where this rank adds to their gradients.
+    """One step of a ring pass: some key heads of one rank, and the accumulators of their gradients.
 
     Args:
-        source: the rank whose keys they are.
-        heads: which of the key heads.
+        source: the rank that owns these keys.
+        heads: the key heads.
         k, v: [B, T, heads, ...] of that rank, not always contiguous.
-        sums: of dk and dv, opaque, with what the ranks before this one have added; to be added to in place.
+        sums: dk and dv accumulators (opaque) with the sums of the ranks before this one; add to them in place.
         at: as in `KVGroup`.
     """
 
@@ -38,11 +38,11 @@ class RingStep(NamedTuple):
 
 
 class Traffic(Protocol):
-    """A road between the ranks of a ring. No road changes a bit of any result.
+    """A transport between the ranks of a ring. All transports give the same bits.
 
-    ``groups`` and ``bytes_per_gather``: the heads of a gather are divided into so many groups at least, and into more
-    where that keeps the gathered keys and values of one below so many bytes. All but the first travel while others are
-    attended, but small groups cost more to launch (`head_groups`).
+    A gather is split into at least ``groups`` groups of heads, and into more if one group would exceed
+    ``bytes_per_gather``. The transfer of each group but the first overlaps with attention on the one before it. Small
+    groups cost more to launch (`head_groups`).
     """
 
     ring: Ring
@@ -58,37 +58,38 @@ class Traffic(Protocol):
         keep: bool = False,
         two_streams: bool = False,
     ) -> Generator[KVGroup]:
-        """Keys and values [B, S, heads, ...] of the whole row in order, a group of heads at a time, the next group on
-        its way meanwhile. The first sets out at once, before the iterator is asked for it.
+        """All-gathers keys and values [B, S, heads, ...] of the row in order, one group of heads at a time.
+
+        The transfer of the first group starts at once; that of each later group overlaps with the use of the one
+        before it.
 
         Args:
             owners: of the row's chunks, as in `Layout`.
-            keep: without it the memory of a group may hold another one once the next is asked for.
-            abreast: parts may be read on streams of their own, where a road has such; they are joined when the iterator
-                ends or is closed.
+            keep: give each group its own memory; otherwise later groups reuse it.
+            two_streams: groups may alternate between two streams, which join when the iterator ends or is closed.
         """
         ...
 
     def ring_pass(
-        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+        self, k: Tensor, v: Tensor, halves: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
     ) -> Generator[RingStep]:
-        """Walks the ring: every rank's keys once, lane by lane, this rank's own last. The first set out at once.
+        """Passes keys and values around the ring: yields every rank's once per head half, this rank's own last.
 
-        Sums start at the rank after the one whose keys they belong to, with ``new(source, lane)``, and move on when
-        the walk is resumed: those of one lane travel while the other lane is computed. They are home when their owner
-        adds to them, so nothing is left to wait for at the end. ``two_streams``: lanes may be added to on streams of
-        their own, as in `gathered`.
+        The accumulators of a rank's keys start at the next rank as ``new(source, half)``. Each is sent on when the
+        generator resumes, and the transfer of one half overlaps with the computation of the other. The owner adds to
+        them last, so nothing is left to wait for. ``two_streams``: halves may alternate between streams, as in
+        `gathered`.
         """
         ...
 
 
 def visiting_order(ring: Ring) -> list[int]:
-    """The ranks whose keys this rank meets: the one before it first, its own last."""
+    """The source ranks of a ring pass, in order: the previous rank first, this rank last."""
     return [(ring.rank - 1 - step) % ring.size for step in range(ring.size)]
 
 
 def head_halves(heads: int, ring_size: int) -> list[slice]:
-    """Two halves of the key heads, so that one half travels while the other is computed; one where that cannot be."""
+    """Splits the key heads in two if it can, so that sending one half overlaps with computing the other."""
     if ring_size == 1 or heads == 1:
         return [slice(0, heads)]
     middle = (heads + 1) // 2

@@ -1,7 +1,7 @@
-"""Gathered keys and values that outlive their attention, for others of the very same ones.
+"""Gathered keys and values that several layers share, as in models with shared K/V.
 
-An op takes tensors and numbers, so it is told by a number where to keep what it gathers, or where to find it. Who makes
-a `GatheredKV` or a `ComparedKV` owns that memory: nothing here lets it live longer.
+An op takes only tensors and numbers, so a number identifies the `GatheredKV` or `ComparedKV` to fill or to reuse. The
+caller that creates one owns its memory: this module holds weak references.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .two_streams import CURRENT_STREAM, StreamContext
 
 
 class KVGroup(NamedTuple):
-    """A group of key heads, and the keys and values [B, S, heads, ...] that they have.
+    """A group of key heads with their keys and values [B, S, heads, ...].
 
     Args:
-        at: they have come on the stream that this sets; whoever reads them queues that inside of it.
+        at: the stream on which they arrived; queue reads of them inside this context.
     """
 
     heads: slice
@@ -32,8 +32,7 @@ class KVGroup(NamedTuple):
 
 
 MAKES, TAKES, LAST = 1, 2, 3
-"""The roles of layers that share: others attend to its keys and values; it attends to another one's; and is the last
-of its model that does."""
+"""The role of a layer that shares K/V: it provides them; it reuses them; it is the last of its model to reuse them."""
 
 COMPARED = "compared keys and values that layers share"
 
@@ -41,9 +40,9 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GatheredKV:
-    """The keys and values [B, S, heads, ...] of one plan's forward, by groups of heads; None until all have come.
+    """Gathered K/V [B, S, heads, ...] of one layer, by groups of heads, reused by layers that share them.
 
-    For whoever knows that these are the keys and values that he attends to. Args of an op: its ``number`` and ``role``.
+    ``parts`` is None until all groups have arrived. An op takes its ``number`` and ``role``.
     """
 
     role: None = None
@@ -53,7 +52,7 @@ class GatheredKV:
         self.number = _numbered(self)
 
     def filling(self, gathered: Iterable[KVGroup]) -> Generator[KVGroup]:
-        """The same parts, which are kept once all of them have come."""
+        """Passes the groups on, and stores them once all have arrived."""
         parts = []
         for part in gathered:
             parts.append(part._replace(at=CURRENT_STREAM))
@@ -62,7 +61,7 @@ class GatheredKV:
 
 
 class LayerRole(NamedTuple):
-    """What the op of a compiled layer is told: tensors, since a compiler makes a new graph for each new number.
+    """A compiled layer's store and role, as tensors: a compiler makes a new graph for each new number.
 
     Args:
         number: [1] int64 on the CPU, of a `ComparedKV`.
@@ -80,12 +79,11 @@ class _Made(NamedTuple):
 
 
 class ComparedKV:
-    """What the compiled layers of one batch keep for each other. They are told apart by their keys and values alone.
+    """Gathered K/V that the compiled layers of one batch share, looked up by value.
 
-    Tensors have no identity in a graph: a compiler computes the same keys in several places, and writes others into
-    their memory, unseen. So what a layer attends to is compared with copies of what was gathered, bit by bit, on every
-    rank; one on which they differ makes all of them gather. This costs these copies, of a rank's own tokens, and for
-    each layer that takes a message of 8 bytes and a stop of the host.
+    Tensors have no identity in a graph: a compiler may compute the same keys in several places, or reuse their memory.
+    So each rank compares a layer's keys and values bit by bit with copies of the gathered ones, and all ranks gather
+    if they differ on any. The cost: copies of the local tokens, and an 8-byte all-gather and a host sync per layer.
 
     Attributes:
         number: [1] int64 on the CPU.
@@ -96,14 +94,14 @@ class ComparedKV:
         self._made: dict[object, _Made] = {}
 
     def clear(self) -> None:
-        """Keeps nothing any more."""
+        """Frees everything stored."""
         self._made.clear()
 
     def kept(self, role: int, ring: Ring, plan: object, k: Tensor, v: Tensor) -> GatheredKV | None:
-        """Where these keys and values [B, T, G, ...] are, or are to be left; None: neither. A collective.
+        """Returns the store of these keys and values [B, T, G, ...], filled or to fill; None: no store. Collective.
 
         Args:
-            plan: by its identity, what they are gathered for.
+            plan: the plan that they are gathered for, compared by identity.
         """
         if recomputing():
             self.clear()
@@ -125,7 +123,7 @@ class ComparedKV:
 def gathered_kv_for(
     number: Tensor | None, role: Tensor | None, ring: Ring, plan: object, k: Tensor, v: Tensor
 ) -> GatheredKV | None:
-    """What an op was told of by these two, for these keys and values; None: it gathers, and keeps nothing."""
+    """Looks up an op's store for these keys and values; None: the op gathers and stores nothing."""
     keeper = None if number is None else _ALIVE.get(int(number))
     if isinstance(keeper, ComparedKV):
         return None if role is None else keeper.kept(int(role), ring, plan, k, v)
@@ -133,7 +131,7 @@ def gathered_kv_for(
 
 
 def recomputing() -> bool:
-    """Whether a backward is running, so that this is a checkpoint's recompute. The same on every rank."""
+    """Returns True in a backward, that is, in a checkpoint's recompute. The same on every rank."""
     return torch._C._current_graph_task_id() != -1
 
 

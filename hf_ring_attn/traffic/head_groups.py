@@ -1,4 +1,4 @@
-"""Which heads travel together, and by which way: keys of the whole row, or those that a sparse plan has."""
+"""Groups of heads for each transfer, and the forward's keys and values: all-gathered or by sparse exchange."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from .gathered_kv import GatheredKV, KVGroup
 from .interrupted import interruption_guard
 
 QUERIES, SCORES = 2**15, 2**31
-"""What one launch for a chunk of tokens and a group of heads has at least, if there are so many heads: two blocks of
-queries for each multiprocessor of a large GPU, and work for about a millisecond there, ten times what launching takes.
-Where each query head has keys of its own (128 heads of 192/128 at 32K tokens), groups by bytes alone cost a quarter of
-the forward's speed on an H200: 192 blocks take as long as 264."""
+"""Minimum work of one launch, if there are enough heads: two blocks of queries per multiprocessor of a large GPU, and
+about a millisecond there, ten times the launch overhead. With one key head per query head (128 heads of 192/128 at 32K
+tokens), groups by bytes alone cost a quarter of the forward's speed on an H200: 192 blocks take as long as 264."""
 LARGEST = 2**30
-"""Bytes that a group may have for the sake of its launch: a gather holds two groups or three."""
+"""Most bytes of a group that is enlarged for its launch; a gather holds two or three groups."""
 SUMS = 2**29
-"""Bytes of dk's and dv's sums in one walk of the ring, if launches stay large; roads hold them up to three times. Those
-of Llama's eight key heads at 256K tokens on four GPUs are as many."""
+"""Bytes of the dk and dv accumulators in one ring pass, if launches stay large; transports hold up to three copies.
+Llama's eight key heads at 256K tokens on four GPUs need this many."""
 
 
 def head_groups(
     q: Tensor, k: Tensor, v: Tensor, traffic: Traffic, heads_per_gather: int, keys: int, chunk: int
 ) -> list[slice]:
-    """The key/value heads in groups of ``heads_per_gather``; 0: as `Traffic` has it, and none too small to launch.
+    """Splits the key/value heads into groups of ``heads_per_gather``; 0: by `Traffic` and the minimum launch.
 
     Args:
         q, k, v: of a rank's tokens, [B, T, ...]. Only shapes count, so the groups are the same on every rank.
-        keys: how many of each head arrive.
+        keys: tokens gathered per head.
         chunk: tokens of a kernel's call.
     """
     batch, _, heads, width = k.shape
@@ -48,8 +47,9 @@ def head_groups(
 
 
 def ring_pass_groups(q: Tensor, k: Tensor, v: Tensor, chunk: int, itemsize: int) -> list[slice]:
-    """The key/value heads in groups of about one size, each of which walks the ring by itself: what a backward holds
-    grows with the heads of a group. One group where `SUMS` allows it.
+    """Splits the key/value heads into even groups, one ring pass each: backward memory grows with a group's heads.
+
+    One group if `SUMS` allows it.
 
     Args:
         q, k, v: of a rank's tokens, as in `head_groups`.
@@ -59,14 +59,14 @@ def ring_pass_groups(q: Tensor, k: Tensor, v: Tensor, chunk: int, itemsize: int)
     batch, tokens, heads, width = k.shape
     bytes_per_head = batch * tokens * (width + v.shape[3]) * itemsize
     queries_per_head = max(1, batch * chunk * q.shape[2] // heads)
-    each = max(1, SUMS // max(1, bytes_per_head), 2 * _to_launch(queries_per_head, tokens))  # two lanes
+    each = max(1, SUMS // max(1, bytes_per_head), 2 * _to_launch(queries_per_head, tokens))  # two halves
     count = min(-(-heads // each), max(1, heads // 2))
-    stops = [-(-heads * number // count) for number in range(count + 1)]  # the largest first: the others fit its room
+    stops = [-(-heads * number // count) for number in range(count + 1)]  # largest first: the others fit its buffers
     return [slice(start, stop) for start, stop in itertools.pairwise(stops)]
 
 
 def _to_launch(queries_per_head: int, keys: int) -> int:
-    """How many key heads a launch needs, by what `QUERIES` and `SCORES` ask for."""
+    """Returns the number of key heads that a launch needs to reach `QUERIES` and `SCORES`."""
     return max(-(-QUERIES // queries_per_head), -(-SCORES // (queries_per_head * max(1, keys))))
 
 
@@ -74,9 +74,11 @@ def seen_by_heads(
     traffic: Traffic, exchange: Exchange | None, owners: Owners, q: Tensor, k: Tensor, v: Tensor,
     heads_per_gather: int, kept: GatheredKV | None = None, *, most: int = 0, two_streams: bool = False,
 ) -> Generator[KVGroup]:  # fmt: skip
-    """The keys and values [B, S, heads, ...] of a plan's forward, a few heads at a time: the whole row's, or those that
-    this rank's queries q see, ``most`` on some rank. Where ``kept`` has them nothing travels; where it is empty they
-    are left there. ``two_streams``: as in `Traffic.gathered`; to be closed then, also after an error."""
+    """Yields the keys and values [B, S, heads, ...] of a plan's forward, one group of heads at a time.
+
+    These are the whole row's, or only those that this rank's queries see (at most ``most`` on any rank). A filled
+    ``kept`` is reused without communication, an empty one is filled. ``two_streams``: as in `Traffic.gathered`; close
+    the generator then, also after an error."""
     if kept is not None and kept.parts is not None:
         return (part for part in kept.parts)
     ring, tokens = traffic.ring, k.shape[1]
@@ -91,12 +93,12 @@ def seen_by_heads(
 
 
 def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]) -> Generator[KVGroup]:
-    halfway = interruption_guard(ring)
-    sent = ring.by_heads((k, v), groups, halfway.sending(functools.partial(exchange.take, ring)))
+    guard = interruption_guard(ring)
+    sent = ring.by_heads((k, v), groups, guard.sending(functools.partial(exchange.take, ring)))
 
     def arriving() -> Generator[KVGroup]:
         for group, arrived in sent:
             yield KVGroup(group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1]))
-        halfway.end()  # by now a backward has given the last gradients back, too
+        guard.end()  # by now a backward has returned the last gradients, too
 
     return arriving()

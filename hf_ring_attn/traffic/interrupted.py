@@ -1,8 +1,7 @@
-"""What ends half-way must not be mistaken for what comes next.
+"""Detects an exchange that an exception interrupted.
 
-Ranks tell messages and signals apart by their order alone. After an error that was caught in the middle of an
-attention, other ranks would take those of the next one for the rest of it: wrong numbers without a word, or a wait for
-ever.
+Ranks match messages and signals by order alone. If a program catches an error in the middle of an attention, other
+ranks would receive the next attention's messages for the rest of this one: silently wrong numbers, or a deadlock.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ P = ParamSpec("P")
 
 
 class InterruptionGuard:
-    """Whether a ring is in the middle of an attention, as this rank sees it.
+    """Tracks on this rank if a ring is in the middle of an exchange.
 
     Attributes:
-        inside: something was sent, not all has come.
-        begun: something was sent since the latest walk began, whether or not all has come.
+        inside: a message was sent, and not all have arrived.
+        begun: a message was sent since the latest pass began, even if all have arrived.
     """
 
     def __init__(self) -> None:
         self.inside = self.begun = False
 
     def begin(self) -> None:
-        """Raises as `check`."""
+        """Marks the start of an exchange. Raises as `check`."""
         self.check()
         self.inside = self.begun = True
 
     def sending(self, send: Callable[P, Pending]) -> Callable[P, Pending]:
-        """Begins with the first message by ``send``: where none has left, nothing is half-way. Raises as `check`."""
+        """Wraps ``send`` so that the exchange begins with its first message. Raises as `check`."""
         self.check()
 
         def sent(*args: P.args, **kwargs: P.kwargs) -> Pending:
@@ -45,7 +44,7 @@ class InterruptionGuard:
                 return send(*args, **kwargs)
             except PeerLost:
                 raise
-            except Exception:  # no room for it, say: this message has not left
+            except Exception:  # such as out of memory: this message was not sent
                 self.inside, self.begun = before
                 raise
 
@@ -60,30 +59,30 @@ class InterruptionGuard:
 
     @contextmanager
     def walk(self, number: int, walks: int) -> Iterator[None]:
-        """One of several walks of an attention, which is half-way between them, too."""
+        """Runs one of several passes of an attention; between two of them the exchange is unfinished, too."""
         if number:
             self.inside = False
         self.begun = False
         try:
             yield
         except BaseException:
-            # Others go on with this walk, or with the next one.
+            # Other ranks continue with this pass, or with the next one.
             self.inside = self.inside or (number + 1 < walks if self.begun else number > 0)
             raise
         self.inside = number + 1 < walks
 
     def check(self) -> None:
-        """
+        """Refuses to begin after an interrupted exchange.
+
         Raises:
-            LeftHalfway: what began before has not ended.
+            LeftHalfway: an earlier exchange has not ended.
         """
         if self.inside:
             raise LeftHalfway()
 
 
 def interruption_guard(ring: Ring) -> InterruptionGuard:
-    """The one of a ring, whatever its roads. A new process group starts afresh; a ring of one, or one that a process
-    plays, has nobody to fool."""
+    """Returns the guard of a ring's process group, shared by its transports; a fresh one without communication."""
     return (
         InterruptionGuard()
         if ring.size == 1 or ring.name == LOCAL
@@ -92,4 +91,4 @@ def interruption_guard(ring: Ring) -> InterruptionGuard:
 
 
 _KNOWN: weakref.WeakKeyDictionary[object, InterruptionGuard] = weakref.WeakKeyDictionary()
-"""By process group. Weak, since gloo's threads end with their group, and must before the process does."""
+"""Guards by process group. Weak, since gloo's threads end with their group, and must before the process does."""

@@ -1,4 +1,4 @@
-"""Travel by messages between neighbours and by gathers: NCCL or gloo, any machine and any number of them."""
+"""Transport by send/recv between neighbours and all-gather: NCCL or gloo, on any number of machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = "passed keys and values on"
 
 
 class Messages:
-    """See the module and `Traffic`."""
+    """Implements `Traffic` with NCCL or gloo."""
 
     groups, bytes_per_gather = 2, 256 * 2**20
 
@@ -33,38 +33,38 @@ class Messages:
         two_streams: bool = False,
     ) -> Generator[KVGroup]:
         layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank, owners)
-        halfway = interruption_guard(self.ring)
-        sent = self.ring.by_heads((k, v), groups, halfway.sending(self.ring.gather))
+        guard = interruption_guard(self.ring)
+        sent = self.ring.by_heads((k, v), groups, guard.sending(self.ring.gather))
 
         def arriving() -> Generator[KVGroup]:
             for group, (keys, values) in sent:
                 yield KVGroup(group, layout.merge(keys), layout.merge(values))
-            halfway.end()
+            guard.end()
 
         return arriving()
 
     def ring_pass(
-        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+        self, k: Tensor, v: Tensor, halves: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
     ) -> Generator[RingStep]:
         sources = visiting_order(self.ring)
-        halfway = interruption_guard(self.ring)
-        send_on = halfway.sending(self.ring.send_on)
+        guard = interruption_guard(self.ring)
+        send_on = guard.sending(self.ring.send_on)
 
         def walk(keys: Pending | None) -> Generator[RingStep]:
-            sums: list[Pending | None] = [None] * len(lanes)
+            sums: list[Pending | None] = [None] * len(halves)
             for step, source in enumerate(sources):
                 last = step + 1 == len(sources)
                 here = (k, v)
                 if keys is not None:
                     here = _pair(keys)
                     keys = send_on(here, KEYS) if step + 2 < len(sources) else None
-                for number, lane in enumerate(lanes):
+                for number, half in enumerate(halves):
                     arrived = sums[number]
-                    total = new(source, lane) if arrived is None else _pair(arrived)
-                    yield RingStep(source, lane, here[0][:, :, lane], here[1][:, :, lane], total)
+                    total = new(source, half) if arrived is None else _pair(arrived)
+                    yield RingStep(source, half, here[0][:, :, half], here[1][:, :, half], total)
                     if not last:
                         sums[number] = send_on(total, "passed gradients on")
-            halfway.end()
+            guard.end()
 
         return walk(None if self.ring.size == 1 else send_on((k, v), KEYS))
 

@@ -1,4 +1,4 @@
-"""How keys and values lie in memory that other ranks copy from."""
+"""The memory layout of keys and values in a buffer that other ranks copy from."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """How keys and values lie where others read them: a group of heads after the other, and in a group k and v of a
-    token side by side, so that one copy moves both: [B, T, heads of k, then of v], the heads flattened. With ``chunks``
-    [chunks, B, T / chunks, ...], so that each chunk of a layout lies together."""
+    """The layout of a shared buffer: one group of heads after another, with k and v of a token adjacent in a group.
+
+    One copy thus moves both: [B, T, heads of k, then of v], heads flattened. With ``chunks``: [chunks, B, T / chunks,
+    ...], so that each chunk of a `Layout` is contiguous."""
 
     batch: int
     tokens: int
@@ -38,7 +39,7 @@ class Packing:
 
     @cached_property
     def stops(self) -> tuple[int, ...]:
-        """Where groups begin, and the last ends, in bytes."""
+        """Byte offsets: the start of each group, then the end of the last."""
         each = self.batch * self.tokens * (self.width + self.value_width) * self.dtype.itemsize
         return tuple(itertools.accumulate((heads * each for heads in self.heads), initial=0))
 
@@ -49,7 +50,7 @@ class Packing:
         return self.batch, self.tokens, width
 
     def views(self, of_ranks: list[Tensor]) -> list[list[tuple[Tensor, ...]]]:
-        """For each group, of each rank's bytes: the whole, or chunk by chunk and batch row by batch row."""
+        """Views of all ranks' bytes, by group and rank: the whole, or one view per chunk and batch row."""
         found = []
         for number, (start, stop) in enumerate(itertools.pairwise(self.stops)):
             whole = [x[start:stop].view(self.dtype).view(self.shape(number)) for x in of_ranks]
@@ -77,8 +78,7 @@ class Packing:
     def lay_down(
         self, row: Tensor, parts: list[tuple[Tensor, ...]], order: Iterable[int], held: Sequence[Sequence[int]]
     ) -> None:
-        """Copies the chunks of all ranks, as `views` has them, into the row: contiguous on both sides. ``held``: which
-        of the row's chunks each rank has."""
+        """Copies all ranks' chunks (as in `views`) into ``row``, contiguous on both sides; ``held``: chunks by rank."""
         chunks = self.chunks * len(parts)
         places = row.unflatten(1, (chunks, -1)).flatten(0, 1).unbind(0)  # batch row by batch row, chunk by chunk
         for rank in order:
@@ -87,17 +87,17 @@ class Packing:
                 places[batch_row * chunks + held[rank][number]].copy_(part)
 
     def empty(self, like: Tensor, number: int, ranks: int) -> Tensor:
-        """Room for a group of so many ranks' tokens: [B, S, width]."""
+        """Allocates a receive buffer [B, S, width] for one group of ``ranks`` ranks' tokens."""
         *_, width = self.shape(number)
         return torch.empty(self.batch, ranks * self.tokens, width, dtype=self.dtype, device=like.device)
 
     def within(self, room: Tensor, number: int, ranks: int) -> Tensor:
-        """The same in the room of a larger group."""
+        """Returns that buffer as a view of a larger group's buffer."""
         shape = self.batch, ranks * self.tokens, self.shape(number)[-1]
         return room.view(-1)[: math.prod(shape)].view(shape)
 
     def apart(self, row: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """k and v [B, S, heads, ...] as views of [B, S, width]."""
+        """Splits [B, S, width] into views k and v [B, S, heads, ...]."""
         heads = self.heads[number]
         k, v = row.split([heads * self.width, heads * self.value_width], 2)
         return k.unflatten(2, (heads, -1)), v.unflatten(2, (heads, -1))

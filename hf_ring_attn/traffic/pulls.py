@@ -1,18 +1,17 @@
-"""Travel by pulls: each rank copies what it needs out of the others' memory, over NVLink, by the copy engines.
+"""Transport by P2P copies: each rank reads the others' memory over NVLink with the copy engines.
 
-torch's symmetric memory makes a buffer of each rank readable by all. NCCL's point-to-point messages reach less than
-half of a link's speed at the sizes of a ring's hops, cost the host ten times as much to launch, and take
-multiprocessors from the attention that they are to hide behind (recipes/results/2026-11-21-pulls); a copy does not.
+torch's symmetric memory makes a buffer of each rank readable by all. At the message sizes of a ring step, NCCL's
+send/recv reaches less than half of a link's speed, costs the host ten times as much to launch, and takes
+multiprocessors from the attention it overlaps with (recipes/results/2026-11-21-pulls); a copy does not.
 
-What keeps ranks from reading too early or writing too soon:
+Synchronization:
 
-- Keys and values lie in one of two buffers, by turns from op to op. A barrier of each op follows the writing and
-  comes before the reading; that of the next op says that everyone has finished reading this one's, so the buffer
-  after next may be written again.
-- Groups of heads, and lanes, may be attended on two streams by turns (`two_streams`); each waits for its own keys and
-  sums, and both are joined at the end of a walk. What travels lies in memory of the stream that an op is called on.
-- The sums of a lane lie in an outbox. READY says to the next rank that they are there, TAKEN to the one before that
-  they have been copied, and the outbox may be written again.
+- Ops alternate between two buffers of keys and values. Each op writes, waits at a barrier, then reads. The next op's
+  barrier means that all ranks have finished reading, so the op after that may overwrite the buffer.
+- Groups of heads, and head halves, may alternate between two streams (`two_streams`). Each waits for its own keys and
+  accumulators, and both streams join at the end. Buffers belong to the stream that calls the op.
+- Accumulators of a head half are sent through an outbox. READY signals to the next rank that they are written, TAKEN
+  to the previous rank that they are copied and its outbox may be overwritten.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ from .packing import Packing
 from .two_streams import Abreast
 
 LOST_AFTER_MS = 600_000
-"""`Pulls.lost_after_ms` where torch does not tell a process group's timeout; NCCL's default."""
+"""`Pulls.lost_after_ms` if a process group's timeout cannot be read; NCCL's default."""
 
 BARRIER = 0
 READY = 1
 TAKEN = 3
-"""Channels of signals; the last two with one for each of two lanes."""
+"""Signal channels; READY and TAKEN use one per head half."""
 
 ROUND = 2**21
-"""Sizes of buffers are multiples of this."""
+"""Buffer sizes are multiples of this many bytes."""
 
 PACKINGS = 32
-"""So many ways of lying in a buffer are remembered: rows of other lengths make others."""
+"""Most buffer layouts that are cached; each row length makes another."""
 
 
 class Shared:
-    """Bytes of every rank that all ranks can read. Making one is a collective."""
+    """A buffer of symmetric memory on every rank, readable by all. Creating one is a collective."""
 
     def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
         self.size = size
@@ -61,12 +60,12 @@ class Shared:
 
 
 class Pulls:
-    """See the module and `Traffic`. One for each ring and device, since its buffers are used by turns.
+    """Implements `Traffic` with P2P copies. One per ring and device, since its ops alternate between two buffers.
 
     Attributes:
-        lost_after_ms: a rank that waits longer for another one ends with an error of CUDA.
-        held: what queued copies read and write. After an error in the middle of an op they are queued still, and
-            whoever got their memory would be written over: it stays, until a process group of this name begins anew.
+        lost_after_ms: timeout of a wait for another rank; it ends with a CUDA error.
+        held: tensors that queued copies use. After an error in an op the copies are still queued, so freeing their
+            memory would let them overwrite other tensors: it stays until the ring's process group is replaced.
     """
 
     groups, bytes_per_gather = 2, PULLED
@@ -75,7 +74,7 @@ class Pulls:
         self.ring = ring
         self.device = device
         self.other_stream: Any = torch.cuda.Stream(device)
-        # Before the attention's blocks in the queue: a signal waits for one of them at most.
+        # High priority: a signal waits for one attention block at most.
         self.keys_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.sums_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.ops = itertools.count()
@@ -87,14 +86,14 @@ class Pulls:
 
     @property
     def bytes(self) -> int:
-        """What the buffers take: two of this rank's keys and values, and one of their sums, at the largest op yet."""
+        """Bytes of the buffers: two of keys and values, and one of accumulators, sized for the largest op so far."""
         return sum(shared.size for shared in self.keys) + (self.outboxes.size if self.outboxes is not None else 0)
 
     def try_out(self) -> None:
-        """A collective. Every rank reads a byte of every other.
+        """Reads a byte of every other rank. A collective.
 
         Raises:
-            RuntimeError: where that cannot be.
+            RuntimeError: a rank's memory cannot be read.
         """
         shared = Shared(self.ring, ROUND, self.device)
         shared.mine.fill_(self.ring.rank)
@@ -118,17 +117,17 @@ class Pulls:
         size = self.ring.size
         held = chunks_of(size, owners)
         packing = Packing.of(k, v, groups, len(held[0]))
-        rooms = len(groups) if keep else min(2, len(groups))
-        rows = [packing.empty(k, number, size) for number in range(rooms)]  # the first are the largest
+        slots = len(groups) if keep else min(2, len(groups))
+        rows = [packing.empty(k, number, size) for number in range(slots)]  # the first are the largest
         shared = self._publish(k, v, packing)
         self.held["rows"] = rows
-        order = [(self.ring.rank + step) % size for step in range(size)]  # its own first, then each rank another one's
+        order = [(self.ring.rank + step) % size for step in range(size)]  # each rank reads from a different one
         read: list[Any] = []
 
         def pull(number: int) -> tuple[Tensor, Any]:
-            row = packing.within(rows[number % rooms], number, size)
-            if number >= rooms:
-                self.keys_stream.wait_event(read[number - rooms])
+            row = packing.within(rows[number % slots], number, size)
+            if number >= slots:
+                self.keys_stream.wait_event(read[number - slots])
             with torch.cuda.stream(self.keys_stream):
                 packing.lay_down(row, shared[number], order, held)
                 return row, self._event(self.keys_stream)
@@ -150,7 +149,7 @@ class Pulls:
         return arriving(pull(0))
 
     def _publish(self, k: Tensor, v: Tensor, packing: Packing) -> list[list[tuple[Tensor, ...]]]:
-        """Writes keys and values where all ranks can read them. Returns every rank's, readable on `keys_stream`."""
+        """Writes keys and values to the shared buffer. Returns views of every rank's, readable on `keys_stream`."""
         self.halfway.begin()
         self._make_room(packing.stops[-1], 0)
         shared = self.keys[next(self.ops) % 2]
@@ -158,7 +157,7 @@ class Pulls:
             if len(shared.views) >= PACKINGS:
                 shared.views.clear()
             shared.views[packing] = packing.views(shared.of)
-        # The op before this one may have been another stream's; if it was this one's, it has waited for all that.
+        # The previous op may have run on another stream; on the same one this waits for nothing.
         self._compute().wait_stream(self.keys_stream)
         packing.write(shared.mine, k, v)
         self.keys_stream.wait_stream(self._compute())
@@ -173,83 +172,82 @@ class Pulls:
     # ---- the ring --------------------------------------------------------------------------------------------------
 
     def ring_pass(
-        self, k: Tensor, v: Tensor, lanes: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
+        self, k: Tensor, v: Tensor, halves: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
     ) -> Generator[RingStep]:
         *others, own = visiting_order(self.ring)
-        packing = Packing.of(k, v, lanes)
-        rooms = min(2, len(others))
-        landings = [[packing.empty(k, number, 1) for _ in range(rooms)] for number in range(len(lanes))]
+        packing = Packing.of(k, v, halves)
+        slots = min(2, len(others))
+        buffers = [[packing.empty(k, number, 1) for _ in range(slots)] for number in range(len(halves))]
         shared = self._publish(k, v, packing)
-        self.held["landings"] = landings
+        self.held["buffers"] = buffers
         read: dict[tuple[int, int], Any] = {}
 
-        def pull(step: int, lane: int) -> tuple[Tensor, Any]:
+        def pull(step: int, half: int) -> tuple[Tensor, Any]:
             if step >= 2:
-                self.keys_stream.wait_event(read.pop((step - 2, lane)))
-            landing = landings[lane][step % rooms]
+                self.keys_stream.wait_event(read.pop((step - 2, half)))
+            buffer = buffers[half][step % slots]
             with torch.cuda.stream(self.keys_stream):
-                landing.copy_(shared[lane][others[step]][0])
-                return landing, self._event(self.keys_stream)
+                buffer.copy_(shared[half][others[step]][0])
+                return buffer, self._event(self.keys_stream)
 
-        keys = {(step, lane): pull(step, lane) for step in range(min(2, len(others))) for lane in range(len(lanes))}
+        keys = {(step, half): pull(step, half) for step in range(min(2, len(others))) for half in range(len(halves))}
 
         def walk() -> Generator[RingStep]:
             first = others[0] if others else own
-            # Those of a lane that it begins with, and room for the next ones: they change places at each step.
-            sums = [_with_room(new(first, lane)) for lane in lanes]
+            # A double buffer per half: accumulators to add to, and a receive buffer; they swap at each step.
+            sums = [_with_room(new(first, half)) for half in halves]
             self.held["sums"] = sums
-            room = self._room(sums[0][0], len(lanes)) if others else 0
-            arrived: list[Any] = [None] * len(lanes)
+            room = self._room(sums[0][0], len(halves)) if others else 0
+            arrived: list[Any] = [None] * len(halves)
             with self._streams(two_streams) as streams:
-                turns = [(number, lane, streams.turn(number)) for number, lane in enumerate(lanes)]
+                turns = [(number, half, streams.turn(number)) for number, half in enumerate(halves)]
                 for step, source in enumerate(others):
-                    for number, lane, at in turns:
-                        landing, keys_arrived = keys.pop((step, number))
+                    for number, half, at in turns:
+                        buffer, keys_arrived = keys.pop((step, number))
                         here, there = sums[number][step % 2], sums[number][(step + 1) % 2]
                         with at:
                             self._wait_for(arrived[number])
                             self._wait_for(keys_arrived)
-                        yield RingStep(source, lane, *packing.apart(landing, number), here, at)
+                        yield RingStep(source, half, *packing.apart(buffer, number), here, at)
                         with at:
                             read[step, number] = self._event(self._compute())
                             if step + 2 < len(others):
                                 keys[step + 2, number] = pull(step + 2, number)
                             arrived[number] = self._moved_on(here, there, number, room, first=step == 0)
-                for number, lane, at in turns:
+                for number, half, at in turns:
                     with at:
                         self._wait_for(arrived[number])
-                    yield RingStep(own, lane, k[:, :, lane], v[:, :, lane], sums[number][len(others) % 2], at)
-            # The next rank has copied the last sums once it says so. Only the next op's first sums wait for that.
+                    yield RingStep(own, half, k[:, :, half], v[:, :, half], sums[number][len(others) % 2], at)
+            # TAKEN: the next rank has copied the last accumulators. Only the next op's first ones wait for it.
             with torch.cuda.stream(self.sums_stream):
-                for number in range(len(lanes)):
+                for number in range(len(halves)):
                     self._wait_for_signal(self._next, TAKEN + number)
             self._end()
 
         return walk()
 
-    def _room(self, sums: Sums, lanes: int) -> int:
-        """Bytes of each lane's part of the outbox, from the sums of the first lane, which has the most heads."""
+    def _room(self, sums: Sums, halves: int) -> int:
+        """Returns the outbox bytes per head half, from the accumulators of the first half, which has the most heads."""
         room = -(-sum(x.nbytes for x in sums) // ROUND) * ROUND
-        self._make_room(0, room * lanes)
+        self._make_room(0, room * halves)
         return room
 
-    def _moved_on(self, sums: Sums, arriving: Sums, lane: int, room: int, first: bool) -> Any:
-        """Hands sums to the next rank and takes those of the rank before, for the keys that come next. The event after
-        which they have arrived."""
+    def _moved_on(self, sums: Sums, arriving: Sums, half: int, room: int, first: bool) -> Any:
+        """Sends accumulators on and receives those of the next keys; returns the event of their arrival."""
         size = sum(x.nbytes for x in sums)
-        assert self.outboxes is not None and size <= room, "lanes would write over each other's sums"
-        box = slice(lane * room, lane * room + size)
+        assert self.outboxes is not None and size <= room, "halves would write over each other's sums"
+        box = slice(half * room, half * room + size)
         self.sums_stream.wait_stream(self._compute())
         with torch.cuda.stream(self.sums_stream):
             if not first:
-                self._wait_for_signal(self._next, TAKEN + lane)
+                self._wait_for_signal(self._next, TAKEN + half)
             for into, x in zip(_like(self.outboxes.mine[box], sums), sums, strict=True):
                 into.copy_(x)
-            self.outboxes.handle.put_signal(self._next, READY + lane, self.lost_after_ms)
-            self._wait_for_signal(self._previous, READY + lane)
+            self.outboxes.handle.put_signal(self._next, READY + half, self.lost_after_ms)
+            self._wait_for_signal(self._previous, READY + half)
             for into, x in zip(arriving, _like(self.outboxes.of[self._previous][box], sums), strict=True):
                 into.copy_(x)
-            self.outboxes.handle.put_signal(self._previous, TAKEN + lane, self.lost_after_ms)
+            self.outboxes.handle.put_signal(self._previous, TAKEN + half, self.lost_after_ms)
             return self._event(self.sums_stream)
 
     def _wait_for(self, event: Any) -> None:
@@ -282,7 +280,7 @@ class Pulls:
         return event
 
     def _make_room(self, keys: int, sums: int) -> None:
-        """Larger buffers where these do not fit; every rank needs the same, so all come here together."""
+        """Allocates larger buffers if needed. Sizes are the same on every rank, so all ranks do this together."""
         if keys and (not self.keys or self.keys[0].size < keys):
             self._settle()
             self.keys = []
@@ -294,7 +292,7 @@ class Pulls:
             self.outboxes = Shared(self.ring, sums, self.device)
 
     def _settle(self) -> None:
-        """Until no rank reads a buffer any more."""
+        """Waits until no rank reads a buffer any more."""
         torch.cuda.synchronize(self.device)
         self.ring.numbers(0, self.ring.small_device(self.device), "made room for keys and values")
         torch.cuda.synchronize(self.device)
@@ -306,16 +304,16 @@ def _with_room(sums: Sums) -> tuple[Sums, Sums]:
 
 
 def _like(flat: Tensor, sums: Sums) -> Sums:
-    """Bytes as two tensors like these."""
+    """Views bytes as two tensors like ``sums``."""
     first, second = sums
     one, other = flat.split([first.nbytes, second.nbytes])
     return one.view(first.dtype).view(first.shape), other.view(second.dtype).view(second.shape)
 
 
 def _lost_after_ms(ring: Ring, device: torch.device) -> int:
-    """How long the process group waits for a rank, as ddp_timeout sets it: pulls are no less patient than messages."""
+    """Returns the timeout of the process group (ddp_timeout), so that P2P copies wait as long as NCCL does."""
     try:
         seconds = ring.group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):  # private in torch, and not every backend has it
         return LOST_AFTER_MS
-    return max(1, math.ceil(seconds * 1000))  # 0 would be for ever
+    return max(1, math.ceil(seconds * 1000))  # 0 would mean no timeout

@@ -1,4 +1,4 @@
-"""A road on which everything has arrived: one process plays a rank of a ring."""
+"""A transport without communication: one process simulates a rank of a ring and has the whole row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .gathered_kv import KVGroup
 
 
 class SimulatedTraffic:
-    """What is alike in every `Traffic` without messages; where sums come from, each says itself.
+    """Base class of simulated transports; subclasses supply the accumulators of the ring pass.
 
     Args:
         row: k and v of the whole row, [B, padded, heads, width].
@@ -38,9 +38,9 @@ class SimulatedTraffic:
         for group in groups:
             yield KVGroup(group, self._row[0][:, :, group], self._row[1][:, :, group])
 
-    def walk(self, lanes: list[slice], sums: Callable[[int, slice], Sums]) -> Generator[RingStep]:
-        """The hops of a `Traffic`, with ``sums(source, lane)`` to add to."""
+    def walk(self, halves: list[slice], sums: Callable[[int, slice], Sums]) -> Generator[RingStep]:
+        """Yields the steps of a ring pass, with ``sums(source, half)`` as accumulators."""
         for source in visiting_order(self.ring):
-            for lane in lanes:
-                keys, values = (x[source][:, :, lane] for x in self._of_ranks)
-                yield RingStep(source, lane, keys, values, sums(source, lane))
+            for half in halves:
+                keys, values = (x[source][:, :, half] for x in self._of_ranks)
+                yield RingStep(source, half, keys, values, sums(source, half))

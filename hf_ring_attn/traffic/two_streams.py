@@ -1,8 +1,8 @@
-"""Two streams by turns, so that launches overlap where one ends and the next begins.
+"""Alternates between two CUDA streams, so that the end of one launch overlaps with the start of the next.
 
-The blocks of a launch are seldom a multiple of a GPU's multiprocessors, and those of a causal chunk are of unequal
-length: the last ones leave places idle, which the first ones of a launch on another stream fill. It also goes on while
-one lane of a ring waits for its sums.
+The number of blocks of a launch is seldom a multiple of a GPU's multiprocessors, and causal blocks have unequal work:
+the last wave leaves multiprocessors idle. Blocks of a launch on another stream fill them, also while one head half
+waits for its accumulators.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ from typing import Any
 import torch
 
 StreamContext = AbstractContextManager[Any]
-"""Entered while something is queued: sets the stream on which that is."""
+"""A context that sets the stream on which work is queued."""
 
 CURRENT_STREAM: StreamContext = nullcontext()
-"""The stream that is the current one anyway."""
+"""Leaves the current stream as it is."""
 
 
 class Abreast:
-    """The current stream and another one by turns; as a context, the other one begins after what was queued before it,
-    and what follows it begins after both.
+    """Alternates between the current stream and a side stream: forks on entering the context, joins on leaving it.
 
-    What is queued for a turn must need nothing of the other turns but what was queued before the context. Memory that
-    is allocated in a turn may be the other stream's: nobody else may use it, even after the context, since the
-    allocator hands it out again without waiting for him.
+    Work queued in a turn must not depend on another turn, only on work queued before the context. Tensors allocated in
+    a turn may belong to the side stream. Do not use them on another stream: the allocator does not wait for it.
 
     Args:
-        other: None: all turns are the current stream's.
+        other: the side stream; None: all turns use the current stream.
     """
 
     def __init__(self, other: Any, device: torch.device) -> None:

@@ -1,9 +1,9 @@
 """Masks of compiled models: made on the host before the model is called, looked up inside its graph.
 
-A compiler cannot trace how a mask becomes tiles, and must not keep what came of it: the next batch has other documents.
-So the host makes a kind of mask when a compiler first meets it, and from then on for every batch before the same model
-is called. The graph holds only the way to it, from the current batch by a name. What lies there are inputs of the
-graph, read anew in every call; where nothing does, a guard of the compiler fails, and the kind is made then.
+A compiler cannot trace the making of tiles, and must not cache them: the next batch has other documents. So the host
+makes a kind of mask when a compiler first needs it, and from then on for every batch before the model is called. The
+graph looks it up in the current batch by name, as inputs that each call reads again. If it is missing, a guard of the
+compiler fails, and the mask is made then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..context.batch_context import BatchContext
 
 @dataclass(frozen=True)
 class _Known:
-    """What the indices say so far: lo <= query - key <= hi."""
+    """Bounds read so far: lo <= query - key <= hi."""
 
     lo: int = -UNBOUNDED
     hi: int = UNBOUNDED
@@ -36,10 +36,10 @@ class _Known:
 
 
 class _Index:
-    """Stands for the index of any query or any key, less a distance, in a mask function that is being read.
+    """A symbolic query or key index, less a distance, with which a mask function is called to read its band.
 
-    A compiler shows a function's calls, not what it closes over, so here functions are called, not recognised. It can
-    do what those of `readable` do with indices and nothing else.
+    A compiler hides closures, so functions are called here, not recognised. It supports only the operations that
+    functions accepted by `readable` apply to indices.
     """
 
     def __init__(self, less: int = 0) -> None:
@@ -51,7 +51,7 @@ class _Index:
 
 class _Query(_Index):
     def __sub__(self, distance: int) -> _Query:
-        return _Query(self.less + operator.index(distance))  # a number that a compiler took for a variable, as well
+        return _Query(self.less + operator.index(distance))  # also a number that a compiler made symbolic
 
     def __ge__(self, zero: int) -> _Known:
         return _Known()
@@ -66,9 +66,9 @@ class _Key(_Index):
 
 
 def readable(attention_mask: Tensor | None, config: Any, hints: dict[str, Any]) -> bool:
-    """Whether masking_utils asks for a mask that is causal, causal with a window, or bidirectional, and nothing more.
+    """Returns True if masking_utils asks for a causal mask, with or without a window, or a bidirectional one.
 
-    It says that the mask may be skipped of none but these, of chunks and of bidirectional windows.
+    It allows skipping only these, and masks of chunks and of bidirectional windows.
     """
     if attention_mask is None or hints.get("use_vmap") or getattr(config, "attention_chunk_size", None) is not None:
         return False
@@ -86,7 +86,7 @@ def band_of(mask_function: Callable[..., Any]) -> tuple[int, int]:
 def fits(
     context: BatchContext, config: Any, rows: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any
 ) -> bool:
-    """Whether a mask of these sizes is that of a shard, for a model that was prepared."""
+    """Returns True if a mask of these sizes is a shard's, for a prepared model."""
     if context.text is not None or not any(config is known for known in context.log.configs):
         return False
     if not (isinstance(q_offset, int) and isinstance(kv_offset, int)) or q_offset != 0 or kv_offset != 0:

@@ -56,15 +56,14 @@ def ring_attention_forward(
     Args:
         query: [B, H, T, D]; key: [B, G, T, D]; value: [B, G, T, Dv].
         s_aux, sinks: [H] sink logits, under either of the names that models use.
-        score_mod: as in `ring_attention`; b counts the batch's rows, q_idx and kv_idx the tokens of a row, padding
-            among them. A model hands on to its layers what its call is given beside its inputs; a layer of one's own
-            may give each its own function.
+        score_mod: as in `ring_attention`; b is the batch row, q_idx and kv_idx count the row's tokens, with padding.
+            Models pass extra arguments of a call to their layers; a custom layer may pass another function.
 
     Returns:
         [B, T, H, Dv] contiguous in query's dtype, and None for the weights, which never exist.
 
     Raises:
-        Refused: for what a ring cannot do exactly.
+        Refused: a ring cannot compute this exactly.
     """
     if not isinstance(attention_mask, MaskSpec):
         if score_mod is not None:
@@ -111,7 +110,7 @@ _SCORED_LOCALLY = (
 )
 
 
-# A function of the user's own is run and looked into at every call: a compiler's graph ends before it.
+# A user's function is run and inspected at every call, so a compiler's graph ends before it.
 @torch.compiler.disable(reason="hf_ring_attn runs a score_mod outside of graphs")  # type: ignore[untyped-decorator]
 def _scored(
     spec: MaskSpec, trains: bool, function: ScoreFunction, params: Params, q: Tensor, k: Tensor, v: Tensor
@@ -136,7 +135,7 @@ def _scored(
 def _kept(
     spec: MaskSpec, module: nn.Module, key: Tensor, value: Tensor, dtype: torch.dtype
 ) -> GatheredKV | LayerRole | None:
-    """Where layers with these keys and values find what the first of them gathered; None: each gathers for itself."""
+    """The gathered K/V that layers with these keys and values share; None: each layer gathers by itself."""
     if spec.shared is None:
         return None
     if torch.compiler.is_compiling():
@@ -156,7 +155,7 @@ def _is_causal(spec: MaskSpec) -> bool:
 
 
 def _kernel(spec: MaskSpec, trains: bool, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The kernel's name."""
+    """Returns the kernel's name."""
     asked = (spec.context is not None, trains, spec.plan.ring, spec.config.kernel, *_facts(spec, params, q, k, v))
     if not torch.compiler.is_dynamo_compiling():
         return _chosen(*asked)
@@ -165,31 +164,31 @@ def _kernel(spec: MaskSpec, trains: bool, params: Params, q: Tensor, k: Tensor, 
 
 
 def _facts(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """Of a `Request`, each one: a compiler keeps numbers and dtypes, and no object of ours."""
+    """The fields of a `Request`, since a compiler can guard numbers and dtypes, but no object of ours."""
     return (
         q.device.type, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], params.softcap is not None,
         params.sinks is not None, params.deterministic, spec.plan.holes,
     )  # fmt: skip
 
 
-# A compiler runs it once for each set of arguments, all of which it guards, and keeps the name; it would break its
-# graph in the search for installed packages.
+# A compiler runs it once per set of arguments, which it guards, and caches the name; tracing the search for installed
+# packages would break its graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _chosen_once(*asked: Any) -> str:
     try:
         return _chosen(*asked)
-    except errors.Refused:  # a compiler would make an error of its own of it
+    except errors.Refused:  # a compiler would replace the error
         return ""
 
 
 @torch.compiler.disable(reason="hf_ring_attn refuses this attention: uncompiled, it says why")  # type: ignore[untyped-decorator]
 def _refuse(refusal: Callable[..., Any], *facts: Any) -> Any:
-    """Raises a refusal outside compiled code, in which it would be a stranger's error."""
+    """Raises a refusal outside compiled code, where it would become a compiler's error."""
     raise refusal(*facts)
 
 
 def _chosen(scoped: bool, trains: bool, ring: str, name: str, *facts: Any) -> str:
-    """The kernel's name for a layer, noted for the line at start."""
+    """The kernel's name for a layer, recorded for the log line at the start."""
     request = Request(*facts)
     kernel = kernel_for(ring, name, request)
     _note(scoped, trains, kernel, request)
@@ -197,7 +196,7 @@ def _chosen(scoped: bool, trains: bool, ring: str, name: str, *facts: Any) -> st
 
 
 def _note(scoped: bool, trains: bool, kernel: str, request: Request) -> None:
-    """For the line at start."""
+    """Records the kernel for the log line at the start."""
     context = batch_context.current()
     if not scoped:
         say(f"no ring active; kernel {kernel}")
@@ -211,7 +210,7 @@ def _note(scoped: bool, trains: bool, kernel: str, request: Request) -> None:
 
 
 def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All in one dtype: autocast's where it is on, as torch's own attention does; else the widest of them."""
+    """Casts all to one dtype: autocast's if enabled, as torch's attention does; else the widest of them."""
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -224,13 +223,13 @@ def _local(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
     dropout: float, softcap: float | None, s_aux: Tensor | None, sinks: Tensor | None, kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention outside any ring with a mask that is not ours: cached decoding and foreign towers."""
+    """Attention outside a ring with a mask that is not ours: cached decoding and vision towers."""
     context = batch_context.current()
     if context is not None and not context.before_text:
         raise errors.LayerWithoutSpec(type(module).__name__, "nothing" if mask is None else type(mask).__name__)
     if softcap is None and s_aux is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    # torch's sdpa has neither softcap nor sinks; the model's own eager code has what the model needs.
+    # torch's sdpa has neither softcap nor sinks; the model's eager code has them.
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         why = f"{type(module).__module__} has no eager_attention_forward to decode with"

@@ -1,8 +1,8 @@
-"""transformers' masks as data: a mask function is recognised, never probed, and becomes a `MaskSpec`.
+"""transformers' masks as data: converts a mask function to a `MaskSpec` by recognising it, never by probing.
 
-masking_utils calls the registered function once per kind of mask and forward, and passes what it returns on to every
-attention layer untouched. Ours returns a spec that carries the ring, the layout and the tables of tiles, so nothing
-that a backward or a recompute needs lives in a global.
+masking_utils calls the registered function once per kind of mask and forward, and passes its result unchanged to every
+attention layer. Ours returns a spec with the ring, the layout and the tables of tiles, so a backward or a recompute
+needs no global state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..patching.changes import Patch, render
 from . import compiled_masks
 
 CHUNKS_BY_POSITION = hasattr(masking_utils, "remap_positions_for_packed_sequence")
-"""Whether this transformers counts chunks from the start of each document; 5.17 counts from that of the row."""
+"""True if this transformers counts chunks from the start of each document; 5.17 counts from that of the row."""
 
 
 def ring_mask(
@@ -66,10 +66,10 @@ def ring_mask(
     return mask
 
 
-# A compiler runs it once for a band, which it guards, and keeps the name. Other batches have their own masks there.
+# A compiler runs it once per band, which it guards, and caches the name, under which each batch has its own mask.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _ahead(lo: int, hi: int) -> str:
-    """The name of the current batch's mask of this band among those made ahead; "" if it is refused."""
+    """The name of the current batch's prepared mask of this band; "" if it is refused."""
     context, band = batch_context.current(), Band(lo, hi)
     assert context is not None, "a compiler asks inside a batch"
     if not _prepare_mask(context, band):
@@ -80,11 +80,11 @@ def _ahead(lo: int, hi: int) -> str:
 
 
 class _Bands(set[Band]):
-    """The masks that compilers met in a model."""
+    """The bands of masks that compilers found in a model."""
 
 
 def prepare_masks(model: nn.Module, context: batch_context.BatchContext) -> None:
-    """Makes the masks that the compiled ``model`` is going to look up; nothing for others."""
+    """Prepares the masks that a compiled ``model`` will look up; does nothing for others."""
     for band in sorted(latest_record(model).state(_Bands)):
         _prepare_mask(context, band)
 
@@ -92,7 +92,7 @@ def prepare_masks(model: nn.Module, context: batch_context.BatchContext) -> None
 def _prepare_mask(context: batch_context.BatchContext, band: Band) -> bool:
     try:
         setattr(context.compiled_masks, _name(band), _of_shard(context, band, context.facts.rows))
-    except errors.Refused:  # not looked up then: the model asks for it outside its graph, and is told
+    except errors.Refused:  # then the model asks for it outside its graph, and gets the error
         return False
     return True
 
@@ -117,7 +117,7 @@ def _ring_mask(
         context = None  # a vision tower's
     if context is None:
         if not whole:
-            # An explicit mask, also where it would be plain causal: softcap and sinks take the model's own eager code.
+            # An explicit mask even if plain causal: softcap and sinks use the model's eager code.
             kwargs["allow_is_causal_skip"] = False
             return sdpa_mask(
                 batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
@@ -146,7 +146,7 @@ def _of_shard(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -
 
 
 def _spec(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
-    """The spec of a shard. What masking_utils closes over is one rank's share: the whole batch's is used here."""
+    """The spec of a shard, made from the whole batch: masking_utils' closures hold one rank's shard only."""
 
     def alike(part: SameGroup) -> Terms:
         if part.kind == "chunks":
@@ -167,12 +167,12 @@ def _spec(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> Ma
 
 
 def _chunks(size: int, batch: int, length: int, hidden: Tensor | None, positions: Tensor | None) -> Terms:
-    """Chunks of ``size`` positions: those given, else places in the row, counted from after its left padding."""
+    """Terms of chunks of ``size`` positions: the given ones, else indices in the row after its left padding."""
     if positions is None:
         left = torch.zeros(batch, 1, dtype=torch.int64) if hidden is None else hidden.long().cumprod(1).sum(1, True)
         positions = torch.arange(length) - left
     ids = positions.div(size, rounding_mode="floor").expand(batch, -1)
-    return (Term(ids=ids - ids.min()),)  # those of padding are negative
+    return (Term(ids=ids - ids.min()),)  # ids of padding are negative
 
 
 @functools.lru_cache(maxsize=128)
@@ -190,7 +190,7 @@ def _spec_of_whole_rows(
     """The spec of a call with whole rows: documents and padding come from this call alone.
 
     Args:
-        context: the batch that is cut later, where the text model begins; None for a ring of one.
+        context: a batch that is sharded later, at the text model's input; None for a ring of one.
     """
     length, seen = layout.length, recognise(mask_function)
     if context is not None and looks_ahead(seen):
@@ -216,13 +216,13 @@ def _spec_of_whole_rows(
     return MaskSpec(_plan(context.ring.name, layout, mask), layout, mask, seen, context.config, context)
 
 
-# ---- masks that are handed on ----------------------------------------------------------------------------------------
+# ---- prepared masks --------------------------------------------------------------------------------------------------
 
 
 def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model around makes one mask, and its text model is called with that: what is prepared is returned as it is.
+    """Returns a prepared mask unchanged, as when an outer model passes its mask to its text model.
 
-    masking_utils tells a prepared mask by its four dimensions, so a tensor that has them stands in for ours there.
+    masking_utils recognises a prepared mask by its four dimensions, so a 4-D tensor replaces ours there.
     """
     signature = inspect.signature(original)
 
@@ -241,12 +241,11 @@ def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_share(given: Mapping[str, Any]) -> None:
-    """Refuses a mask of one rank's tokens that is made in no ring, whatever the model attends by, and one for which
-    transformers would look for documents in their positions: there the zigzag seems to begin another one, but not on
-    every rank."""
+    """Refuses masks of a shard made outside a ring, whatever attention the model has, or whose documents transformers
+    would infer from positions: the zigzag looks like a new document there, but not on every rank."""
     context, mask, positions = batch_context.current(), given["attention_mask"], given["position_ids"]
     if context is None:
-        if torch._C._current_graph_task_id() == -1:  # else a recompute, of which `ring_mask` says more
+        if torch._C._current_graph_task_id() == -1:  # `ring_mask` refuses a recompute with more detail
             call_inputs.refuse_outside((mask, positions))
         return
     if given["config"]._attn_implementation != "ring_fp32":

@@ -1,1 +1,1 @@
-"""The state of a sharded batch and of a model, and questions about both."""
+"""The state of a sharded batch and of a model, and queries on both."""

@@ -1,7 +1,7 @@
-"""The sharded batch that is being computed now, and the mask that its attention layers read.
+"""The active sharded batch, and the mask that its attention layers read.
 
-The stack of active batches is process-wide, not thread-local: backward runs in threads of its own. Everything that a
-backward or a recompute needs travels on the `MaskSpec`, so leaving the context before backward is fine.
+The stack of active batches is process-wide, not thread-local, since backward runs in other threads. The `MaskSpec`
+carries everything that a backward or a recompute needs, so the context may be left before backward.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ LIVE: weakref.WeakSet[BatchContext] = weakref.WeakSet()
 
 
 def live_batches() -> list[BatchContext]:
-    """Sharded batches of rings of several ranks that are still in use."""
+    """Sharded batches still in use, of rings of several ranks."""
     return [context for context in LIVE if context.ring.size > 1]
 
 
 class MaskSpec(Opaque):
-    """The mask of an attention layer: the plan of its ring, and where it came from.
+    """The mask of an attention layer: the plan of its ring, and its origin.
 
-    Not a dataclass: FSDP2 walks the fields of dataclasses among a layer's inputs and rebuilds them, and this is one
-    opaque object, whose context leads back to it.
+    Not a dataclass: FSDP2 rebuilds dataclasses among a layer's inputs field by field, and this object must stay opaque
+    (its context refers back to it).
 
     Args:
         mask: of the whole rows.
-        seen: which keys a query sees, as the model asked for it.
+        seen: the mask expression that the model asked for.
         context: the sharded batch it belongs to; None for a ring of one that needs none.
 
     Attributes:
-        places: [T] int64, where this rank's tokens are in the row: a tensor, since a compiler makes a new graph for
-            each layout that it looks into.
-        shared: gathered keys and values that several layers attend to; None: each layer gathers for itself.
+        places: [T] int64, positions of this rank's tokens in the row; a tensor, since a compiler makes a new graph for
+            each layout object.
+        shared: gathered K/V that several layers share; None: each layer gathers by itself.
     """
 
     def __init__(
@@ -67,33 +67,33 @@ class MaskSpec(Opaque):
         self.seen = seen
         self.config = config
         self.context = context
-        # A given number of heads per gather bounds memory: then nothing outlives its attention.
+        # A given number of heads per gather bounds memory: then layers share nothing.
         shares = context is not None and context.ring.size > 1 and config.heads_per_gather is None
         self.shared = context.state(SharedKV) if context is not None and shares else None
 
     def contiguous(self) -> MaskSpec:
-        """Itself: generate() with a static cache calls this on every mask that was made ahead."""
+        """Returns itself: generate() with a static cache calls this on every prepared mask."""
         return self
 
 
 class CompiledMasks:
-    """The masks of a batch that were made before its compiled model was called, as attributes: see `compiled_masks`."""
+    """The masks prepared for a compiled model, as attributes: see `compiled_masks`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """What is known of a batch before its model runs.
+    """Facts about a batch, known before its model runs.
 
     Args:
         documents: [B, S padded] ids on the CPU, -1 for padding to the ring; None: one document, causal masks only.
         hidden: [B, S padded] bool on the CPU, keys that a 2-D padding mask hides; None: none.
-        positions: [B, S padded] on the CPU, the position ids of documents; None: places in the row count.
-        blocks: [B, S padded] on the CPU, spans that attend both ways (images), by their ids, -1 for other tokens.
-        max_position: the largest position id of the whole batch, for RoPE that depends on it.
+        positions: [B, S padded] on the CPU, the position ids of documents; None: indices in the row.
+        blocks: [B, S padded] on the CPU, ids of spans that attend both ways (images), -1 for other tokens.
+        max_position: the largest position id of the batch, for RoPE that depends on it.
         rows: B.
         has_labels: the batch holds labels, so the model computes a loss on its shard.
-        numbered: the batch had no position_ids, and was given 0, 1, 2, ... in each row.
-        explicit: the options were given to `shard`, so those of a model that is called do not count.
+        numbered: the batch had no position_ids, so each row is numbered 0, 1, 2, ...
+        explicit: the options were given to `shard`, which override those of the model.
     """
 
     documents: Tensor | None = None
@@ -109,19 +109,19 @@ class BatchFacts:
 
 @dataclass
 class RunLog:
-    """What happened in a batch's context: for the line at start, and for the checks at its end."""
+    """Events in a batch's context, for the log line at the start and the checks at the end."""
 
     kernel: str = ""
     features: set[str] = field(default_factory=set)
     plain: int = 0
     scored: int = 0
-    """Attentions of the row that ran in this context, without a score_mod and with one; no compiled ones without."""
+    """Ring attentions in this context, without and with a score_mod; compiled ones without are not counted."""
     before: int = 0
-    """Attentions that ran before this batch, or belong to another one inside its context."""
+    """Attentions before this batch, or of another batch nested in its context."""
     entered: bool = False
     called: bool = False
     attends: bool = True
-    """False beside a model that is known to have no attention."""
+    """False for a model that is known to have no attention."""
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """The outermost models that were called."""
     configs: list[Any] = field(default_factory=list)
@@ -132,12 +132,12 @@ class RunLog:
 
 @dataclass
 class TextModel:
-    """The text model of a batch with images or sound: the batch is cut where it begins (`multimodal`).
+    """The text model of a batch with images or sound, at whose input the batch is sharded (`multimodal`).
 
     Args:
         config: its transformers config.
         running: it is being called.
-        random: makes all ranks draw the same random numbers around it; None in a ring of one.
+        random: synchronizes random numbers around it; None in a ring of one.
     """
 
     config: Any = None
@@ -147,11 +147,11 @@ class TextModel:
 
 @dataclass(eq=False)
 class BatchContext:
-    """One sharded batch: its ring, who holds which token, what is known of it, and what happened in it.
+    """A sharded batch: its ring, its layout, facts about it, and a log of its run.
 
     Args:
-        text: of a batch with images or sound; None: the batch itself is cut.
-        keeps_labels: labels are kept from the model, and the loss is computed on gathered logits.
+        text: the text model of a batch with images or sound; None: the batch itself is sharded.
+        keeps_labels: the model gets no labels; the loss is computed on gathered logits.
     """
 
     ring: Ring
@@ -166,11 +166,11 @@ class BatchContext:
     _states: dict[type, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # A tensor without memory: a compiler keeps numbers, and makes a new graph for each, but lets sizes vary.
+        # A tensor without memory: a compiler makes a new graph for each number, but lets sizes vary.
         self.share = torch.empty(()).expand(self.facts.rows, self.layout.local_length)
 
     def learn(self, **facts: Any) -> None:
-        """Adds what became known once the model was called, as of a batch with images."""
+        """Adds facts that are known only after the model was called, as in a batch with images."""
         self.facts = replace(self.facts, **facts)
 
     def state(self, kind: type[S]) -> S:
@@ -187,16 +187,16 @@ class BatchContext:
 
     @property
     def kinds(self) -> set[MaskExpr]:
-        """The kinds of masks that were made for it."""
+        """The kinds of masks made for this batch."""
         return {seen for seen, _ in self._specs}
 
     @property
     def before_text(self) -> bool:
-        """True while whole rows are computed on every rank alike: in a batch with images, around its text model."""
+        """True while every rank computes whole rows: in a batch with images, around its text model."""
         return self.text is not None and not self.text.running
 
     def admit(self) -> None:
-        """Called for every mask made in this context; a context that stands for no sharded batch refuses."""
+        """Called for every mask made in this context; a placeholder context refuses."""
 
     def refuse_labels_of_bidirectional(self) -> None:
         if self.facts.has_labels and self.ring.size > 1:

@@ -1,4 +1,4 @@
-"""One rank's share of a batch, cut from whole rows: the inputs of the model, and the context that they belong to."""
+"""Shards whole rows: one rank's inputs of the model, and their batch context."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .whole_batch import PADDING, MaskFacts, WholeBatch, tokens_of, whole_rows
 
 
 class Share(NamedTuple):
-    """What one rank holds of a batch."""
+    """One rank's shard of a batch."""
 
     inputs: dict[str, Any]
     context: BatchContext
 
 
 def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) -> Share:
-    """This rank's share of a batch that all ranks know to be the same, so nothing is compared.
+    """Shards a batch known to be the same on all ranks, without comparing it.
 
     Args:
-        late: it has no images, but is cut where a batch with images would be.
+        late: shard it at the text model's input, as a batch with images, though it has none.
     """
     tokens = tokens_of(batch)
     whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), config, late)
@@ -35,11 +35,11 @@ def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) 
 def cut(
     batch: Mapping[str, Any], whole: WholeBatch, ring: Ring, config: RingConfig, count_as_number: bool = True
 ) -> Share:
-    """This rank's share of whole rows.
+    """Shards whole rows.
 
     Args:
-        count_as_number: num_items_in_batch becomes a Python number. FSDP2 in 16 bits casts every floating tensor that a
-            model is called with: of 1250 tokens it makes 1248 in bfloat16. A tensor spares a compiler one graph.
+        count_as_number: make num_items_in_batch a Python number. FSDP2 in 16 bits casts every floating input, so 1250
+            becomes 1248 in bfloat16. A tensor saves a compiler one graph.
     """
     layout, seen = whole.layout, MaskFacts() if whole.facts is None else whole.facts
     facts = BatchFacts(
@@ -52,7 +52,7 @@ def cut(
         name: layout.shard(layout.pad(x, 1, PADDING.get(name, 0)), 1) if name in whole.names else x
         for name, x in whole.inputs.items()
     }
-    items = whole.inputs.get("num_items_in_batch", whole.items)  # given: counted over several batches, perhaps
+    items = whole.inputs.get("num_items_in_batch", whole.items)  # if given, it may count several batches
     if items is not None:
         number = items.item() if count_as_number and isinstance(items, Tensor) else items
         inputs["num_items_in_batch"] = number / ring.size

@@ -1,4 +1,4 @@
-"""Questions about a model: its configs, its inner model, its name, its forward's parameters."""
+"""Queries on a model: its configs, its inner model, its name, its forward's parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def configs_of(model: nn.Module) -> Iterator[Any]:
 
 
 def uses_ring(model: nn.Module) -> bool:
-    """Whether ``model``, or its text part, has attn_implementation "ring_fp32"."""
+    """Returns True if ``model`` or its text part has attn_implementation "ring_fp32"."""
     return any(config._attn_implementation == "ring_fp32" for config in configs_of(model))
 
 
@@ -33,19 +33,19 @@ def unwrapped(model: nn.Module) -> list[nn.Module]:
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """The model inside DDP, which would note a forward without gradients, and inside what torch.compile returns."""
+    """The model inside DDP (which would record a forward without gradients) and torch.compile's wrapper."""
     return unwrapped(model)[-1]
 
 
 def parameters_of(model: nn.Module, names: Iterable[str] = ()) -> list[str]:
-    """The parameters of a model's forward, in their order; ``names`` too, where it takes what has any name."""
+    """The parameters of a model's forward, in order; with ``names`` if it takes **kwargs."""
     parameters = inspect.signature(inside(model).forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return [*(parameter.name for parameter in parameters), *(names if takes_any else ())]
 
 
 def name_of(model: nn.Module) -> str:
-    """Of the model inside DDP and other wrappers, which is the one that the user made."""
+    """The class name of the user's model, inside DDP and other wrappers."""
     return class_of(next((module for module in model.modules() if "config" in module.__dict__), model))
 
 
@@ -55,13 +55,13 @@ def class_of(module: nn.Module) -> str:
 
 
 def head_of(model: nn.Module) -> Any:
-    """The model of transformers inside wrappers, which has the loss; None if there is none."""
-    # By __dict__: a PEFT model passes every attribute on, as if it were its own.
+    """The transformers model inside wrappers, which computes the loss; None if there is none."""
+    # By __dict__: a PEFT model forwards every attribute.
     return next((module for module in model.modules() if "loss_type" in module.__dict__), None)
 
 
 def is_unit(module: nn.Module) -> bool:
-    """What `fully_shard` was called with: by name, since torch.distributed is not imported here."""
+    """Returns True for a module that `fully_shard` was applied to; by name, so as not to import torch.distributed."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 

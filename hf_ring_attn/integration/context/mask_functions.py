@@ -1,9 +1,8 @@
-"""Recognising the mask functions of transformers' masking_utils: what they close over is read, nothing is tried out.
+"""Recognises the mask functions of transformers' masking_utils by reading their closures, without probing them.
 
-A mask function becomes an expression of three kinds of facts: a band of distances, tokens that keep to themselves
-(documents, chunks, blocks), and the two ways of joining such facts. Trying indices out would prove nothing about the
-others. Of functions from elsewhere, those are known that have the very code of one written here; all others are refused
-by name.
+A mask function becomes an expression of bands of distances, groups (documents, chunks, blocks), and their unions and
+intersections. Probing some indices would prove nothing about the others. A function from elsewhere is known only if its
+code equals that of one written here; all others are refused by name.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from ...sharding.mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Term, Terms
 
 @dataclass(frozen=True)
 class SameGroup:
-    """A query sees the keys that are alike: of its document, of its chunk of ``size`` positions, of its block.
+    """A query sees the keys of its group: its document, its chunk of ``size`` positions, or its block.
 
     Args:
-        tensor: what masking_utils was given to tell: ids [B, T] of documents or blocks (-1: of none), the left padding
-            [B] of chunks. True of one rank's shard only, so it takes no part in comparing expressions.
-        positions: [B, T], the positions that chunks are counted in, where these are not the places in the row.
+        tensor: the closure's tensor: ids [B, T] of documents or blocks (-1: none), or the left padding [B] of chunks.
+            It covers one rank's shard only, so comparisons of expressions ignore it.
+        positions: [B, T], the positions by which chunks are counted, if not the indices in the row.
     """
 
     kind: Literal["documents", "chunks", "blocks"]
@@ -42,7 +41,7 @@ class SameGroup:
 
 @dataclass(frozen=True)
 class Combined:
-    """What all of the parts let see, or what any of them does."""
+    """The intersection or the union of several parts."""
 
     how: Literal["all", "any"]
     parts: tuple[MaskExpr, ...]
@@ -52,12 +51,12 @@ MaskExpr = Band | SameGroup | Combined
 
 
 def parts_of(seen: MaskExpr) -> list[Band | SameGroup]:
-    """The facts of an expression."""
+    """The bands and groups of an expression."""
     return [part for inner in seen.parts for part in parts_of(inner)] if isinstance(seen, Combined) else [seen]
 
 
 def looks_ahead(seen: MaskExpr) -> bool:
-    """Whether a query may see later keys of any distance: blocks are spans that their model reads as one."""
+    """Returns True if a query may see later keys at any distance; blocks do not count."""
     if isinstance(seen, Band):
         return seen.lo < 0
     if isinstance(seen, SameGroup):
@@ -67,7 +66,7 @@ def looks_ahead(seen: MaskExpr) -> bool:
 
 
 def terms_of(seen: MaskExpr, alike: Callable[[SameGroup], Terms]) -> Terms:
-    """The expression as terms; ``alike`` gives those of documents, chunks and blocks."""
+    """The expression as terms; ``alike`` gives those of groups."""
     if isinstance(seen, Band):
         return (Term(seen),)
     if isinstance(seen, SameGroup):
@@ -78,10 +77,10 @@ def terms_of(seen: MaskExpr, alike: Callable[[SameGroup], Terms]) -> Terms:
 def recognise(function: Callable[..., Any], positions: Tensor | None = None) -> MaskExpr:
     """The expression of a mask function that transformers' masking_utils made.
 
-    Functions are told apart by the place where masking_utils defines them, a model's own by their code.
+    Functions of masking_utils are recognised by their qualified name, a model's own by their code.
 
     Args:
-        positions: [B, T], to which a function around this one maps its indices.
+        positions: [B, T], to which an enclosing function maps the indices.
 
     Raises:
         UnknownMask: for any other function, by name.
@@ -89,7 +88,7 @@ def recognise(function: Callable[..., Any], positions: Tensor | None = None) -> 
     name = getattr(function, "__qualname__", repr(function))
     reader = _READERS.get(name) if getattr(function, "__module__", "") == masking_utils.__name__ else None
     reader = reader or next((read for known, read in _OWN if _same(function, known)), None)
-    # Blocks are looked up by place; masking_utils would look them up by position in its document.
+    # Blocks are looked up by index in the row; masking_utils would use the position in the document.
     if reader is None or (positions is not None and reader is _blocks):
         raise errors.UnknownMask(f"{getattr(function, '__module__', '?')}.{name}", sorted(_READERS))
     code = getattr(function, "__code__", None)
@@ -106,7 +105,7 @@ def _joined(how: Literal["all", "any"], closure: Closure, positions: Tensor | No
     bands = [part for part in parts if isinstance(part, Band)]
     if how == "all" and len(bands) == len(parts):
         return functools.reduce(lambda a, b: a & b, bands)
-    # Of bands the widest, where it holds the others: of what is causal or whatever else, that is whatever else.
+    # The widest band, if it contains the others: a union with causal is the wider one.
     widest = Band(min(band.lo for band in bands), max(band.hi for band in bands)) if bands else None
     if how == "any" and len(bands) == len(parts) and widest in bands:
         return bands[bands.index(widest)]
@@ -142,7 +141,7 @@ _READERS: dict[str, Callable[[Closure, Tensor | None], MaskExpr]] = {
 
 
 def _window_both_ways(sliding_window: int) -> Callable[..., Any]:
-    """Of Gemma 3's local layers with use_bidirectional_attention, and its kin's."""
+    """The mask of Gemma 3's local layers (and similar models) with use_bidirectional_attention."""
 
     def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
         return abs(q_idx - kv_idx) < sliding_window
@@ -157,8 +156,8 @@ _OWN: list[tuple[Callable[..., Any], Callable[[Closure, Tensor | None], MaskExpr
 
 
 def _same(function: Any, known: Callable[..., Any]) -> bool:
-    """Whether a function has the instructions and parameters of another, finds the same objects under the names in
-    them, and has enclosed values of the same types."""
+    """Returns True if two functions have the same instructions, parameters and global objects, and closures of the same
+    types."""
     code, other = getattr(function, "__code__", None), known.__code__
     stars = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
     if code is None or code.co_argcount != other.co_argcount or code.co_flags & stars != other.co_flags & stars:
@@ -177,7 +176,7 @@ def _enclosed(function: Any) -> list[type]:
 
 @functools.cache
 def _instructions(code: Any) -> list[tuple[str, Any]]:
-    values, constants = code.co_consts, {"LOAD_CONST", "KW_NAMES"}  # by value: a docstring moves their places
+    values, constants = code.co_consts, {"LOAD_CONST", "KW_NAMES"}  # by value: a docstring shifts their indices
     return [(i.opname, values[i.arg] if i.opname in constants else i.argval) for i in dis.get_instructions(code)]
 
 

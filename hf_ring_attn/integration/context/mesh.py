@@ -1,4 +1,4 @@
-"""The ring of accelerate's mesh: its process group, and whether a config asks for one."""
+"""The ring of accelerate's mesh: its process group, and if a config asks for one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def ring_enabled(config: Any) -> bool:
 
 
 def ring_group(accelerator: Any = None) -> ProcessGroup | None:
-    """The process group of the "cp" axis of accelerate's mesh; None where accelerate has no mesh with such an axis.
+    """The process group of the "cp" axis of accelerate's mesh; None if there is no such axis.
 
     Args:
-        accelerator: None takes the mesh of the `Accelerator` of this process, if there is one. None is ever made here.
+        accelerator: None: the `Accelerator` of this process, if there is one; none is created.
     """
     if accelerator is not None:
         config, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
@@ -48,7 +48,7 @@ def _shared_state(name: str) -> Any:
 
 
 def find_ring(group: ProcessGroup | None = None) -> Ring:
-    """The ring over ``group``; if None, over accelerate's "cp" axis where it has one, else the world, else of one."""
+    """The ring over ``group``; if None, over accelerate's "cp" axis, else the world, else a ring of one."""
     return Ring.of(ring_group() if group is None else group)
 
 

@@ -1,4 +1,4 @@
-"""The options set on a model, and one record of all that was found out about it, dropped when the model changes."""
+"""The options set on a model, and a record of facts about it, dropped when the model changes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ S = TypeVar("S")
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 _OPTIONS = WeakIdKeyDictionary()
-"""Options by the identity of a model's config, which is all that a mask function is given. Configs are saved as JSON,
-so nothing may be hung on them."""
+"""Options by identity of a model's config, which is all that a mask function gets. Configs are saved as JSON, so they
+cannot hold the options."""
 
 
 def configure(model: nn.Module, config: RingConfig) -> None:
     """Sets the options with which ``model`` runs in a ring, in trainers and in loops with `shard`; see `RingConfig`.
 
     Raises:
-        BadOption: ``config`` is no RingConfig, or ``model`` no model with a transformers config.
+        BadOption: ``config`` is not a RingConfig, or ``model`` has no transformers config.
     """
     check_type("model", model, nn.Module, "a model of transformers, wrapped or not")
     check_type("config", config, RingConfig, "a hf_ring_attn.RingConfig")
@@ -61,7 +61,7 @@ Stamp = tuple[list[weakref.ref[nn.Module]], list[tuple[Any, ...]], list[object]]
 
 
 class ModelRecord:
-    """All that was found out about one model while it had one structure: features keep their own state in it.
+    """Facts about a model with its current structure; each feature stores its state here.
 
     Attributes:
         configs: the transformers configs in the model.
@@ -83,7 +83,7 @@ _RECORDS: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = weakref.WeakKeyDic
 
 
 def record_of(model: nn.Module) -> ModelRecord:
-    """The record of ``model``: a new one where its structure changed since the last call. Walks through its modules."""
+    """The record of ``model``, a new one if its structure has changed. Visits all modules."""
     model = inside(model)
     known, configs = _RECORDS.get(model), list(configs_of(model))
     stamp = _stamp(model, configs)
@@ -93,7 +93,7 @@ def record_of(model: nn.Module) -> ModelRecord:
 
 
 def latest_record(model: nn.Module) -> ModelRecord:
-    """The record of ``model`` as of its last batch, without another walk."""
+    """The record of ``model`` as of its last batch, without visiting its modules."""
     return _RECORDS.get(inside(model)) or record_of(model)
 
 
@@ -103,14 +103,14 @@ def forget_model(model: nn.Module) -> None:
 
 
 def forget_models() -> None:
-    """Drops every record; `uninstall` calls it, since hooks and patches are gone then."""
+    """Drops every record; called by `uninstall`, which removes hooks and patches."""
     _RECORDS.clear()
 
 
 def _stamp(model: nn.Module, configs: list[Any]) -> Stamp:
-    """The structure of a model: its modules, what is set on them, their hooks and weights, and its configs.
+    """The structure of a model: its modules, their attributes, hooks and weights, and its configs.
 
-    Training flags are no part of it: a model goes to and fro between training and evaluation.
+    Training flags are excluded: a model alternates between training and evaluation.
     """
     modules = list(model.modules())
     return [weakref.ref(module) for module in modules], [_facts(module) for module in modules], _values(configs)
@@ -126,7 +126,7 @@ def _facts(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _values(configs: list[Any]) -> list[object]:
-    """The values of every transformers config, those of nested configs by themselves."""
+    """The values of every transformers config; nested configs separately."""
     plain = (bool, int, float, str, type(None), list, tuple, dict)
     return [
         (id(config), [(name, repr(value)) for name, value in vars(config).items() if isinstance(value, plain)])
@@ -137,4 +137,4 @@ def _values(configs: list[Any]) -> list[object]:
 def _same(one: Stamp, other: Stamp) -> bool:
     if len(one[0]) != len(other[0]) or one[1:] != other[1:]:
         return False
-    return all(a() is b() for a, b in zip(one[0], other[0], strict=True))  # ids alone are reused
+    return all(a() is b() for a, b in zip(one[0], other[0], strict=True))  # ids alone may be reused

@@ -1,4 +1,4 @@
-"""A mask that is no tensor: code that computes with it is told so by name, instead of by a stranger's error."""
+"""A mask that is no tensor: code that computes with it raises a named error."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ... import errors
 
 
 class Opaque:
-    """Refuses everything that a tensor would do: arithmetic, indexing, torch's functions, a tensor's attributes."""
+    """Refuses all tensor operations: arithmetic, indexing, torch's functions, a tensor's attributes."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Whoever asks with hasattr gets an honest no: the refusal is an AttributeError as well.
+        # hasattr() must return False, so the refusal is an AttributeError, too.
         raise errors.MaskIsNoTensor(f".{name}")
 
     @classmethod
@@ -22,7 +22,7 @@ class Opaque:
         raise errors.MaskIsNoTensor(" in arithmetic or indexing")
 
     def __getitem__(self, index: Any) -> Any:
-        """Itself where all of it is asked for, as Gemma 4 does before its layers with shared keys."""
+        """Returns itself for a full slice, as Gemma 4 takes before its layers with shared keys."""
         parts = index if isinstance(index, tuple) else (index,)
         if all(part in (slice(None), slice(0, None), ...) for part in parts):
             return self

@@ -1,12 +1,11 @@
-"""Random numbers of what every rank computes whole: what a tower's dropout drops must be the same on all ranks.
+"""Random numbers in modules that are replicated on every rank: a vision tower's dropout must match on all ranks.
 
-Each rank reads all images, goes on with its part of the row, and returns its share of a tower's gradient. That adds up
-to one tower's gradient only if all of them drew the same: dropout, LoRA's too, layers that are skipped, masked spans of
-sound. Ranks may be seeded otherwise, or have drawn otherwise since. So in a batch's context ranks draw from a seed that
-the ring shares, but for the text model, which has other tokens on each rank: its seed is made of a number that all draw
-where it begins, and of the rank. So whoever puts the generators back and runs a model again, as checkpointing does,
-gets the same numbers again. What stands behind the text model (a head, a loss) draws alike again.
-What a GPU makes of a seed depends on its kind: a ring of several kinds draws alike on none but those of one.
+Each rank computes all images, then its shard of the row, and contributes its share of a tower's gradient. The shares
+add up to one tower's gradient only if all ranks drew the same: dropout (LoRA's too), skipped layers, masked spans of
+sound. So in a batch's context ranks draw from a shared seed, except in the text model, which has different tokens on
+each rank: its seed combines the rank with a number that all draw when it begins. A checkpoint that restores the
+generators and runs again thus gets the same numbers. After the text model (a head, a loss) ranks draw alike again.
+A seed gives other numbers on another kind of GPU, so a ring of several kinds draws alike only within a kind.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ import numpy
 import torch
 
 SEEDS = 1 << 31
-"""How many seeds there are: as many as every generator takes."""
+"""Number of seeds that every generator accepts."""
 _APART = 0x9E3779B1
-"""What tells the seeds of neighbouring ranks apart: odd, so that it makes no two ranks of less than `SEEDS` alike."""
+"""Multiplier of the rank in a seed; odd, so that seeds differ for all ranks below `SEEDS`."""
 
 
 def drawn() -> int:
-    """A seed, by this rank's own generator."""
+    """Draws a seed from this rank's generator."""
     return int(torch.randint(SEEDS, (), device="cpu"))
 
 
 class RingRandomness:
-    """Of a batch with images: the random numbers of its context.
+    """Switches random generators in the context of a batch with images.
 
     Args:
         seed: the same on every rank of the ring.
-        rank: of this process in it.
+        rank: this process's rank in the ring.
     """
 
     def __init__(self, seed: int, rank: int) -> None:
@@ -43,26 +42,26 @@ class RingRandomness:
         self._after: list[int] = []
 
     def enter(self) -> None:
-        """The context begins: from here on all ranks draw the same. Each time anew."""
+        """Enters the context: from here on all ranks draw the same. A new seed at each entry."""
         self._own = [source.get() for source in _sources()]
         seed_all(self._seeds.randrange(SEEDS))
 
-    # Not compiled: what a compiler traces of generators, it would keep.
+    # Not compiled: a compiler would keep the traced state of generators.
     @torch.compiler.disable(reason="generators are switched between graphs")  # type: ignore[untyped-decorator]
     def apart(self) -> None:
-        """The text model begins: each rank draws its own."""
+        """Enters the text model: each rank draws its own numbers."""
         here, after = torch.randint(SEEDS, (2,), device="cpu").tolist()
         self._after.append(after)
         seed_all((here + _APART * self._rank) % SEEDS)
 
     @torch.compiler.disable(reason="generators are switched between graphs")  # type: ignore[untyped-decorator]
     def together(self) -> None:
-        """The text model has ended, by an error perhaps."""
+        """Leaves the text model, also after an error: all ranks draw the same again."""
         if self._after:
             seed_all(self._after.pop())
 
     def leave(self) -> None:
-        """The context has ended: this rank goes on where its own numbers ended."""
+        """Leaves the context and restores this rank's own generators."""
         own, self._own = self._own, None
         self._after.clear()
         for source, state in zip(_sources(), own or (), strict=False):
@@ -86,7 +85,7 @@ _GPUS = _Source(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, torc
 
 
 def _sources() -> tuple[_Source, ...]:
-    """GPUs last: one that was not there when states were taken has nothing to put back."""
+    """The generators, GPUs last: one without a saved state has nothing to restore."""
     return (*_HOST, _GPUS) if torch.cuda.is_initialized() else _HOST
 
 

@@ -1,14 +1,12 @@
-"""Keys and values that layers share, as in Gemma 3n and Gemma 4: gathered once in a forward, and kept until its last
-layer that attends to them.
+"""Gathered K/V shared by layers, as in Gemma 3n and Gemma 4: gathered once per forward, stored until the last use.
 
-transformers marks such layers, whatever the model. The marks say what is worth keeping, and how long. Whether a layer
-attends to what was kept is told by its tensors alone: the very same objects, unchanged since, under the same plan; in
-compiled code, where tensors are no objects, the same bits (`ComparedKV`). So a mark that means something else costs
-traffic or memory, and never the answer.
+transformers marks such layers in every model. The marks decide what to store and how long. A layer reuses stored K/V
+only if its tensors match: the same objects, unchanged, under the same plan; in compiled code, where tensors have no
+identity, the same bits (`ComparedKV`). So a wrong mark costs traffic or memory, never the answer.
 
-Objects cost nothing and bits a small message, which all ranks must send. A compiler may give a layer up on one rank and
-not on another. So where anything was compiled on some rank before a batch, or a layer with a role was traced since, all
-layers of all ranks, compiled or not, go by their bits.
+Comparing objects is free; comparing bits takes a small collective, in which all ranks must take part. A compiler may
+fall back to eager on one rank only. So if any rank compiled anything before a batch, or traced a layer with a role
+since, all layers of all ranks compare bits.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from ...traffic import ComparedKV, GatheredKV, LayerRole
 from ...traffic.gathered_kv import LAST, MAKES, recomputing
 
 ROLE = "_hf_ring_attn_role"
-"""Our attribute of attention modules: a tensor [1], for a compiler makes a new graph for each number."""
+"""Our attribute of attention modules: a tensor [1], since a compiler makes a new graph for each number."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """What a layer attended to, and all that another one must have in common with it.
+    """A layer's K/V, and what another layer must match to reuse them.
 
-    ``dtype``: in which it was gathered, which autocast may change.
+    ``dtype``: the gathered dtype, which autocast may change.
     """
 
     value: Tensor
@@ -43,10 +41,10 @@ class _Made:
 
 
 class SharedKV:
-    """The gathered keys and values of one batch that are kept.
+    """The gathered K/V of one batch that layers share.
 
-    They go with the last layer that attends to them or, if that never runs, with the batch's context, with the first
-    layer that a checkpoint computes again, or with their keys, unless they are known by their bits.
+    Freed by the last layer that uses them. If that never runs: by the batch's context, by the first recompute of a
+    checkpoint, or with their keys (unless compared by bits).
     """
 
     def __init__(self) -> None:
@@ -54,23 +52,23 @@ class SharedKV:
         self._compared = ComparedKV()
 
     def clear(self) -> None:
-        """Keeps nothing any more."""
+        """Frees everything stored."""
         self._made.clear()
         self._compared.clear()
 
     def kept(
         self, module: nn.Module, key: Tensor, value: Tensor, plan: Plan, dtype: torch.dtype
     ) -> GatheredKV | LayerRole | None:
-        """For a layer that is about to attend: where its keys and values are, or are to be left. None: neither.
+        """Returns the store of a layer's keys and values, filled or to fill; None: there is none.
 
-        Each rank of a ring gets the same: by structure and identity, nothing that could differ between them.
+        The same on each rank of a ring: it depends on structure and identity, which cannot differ.
         """
         if _traced:
             return self._role(module)
-        if recomputing():  # nothing is kept through a backward
+        if recomputing():  # nothing is stored through a backward
             self._made.clear()
             return None
-        if key.is_inference():  # it has no count of its changes
+        if key.is_inference():  # it has no version counter
             return None
         role = int(vars(module).get(ROLE, 0))
         versions = key._version, value._version
@@ -96,19 +94,19 @@ class SharedKV:
 
 
 _traced = False
-"""Whether layers go by their bits. On each rank alike: it is agreed at each batch, and at first all of them trace."""
+"""True if layers compare bits. Ranks agree on it at each batch; at first all of them trace."""
 
 
 def compiled_here() -> bool:
-    """Whether this process has compiled anything, and so perhaps given up a layer that others compile."""
+    """Returns True if this process has compiled anything, so that it may have fallen back to eager for a layer."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return _traced or (dynamo is not None and bool(dynamo.counters["frames"]["total"]))
 
 
-# A compiler runs it where it traces a call, and leaves nothing of it in its graph.
+# A compiler runs it while tracing a call, and leaves nothing of it in the graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def go_by_bits() -> bool:
-    """From here on, on every rank."""
+    """Makes all layers compare bits from here on, on every rank."""
     global _traced
     _traced = True
     return True

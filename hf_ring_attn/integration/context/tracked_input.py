@@ -12,27 +12,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class TrackedInput:
-    """An input of a sharded batch, and how often it had been written when the batch was made."""
+    """An input of a sharded batch, and its version counter when the batch was made."""
 
     value: Any
     version: int
 
     def is_(self, other: Any) -> bool | None:
-        """Whether ``other`` is this input, told without a look at values; None: they alone can tell, as of a copy."""
+        """Compares identity, without reading values; None: only values can decide, as for a copy."""
         mine = self.value
         if isinstance(mine, Tensor) or isinstance(other, Tensor):
             return self.version == _version(mine) if self.same_memory(other) else None
         return bool(mine == other)
 
     def same_memory(self, other: Any) -> bool:
-        """Whether ``other`` is this very tensor, or a view of all of it, such as what detach() returns."""
+        """Returns True if ``other`` is this tensor or a view of all of it, such as detach() returns."""
         mine = self.value
         if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
             return False
         return mine is other or _facts(mine) == _facts(other)
 
     def equals(self, other: Any) -> bool:
-        """By values. Stops the host where they are on a GPU."""
+        """Compares values. Synchronizes if they are on a GPU."""
         mine, other = torch.as_tensor(self.value), torch.as_tensor(other)
         unwritten = self.version == _version(self.value)
         return unwritten and mine.shape == other.shape and torch.equal(mine, other.to(mine.device, mine.dtype))
@@ -47,9 +47,9 @@ def _facts(x: Tensor) -> tuple[Any, ...]:
 
 
 def track(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, TrackedInput]:
-    """Those of the inputs that a model must be given as they are."""
+    """Tracks the inputs that a model must get unchanged."""
     return {name: TrackedInput(inputs[name], _version(inputs[name])) for name in names if name in inputs}
 
 
 class TrackedInputs(dict[str, TrackedInput]):
-    """The inputs of one batch that a model must be given as they are, by name."""
+    """The inputs of one batch that a model must get unchanged, by name."""

@@ -1,4 +1,4 @@
-"""What a batch holds, whole: its tokens, documents, padding, blocks and labels, ready to be cut."""
+"""A whole batch before sharding: its tokens, documents, padding, blocks and labels."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ PADDING = {
     "labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1, "input_ids": None, "inputs_embeds": None,
     "per_layer_inputs": None,
 }  # fmt: skip
-"""What a token of padding holds, by input; 0 for all others, and None for the row's last token again: zeros, or a token
-whose embedding is zero, make gradients nan in models that divide by its norm, if only by way of 0 * inf."""
+"""Values of padding tokens by input; 0 for others. None repeats the row's last token: one with a zero embedding makes
+gradients nan (0 * inf) in models that divide by its norm."""
 KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-"""Inputs that repeat the documents for kernels; true for the whole row only, so they are not passed on."""
+"""Inputs that describe documents to kernels; valid for the whole row only, so they are not passed on."""
 FEATURES = re.compile(
     "pixel_values|input_features|input_values|image_patches|flattened_patches|audio_input_ids|mm_encoder_outputs"
 )
-"""Inputs of images and sound, with which a batch is cut where the text model begins: see `backbone`."""
+"""Inputs of images and sound; a batch with any is sharded at the text model's input: see `multimodal`."""
 DENSE = {"labels", "shift_labels", "position_ids", "attention_mask"}
-"""Inputs that are read here, so that they must be tensors with values."""
+"""Inputs that are read here, so they must be tensors with values."""
 FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
 
 
 @dataclass(eq=False)
 class MaskFacts:
-    """What a mask needs to know of whole rows, padded, on the CPU: see `BatchContext`."""
+    """Facts about whole rows that a mask needs, padded, on the CPU: see `BatchContext`."""
 
     documents: Tensor | None = None
     hidden: Tensor | None = None
@@ -46,12 +46,12 @@ class MaskFacts:
 
 @dataclass(eq=False)
 class WholeBatch:
-    """A batch ready to be cut.
+    """A batch ready to be sharded.
 
     Args:
-        inputs: what the model takes; names: those of them that have an entry per token.
-        layout: who is to hold which token.
-        facts: None where the text model's inputs tell them, once it is called: the batch holds images or sound.
+        inputs: the model's inputs; names: those with an entry per token.
+        layout: the layout to shard by.
+        facts: None in a batch with images or sound: known only from the text model's inputs, once it is called.
         items: labelled tokens; None without labels.
     """
 
@@ -85,14 +85,14 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
 def whole_rows(
     batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config: RingConfig, late: bool = False
 ) -> WholeBatch:
-    """A batch ready to be cut.
+    """Reads a batch before sharding.
 
     Args:
         layout: the zigzag.
-        late: it is cut where the text model begins, though it holds no images.
+        late: shard at the text model's input, though there are no images.
 
     Raises:
-        BadBatch, BadShape, UnevenLength: it cannot be cut exactly.
+        BadBatch, BadShape, UnevenLength: it cannot be sharded exactly.
     """
     rows, length = tokens.shape[:2]
     if layout.padded != length and not config.pad:
@@ -112,11 +112,11 @@ def whole_rows(
     items = _labels(inputs, rows, length)
     hint, ids = batch.get("cu_seq_lens_q"), batch.get("seq_idx")
     if late or any(map(FEATURES.search, inputs)):
-        if hint is not None or ids is not None:  # they are not handed on, so nothing later would see them
+        if hint is not None or ids is not None:  # they are not passed on, so only this can check them
             text = text_positions(inputs.get("position_ids"))
             counted = torch.arange(length)[None] if text is None else text
             _check_ids(ids, mask_facts(layout, rows, counted, attention_mask, hint).documents, rows, length)
-        # Its documents are not known yet, so it keeps the zigzag.
+        # Its documents are not known yet, so it stays in the zigzag layout.
         return WholeBatch(inputs, {"labels", "shift_labels"} & inputs.keys(), layout, None, None, items)
     given = inputs.get("position_ids")
     if given is None:
@@ -139,7 +139,7 @@ def whole_rows(
 
 
 def _arranged(facts: MaskFacts, layout: Layout, config: RingConfig) -> Layout:
-    """Who holds which token of a batch: the zigzag ``layout``, or what balances its documents, with facts padded so."""
+    """Returns the layout of a batch: the zigzag ``layout``, or a balanced one, to which the facts are padded."""
     if config.layout != "balanced" or layout.world_size == 1 or facts.documents is None:
         return layout
     documents = facts.documents[:, : layout.length]
@@ -154,7 +154,7 @@ def _arranged(facts: MaskFacts, layout: Layout, config: RingConfig) -> Layout:
 
 
 def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
-    """Shifts the labels of the whole row, and counts those that are not ignored; None without labels."""
+    """Shifts the labels of the whole row and counts those not ignored; None without labels."""
     labels = inputs.get("labels")
     if labels is not None:
         if tuple(labels.shape) != (rows, length):
@@ -167,17 +167,17 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
         if "shift_labels" not in inputs:
             inputs["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     if "shift_labels" in inputs:
-        inputs.setdefault("labels", inputs["shift_labels"])  # models compute a loss only where labels are given
+        inputs.setdefault("labels", inputs["shift_labels"])  # models compute a loss only if labels are given
         items: Tensor = (inputs["shift_labels"] != IGNORED).sum()
         return items
     return None
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """The [B, S] position ids that tell documents, as transformers takes them from those of a model with images.
+    """The [B, S] position ids that define documents, as transformers takes them in a model with images.
 
     Args:
-        position_ids: [B, S]; [4, B, S], of which the first are the text's; or [3, B, S], which tell none.
+        position_ids: [B, S]; [4, B, S], of which the first are the text's; or [3, B, S], which define none.
     """
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
@@ -190,9 +190,9 @@ def mask_facts(
     """Documents and padding of rows [B, S].
 
     Args:
-        position_ids: [B, S], whose restarts tell documents; None: one document a row.
+        position_ids: [B, S], which restart at each document; None: one document a row.
         attention_mask: [B, S], 0 for padding; None for none.
-        hint: cu_seq_lens_q, which must tell the same documents.
+        hint: cu_seq_lens_q, which must define the same documents.
     """
     found = MaskFacts()
     if position_ids is not None:
@@ -223,7 +223,7 @@ def _documents(positions: Tensor, attention_mask: Tensor | None, hint: Tensor | 
     """[B, S] ids on the CPU as transformers finds them, or None for one document a row."""
     restart = torch.diff(positions, dim=1) != 1
     if attention_mask is not None:
-        # Padded rows count oddly where they are padded; only a restart between two real tokens is a document's.
+        # Position ids of padding are arbitrary; only a restart between two real tokens begins a document.
         real = attention_mask.to("cpu", torch.bool)
         restart &= real[:, 1:] & real[:, :-1]
         if bool(restart.any()):
@@ -239,7 +239,7 @@ def _documents(positions: Tensor, attention_mask: Tensor | None, hint: Tensor | 
 
 
 def _check_hint(cu_seq_lens: Tensor, ids: Tensor | None, positions: Tensor) -> None:
-    """cu_seq_lens_q must tell the same documents as position_ids: kernels would follow the one, masks the other."""
+    """Checks that cu_seq_lens_q and position_ids define the same documents: kernels use the one, masks the other."""
     starts = {0} if ids is None else {0, *(torch.diff(ids.flatten()).nonzero().flatten() + 1).tolist()}
     starts |= set(range(0, positions.numel(), positions.shape[1]))
     told = set(cu_seq_lens.tolist()) - {positions.numel()}
@@ -252,7 +252,7 @@ def _check_hint(cu_seq_lens: Tensor, ids: Tensor | None, positions: Tensor) -> N
 
 
 def _check_ids(seq_idx: Tensor | None, documents: Tensor | None, rows: int, length: int) -> None:
-    """seq_idx must tell the same documents as position_ids, too, if there is one."""
+    """Checks that seq_idx, if given, defines the same documents as position_ids."""
     if seq_idx is None:
         return
     if tuple(seq_idx.shape) not in ((rows, length), (1, length)):

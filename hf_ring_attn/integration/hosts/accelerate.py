@@ -1,8 +1,8 @@
-"""accelerate's `Accelerator`: where the model is first seen, the loader of a ring's batches, and its own cp context.
+"""Patches of accelerate's `Accelerator`: preparing models and loaders for a ring, and its context-parallel context.
 
-A plain loop makes its `Accelerator` before its model, so whether a stock config with cp_size > 1 means a ring is
-decided in `settle`, when `Accelerator.prepare` is given the model. Until then accelerate's refusals for torch's context
-parallelism wait; they are raised there if the model is another one.
+A plain loop makes its `Accelerator` before its model. So `settle` decides if a stock config with cp_size > 1 means a
+ring, when `Accelerator.prepare` gets the model. accelerate's refusals for torch's context parallelism are deferred, and
+raised there for another model.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ __all__ = [
 
 
 def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
-    """Notes a time-out that a Trainer was asked for: it drops it on the CPU. The default, 30 minutes, is no request."""
+    """Stores the ddp_timeout of a Trainer, which drops it on the CPU. The default, 30 minutes, is ignored."""
     if accelerator.init_handler is None and timeout != timedelta(minutes=30):
         accelerator.init_handler = sys.modules["accelerate.utils"].InitProcessGroupKwargs(timeout=timeout)
 
 
 def settle(accelerator: Any, *objects: object) -> None:
-    """Decides by the models among ``objects`` what the accelerator's cp_size means. Idempotent.
+    """Decides from the models among ``objects`` if the accelerator's cp_size means a ring. Idempotent.
 
     A ring_fp32 model promotes a stock config to cp_backend "ring". `Accelerator.prepare` and `prepare_model` call this
-    first; a host that never calls them may call it itself. The ring's group gets the time-out that was asked for.
+    first; a host that never calls them may call it directly. The ring's group gets the requested timeout.
 
     Raises:
-        OneProcess: a ring_fp32 model in one process of a job that asked for several.
-        ModelIsNoRing: the backend is "ring", but a model attends in another way.
-        TorchContextParallelRefused: what accelerate refuses for torch's context parallelism, for another model.
+        OneProcess: a ring_fp32 model in one process, though several were requested.
+        ModelIsNoRing: the backend is "ring", but a model uses another attention.
+        TorchContextParallelRefused: accelerate's own refusal of torch's context parallelism, for another model.
         UntestedParallelism: a ring under DeepSpeed, FSDP1, Megatron-LM or XLA, or beside tp_size or sp_size.
-        DispatchedBatches: a loader that was prepared before gives every rank of the ring another batch.
+        DispatchedBatches: a loader prepared earlier gives each rank of the ring a different batch.
     """
     config = accelerator.parallelism_config
     models = [obj for obj in objects if isinstance(obj, nn.Module)]
@@ -105,7 +105,7 @@ def _state_init(original: Callable[..., None]) -> Callable[..., None]:
         if not undecided(given) or decide(given):
             original(self, *args, **kwargs)
         else:
-            # Refusals of torch's context parallelism are all that cp_enabled does here; the mesh comes later.
+            # cp_enabled only triggers refusals of torch's context parallelism here; the mesh comes later.
             backend, given.cp_backend = given.cp_backend, RING
             try:
                 original(self, *args, **kwargs)
@@ -118,7 +118,7 @@ def _state_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `prepare` and `prepare_model`, which a program may call alone."""
+    """Patches `prepare` and `prepare_model`; a program may call either."""
 
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         settle(self, *args, *kwargs.values())
@@ -142,7 +142,7 @@ def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
             raise errors.DispatchedBatches("dispatch_batches=True")
         if options.dispatch_batches is not None:
             return original(self, *args, **kwargs)
-        # accelerate dispatches an IterableDataset by default, and its dispatcher knows no "cp" axis.
+        # accelerate dispatches an IterableDataset by default, and its dispatcher ignores the "cp" axis.
         options.dispatch_batches = False
         try:
             return original(self, *args, **kwargs)
@@ -197,4 +197,4 @@ PATCHES = (
     Patch(_ACCELERATOR + "maybe_context_parallel", _BUFFERS, _maybe_context_parallel),
     Patch(_ACCELERATOR + "gather_for_metrics", "(self, input_data, use_gather_object=)", _gather_for_metrics),
 )
-"""What `patches.install` changes in accelerate."""
+"""The changes to accelerate."""

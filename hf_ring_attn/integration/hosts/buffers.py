@@ -1,13 +1,13 @@
 """accelerate's own loop, `with accelerator.maybe_context_parallel(buffers, ...)`, on a ring.
 
-That interface shards tensors in place and knows no names. The names are learned where they are spoken: when a prepared
-model is called inside the context, its arguments are matched with the buffers by identity, and the whole rows go
-through `batch.shard`. So documents, padding, positions and the loss are those of every other way of use.
+That interface shards unnamed tensors in place. When a prepared model is called inside the context, its arguments are
+matched with the buffers by identity, which gives their names, and the whole rows go through `batch.shard`. So
+documents, padding, positions and the loss are the same as everywhere else.
 
-A call may give num_items_in_batch. Under torch's context parallelism a rank's loss is the sum over its own tokens by
-that number, so loops pass count / cp_size; a loop of one process passes the count. Both are served where the number is
-one of the two for this batch, and no other. Sums over several batches cannot be told apart (two batches of n labels on
-two ranks are n again), and are refused: `shard` defines the number as the whole count.
+A call may pass num_items_in_batch. Under torch's context parallelism a rank divides the loss of its own tokens by it,
+so loops pass count / cp_size; a loop of one process passes the count. Both are supported if the number is one of the
+two for this batch. Sums over several batches are ambiguous (two batches of n labels on two ranks give n again), and are
+refused: `shard` defines the number as the whole count.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from ..context.mesh import find_ring
 from ..context.whole_batch import IGNORED
 
 prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models with ring_fp32, as `Accelerator.prepare` returned them."""
+"""ring_fp32 models returned by `Accelerator.prepare`."""
 
 
 def shard_buffers_in_place(
     buffers: Sequence[Tensor], dims: Sequence[int], layout: Layout, no_restore: Collection[Tensor] = ()
 ) -> Callable[[], None]:
-    """Makes each buffer this rank's zigzag share of itself: the same tensor object, shorter along its dimension.
+    """Shards each buffer in place: the same tensor object, with this rank's zigzag shard.
 
-    Unlike torch's context_parallel, which writes into the buffers' memory, each buffer gets new memory, so that other
-    views of the old memory stay as they are, and restoring gives back the old memory itself.
+    Unlike torch's context_parallel, which writes into the buffers' memory, each buffer gets new memory. So other views
+    of the old memory do not change, and restoring brings back the old memory.
 
     Args:
         buffers: tensors of any dtype without gradient, each ``layout.length`` long along its dimension.
         dims: the sequence dimension of each buffer.
-        layout: who holds which token; its length must need no padding.
-        no_restore: those of the buffers that stay sharded.
+        layout: the layout of tokens, without padding.
+        no_restore: the buffers that stay sharded.
 
     Returns:
-        A function that makes the buffers whole again, as they were.
+        A function that restores the buffers.
 
     Raises:
         UnevenLength: the length is no multiple of 2 * W. BadBuffers: buffers that do not fit together.
@@ -70,7 +70,7 @@ def shard_buffers_in_place(
     wholes: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for buffer, dim in zip(buffers, dims, strict=True):
-            if id(buffer) not in wholes:  # one tensor given twice, such as labels that are input_ids
+            if id(buffer) not in wholes:  # a tensor may be given twice, such as input_ids as labels
                 wholes[id(buffer)] = buffer, buffer.detach()
                 buffer.set_(layout.shard(buffer, dim))  # type: ignore[call-overload]
 
@@ -90,11 +90,11 @@ def sharded_buffers(
     dims: Sequence[int] | None = None,
     no_restore: Collection[Tensor] | None = None,
 ) -> Iterator[None]:
-    """What `Accelerator.maybe_context_parallel` is for a ring: buffers sharded, prepared models run in the ring.
+    """Implements `Accelerator.maybe_context_parallel` for a ring: shards buffers, runs prepared models in the ring.
 
     Raises:
-        UnevenLength, BadBuffers: see `shard_buffers_in_place`; also for a model call that does not take its tokens
-            from the buffers. UnclearCount: for its num_items_in_batch. BadBatch, RanksDiffer: see `batch.shard`.
+        UnevenLength, BadBuffers: see `shard_buffers_in_place`; also if a model call does not take its tokens from the
+            buffers. UnclearCount: an ambiguous num_items_in_batch. BadBatch, RanksDiffer: see `batch.shard`.
     """
     buffers, dims, no_restore = list(buffers or ()), list(dims or ()), no_restore or set()
     if not buffers or len(buffers) != len(dims):
@@ -121,7 +121,7 @@ def sharded_buffers(
 
 
 class _Unnamed(batch_context.BatchContext):
-    """Stands where no prepared model is running: a mask made there would take a shard for a row."""
+    """The context while no prepared model runs; it refuses masks, which would take a shard for a whole row."""
 
     def admit(self) -> NoReturn:
         raise errors.BadBuffers(
@@ -131,7 +131,7 @@ class _Unnamed(batch_context.BatchContext):
 
 
 class _Calls:
-    """Hooks around each call of a prepared model: whole rows by name, sharded, and the ring active meanwhile."""
+    """Hooks of prepared models: they shard the whole rows by name, and activate the ring during each call."""
 
     def __init__(self, accelerator: Any, wholes: dict[int, Tensor], length: int) -> None:
         self.accelerator, self.wholes, self.length = accelerator, wholes, length
@@ -141,7 +141,7 @@ class _Calls:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self.running is not None:  # a part of the model that is being called
+        if self.running is not None:  # a submodule of the running model
             return None
         named = {**self._by_name(module, args), **kwargs}
         if not any(id(value) in self.wholes for value in named.values()):
@@ -158,10 +158,10 @@ class _Calls:
         if count is not None:
             labels, times = self._reading(whole, float(count))
             whole["num_items_in_batch"] = count * times
-        # The buffers, which a program's own loss may read, were cut before anyone knew the documents.
+        # A program's loss may read the buffers, which were sharded before the documents were known.
         config = replace(model_record.options_of(module), layout="zigzag")
         sharded = shard.shard(whole, group, config=config, model=module)
-        if not times:  # refused here: ranks that were given other numbers were told so by `shard`
+        if not times:  # `shard` has already refused numbers that differ between ranks
             raise errors.UnclearCount(count, labels, sharded.ring.size, "it is neither")
         self.whole_count = (count, labels) if count is not None and times == 1 else None
         if self.whole_count and _adds_up(module):
@@ -179,27 +179,27 @@ class _Calls:
                 loss.register_hook(functools.partial(self._refuse_multiplied, *self.whole_count, ring.size))
 
     def leave(self, output: Any) -> None:
-        """Leaves the ring of the call that is running; ``output`` is None if it failed."""
+        """Leaves the ring after a call; ``output`` is None if it failed."""
         if self.running is not None:
             (_, sharded), self.running = self.running, None
             sharded.__exit__(RuntimeError if output is None else None, None, None)
 
     def _reading(self, whole: dict[str, Any], count: float) -> tuple[int, int]:
-        """The batch's labels, and by what to multiply ``count`` so that it is the whole count; 0: it is unclear."""
+        """Returns the number of labels, and the factor from ``count`` to the whole count; 0: ambiguous."""
         labels, size = whole.get("labels"), self.accelerator.parallelism_config.cp_size
         shifted = whole.get("shift_labels")
         tensors = [
             x for x in (labels, labels[:, 1:] if shifted is None and labels is not None else shifted) if x is not None
         ]
         counts = {int((x != IGNORED).sum()) for x in tensors}
-        if not counts:  # no loss is computed with it
+        if not counts:  # no loss uses it
             return 0, 1
         is_whole = any(math.isclose(count, n, rel_tol=1e-6) for n in counts)
         is_share = any(math.isclose(count, n / size, rel_tol=1e-6) or count == n // size for n in counts)
         return max(counts), 0 if is_whole == is_share else 1 if is_whole else size
 
     def _refuse_multiplied(self, count: Any, labels: int, size: int, gradient: Tensor) -> None:
-        """Refuses a loss that is multiplied by the number of processes: right for a whole count under torch's alone."""
+        """Refuses a loss multiplied by the number of processes: for a whole count, only torch's own CP needs that."""
         accelerator = self.accelerator
         scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
         if float(gradient) * accelerator.gradient_accumulation_steps / scale == accelerator.num_processes:
@@ -215,11 +215,11 @@ class _Calls:
 _SEVERAL = "this step adds up several batches"
 _MULTIPLIED = "the loss is multiplied by accelerator.num_processes"
 _written: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""How often the weights of a model had been written, at its last call with the whole count."""
+"""Version counters of a model's weights at its last call with the whole count."""
 
 
 def _adds_up(model: nn.Module) -> bool:
-    """Whether gradients of an earlier call with a count wait in ``model``, and no step was made since."""
+    """Returns True if ``model`` has gradients of an earlier call with a count, and made no step since."""
     if not torch.is_grad_enabled():
         return False
     trained = [x for x in model.parameters() if x.requires_grad]
@@ -229,7 +229,7 @@ def _adds_up(model: nn.Module) -> bool:
 
 
 def _whole_models(model: nn.Module) -> Iterator[nn.Module]:
-    """The model and what its wrappers wrap: a program may call any of them."""
+    """The model and its wrapped models: a program may call any of them."""
     part: nn.Module | None = model
     while part is not None:
         yield part

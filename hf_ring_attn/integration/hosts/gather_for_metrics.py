@@ -1,4 +1,4 @@
-"""Values of every batch, once per ring: what `Accelerator.gather_for_metrics` means where ranks share a sequence."""
+"""`Accelerator.gather_for_metrics` for rings: one value per ring, since its ranks share a batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHECKED_VALUES = 1 << 18
 
 
 def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = False) -> Any:
-    """`Accelerator.gather_for_metrics` with one entry per ring instead of one per rank.
+    """Implements `Accelerator.gather_for_metrics` with one entry per ring instead of one per rank.
 
     Args:
         data: a tensor [N, ...] (or a scalar, taken as [1]), or nested tuples, lists and dicts of them, the same on all
@@ -87,7 +87,7 @@ def gather_sums_per_ring(accelerator: Any, tensor: Tensor) -> Tensor:
 
 
 def _accelerates_own(accelerator: Any) -> Any:
-    """The class's method: a trainer may have put one of the functions here in its place on the instance."""
+    """The class's method: a trainer may have replaced it on the instance by a function of this module."""
     return type(accelerator).gather_for_metrics.__get__(accelerator)
 
 
@@ -124,7 +124,7 @@ def _checked(tensor: Tensor) -> object:
 
 
 def _cut(accelerator: Any, entries: Any) -> Any:
-    """Leaves out the samples that were repeated to fill the last batch, by accelerate's own count."""
+    """Drops the samples that were repeated to fill the last batch, by accelerate's count."""
     state = accelerator.gradient_state
     left = state.remainder if state.end_of_dataloader else 0
     return entries[:left] if left > 0 else entries

@@ -1,4 +1,4 @@
-"""The gathered loss: logits of the whole row, in order, for losses that a shard cannot compute.
+"""The gathered loss: all-gathers logits of the whole row for losses that a shard cannot compute.
 
 The sharded loss needs no code here: shift_labels and num_items_in_batch make each rank's share exact (see `batch`).
 """
@@ -16,7 +16,7 @@ from ..batch.shard import Sharded
 from ..context import batch_context
 
 HANDED_OVER = ("labels", "shift_labels", "num_items_in_batch")
-"""What the model must not see, since it would compute a loss of its shard with them."""
+"""Inputs that the model must not get, since it would compute a loss of its shard from them."""
 
 
 def causal_language_model(model: nn.Module) -> Any:
@@ -29,12 +29,12 @@ def causal_language_model(model: nn.Module) -> Any:
 
 @contextmanager
 def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
-    """While inside, ``model`` returns the logits of whole rows, and the loss of whole rows if it is given labels.
+    """Makes ``model`` return logits of whole rows in this context, and their loss if it gets labels.
 
-    The labels that the model is given must be those of the whole row. Memory: S x V logits on every rank.
+    These labels must be the whole row's. Memory: S x V logits on every rank.
 
     Raises:
-        LossNotSharded, on the call: the model's forward was replaced by one that makes no logits.
+        LossNotSharded, on the call: a replaced forward returns no logits.
     """
     head = causal_language_model(model)
     handed: dict[str, Any] = {}

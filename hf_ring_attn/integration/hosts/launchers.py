@@ -1,7 +1,7 @@
-"""Launchers that a program started by hf_ring_attn.run may be: accelerate's, which TRL's command uses too, and torch's.
+"""Launchers that hf_ring_attn.run may start: accelerate's, which TRL's command uses too, and torch's.
 
-They start python anew, once a rank, and those processes would not have the plugin: so they are made to start
-hf_ring_attn.run, which runs their program.
+They start a new python per rank, which would lack the plugin. So they are changed to start hf_ring_attn.run, which runs
+their program.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ RUN = "hf_ring_attn.run"
 
 
 def carry_plugin(run: Callable[[Sequence[str]], None]) -> None:
-    """From now on, launchers of this process start their programs through hf_ring_attn.run.
+    """Makes launchers of this process start their programs through hf_ring_attn.run.
 
-    In a process that a launcher has started already (``torchrun -m hf_ring_attn.run trl sft``), a command that launches
-    once more, with no options for that, runs its program right here with ``run``.
+    In a launched process (``torchrun -m hf_ring_attn.run trl sft``), a command that would launch again, without options
+    for that, runs its program in this process with ``run``.
 
     Args:
-        run: what runs a program in this process, given its command line.
+        run: runs a program in this process, given its command line.
     """
 
     def launch_command(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -54,7 +54,7 @@ def _program(args: Any) -> list[str]:
 
 
 def _through_us(args: Any) -> Any:
-    """The parsed command line of a launcher, its program now run by hf_ring_attn.run."""
+    """Changes a launcher's parsed command line so that hf_ring_attn.run runs its program."""
     if args.no_python:
         raise errors.NoPython(args.training_script)
     if not (args.module and args.training_script == RUN):

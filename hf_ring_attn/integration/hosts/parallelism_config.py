@@ -1,8 +1,8 @@
-"""accelerate's `ParallelismConfig` and the backend "ring": what it means, when it is chosen, what it refuses.
+"""The backend "ring" of accelerate's `ParallelismConfig`: its meaning, its choice and its refusals.
 
 The class is patched in place, not subclassed, so that a pickled TrainingArguments loads without this package. With
-cp_backend "ring", ``cp_enabled`` is False: every special case for torch's context parallelism turns itself off, while
-``cp_size`` keeps accelerate's mesh, its same batch for all ranks of a ring, and its counts of tokens and batches.
+cp_backend "ring", ``cp_enabled`` is False, which disables every special case for torch's context parallelism.
+``cp_size`` still defines the mesh, the same batch on all ranks of a ring, and the counts of tokens and batches.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..context.mesh import RING, ring_enabled
 from ..patching.changes import Patch
 
 constructing_for: list[nn.Module | None] = []
-"""Models for which an `Accelerator` is constructed: see `deferring_cp_checks`."""
+"""Models whose `Accelerator` is being constructed: see `deferring_cp_checks`."""
 
 
 def undecided(config: Any) -> bool:
-    """Whether a `ParallelismConfig` (or None) asks for context parallelism by torch, as every stock launch config does.
+    """Returns True if a `ParallelismConfig` (or None) asks for torch's context parallelism, as stock configs do.
 
     It is promoted to a ring once a ring_fp32 model is seen.
     """
@@ -39,10 +39,10 @@ def promote(config: Any) -> bool:
         config: a `ParallelismConfig`, or None.
 
     Returns:
-        Whether it was changed: False for None, for cp_size=1 and for what is a ring already.
+        True if it was changed; False for None, for cp_size=1 and for a ring.
 
     Raises:
-        UntestedParallelism: for tensor or sequence parallelism beside the ring.
+        UntestedParallelism: tensor or sequence parallelism together with the ring.
     """
     if config is None:
         return False
@@ -62,11 +62,11 @@ def promote(config: Any) -> bool:
 
 @contextmanager
 def deferring_cp_checks(model: nn.Module | None = None) -> Iterator[None]:
-    """Says for which model an `Accelerator` is constructed, if that is known already.
+    """Names the model for which an `Accelerator` is constructed, if known already.
 
     Inside, a stock config with cp_size > 1 is promoted for a ring_fp32 model; for another model accelerate refuses at
-    once what it always refuses. With None, and outside of this context, accelerate's refusals for torch's context
-    parallelism wait until `settle` sees the model.
+    once, as always. With None, and outside this context, `settle` raises accelerate's refusals for torch's context
+    parallelism when it sees the model.
     """
     constructing_for.append(model)
     try:
@@ -88,12 +88,12 @@ def decide(config: Any) -> bool:
 
 
 def implementations(model: nn.Module) -> list[str]:
-    """Every attn_implementation in ``model``, wrappers looked through; [] for a model that is not of transformers."""
+    """Every attn_implementation in ``model`` and its wrapped models; [] for a model not of transformers."""
     return sorted({str(config._attn_implementation) for config in configs_of(model)})
 
 
 def torch_refusals(config: Any, accelerator: Any = None) -> list[str]:
-    """What accelerate itself refuses about torch's context parallelism, and would have refused at construction."""
+    """accelerate's own refusals of torch's context parallelism, which it would have raised at construction."""
     reasons = []
     if _is_ddp_x_cp(config):
         reasons.append("cp_size > 1 with dp_replicate_size > 1 needs dp_shard_size > 1 too")
@@ -109,10 +109,10 @@ def torch_refusals(config: Any, accelerator: Any = None) -> list[str]:
 
 
 def refuse_host(accelerator: Any) -> None:
-    """Refuses what a ring was never tested with, by name.
+    """Refuses setups that a ring was never tested with.
 
     Raises:
-        UntestedParallelism: for DeepSpeed, FSDP1, Megatron-LM and XLA.
+        UntestedParallelism: DeepSpeed, FSDP1, Megatron-LM or XLA.
     """
     others = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
     kind = accelerator.distributed_type.name
@@ -123,10 +123,10 @@ def refuse_host(accelerator: Any) -> None:
 
 
 def refuse_one_process(accelerator: Any) -> None:
-    """Refuses a single process where a ring, or several processes, were asked for and no config arrived.
+    """Refuses a single process if a ring or several processes were requested, but no config arrived.
 
     Raises:
-        OneProcess: with what was found in the environment.
+        OneProcess: with the sign found in the environment.
     """
     if accelerator.num_processes > 1:
         return
@@ -141,7 +141,7 @@ def is_fsdp1(accelerator: Any) -> bool:
 
 
 def _is_ddp_x_cp(config: Any) -> bool:
-    """accelerate refuses cp_size with pure data parallelism; for a ring it is as good as any mesh."""
+    """Returns True for cp_size with pure data parallelism: accelerate refuses it, a ring supports it."""
     sizes = (config.dp_shard_size, config.tp_size, config.cp_size > 1, config.dp_replicate_size > 1)
     return bool(sizes == (1, 1, True, True))
 
@@ -166,7 +166,7 @@ def _post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
             original(self)
             return
         except (ValueError, KeyError):
-            # accelerate fills every field from its environment variables before it judges any of them.
+            # accelerate fills every field from environment variables before it checks any.
             filled = None not in _sizes(self).values() and self.cp_backend is not None
             if not filled or not (self.cp_backend == RING or _is_ddp_x_cp(self)):
                 raise
@@ -186,7 +186,7 @@ def _post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _dimensions(original: property) -> property:
-    """The names of mesh dimensions follow cp_size, not cp_enabled."""
+    """Names mesh dimensions by cp_size, not by cp_enabled."""
 
     def names(self: Any) -> list[str]:
         dims: list[str] = original.__get__(self)
@@ -201,7 +201,7 @@ def _cp_enabled(original: property) -> property:
 
 def _build_device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
     def build_device_mesh(self: Any, device_type: str) -> Any:
-        # Before torch, which says it without the sizes. PartialState is only read: making one starts process groups.
+        # Before torch, whose error lacks the sizes. PartialState is only read: creating one starts process groups.
         state = sys.modules["accelerate.state"].PartialState._shared_state
         if self.cp_size > 1 and "num_processes" in state:
             _refuse_mismatch(self, state["num_processes"])
@@ -211,7 +211,7 @@ def _build_device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_cpu(config: Any, accelerator: Any) -> None:
-    """Says of a known model on the CPU which attention it has: accelerate's own refusal names the device alone."""
+    """Refuses a known model on the CPU by its attention: accelerate's own refusal names only the device."""
     model = constructing_for[-1] if constructing_for else None
     if undecided(config) and model is not None and accelerator.distributed_type.name == "MULTI_CPU":
         reasons = torch_refusals(config, accelerator)
@@ -235,7 +235,7 @@ def _validate_accelerator(original: Callable[..., None]) -> Callable[..., None]:
 CONFIG = "accelerate.parallelism_config:ParallelismConfig."
 PATCHES = (
     Patch(CONFIG + "__post_init__", "(self)", _post_init),
-    Patch(CONFIG + "ring_enabled", None, lambda _: property(ring_enabled, doc="Whether cp_backend is a ring.")),
+    Patch(CONFIG + "ring_enabled", None, lambda _: property(ring_enabled, doc="True if cp_backend is a ring.")),
     Patch(CONFIG + "cp_enabled", "(self)", _cp_enabled),
     Patch(CONFIG + "non_dp_dim_names", "(self)", _dimensions),
     Patch(CONFIG + "dp_shard_cp_dim_names", "(self)", _dimensions),

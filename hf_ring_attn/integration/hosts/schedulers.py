@@ -1,12 +1,12 @@
-"""Schedulers that accelerate prepared: how often one steps for each batch of a ring.
+"""Steps of schedulers that accelerate prepared, per batch of a ring.
 
-accelerate steps a scheduler once for each process, since each process has its own batch. A ring shares one batch.
-Programs that follow accelerate's rule multiply their numbers of steps by accelerator.num_processes, and their scheduler
-steps so often here, too. Other programs count batches, and theirs steps once for each ring. The numbers that a
-scheduler holds say which it is: with cp_size > 1, num_processes is a `ProcessCount`, and its multiples are, too.
+accelerate steps a scheduler once per process, since each process has its own batch. A ring shares one batch. Programs
+that follow accelerate's rule multiply their numbers of steps by accelerator.num_processes, and their scheduler steps
+once per process here, too. Others count batches, and step once per ring. The numbers in a scheduler decide: with
+cp_size > 1, num_processes is a `ProcessCount`, and so are its multiples.
 
-Not seen: a number of processes that a program gets elsewhere (torch.distributed, an environment variable), and a
-product with a float on the left. Such a scheduler counts batches; the line at its first step says so.
+Not detected: a number of processes from elsewhere (torch.distributed, an environment variable), and a product with a
+float on the left. Such a scheduler counts batches, and a log line at its first step says so.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..patching.changes import Patch
 
 
 class ProcessCount(int):
-    """A number of processes, or what whole-number arithmetic makes of one."""
+    """A number of processes, or a result of integer arithmetic with one."""
 
     lost = False
-    """Whether a program turned some count into a plain number, which may be in a scheduler."""
+    """True if a program converted a count to a plain number, which a scheduler may use."""
 
     def __int__(self) -> int:
         _lose(sys._getframe(1))
@@ -63,13 +63,13 @@ for _name in ("mul", "rmul", "add", "radd", "sub", "rsub", "floordiv", "ceil", "
 
 
 def _lose(caller: FrameType) -> None:
-    """Notes a conversion, unless a host does it: its schedulers compute with floats."""
+    """Records a conversion, except by a host, whose schedulers compute with floats."""
     if str(caller.f_globals.get("__name__")).partition(".")[0] not in {"torch", "transformers", "accelerate"}:
         ProcessCount.lost = True
 
 
 def mark(state: Any) -> None:
-    """Makes num_processes of an `AcceleratorState`, and of the `PartialState` that it copies, a `ProcessCount`."""
+    """Turns num_processes of an `AcceleratorState`, and of its `PartialState`, into a `ProcessCount`."""
     ProcessCount.lost = False
     for values in (sys.modules["accelerate.state"].PartialState._shared_state, vars(state)):
         values["num_processes"] = ProcessCount(int.__int__(values["num_processes"]))
@@ -78,12 +78,12 @@ def mark(state: Any) -> None:
 # ---- what a scheduler was made with ----------------------------------------------------------------------------------
 
 _NO_STEPS = {"last_epoch", "_step_count", "optimizer", "verbose", "T_cur", "T_mult", "num_cycles", "power"}
-"""Names of a scheduler's numbers that are no numbers of steps, and of what holds none."""
+"""Attributes of a scheduler that hold no numbers of steps."""
 _LOOKED_INTO = "torch.optim.lr_scheduler"
 
 
 def _numbers(x: Any, seen: set[int]) -> Iterator[int]:
-    """The whole numbers of steps in a scheduler, in nested ones, and in the functions that it calls."""
+    """Yields the step numbers in a scheduler, in nested ones, and in the functions that it calls."""
     if isinstance(x, int) and not isinstance(x, bool):
         yield x
     if isinstance(x, int | float | str) or x is None or id(x) in seen:
@@ -120,10 +120,10 @@ _READ: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def counts_processes(prepared: Any) -> bool:
-    """Whether a scheduler that accelerate prepared was made with multiples of the number of processes. Read once.
+    """Returns True if a prepared scheduler's numbers of steps are multiples of the number of processes. Read once.
 
     Raises:
-        UnclearScheduler: some of its numbers of steps are multiples and others are not, or a multiple was lost.
+        UnclearScheduler: some numbers of steps are multiples and others are not, or a multiple was converted.
     """
     if prepared not in _READ:
         numbers = [number for number in _numbers(prepared.scheduler, set()) if number > 0]
@@ -134,7 +134,7 @@ def counts_processes(prepared: Any) -> bool:
         if numbers and not multiples and ProcessCount.lost:
             raise errors.UnclearScheduler("a multiple of it became a plain number, perhaps this scheduler's")
         _READ[prepared] = bool(multiples)
-        own = vars(prepared.scheduler)  # plain numbers from here on: they are saved in checkpoints
+        own = vars(prepared.scheduler)  # plain numbers from here on, since checkpoints save them
         own.update({name: int.__int__(x) for name, x in own.items() if isinstance(x, ProcessCount)})
     return _READ[prepared]
 
@@ -146,9 +146,9 @@ _COUNTS_RINGS = (
     "multiples of accelerator.num_processes, which is {1}"
 )
 _COUNTS_PROCESSES = (
-    "a scheduler that accelerate prepared steps {0} times for each batch, once for each process, since accelerate was "
-    "not told of the ring. If its number of steps is not multiplied by accelerator.num_processes, tell accelerate "
-    '(ParallelismConfig(cp_size=..., cp_backend="ring")), or leave the scheduler out of prepare()'
+    "a scheduler that accelerate prepared steps {0} times for each batch, once for each process, since accelerate "
+    "does not know of the ring. If its number of steps is not multiplied by accelerator.num_processes, give "
+    'Accelerator a ParallelismConfig(cp_size=..., cp_backend="ring"), or leave the scheduler out of prepare()'
 )
 
 
@@ -156,7 +156,7 @@ def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
         state = sys.modules["accelerate.state"].AcceleratorState()
         config, linked = state.parallelism_config, self.step_with_optimizer and self.gradient_state.sync_gradients
-        each = linked and not self.split_batches  # accelerate would step once for each process
+        each = linked and not self.split_batches  # accelerate would step once per process
         if not ring_enabled(config):
             if each and state.num_processes > 1 and batch_context.live_batches():
                 say(_COUNTS_PROCESSES.format(state.num_processes))
@@ -167,7 +167,7 @@ def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
             rings = state.num_processes // config.cp_size
             say(_COUNTS_RINGS.format("once" if rings == 1 else f"{rings} times", state.num_processes))
             for _ in range(rings):
-                last = getattr(self.scheduler, "total_steps", None)  # of OneCycleLR, as accelerate has it
+                last = getattr(self.scheduler, "total_steps", None)  # OneCycleLR's, as in accelerate
                 if last is None or self.scheduler._step_count <= last:
                     self.scheduler.step(*args, **kwargs)
 

@@ -1,7 +1,7 @@
 """The one mechanism for every change to a host library: guarded, idempotent, undone by `uninstall`.
 
-A host that is not imported yet is not imported for it: its changes wait, and are made right after the host's module
-has run. So importing this package costs nothing for hosts that a program never uses.
+Changes to a host that is not imported yet are made right after its import. So importing this package costs nothing for
+hosts that a program never uses.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NOTHING = "no such attribute"
 
 @dataclass(frozen=True)
 class Change(ABC):
-    """Something to change in a host: ``target`` is "package.module:name" of what is changed."""
+    """A change to a host; ``target`` is "package.module:name"."""
 
     target: str
 
     @property
     def key(self) -> str:
-        """Tells changes apart: of two with the same key, the second is not made."""
+        """Identifies a change: of two with the same key, only the first is made."""
         return self.target
 
     @property
@@ -47,7 +47,7 @@ class Change(ABC):
 
     @abstractmethod
     def check(self, module: ModuleType) -> None:
-        """Raises ChangedHost unless the host is what this change was written for."""
+        """Raises ChangedHost if the host is not as this change expects."""
 
     @abstractmethod
     def apply(self, module: ModuleType) -> Undo:
@@ -62,8 +62,8 @@ class Patch(Change):
         target: "package.module:Class.attribute" or "package.module:function".
         signature: the parameters that the host's function (or the property's getter) must have, as `render` writes
             them; None where the host must not have the attribute at all.
-        make: given what the host has (None if nothing), returns what takes its place. A function gets the original's
-            name and ``__wrapped__``, so whoever inspects it sees the original's signature.
+        make: maps the host's attribute (None if absent) to its replacement. A function gets the original's name and
+            ``__wrapped__``, so inspection shows the original's signature.
     """
 
     signature: str | None
@@ -82,7 +82,7 @@ class Patch(Change):
     def apply(self, module: ModuleType) -> Undo:
         owner, attribute = self._owner(module)
         original = inspect.getattr_static(owner, attribute, None)
-        own = vars(owner).get(attribute, _ABSENT)  # as it lies there, so that a descriptor comes back as itself
+        own = vars(owner).get(attribute, _ABSENT)  # from vars(), so that a descriptor is restored as itself
         replacement = self.make(original)
         if inspect.isfunction(replacement) and callable(original):
             functools.update_wrapper(replacement, original)
@@ -93,7 +93,7 @@ class Patch(Change):
                 warnings.warn(errors.PatchedByOthers(self.target), stacklevel=4)
             if own is not _ABSENT:
                 setattr(owner, attribute, own)
-            elif attribute in vars(owner):  # inherited, or not there at all, before
+            elif attribute in vars(owner):  # inherited or absent before
                 delattr(owner, attribute)
 
         return undo
@@ -116,7 +116,7 @@ class Registration(Change):
     """Enters ``value`` under ``key`` in a registry of transformers.
 
     ``target`` names the registry where it is defined, such as "transformers.modeling_utils:AttentionInterface": it has
-    ``register(key, value)`` and keeps its entries in the dict ``_global_mapping``.
+    ``register(key, value)`` and stores its entries in the dict ``_global_mapping``.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Registration(Change):
 def render(function: Callable[..., Any]) -> str:
     """The parameters of ``function`` without annotations and default values, such as "(self, a, b=, *, c=, **rest)".
 
-    Parameters that are renamed, added, removed or reordered show in it; new defaults and annotations do not.
+    It shows renamed, added, removed and reordered parameters, but no defaults or annotations.
     """
     kinds = inspect.Parameter
     parts: list[str] = []
@@ -164,7 +164,7 @@ def render(function: Callable[..., Any]) -> str:
 
 
 class _Installed:
-    """What is changed in this process, and what waits for its host."""
+    """The changes made in this process, and those that wait for their host's import."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -196,7 +196,7 @@ class _Installed:
             raise
 
     def apply(self, modules: dict[str, ModuleType]) -> None:
-        """Makes what waits for these modules: all of it or, if one change does not fit its host, none."""
+        """Makes the changes that wait for these modules: all, or none if one does not fit its host."""
         with self.lock:
             ready = [(change, modules[name]) for name in modules for change in self.waiting.get(name, ())]
             for change, module in ready:
@@ -255,21 +255,21 @@ def install(changes: Iterable[Change]) -> None:
     """Makes changes to host libraries, each once; those of a module that is not imported yet follow its import.
 
     Raises:
-        ChangedHost: a host's function has other parameters than its patch needs; then nothing is changed. For a change
-            that waits, the import of the host's module raises it.
+        ChangedHost: a host's function has other parameters than its patch needs; then nothing is changed. A waiting
+            change raises it at the import of the host's module.
         ImportedTooEarly: called in the middle of the import of a host's module.
 
     Warns:
-        UntestedHost: the host's version lies outside `TESTED`; once per host.
+        UntestedHost: the host's version is outside `TESTED`; once per host.
     """
     _installed.add(changes)
 
 
 def installed() -> list[str]:
-    """What is changed right now, in the order of the changes."""
+    """The current changes, in order."""
     return _installed.keys()
 
 
 def uninstall() -> None:
-    """Undoes every change: the original attribute objects are back in their places, and nothing waits any more."""
+    """Undoes every change: restores the original attribute objects and drops waiting changes."""
     _installed.remove()

@@ -1,4 +1,4 @@
-"""Hooks on modules of a user's model: each once, inert outside a ring, removed by `detach_all`."""
+"""Hooks on modules of a user's model: added once, inert outside a ring, removed by `detach_all`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attach(
         before: (module, args, kwargs), as of a pre-hook with kwargs.
         after: (module, args, output); called after an error, too.
     """
-    _HOOKED.add(module)  # also one that was copied together with its hooks
+    _HOOKED.add(module)  # also a module that was copied with its hooks
     handles: dict[str, list[Any]] = module.__dict__.setdefault(_ATTRIBUTE, {})
     if key in handles:
         return

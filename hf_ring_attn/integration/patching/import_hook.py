@@ -1,4 +1,4 @@
-"""Runs something right after a module has been imported, whoever imports it."""
+"""Runs a callback right after a module has been imported."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Then = Callable[[str, ModuleType], None]
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """A finder for the head of ``sys.meta_path``: modules are found as ever, and ``then`` runs after each wanted one.
+    """A finder for the head of ``sys.meta_path``: finds modules as usual, and runs ``then`` after each wanted one.
 
     Args:
-        wanted: whether a module of this full name is waited for.
-        then: called with the name and the module once the module has run; what it raises, the import raises.
+        wanted: returns True for the full name of a module to wait for.
+        then: called with the name and the module after its import, which raises its errors.
     """
 
     def __init__(self, wanted: Callable[[str], bool], then: Then) -> None:
@@ -42,7 +42,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Stands in for a module's loader until the module runs; then the real one is back in its places."""
+    """Replaces a module's loader until the module runs, then restores it."""
 
     def __init__(self, real: Any, then: Then) -> None:
         self.real = real
@@ -57,7 +57,7 @@ class _Loader(importlib.abc.Loader):
         assert spec is not None, "the import system runs modules that have a spec"
         spec.loader = module.__loader__ = self.real
         self.real.exec_module(module)
-        # A module may have put another object in its place, as transformers' lazy packages do.
+        # A module may replace itself in sys.modules, as transformers' lazy packages do.
         self.then(spec.name, sys.modules.get(spec.name, module))
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +67,7 @@ class _Loader(importlib.abc.Loader):
 
 
 def imported(name: str) -> ModuleType | None:
-    """The module if it has been imported, after waiting for a thread that is just importing it; else None.
+    """The module if it has been imported, after waiting for a thread that is importing it; else None.
 
     Raises:
         ImportedTooEarly: this very thread is importing it, further up the stack.

@@ -101,7 +101,7 @@ def test_models_that_do_not_hand_it_on_are_refused(ranks: Ranks, kind: str) -> N
         assert refusal is not None
         name, text = refusal
         assert name == "ScoreModDropped"
-        assert text.startswith(f"{kind} was called with a score_mod, which {DROPPED[kind]}: its layers do not hand on")
+        assert text.startswith(f"{kind} was called with a score_mod, which {DROPPED[kind]}: its layers do not pass on")
 
 
 @pytest.mark.parametrize("named", [False, True])

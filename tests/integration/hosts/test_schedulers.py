@@ -184,4 +184,4 @@ def test_a_scheduler_of_an_accelerate_that_does_not_know_of_the_ring_is_told_of(
             schedule.step()
     assert schedule.get_last_lr() == [4.0]
     (text,) = said.call_args.args
-    assert "steps 2 times for each batch, once for each process, since accelerate was not told" in text
+    assert "steps 2 times for each batch, once for each process, since accelerate does not know" in text
