@@ -109,8 +109,8 @@ class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(
             "an exception that was caught (out of memory, for example) interrupted an earlier attention or forward of "
-            "this ring on this rank. Messages of the ranks no longer match, so the next answer could be wrong. Start the "
-            "job again, or make the ring in a new process group."
+            "this ring on this rank. Messages of the ranks no longer match, so the next answer could be wrong. Start "
+            "the job again, or make the ring in a new process group."
         )
 
 
