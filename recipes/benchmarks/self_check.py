@@ -27,6 +27,8 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
+from hf_ring_attn.integration.context.model_record import forget_models
+from hf_ring_attn.integration.model.admission import bind
 from hf_ring_attn.integration.selfcheck import check as selfcheck
 from hf_ring_attn.integration.selfcheck.row import SelfCheckState
 
@@ -96,9 +98,10 @@ def measured(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     def check() -> float:
         """The check alone: as `selfcheck.check` is called before a forward."""
         sharded = hf_ring_attn.shard({"input_ids": ids, "labels": ids}, config=config)
+        record = bind(model, sharded.context)
         dist.barrier()
         began = time.perf_counter()
-        selfcheck.check(model, sharded.context)
+        selfcheck.check(model, sharded.context, record)
         if device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
@@ -111,7 +114,7 @@ def measured(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     warm, steps = [], []
     seconds(False)
     for _ in range(args.rounds):
-        selfcheck._VERDICTS.clear()
+        forget_models()
         warm.append(check())
         steps.append(seconds(False))
     return {

@@ -1,7 +1,6 @@
 """The contract of `kernels/base.py`, a kernel a row: one table of cases, one set of promises, for every kernel.
 
-Libraries that need a GPU are replaced by fakes in plain torch with their conventions, traps and roundings. triton has
-its row where it can run: on a GPU, or with TRITON_INTERPRET=1 (test_triton.py starts such a process).
+Fakes in plain torch stand in for libraries that need a GPU. triton has its row on a GPU or with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
