@@ -95,7 +95,7 @@ def differentiate(loss: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]
     """The gradients of ``weights``, their first values, which nobody else sees: they are added to no ``grad``."""
     if not weights or not loss.requires_grad:
         return []
-    found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(weights), allow_unused=True)
+    found: Sequence[Tensor | None] = torch.autograd.grad(loss, list(weights), allow_unused=True)
     return [
         (torch.zeros_like(x) if gradient is None else gradient).flatten()[:VALUES].float()
         for x, gradient in zip(weights, found, strict=True)
