@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from .arguments import check_choice, check_flag, whole_number
 from .errors import BadOption
 
 KERNEL_NAMES = ("flash4", "triton", "flash2", "flex", "reference")
@@ -37,12 +38,11 @@ class RingConfig:
         loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" re-gathers the logits in
             their original order and computes the loss on the whole row (S x V memory on every rank), which makes
             label smoothing and custom loss functions exact.
-        layout: who holds which token of a batch. "zigzag": what `hf_ring_attn.positions` tells, for every batch.
-            "balanced": where a zigzag would leave a rank with more than 1.1 times the mean's work, packed rows are
-            dealt other chunks, and ``sharded.positions`` alone tells where a rank's tokens are; batches of images or
-            sound, those of `maybe_context_parallel`, and all once a rank has called `positions`, keep the zigzag.
-            "auto": balanced in Trainer and SFTTrainer, which index nothing by a token's place; the zigzag in loops of
-            one's own, which may.
+        layout: who holds which token of a batch. "zigzag": as `hf_ring_attn.positions` describes it, for every batch.
+            "balanced": where a zigzag would leave a rank with more than 1.1 times the mean's work, ranks hold other
+            chunks of packed rows, and ``sharded.positions`` alone shows which; batches of images or sound, and those
+            of `maybe_context_parallel`, keep the zigzag. "auto": balanced in Trainer and SFTTrainer, which index
+            nothing by a token's place; the zigzag in other training loops, which may.
         pad: pad rows to a multiple of 2 * ring size (of up to 16 * ring size, where ``layout`` deals more chunks) with
             tokens that nobody sees; False refuses other lengths.
         deterministic: demand the same bits from run to run.
@@ -65,16 +65,14 @@ class RingConfig:
 
     def __post_init__(self) -> None:
         _check_kernel("kernel", self.kernel)
-        if self.backward not in get_args(Backward):
-            raise BadOption("backward", self.backward, f"one of {get_args(Backward)}")
-        if self.traffic not in get_args(Traffic):
-            raise BadOption("traffic", self.traffic, f"one of {get_args(Traffic)}")
-        if self.loss not in get_args(Loss):
-            raise BadOption("loss", self.loss, f"one of {get_args(Loss)}")
-        if self.layout not in get_args(Arrangement):
-            raise BadOption("layout", self.layout, f"one of {get_args(Arrangement)}")
-        if self.heads_per_gather is not None and self.heads_per_gather < 1:
-            raise BadOption("heads_per_gather", self.heads_per_gather, "a positive number of heads, or None")
+        check_choice("backward", self.backward, get_args(Backward))
+        check_choice("traffic", self.traffic, get_args(Traffic))
+        check_choice("loss", self.loss, get_args(Loss))
+        check_choice("layout", self.layout, get_args(Arrangement))
+        if self.heads_per_gather is not None:
+            whole_number("heads_per_gather", self.heads_per_gather, "a positive number of heads, or None", 1)
+        for name in ("pad", "deterministic", "save_attention", "self_check"):
+            check_flag(name, getattr(self, name))
 
 
 def kernel_from_environment() -> str | None:
@@ -89,7 +87,7 @@ def kernel_from_environment() -> str | None:
     return name
 
 
-def _check_kernel(option: str, name: str) -> None:
+def _check_kernel(option: str, name: object) -> None:
     if name not in ("auto", *KERNEL_NAMES):
         raise BadOption(option, name, f"'auto' or one of {KERNEL_NAMES}")
 
@@ -97,6 +95,21 @@ def _check_kernel(option: str, name: str) -> None:
 def is_a_launched_rank() -> bool:
     """Whether a launcher (torchrun, accelerate launch) started this process. RANK alone may be that of a machine."""
     return "LOCAL_RANK" in os.environ
+
+
+def several_asked_for() -> tuple[str, str] | None:
+    """The sign in the environment that this lone process was to be one of several, and its variable; None: no sign.
+
+    For MULTI_CPU `accelerate launch` starts one process, and sets MASTER_PORT without WORLD_SIZE only if it was given
+    several. MASTER_PORT alone may be a cluster's.
+    """
+    cp_size = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")
+    if cp_size not in ("", "1"):
+        return f"PARALLELISM_CONFIG_CP_SIZE is {cp_size}", "PARALLELISM_CONFIG_CP_SIZE"
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ
+    if by_accelerate and "MASTER_PORT" in os.environ:
+        return "accelerate launch was given several processes", "MASTER_PORT"
+    return None
 
 
 def triton_is_interpreted() -> bool:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hf_ring_attn.testing import LiveRanks
+from tests.helpers.patience import patient
 
 TEST_SECONDS, GPU_TEST_SECONDS = 240, 400
 """No test takes longer; on a GPU dozens of kernels may be compiled. Ranks that hang are reported before, by name, at
@@ -23,6 +24,7 @@ _stderr = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the cases that are marked `full`")
+    parser.addoption("--quick", action="store_true", help="no slow test, and of each table of cases the first and last")
     parser.addoption(
         "--fuzz", type=int, default=500, help="how many random masks tests/sharding/test_mask_fuzz.py tries"
     )
@@ -37,8 +39,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full") is not None]
+    if config.getoption("--quick"):
+        left_out += _left_out_in_haste([item for item in items if item not in set(left_out)])
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item.get_closest_marker("full") is None]
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _left_out_in_haste(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Slow tests, and all cases of a table but the first and the last."""
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    return slow + [item for cases in tables.values() for item in cases[1:-1] if item not in slow]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -49,7 +62,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """End the whole run, with every thread's stack, when a test hangs: nothing softer ends a stuck collective."""
     seconds = TEST_SECONDS if item.get_closest_marker("gpu") is None else GPU_TEST_SECONDS
-    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[_stderr])
+    faulthandler.dump_traceback_later(patient(seconds), exit=True, file=item.config.stash[_stderr])
     torch.manual_seed(0)  # the same numbers whatever ran before
     try:
         return (yield)
@@ -63,7 +76,7 @@ def ranks() -> Iterator[Callable[[int], LiveRanks]]:
     worlds: dict[int, LiveRanks] = {}
 
     def of_size(world_size: int) -> LiveRanks:
-        return worlds.setdefault(world_size, LiveRanks(world_size))
+        return worlds.setdefault(world_size, LiveRanks(world_size, timeout_seconds=patient(100)))
 
     yield of_size
     for world in worlds.values():

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import zlib
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from ..comm.fingerprint import fingerprint
+from ..arguments import FLOATS, INTEGERS, check, check_flag, check_tensor, check_type, is_whole, number, whole_number
+from ..comm.first_order import refuse_transforms
 from ..comm.ring import LOCAL, Ring
-from ..config import RingConfig, Traffic
-from ..errors import BadOption, BadShape, RanksDiffer
+from ..config import RingConfig
+from ..errors import BadShape, RanksDiffer, Refused, RefusedElsewhere
 from ..kernels import Params, Request, ScoreFunction, ScoreMod
-from ..sharding.layout import Layout, held_of_zigzag
+from ..sharding.layout import LONGEST, Layout
 from ..sharding.mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
 from ..sharding.plan import Plan
 from ..traffic import interruption_guard
@@ -79,6 +79,10 @@ def ring_attention(
     tokens are kept in float32 (float64 for float64 inputs) in both passes, on the wire too, and each gradient is
     rounded once. A query that sees no key gets 0.
 
+    Scores are float32 (float64 for float64), as in every flash attention, so a score of size s is known to s * 6e-8:
+    the relative error of out and gradients grows with the largest score, on one device too: 7e-6 at 1e2, 1e-3 at 1e4,
+    6e-2 at 1e6. Beyond 1e7 nothing of them is left, and gradients on a GPU may be nan.
+
     Args:
         q: [B, T, H, D], this rank's queries: ``row[:, positions(S, rank=rank, world_size=W)]``.
         k: [B, T, G, D], H a multiple of G; v: [B, T, G, Dv]; of q's dtype.
@@ -87,7 +91,7 @@ def ring_attention(
         window: (left, right): a query at p sees keys p - left to p + right; None means no bound on that side.
             transformers' ``sliding_window=w`` of a causal model is (w - 1, 0).
         documents: [B, S] or [S] integers for the whole row, the same on every rank: tokens see only tokens with the
-            same id, and -1 marks tokens that see nothing and are not seen. Read on the host.
+            same id, and -1 marks tokens that see nothing and are not seen. Read on the host. No mask of True and False.
         softcap: cap of the scores, as in Gemma 2.
         sinks: [H], a logit a head that takes part in the softmax without a value, as in gpt-oss. Its gradient is this
             rank's share, as that of any weight: add over ranks.
@@ -117,37 +121,54 @@ def ring_attention(
         BadShape, BadOption: for inputs that do not fit together.
         BadScoreMod: score_mod is not such a function, or uses a gradient in a way that would lose it.
         ScoreModChanged: in the backward: it is another function by then.
-        RanksDiffer: on every rank, if ranks were called differently (found only without ``length``).
+        RanksDiffer: on every rank, if ranks were called differently (found only without ``length``, as is on the other
+            ranks what one of them refuses: RefusedElsewhere).
+        UnsupportedTransform: inside forward-mode autograd or a gradient transform of torch.func.
         UnsupportedAttention: with every reason, if no kernel can compute this exactly.
         LeftHalfway: an error ended an earlier attention of this ring half-way.
     """
-    _check_shapes(q, k, v, sinks)
-    _check_options(window, softcap)
-    mod = None if score_mod is None else ScoreMod.of(score_mod, q.device, config.deterministic)
     ring = Ring.of(group)
+    refusal: Refused | None = None
+    facts: dict[str, object] = dict.fromkeys(FACTS)
+    try:
+        _check_tensors(q, k, v, sinks, documents)
+        refuse_transforms("ring attention", q, k, v, sinks)
+        _check_options(causal, score_mod, return_lse, config)
+        band = _band(causal, window)
+        if softcap is not None:
+            softcap = number("softcap", softcap, "a number above 0, or None for no cap", above=0)
+        factor = q.shape[3] ** -0.5 if scale is None else number("scale", scale, "a finite number, or None")
+        if length is not None:
+            length = whole_number("length", length, "a number of tokens, 0 to 2**40", most=LONGEST)
+        mod = None if score_mod is None else ScoreMod.of(score_mod, q.device, config.deterministic)
+        facts = _facts(q, k, v, documents, causal, tuple(window), softcap, factor, sinks, config, mod)
+    except Refused as error:
+        refusal = error
     interruption_guard(ring).check()  # what is compared below would be taken for the rest of that attention
     if length is None:
-        length = _agreed_length(ring, q, k, v, documents, causal, window, softcap, sinks, scale, config, mod)
+        length = _agreed_length(ring, q, facts, refusal)
+    if refusal is not None:
+        raise refusal
     layout = Layout(length, ring.size, ring.rank)
-    held = held_of_zigzag(length, ring.rank, ring.size)
-    if q.shape[1] != len(held):
-        need = f"rank {ring.rank} of {ring.size} holds {len(held)} of {length} tokens: see hf_ring_attn.positions"
+    held = layout.held()
+    if q.shape[1] != held:
+        need = f"rank {ring.rank} of {ring.size} holds {held} tokens of a row of length {length}"
+        need += ": see hf_ring_attn.positions"
         raise BadShape("q", tuple(q.shape), need)
 
     batch, _, heads, head_dim = q.shape
-    mask = Mask.of(_band(causal, window), batch, layout.padded, _documents(documents, batch, layout))
+    mask = Mask.of(band, batch, layout.padded, _documents(documents, batch, layout))
     request = Request(
         q.device.type, q.dtype, heads, k.shape[2], head_dim, v.shape[3], softcap is not None, sinks is not None,
         config.deterministic, mask.holes, mod is not None,
     )  # fmt: skip
-    scale = head_dim**-0.5 if scale is None else scale
-    params = Params(scale, softcap, sinks, config.deterministic, mod)
+    params = Params(factor, softcap, sinks, config.deterministic, mod)
     if mod is None:
         kernel = kernel_for(ring.name, config.kernel, request)
     else:
         kernel = kernel_for_scores(ring.name, config.kernel, request, params, mask, batch, length)
     real = torch.nonzero(layout.positions() < length).flatten().to(q.device)
-    short = len(held) < layout.local_length
+    short = held < layout.local_length
     if short:
         q, k, v = (x.new_zeros(batch, layout.local_length, *x.shape[2:]).index_copy(1, real, x) for x in (q, k, v))
     if batch * layout.padded == 0:  # nothing to send, and not every road sends nothing
@@ -161,33 +182,39 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    if q.dim() != 4:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None) -> None:
+    check_tensor("q", q, FLOATS)
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x, (q.dtype,), q.device)
+    if q.dim() != 4 or 0 in q.shape[2:]:
         raise BadShape("q", tuple(q.shape), "it must be [B, T, H, D]")
     batch, tokens, heads, head_dim = q.shape
     if k.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[3] != head_dim:
         raise BadShape("k", tuple(k.shape), f"it must be [{batch}, {tokens}, G, {head_dim}] to go with q")
-    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
         raise BadShape("v", tuple(v.shape), f"it must be [{batch}, {tokens}, {k.shape[2]}, Dv] to go with k")
     if k.shape[2] == 0 or heads % k.shape[2]:
         raise BadShape("k", tuple(k.shape), f"q's {heads} heads must be a multiple of its {k.shape[2]} heads")
-    if sinks is not None and sinks.shape != (heads,):
-        raise BadShape("sinks", tuple(sinks.shape), f"it must be [{heads}], one for each query head")
-    if not q.dtype.is_floating_point:
-        raise BadOption("q.dtype", q.dtype, "a floating-point dtype")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise BadOption(f"{name}.dtype", x.dtype, f"{q.dtype}, as q")
+    if sinks is not None:
+        check_tensor("sinks", sinks, FLOATS, q.device)
+        if sinks.shape != (heads,):
+            raise BadShape("sinks", tuple(sinks.shape), f"it must be [{heads}], one for each query head")
+    if documents is not None:
+        check_tensor("documents", documents, INTEGERS)
 
 
-def _check_options(window: tuple[int | None, int | None], softcap: float | None) -> None:
-    if any(side is not None and side < 0 for side in window):
-        raise BadOption("window", window, "(left, right) in tokens, each 0 or more, or None for no bound")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise BadOption("softcap", softcap, "a number above 0, or None for no cap")
+def _check_options(causal: bool, score_mod: ScoreFunction | None, return_lse: bool, config: RingConfig) -> None:
+    check_flag("causal", causal)
+    check_flag("return_lse", return_lse)
+    check(score_mod is None or callable(score_mod), "score_mod", score_mod, "a function of a score, or None")
+    check_type("config", config, RingConfig, "a RingConfig")
 
 
 def _band(causal: bool, window: tuple[int | None, int | None]) -> Band:
+    need = "(left, right) in tokens, each 0 or more, or None for no bound"
+    check_type("window", window, (tuple, list), need)
+    sides: Sequence[object] = window
+    check(len(sides) == 2 and all(side is None or is_whole(side) for side in sides), "window", window, need)
     left, right = window
     band = Band(-UNBOUNDED if right is None else -right, UNBOUNDED if left is None else left)
     return band & (CAUSAL if causal else BIDIRECTIONAL)
@@ -204,34 +231,39 @@ def _documents(documents: Tensor | None, batch: int, layout: Layout) -> Tensor |
     return layout.pad(documents.to("cpu", torch.int64).expand(batch, -1), 1, -1)
 
 
-def _agreed_length(ring: Ring, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *options: Any) -> int:
-    causal, window, softcap, sinks, scale, config, mod = options
-    facts = {
-        "number of rows (B)": q.shape[0],
-        "number of query heads (H)": q.shape[2],
-        "number of key heads (G)": k.shape[2],
-        "width of a query head (D)": q.shape[3],
-        "width of a value head (Dv)": v.shape[3],
-        "dtype (its bits)": torch.finfo(q.dtype).bits,
-        "dtype (bits of its fraction)": round(-math.log2(torch.finfo(q.dtype).eps)),
-        "causal": int(causal),
-        "window, left": -1 if window[0] is None else window[0],
-        "window, right": -1 if window[1] is None else window[1],
-        "softcap (in millionths)": 0 if softcap is None else int(softcap * 1e6),
-        "scale (in billionths, 0 for the default)": 0 if scale is None else int(scale * 1e9),
-        "use of sinks": int(sinks is not None),
-        **score_mod_facts(mod),
-        "deterministic": int(config.deterministic),
-        "kernel (its name's checksum)": zlib.crc32(config.kernel.encode()),
-        "backward ('ring': 0, 'gather': 1)": int(config.backward == "gather"),
-        "heads_per_gather": config.heads_per_gather or 0,
-        "traffic ('auto': 0, 'messages': 1, 'pulls': 2)": get_args(Traffic).index(config.traffic),
-        "documents (their fingerprint)": fingerprint(documents),
-    }
-    ring.agree(facts, q.device, "Call ring_attention with the same options on every rank.")
-    lengths = ring.numbers(q.shape[1], q.device, "told its length")
+FACTS = (
+    "number of rows (B)", "number of query heads (H)", "number of key heads (G)", "width of a query head (D)",
+    "width of a value head (Dv)", "dtype", "causal", "window", "softcap", "scale", "sinks", "score_mod",
+    "what the score_mod uses", "deterministic", "kernel", "backward", "heads_per_gather", "traffic", "documents",
+)  # fmt: skip
+"""What ranks compare of their calls."""
+
+
+def _facts(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, causal: bool, window: tuple[int | None, ...],
+    softcap: float | None, scale: float, sinks: Tensor | None, config: RingConfig, mod: ScoreMod | None,
+) -> dict[str, object]:  # fmt: skip
+    values = (
+        q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, causal, window, softcap, scale, sinks,
+        *score_mod_facts(mod).values(), config.deterministic, config.kernel, config.backward, config.heads_per_gather,
+        config.traffic, documents,
+    )  # fmt: skip
+    return dict(zip(FACTS, values, strict=True))
+
+
+def _agreed_length(ring: Ring, q: Tensor, facts: dict[str, object], refusal: Refused | None) -> int:
+    """The tokens of the whole row, on all ranks of the same call; if one refuses it, all of them raise."""
+    device = ring.small_device(q.device if refusal is None else torch.device("cpu"))
+    todo = "Call ring_attention with the same options on every rank."
+    try:
+        ring.agree(facts, device, todo, None if refusal is None else str(refusal))
+    except RefusedElsewhere as elsewhere:
+        raise refusal or elsewhere from None
+    if refusal is not None:  # in a ring of one
+        raise refusal
+    lengths = ring.numbers(q.shape[1], device, "told its length")
     total = sum(lengths)
-    expected = [len(held_of_zigzag(total, rank, ring.size)) for rank in range(ring.size)]
+    expected = [Layout(total, ring.size, rank).held() for rank in range(ring.size)]
     if lengths != expected:
         todo = f"A row of {total} tokens is held as {expected}: see hf_ring_attn.positions."
         raise RanksDiffer("zigzag share of a row", list(lengths), todo)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.first_order import once
+from ..comm.first_order import first_order_only, refuse_transforms
 from ..comm.ring import Ring
 from ..kernels import KERNELS, Kernel, Params, accumulate_dtype
 from ..sharding.plan import Plan, Tables
@@ -48,6 +48,7 @@ def attend(
     ``kept``: where what is gathered is left, or was by an attention with these options, keys, values and plan, on every
     rank alike; in compiled code, which may run an op twice or not at all, the layer's role.
     """
+    refuse_transforms("ring attention", q, k, v, params.sinks)
     out, lse = torch.ops.hf_ring_attn.ring_flash_attn_fwd(
         q, k, v, params.sinks, plan.tiles, plan.stops, params.scale, params.softcap, params.deterministic, plan.ring,
         kernel, backward, heads_per_gather or 0, traffic, *((None, None) if kept is None else (kept.number, kept.role)),
@@ -111,9 +112,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.plan, ctx.rest = (table, stops), rest
 
 
-@once("ring attention")
-def _backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks = ctx.saved_tensors
+@first_order_only("ring attention")
+def _backward(ctx: Any, saved: tuple[Any, ...], dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse, sinks = saved
     dq, dk, dv, dsinks = torch.ops.hf_ring_attn.ring_flash_attn_bwd(
         dout, q, k, v, out, lse, sinks, *ctx.plan, *ctx.rest
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.first_order import once
+from ..comm.first_order import first_order_only
 from ..comm.ring import Ring
 from ..errors import ScoreModChanged
 from ..kernels import KERNELS, Params, ScoreMod, text_of
@@ -103,9 +103,9 @@ class _Scored(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once("ring attention with a score_mod")
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
+    @first_order_only("ring attention with a score_mod")
+    def backward(ctx: Any, saved: tuple[Any, ...], dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse, *captured = saved
         job: _Job = ctx.job
         ctx.state.check()
         params = _with(job.params, sinks, captured, ctx.needs_input_grad[5:])

@@ -1,8 +1,11 @@
-"""Numbers by which ranks find out whether their tensors hold the same values."""
+"""Numbers by which ranks find out whether they hold the same values, and the first value that differs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +20,92 @@ def fingerprint(tensor: Tensor | None) -> int:
     Every value counts: where one differs it is seen for certain, where several do, but for that chance. Memory beside
     the tensor's: less than 100 bytes for each of `PIECE` values.
     """
-    if tensor is None:
-        return 0
+    return 0 if tensor is None else int(_fingerprint(tensor))
+
+
+def number_of(value: object) -> int | Tensor:
+    """A whole number that stands for a value: itself, or a fingerprint; of a tensor one on its device, without a stop.
+
+    Equal only where values are, but for chance: a float by its bits, a mapping or a sequence by what it holds. Of what
+    is no value (a function, say) it is 0.
+    """
+    if isinstance(value, Tensor):
+        return _fingerprint(value)
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return int(value)
+    if isinstance(value, float):
+        return int(struct.unpack("<q", struct.pack("<d", value))[0])
+    if isinstance(value, Mapping | tuple | list):
+        numbers = [number_of(part) for pair in _parts(value) for part in pair]
+        on = next((number.device for number in numbers if isinstance(number, Tensor)), None)
+        return _hash(repr(numbers)) if on is None else _fingerprint(row_of(numbers, on))
+    return _hash(repr(value)) if isinstance(value, int | str | torch.dtype) or value is None else 0
+
+
+def row_of(numbers: list[int | Tensor], device: torch.device) -> Tensor:
+    """int64 [N] on a device. Stops the host only where a tensor is on another one."""
+    row = torch.tensor([0 if isinstance(number, Tensor) else number for number in numbers], device=device)
+    for place, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            row[place] = number
+    return row
+
+
+def first_difference(name: str, value: object, gather: Callable[[object], list[Any]]) -> tuple[str, list[object]]:
+    """Finds where the ranks' values differ, once all of them know that they do. Several collectives.
+
+    Args:
+        gather: gives every rank's object.
+
+    Returns:
+        The name of the first entry that differs, such as ``input_ids[0, 17]``, and each rank's value there.
+    """
+    kinds = gather(_kind(value))
+    if any(kind != kinds[0] for kind in kinds):
+        if not all(isinstance(kind, str) for kind in kinds):
+            return name, kinds
+        same = next((place for place, letters in enumerate(zip(*kinds, strict=False)) if len(set(letters)) > 1), 0)
+        return name, [f"...{kind[same - 20 :]}" for kind in kinds] if same > 40 else kinds
+    if isinstance(value, Tensor):
+        flat, first, stop = value.detach().reshape(-1), 0, value.numel()
+        while stop - first > 1:
+            middle = (first + stop) // 2
+            prints = gather(fingerprint(flat[first:middle]))
+            first, stop = (first, middle) if len(set(prints)) > 1 else (middle, stop)
+        places = torch.unravel_index(torch.tensor(first), value.shape)
+        at = f"[{', '.join(str(int(place)) for place in places)}]" if value.dim() else ""
+        return name + at, gather(flat[first].item())
+    parts = _parts(value)
+    for place, each in enumerate(zip(*gather([int(number_of(part)) for _, part in parts]), strict=True)):
+        if len(set(each)) > 1:
+            key, part = parts[place]
+            return first_difference(f"{name}[{key!r}]", part, gather)
+    return name, kinds
+
+
+def _parts(value: object) -> list[tuple[object, object]]:
+    if isinstance(value, Mapping):
+        return sorted(value.items(), key=lambda item: str(item[0]))
+    return list(enumerate(value)) if isinstance(value, tuple | list) else []
+
+
+def _kind(value: object) -> object:
+    """What can be shown of a value at once: itself if it is small; of a tensor or what holds more, which kind it is."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    parts = _parts(value)
+    if len(parts) <= 8 and not any(isinstance(part, Tensor) or _parts(part) for _, part in parts):
+        return str(value)
+    return str([key for key, _ in parts]) if isinstance(value, Mapping) else f"{len(parts)} values"
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     first = 1
     for values in _pieces(tensor.detach()):
@@ -33,7 +120,7 @@ def fingerprint(tensor: Tensor | None) -> int:
         _mix(mixed, 32)
         total += mixed.sum()
         first += values.numel()
-    return int(total) ^ hash(tuple(tensor.shape)) & 0x3FFFFFFFFFFFFFFF
+    return total ^ (hash(tuple(tensor.shape)) & 0x3FFFFFFFFFFFFFFF)
 
 
 def _mix(bits: Tensor, down: int) -> Tensor:

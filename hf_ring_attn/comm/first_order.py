@@ -8,33 +8,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ..errors import SecondGradient
+from ..errors import SecondGradient, UnsupportedTransform
 
 Backward = Callable[..., Any]
+"""``backward(ctx, saved, *gradients)``: of an autograd function, given the tensors that its forward saved."""
 
 
-def once(what: str) -> Callable[[Backward], Backward]:
-    """Decorates the backward of an autograd function: whoever differentiates its gradients gets SecondGradient.
+def first_order_only(what: str) -> Callable[[Backward], Backward]:
+    """Decorates the backward of an autograd function: differentiating its gradients again raises SecondGradient.
 
-    torch's `once_differentiable` does so only where the gradient that comes in requires one; where it does not, as of a
-    plain sum, it gives constants out, though they depend on the inputs of the forward.
+    Under create_graph=True each gradient hangs, by a node that refuses, on all that it depends on and that has a
+    gradient: saved tensors and incoming gradients. So no way of asking, for whichever inputs, gets past the refusal.
+    torch's `once_differentiable` looks at the incoming gradients alone, and gives constants where those are constant.
 
     Args:
-        what: of which the gradients are, in words.
+        what: names what is differentiated, for the error.
     """
 
     def decorate(backward: Backward) -> Backward:
         @functools.wraps(backward)
         def decorated(ctx: Any, *gradients: Tensor | None) -> Any:
-            again = torch.is_grad_enabled()  # by create_graph=True
+            saved = ctx.saved_tensors  # once: checkpointing gives each of them a single time
             with torch.no_grad():
-                found = backward(ctx, *gradients)
-            if not again:
+                found = backward(ctx, saved, *gradients)
+            used = [x for x in (*saved, *gradients) if isinstance(x, Tensor) and x.requires_grad]
+            if not torch.is_grad_enabled() or not used:  # enabled by create_graph=True
                 return found
-            leaf = torch.zeros((), requires_grad=True)
             each = found if isinstance(found, tuple) else (found,)
-            return tuple(_Refusing.apply(x, leaf, what) if isinstance(x, Tensor) else x for x in each)  # type: ignore[no-untyped-call]
+            return tuple(_Refusing.apply(what, x, *used) if isinstance(x, Tensor) else x for x in each)  # type: ignore[no-untyped-call]
 
         return decorated
 
@@ -43,10 +46,24 @@ def once(what: str) -> Callable[[Backward], Backward]:
 
 class _Refusing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _leaf: Tensor, what: str) -> Tensor:
+    def forward(ctx: Any, what: str, x: Tensor, *_used: Tensor) -> Tensor:
         ctx.what = what
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         raise SecondGradient(ctx.what)
+
+
+def refuse_transforms(what: str, *tensors: Tensor | None) -> None:
+    """Refuses forward-mode gradients and those of torch.func: an op without a rule for them gives zeros.
+
+    Raises:
+        UnsupportedTransform: some tensor has a tangent, or is inside torch.func.grad, jvp, jacrev, ...
+    """
+    inside = torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # which a compiler knows, and mostly ends it here
+    for x in tensors:
+        if x is not None and (
+            forward_ad.unpack_dual(x).tangent is not None or (inside and torch._C._functorch.is_gradtrackingtensor(x))
+        ):
+            raise UnsupportedTransform(what)

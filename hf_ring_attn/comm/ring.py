@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 
-from ..errors import PeerLost, RanksDiffer, RefusedElsewhere
+from ..errors import BadOption, PeerLost, RanksDiffer, RefusedElsewhere
+from .fingerprint import first_difference, number_of, row_of
 
 # torch renamed these in 2.13 and warns about the old names on every call.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -78,6 +80,8 @@ class Ring:
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ring:
         """The ring over ``group``; over the world if that is None, and of one rank where nothing is distributed."""
+        if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            raise BadOption("group", group, "a process group that this rank is in, or None")
         if not (dist.is_available() and dist.is_initialized()):
             return cls(LOCAL)
         group = group if group is not None else dist.group.WORLD
@@ -206,13 +210,14 @@ class Ring:
         return found
 
     def agree(
-        self, facts: dict[str, int], device: torch.device, todo: str, refusal: str | None = None,
+        self, facts: Mapping[str, object], device: torch.device, todo: str, refusal: str | None = None,
         any_of: Sequence[bool] = (),
     ) -> list[bool]:  # fmt: skip
         """One small collective: all ranks hold the same facts, or all ranks raise.
 
         Args:
-            facts: whole numbers by name, the same names on every rank.
+            facts: numbers, words, tensors and what holds them, by name; as many on every rank, in the same order. Each
+                travels as one whole number (`number_of`); where one differs the ranks look for the values that do.
             todo: what to do if they differ.
             refusal: why this rank refuses its batch, if it does; then every rank raises with that reason.
             any_of: what may be so on one rank alone; as many on every rank.
@@ -220,21 +225,26 @@ class Ring:
         Returns: of each of ``any_of``, whether it is so on any rank.
 
         Raises:
-            RefusedElsewhere: some rank of the ring refused. RanksDiffer: the first fact that differs.
+            RefusedElsewhere: some rank of the ring refused. RanksDiffer: the first value that differs, of each rank.
         """
         if self.size == 1:
             return list(any_of)
-        row = torch.tensor([int(refusal is not None), *facts.values(), *any_of], dtype=torch.int64, device=device)
+        row = row_of([int(refusal is not None), *map(number_of, facts.values()), *any_of], device)
         table = self.gather(row, "compared its batch with the other ranks").wait()[0].tolist()
         if any(line[0] for line in table):
-            texts: list[str | None] = [None] * self.size
-            with _following_peers("collected refusals", self):
-                dist.all_gather_object(texts, refusal, group=self.group)
+            texts = self._objects(refusal)
             raise RefusedElsewhere({rank: text for rank, text in enumerate(texts) if text is not None})
-        for column, name in enumerate(facts, start=1):
+        for column, (name, value) in enumerate(facts.items(), start=1):
             if len({line[column] for line in table}) > 1:
-                raise RanksDiffer(name, [line[column] for line in table], todo)
+                raise RanksDiffer(*first_difference(name, value, self._objects), todo)
         return [any(line[1 + len(facts) + place] for line in table) for place in range(len(any_of))]
+
+    def _objects(self, mine: object) -> list[Any]:
+        """Every rank's object. For errors, which all ranks raise."""
+        everyone: list[Any] = [None] * self.size
+        with _following_peers("collected what ranks refuse", self):
+            dist.all_gather_object(everyone, mine, group=self.group)
+        return everyone
 
     def small_device(self, device: torch.device) -> torch.device:
         """Where small facts must lie to travel: on the GPU for NCCL, which knows no CPU tensors."""
@@ -276,3 +286,14 @@ def world_rank() -> int:
 def world_size() -> int:
     """Processes in the job; 1 where nothing is distributed."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    """Sets how long operations of ``group`` wait for other ranks; None: as long as those of the world.
+
+    A mesh gives the groups of its axes the default of 30 (NCCL: 10) minutes, whatever the world's group has.
+    """
+    if timeout is None:
+        assert dist.group.WORLD is not None
+        timeout = dist.group.WORLD._get_backend(dist.group.WORLD._device_types[0]).options._timeout
+    _set_pg_timeout(timeout, group)

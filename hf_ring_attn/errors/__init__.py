@@ -50,6 +50,7 @@ from .core import (
     TwoLayouts,
     UnevenLength,
     UnsupportedAttention,
+    UnsupportedTransform,
 )
 from .hosts import (
     BadBuffers,
@@ -66,9 +67,12 @@ from .hosts import (
     NoPython,
     NoSuchProgram,
     NothingToRun,
+    OneProcess,
     PatchedByOthers,
     TorchContextParallelRefused,
     TorchHandlerWithRing,
+    UnclearCount,
+    UnclearScheduler,
     UntestedHost,
     UntestedParallelism,
 )
@@ -108,6 +112,7 @@ __all__ = [
     "NotEntered",
     "NothingToCheck",
     "NothingToRun",
+    "OneProcess",
     "OtherInputs",
     "PatchedByOthers",
     "PeerLost",
@@ -128,6 +133,8 @@ __all__ = [
     "TorchContextParallelRefused",
     "TorchHandlerWithRing",
     "TwoLayouts",
+    "UnclearCount",
+    "UnclearScheduler",
     "UnevenLength",
     "UnknownMask",
     "UnknownOutput",
@@ -137,6 +144,7 @@ __all__ = [
     "UnsupportedAttention",
     "UnsupportedModel",
     "UnsupportedOption",
+    "UnsupportedTransform",
     "UntestedHost",
     "UntestedParallelism",
 ]

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHORT.maxtuple = _SHORT.maxlist = 16
+
+
+def shown(value: object) -> str:
+    """A value in few words: a tensor by its dtype and shape, text as it is, anything else by a short repr."""
+    if isinstance(value, str):
+        return value
+    try:
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"  # type: ignore[attr-defined]
+    except Exception:  # noqa: BLE001  no tensor, or a nested one, which has no shape
+        return _SHORT.repr(value)
+
 
 class RingAttentionError(Exception):
     """Base of all errors of this package."""

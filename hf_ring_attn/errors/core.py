@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .base import Refused, RingAttentionError
+from collections.abc import Mapping
+
+from .base import Refused, RingAttentionError, shown
 
 # ---- lengths, shapes, options ---------------------------------------------------------------------------------------
 
@@ -30,17 +32,16 @@ class BadShape(Refused):
 
 class BadOption(Refused):
     def __init__(self, name: str, got: object, need: str) -> None:
-        super().__init__(f"{name}={got!r} is not possible: it must be {need}.")
+        value = repr(got[:60]) if isinstance(got, str) else shown(got)
+        super().__init__(f"{name}={value} is not possible: it must be {need}.")
 
 
 class TwoLayouts(Refused):
     def __init__(self, world_size: int) -> None:
         super().__init__(
-            f"hf_ring_attn.positions was asked where a ring of {world_size} holds the tokens of a row: it tells the "
-            "zigzag. But there is a packed batch whose tokens lie otherwise (RingConfig(layout='balanced'), which "
-            "Trainer and SFTTrainer take by themselves), and what is indexed by zigzag places would belong to other "
-            "tokens. Use sharded.positions, of each sharded batch; or keep the zigzag: call positions before the first "
-            "batch, or hf_ring_attn.configure(model, RingConfig(layout='zigzag'))."
+            f"positions() describes the zigzag layout, but this process holds a batch of a ring of {world_size} in the "
+            "balanced layout, where ranks hold other tokens. Use sharded.positions of that batch, or "
+            "RingConfig(layout='zigzag') in configure() or shard()."
         )
 
 
@@ -56,9 +57,8 @@ class BadScoreMod(Refused):
 class ScoreModChanged(Refused):
     def __init__(self, name: str, what: str) -> None:
         super().__init__(
-            f"the score_mod {name} is another one in the backward than in the forward: {what}. The backward runs it "
-            "again, so what it uses must stay until then: give each layer a function of its own, and each batch its "
-            "own tensors."
+            f"the score_mod {name} changed between forward and backward: {what}. The backward runs it again, so what "
+            "it uses must stay the same until then. Give each layer its own function, and each batch its own tensors."
         )
 
 
@@ -73,46 +73,52 @@ class UnsupportedAttention(Refused):
 class NoPulls(Refused):
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"RingConfig(traffic='pulls') cannot be: {reason}. traffic='auto' takes messages where ranks cannot "
-            "pull; the results are the same bit for bit."
+            f"RingConfig(traffic='pulls') is not possible: {reason}. Use traffic='auto', which takes messages here; "
+            "the results are the same bit for bit."
         )
 
 
 class CapturedGraph(Refused):
     def __init__(self, ring_size: int) -> None:
         super().__init__(
-            f"attention in a ring of {ring_size} was called while a CUDA graph was being captured. It must run anew "
-            "each time: ranks that pull take turns between buffers, and a graph that is replayed would read what "
-            "another attention left there, without a word; with messages it was never tried. Use torch.compile without "
-            "CUDA graphs (not mode='reduce-overhead', and 'max-autotune-no-cudagraphs' in place of 'max-autotune'), or "
-            "leave attention out of the graph."
+            f"attention in a ring of {ring_size} was called while a CUDA graph was captured. A replayed graph does not "
+            "exchange data with the other ranks in order, so it could read another attention's. Use torch.compile "
+            "without CUDA graphs (no mode='reduce-overhead'), or leave attention out of the graph."
         )
 
 
 class SecondGradient(Refused):
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"a gradient of {what} was differentiated again (create_graph=True: a gradient penalty, a Hessian). It is "
-            "made by kernels and messages, not by autograd, so its own derivative is not known. Leave that term out, "
-            "estimate it from first gradients (finite differences), or train without a ring and with "
-            "attn_implementation='eager'."
+            f"a gradient of {what} was differentiated again (create_graph=True: a gradient penalty, a Hessian). "
+            "Kernels and messages compute it, so autograd does not know its derivative. Leave that term out, "
+            "estimate it by finite differences, or train without a ring and with attn_implementation='eager'."
+        )
+
+
+class UnsupportedTransform(Refused):
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} was called inside forward-mode autograd or a gradient transform of torch.func (jvp, grad, jacrev, "
+            "hessian). Only its backward is known, so such a derivative would be wrong. Use loss.backward() or "
+            "torch.autograd.grad."
         )
 
 
 class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(
-            "an earlier attention of this ring ended half-way on this rank, by an error that was caught (out of "
-            "memory, say). What the ranks tell each other no longer fits together, so the next answer could be wrong. "
-            "Start the job again, or the ring in a new process group."
+            "an exception that was caught (out of memory, for example) interrupted an earlier attention of this ring "
+            "on this rank. Messages of the ranks no longer match, so the next answer could be wrong. Start the job "
+            "again, or make the ring in a new process group."
         )
 
 
 class CrossedDocuments(Refused):
     def __init__(self) -> None:
         super().__init__(
-            "a block of tokens that attend to each other both ways (an image, say) holds tokens of two documents, of "
-            "two chunks or of padding. Pack rows so that each block lies in one document."
+            "a block of tokens that attend to each other both ways (an image, for example) crosses a border of "
+            "documents, chunks or padding. Pack rows so that each block is inside one document."
         )
 
 
@@ -121,30 +127,33 @@ class CrossedDocuments(Refused):
 
 class RanksDiffer(Refused):
     def __init__(self, what: str, per_rank: list[object], todo: str) -> None:
-        listing = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(per_rank))
+        values = {rank: shown(value)[:60] for rank, value in enumerate(per_rank)}
+        listing = ", ".join(f"{who}: {value}" for value, who in _by_value(values).items())
         super().__init__(f"the ranks of one ring must hold the same {what}, but got {listing}. {todo}")
 
 
+def _by_value(per_rank: Mapping[int, str]) -> dict[str, str]:
+    """The ranks of each value, in words."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in per_rank.items():
+        ranks.setdefault(value, []).append(rank)
+    return {value: f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}" for value, of in ranks.items()}
+
+
 class RefusedElsewhere(Refused):
-    """``messages``: rank -> why it refused; ranks with the same reason are told together."""
+    """``messages``: rank -> why it refused; ranks with the same reason share a line."""
 
     def __init__(self, messages: dict[int, str]) -> None:
-        ranks: dict[str, list[str]] = {}
-        for rank, text in messages.items():
-            ranks.setdefault(text, []).append(str(rank))
-        who = [f"{'ranks' if len(of) > 1 else 'rank'} {', '.join(of)}" for of in ranks.values()]
-        listing = "\n".join(f"  {which}: {text}" for which, text in zip(who, ranks, strict=True))
+        listing = "\n".join(f"  {who}: {text}" for text, who in _by_value(messages).items())
         super().__init__(f"the ring stops because a rank of it refused its batch:\n{listing}")
 
 
 class PeerLost(RingAttentionError, RuntimeError):
     def __init__(self, doing: str, rank: int, size: int) -> None:
         super().__init__(
-            f"rank {rank} of a ring of {size} lost another rank while it {doing}. That rank failed first: "
-            "its own traceback, printed by it above or below, is the cause to look at; this one only follows it. "
-            "If it printed none, it caught its error (out of memory, say) and went on with other work. A ring cannot "
-            "skip a batch on one rank alone: let such an error end the job, or skip the batch on all ranks, before its "
-            "forward."
+            f"rank {rank} of a ring of {size} lost another rank while it {doing}. Look for that rank's own traceback, "
+            "above or below: it is the cause. If there is none, that rank caught its error and went on. Let such an "
+            "error end the job, or skip the batch on all ranks."
         )
 
 

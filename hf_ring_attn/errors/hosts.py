@@ -51,6 +51,15 @@ class MeshMismatch(Refused):
         )
 
 
+class OneProcess(Refused):
+    def __init__(self, found: str, variable: str) -> None:
+        super().__init__(
+            f"a ring_fp32 model got a single process, but {found}: it would train without a ring. Use accelerate "
+            "launch and a config with distributed_type: MULTI_GPU or FSDP, as in recipes/accelerate (for MULTI_CPU or "
+            f"use_cpu: true accelerate starts one process). If one process is what you want, unset {variable}."
+        )
+
+
 class UntestedParallelism(Refused):
     def __init__(self, what: str, todo: str) -> None:
         super().__init__(f"ring_fp32 with {what} is refused, because it was never tested: {todo}.")
@@ -109,6 +118,24 @@ class BadBuffers(Refused):
         super().__init__(f"maybe_context_parallel got {got}, but {needed}.")
 
 
+class UnclearCount(Refused):
+    def __init__(self, got: object, labels: int, size: int, why: str) -> None:
+        super().__init__(
+            f"maybe_context_parallel got num_items_in_batch={got} for a batch of {labels} labels. It reads the number "
+            f"as {labels} (the whole batch) or {labels} / {size} (per rank), but {why}. Leave num_items_in_batch out, "
+            "or share each batch with hf_ring_attn.shard(batch): there it is the whole count of all batches of a step."
+        )
+
+
+class UnclearScheduler(Refused):
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            "a prepared scheduler steps once for each process if its numbers of steps are multiplied by "
+            f"accelerator.num_processes, else once for each ring. Here {why}. Multiply all its numbers of steps by "
+            "accelerator.num_processes, or none, in whole numbers; or leave it out of prepare() and step it yourself."
+        )
+
+
 class NoLogits(Refused):
     def __init__(self) -> None:
         super().__init__(
@@ -121,10 +148,10 @@ class NoLogits(Refused):
 class HeadReadPastFsdp(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(
-            f"the output embedding of {model} is trained (modules_to_save), and FSDP2 has sharded it as a unit of its "
-            "own, whose gradient is summed over ranks only where the head is called. TRL's fused head reads its weight "
-            "instead, so each rank would train its part by its own tokens alone. Use DDP (fsdp off), or "
-            "transformers.Trainer with full logits (its loss not chunked), or leave the head out of modules_to_save."
+            f"the output embedding of {model} is trained (modules_to_save), and FSDP2 sums its gradient over ranks "
+            "only where the head is called. TRL's fused head reads its weight instead, so each rank would train its "
+            "part by its own tokens alone. Use DDP (fsdp off), or transformers.Trainer with full logits (its loss not "
+            "chunked), or leave the head out."
         )
 
 

@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 
 from ..comm.ring import world_rank
 
 logger = logging.getLogger("hf_ring_attn")
+"""The package's logger. Its level is INFO unless a program sets one: the root logger's level does not count.
+
+A line goes to the program's handlers, those of the root logger among them. If none of them takes lines of its level,
+it goes to stderr. `logging.getLogger("hf_ring_attn").setLevel(...)` silences lines.
+"""
 _said: set[object] = set()
 """The keys of lines that were logged."""
 
 
+class _Stderr(logging.Handler):
+    """Writes what no other handler takes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not any(record.levelno >= other.level for other in _handlers() if other is not self):
+            sys.stderr.write(f"[hf_ring_attn] {record.getMessage()}\n")
+
+
+def _handlers() -> Iterator[logging.Handler]:
+    """The handlers that a line reaches."""
+    at: logging.Logger | None = logger
+    while at is not None:
+        yield from (handler for handler in at.handlers if not isinstance(handler, logging.NullHandler))
+        at = at.parent if at.propagate else None
+
+
 def _logger() -> logging.Logger:
-    """Lines are for people at a terminal: without any logging set up, they go to stderr."""
-    if not logger.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("[hf_ring_attn] %(message)s"))
-        logger.addHandler(handler)
+    logger.disabled = False  # as logging.config leaves every logger that was there before
+    if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-        logger.propagate = False
+    if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
+        logger.addHandler(_Stderr())
     return logger
 
 
@@ -31,8 +51,8 @@ def say(text: str, key: object = None) -> None:
         _logger().info(text)
 
 
-def warn(text: str) -> None:
-    """Logs a warning once per text and process."""
-    if (text, "warning") not in _said:
+def warn(text: str, everywhere: bool = True) -> None:
+    """Logs a warning once per text, on every process or on the first rank of the job."""
+    if (text, "warning") not in _said and (everywhere or world_rank() == 0):
         _said.add((text, "warning"))
         _logger().warning(text)

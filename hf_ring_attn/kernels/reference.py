@@ -189,7 +189,11 @@ def _scores(
     """[b, G, H / G, t, s] scores with -inf where nothing is seen; and what makes, in place, the gradient of the scaled
     scores from theirs and adds those of captured tensors to ``extra``. Without ``extra`` there is no such way back for
     a score_mod."""
-    scores = (_by_group(queries) @ keys.transpose(-1, -2)).view(*queries.shape[:-1], keys.shape[2]) * params.scale
+    # Padded: a small product's last bits depend on its size, and the backward of a ring meets other blocks than the
+    # forward. A score of 1e6 that differs in its last bit makes a probability of 1 one of 1.06.
+    q, k = (torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % SMALLEST_BLOCK)) for x in (queries, keys))
+    products = (_by_group(q) @ k.transpose(-1, -2)).view(*q.shape[:-1], k.shape[2])
+    scores = products[..., : queries.shape[3], : keys.shape[2]] * params.scale
     back: list[Pull] = []
     if params.softcap is not None:
         bent = torch.tanh(scores / params.softcap)

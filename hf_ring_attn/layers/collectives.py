@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.first_order import once
+from ..comm.first_order import first_order_only
 from ..comm.ring import Ring
 from ..kernels import accumulate_dtype
 from ..sharding.layout import Layout
@@ -22,9 +22,8 @@ class _GatherSequence(torch.autograd.Function):
         return layout.merge(ring.gather(x, "gathered a sequence").wait()[0])[:, : layout.length].contiguous()
 
     @staticmethod
-    @once("a row that was gathered")
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
+    @first_order_only("a row that was gathered")
+    def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None, None]:
         wide = ctx.layout.pad(gradient.to(accumulate_dtype(gradient.dtype)), 1)
         return ctx.ring.reduce_scatter(ctx.layout.split(wide)).to(gradient.dtype), None, None
 
@@ -43,9 +42,8 @@ class _SumOverRing(torch.autograd.Function):
         return ring.total(x)
 
     @staticmethod
-    @once("a sum over the ring")
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
+    @first_order_only("a sum over the ring")
+    def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.ring.total(gradient), None
 
 

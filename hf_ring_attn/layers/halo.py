@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.first_order import once
+from ..comm.first_order import first_order_only
 from ..comm.ring import Ring
 from ..comm.sparse_exchange import Exchange
 from ..sharding.layout import Layout
@@ -158,8 +158,8 @@ class _Before(torch.autograd.Function):
         return x.view_as(x), exchange.arrived(exchange.take(rows.ring, x).wait()[0])
 
     @staticmethod
-    @once("a layer that takes tokens of other ranks")
-    def backward(ctx: Any, own: Tensor, before: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order_only("a layer that takes tokens of other ranks")
+    def backward(ctx: Any, _saved: tuple[()], own: Tensor, before: Tensor) -> tuple[Tensor | None, ...]:
         back = ctx.exchange.give_back(ctx.rows.ring, wide(before), own.shape[1])
         return (wide(own) + back).to(own.dtype), None, None
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.first_order import once
+from ..comm.first_order import first_order_only
 from .halo import RowShare, Span, wide
 
 Compute = Callable[[list[Tensor], list[Tensor], list[Tensor]], Tensor]
@@ -117,8 +117,8 @@ class _ToHeads(torch.autograd.Function):
         return tuple(_gather_heads(rows, tensors, parts))
 
     @staticmethod
-    @once("a layer whose ranks share heads")
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    @first_order_only("a layer whose ranks share heads")
+    def backward(ctx: Any, _saved: tuple[()], *gradients: Tensor) -> tuple[Any, ...]:
         return None, None, *_scatter_tokens(ctx.rows, gradients, ctx.parts, ctx.counts)
 
 
@@ -129,8 +129,8 @@ class _ToTokens(torch.autograd.Function):
         return _scatter_tokens(rows, [x], [ranges], [ranges[-1][1]])[0].contiguous()  # as on one device: some view it
 
     @staticmethod
-    @once("a layer whose ranks share heads")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    @first_order_only("a layer whose ranks share heads")
+    def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Any, ...]:
         return None, None, _gather_heads(ctx.rows, [gradient], [ctx.ranges])[0]
 
 

@@ -8,7 +8,6 @@ each is (`balance` chooses). A ring of one holds the row as it is.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,10 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import BadOption, TwoLayouts
+from ..arguments import check, check_dense, check_type, is_whole, whole_number
+from ..errors import BadOption, BadShape, TwoLayouts
 
 Owners = tuple[int, ...]
 """The rank that holds each chunk of a row, in order; () for the zigzag."""
+
+LONGEST, MOST_RANKS = 2**40, 2**16
+"""Larger rows and rings are mistakes, and would take for ever to compute."""
 
 
 class Run(NamedTuple):
@@ -48,15 +51,14 @@ class Layout:
     owners: Owners = ()
 
     def __post_init__(self) -> None:
-        if self.length < 0:
-            raise BadOption("length", self.length, "a number of tokens, 0 or more")
-        if self.world_size < 1:
-            raise BadOption("world_size", self.world_size, "at least 1")
-        if not 0 <= self.rank < self.world_size:
-            raise BadOption("rank", self.rank, f"from 0 to {self.world_size - 1}")
-        if self.owners and not _is_shared_evenly(self.owners, self.world_size):
-            need = f"the ranks 0 to {self.world_size - 1}, each as often as every other"
-            raise BadOption("owners", self.owners, need)
+        whole_number("length", self.length, "a number of tokens, 0 to 2**40", most=LONGEST)
+        whole_number("world_size", self.world_size, f"a number of ranks, 1 to {MOST_RANKS}", 1, MOST_RANKS)
+        last = self.world_size - 1
+        whole_number("rank", self.rank, f"from 0 to {last}", most=last)
+        need = f"the ranks 0 to {last}, each as often as every other"
+        check_type("owners", self.owners, tuple, need)
+        even = all(map(is_whole, self.owners)) and _is_shared_evenly(self.owners, self.world_size)
+        check(not self.owners or even, "owners", self.owners, need)
 
     @property
     def chunks(self) -> int:
@@ -80,7 +82,8 @@ class Layout:
 
     def runs(self, rank: int | None = None) -> tuple[Run, ...]:
         """The contiguous runs of tokens that ``rank`` (default: this one) holds, in its local order."""
-        rank = self.rank if rank is None else rank
+        most = self.world_size - 1
+        rank = self.rank if rank is None else whole_number("rank", rank, f"from 0 to {most}, or None", most=most)
         chunk, runs = self.chunk, [Run(0, 0, 0)]
         for number, place in enumerate(chunks_of(self.world_size, self.owners)[rank]):
             last = runs[-1]
@@ -89,6 +92,10 @@ class Layout:
             else:
                 runs.append(Run(number * chunk, place * chunk, chunk))
         return tuple(run for run in runs if run.length) or (Run(0, 0, 0),)
+
+    def held(self) -> int:
+        """The real tokens that this rank holds."""
+        return sum(max(0, min(run.length, self.length - run.position)) for run in self.runs())
 
     def whole(self) -> tuple[Run, ...]:
         """The padded row as one run: what a merged gather holds."""
@@ -100,22 +107,36 @@ class Layout:
 
     def pad(self, row: Tensor, dim: int, value: float | int | bool | None = 0) -> Tensor:
         """``row`` with ``value`` appended along ``dim`` up to the padded length; None: its last token again."""
-        missing = self.padded - row.shape[dim]
+        tokens = _tokens(row, dim)
+        missing = self.padded - tokens
+        if missing < 0:
+            raise BadShape("row", tuple(row.shape), f"it must have at most {self.padded} tokens along dim {dim}")
         if missing == 0:
             return row
         shape = list(row.shape)
         shape[dim] = missing
-        more = row.new_full(shape, value) if value is not None else row.narrow(dim, -1, 1).expand(shape)
+        try:
+            more = row.narrow(dim, -1, 1).expand(shape) if value is None else row.new_full(shape, value)
+        except (TypeError, OverflowError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise BadOption("value", value, f"a number that {row.dtype} holds; None for a row with tokens") from error
         return torch.cat([row, more], dim)
 
     def shard(self, row: Tensor, dim: int) -> Tensor:
         """This rank's tokens of a padded row: its chunks along ``dim``, copied; in a ring of one the row itself."""
+        if _tokens(row, dim) != self.padded:
+            raise BadShape("row", tuple(row.shape), f"it must have {self.padded} tokens along dim {dim}: see `pad`")
         if self.world_size == 1:
             return row
         return torch.cat([row.narrow(dim, run.position, run.length) for run in self.runs()], dim)
 
     def merge(self, gathered: Tensor) -> Tensor:
         """The padded row from all ranks' tokens: [W, B, T, ...] in rank order to [B, W * T, ...] in row order."""
+        check_dense("gathered", gathered)
+        need = f"it must be [{self.world_size}, B, {self.local_length}, ...]"
+        if gathered.dim() < 3 or (gathered.shape[0], gathered.shape[2]) != (self.world_size, self.local_length):
+            raise BadShape("gathered", tuple(gathered.shape), need)
         if self.world_size == 1:
             return gathered[0]
         pieces = gathered.unflatten(2, (self.chunks, gathered.shape[2] // self.chunks))
@@ -123,6 +144,8 @@ class Layout:
 
     def split(self, row: Tensor) -> Tensor:
         """The opposite of `merge`: [B, W * T, ...] in row order to [W, B, T, ...] in rank order."""
+        if _tokens(row, 1) != self.padded:
+            raise BadShape("row", tuple(row.shape), f"it must have {self.padded} tokens along dim 1: see `pad`")
         if self.world_size == 1:
             return row[None]
         batch, tokens, *rest = row.shape
@@ -166,32 +189,20 @@ def _places(world_size: int, owners: Owners) -> tuple[tuple[int, int], ...]:
     return tuple((rank, number) for _, rank, number in places)
 
 
-_TOLD: set[int] = set()
-"""Sizes of rings of which this process was told zigzag places."""
-_DEALT: dict[int, weakref.WeakSet[Any]] = {}
-"""By the size of a ring: what holds rows that lie otherwise on it, for as long as it lives."""
+def _tokens(row: Tensor, dim: int) -> int:
+    """How many a row has."""
+    check_dense("row", row)
+    check(is_whole(dim, -row.dim(), row.dim() - 1), "dim", dim, f"a dim of the row, which has {row.dim()}")
+    return row.shape[dim]
 
 
-def zigzag_was_told(world_size: int) -> bool:
-    """Whether this process asked `positions` of rings of this size: it may index rows of a zigzag by them."""
-    return world_size in _TOLD
+_BALANCED: dict[int, weakref.WeakSet[Any]] = {}
+"""By the size of a ring: what holds rows that are no zigzag on it, for as long as it lives."""
 
 
-def note_dealt(holder: object, world_size: int) -> None:
-    """``holder`` has rows of a ring of this size that do not lie as a zigzag."""
-    _DEALT.setdefault(world_size, weakref.WeakSet()).add(holder)
-
-
-def _dealt_lives(world_size: int) -> bool:
-    if _DEALT.get(world_size):
-        gc.collect()  # one that only a cycle holds
-    return bool(_DEALT.get(world_size))
-
-
-def held_of_zigzag(length: int, rank: int, world_size: int) -> Tensor:
-    """`positions`, for code of this package."""
-    index = Layout(length, world_size, rank).positions()
-    return index[index < length]
+def note_balanced(holder: object, world_size: int) -> None:
+    """``holder`` has rows of a ring of this size that are no zigzag."""
+    _BALANCED.setdefault(world_size, weakref.WeakSet()).add(holder)
 
 
 def positions(length: int, *, rank: int, world_size: int) -> Tensor:
@@ -212,13 +223,12 @@ def positions(length: int, *, rank: int, world_size: int) -> Tensor:
         1-D int64 index into the row, each entry below ``length``, in the order in which the rank holds them.
 
     Raises:
-        BadOption: for a rank outside the ring or a negative length.
-        TwoLayouts: there is a batch in this process whose rows lie otherwise (``RingConfig(layout="balanced")``, which
-            Trainer takes by itself). Batches that come after a call keep the zigzag.
+        BadOption: for a rank outside the ring or a length or size that no ring has.
+        TwoLayouts: this process has a batch of a ring of this size in another layout, as ``layout="balanced"`` of
+            `RingConfig` allows, and Trainer by default.
     """
-    held = held_of_zigzag(length, rank, world_size)
-    if _dealt_lives(world_size):
+    layout = Layout(length, world_size, rank)
+    if _BALANCED.get(world_size):
         raise TwoLayouts(world_size)
-    if world_size > 1:
-        _TOLD.add(world_size)
-    return held
+    index = layout.positions()
+    return index[index < length]

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import CrossedDocuments
+from ..arguments import INTEGERS, check, check_tensor, check_type, is_whole, whole_number
+from ..errors import BadShape, CrossedDocuments
 from .layout import Run
 
 UNBOUNDED = 2**62
@@ -168,13 +169,28 @@ class Mask:
             hidden: [B, S] bool, keys that nobody sees though their queries see others: what a 2-D padding mask means
                 in transformers. None: no key is hidden.
         """
+        check_type("band", band, Band, "a Band of integers")
+        check(all(is_whole(x, -UNBOUNDED) for x in band), "band", band, "a Band of integers")
         return cls.of_terms((Term(band, documents),), batch, length, hidden)
 
     @classmethod
     def of_terms(cls, terms: Terms, batch: int, length: int, hidden: Tensor | None = None) -> Mask:
         """The mask of several terms; otherwise as `of`. Without any, nobody sees anything."""
+        whole_number("batch", batch, "a number of rows, 0 or more")
+        whole_number("length", length, "a number of tokens, 0 or more")
+        for name, x in (("documents", [term.ids for term in terms]), ("hidden", [hidden])):
+            _check_rows(name, x, (batch, length))
         terms = terms or (Term(Band(lo=1, hi=0)),)
         return cls(tuple((term.band, _rows(term.ids, batch, length, hidden)) for term in terms))
+
+
+def _check_rows(name: str, rows: Iterable[object], shape: tuple[int, int]) -> None:
+    for x in rows:
+        if x is not None:
+            check_tensor(name, x, (torch.bool,) if name == "hidden" else INTEGERS)
+            assert isinstance(x, Tensor)
+            if x.shape != shape:
+                raise BadShape(name, tuple(x.shape), f"it must be {list(shape)}")
 
 
 def _rows(ids: Tensor | None, batch: int, length: int, hidden: Tensor | None) -> Rows:

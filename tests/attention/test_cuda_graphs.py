@@ -27,11 +27,9 @@ def test_a_ring_in_a_graph_is_refused_before_anything_is_queued(road: str) -> No
     ring = Ring("a ring that is not here")  # whoever asks for its process group fails
     ring.__dict__.update(size=4, rank=0)
     text = (
-        "attention in a ring of 4 was called while a CUDA graph was being captured. It must run anew each time: ranks "
-        "that pull take turns between buffers, and a graph that is replayed would read what another attention left "
-        "there, without a word; with messages it was never tried. Use torch.compile without CUDA graphs (not "
-        "mode='reduce-overhead', and 'max-autotune-no-cudagraphs' in place of 'max-autotune'), or leave attention out "
-        "of the graph."
+        "attention in a ring of 4 was called while a CUDA graph was captured. A replayed graph does not exchange data "
+        "with the other ranks in order, so it could read another attention's. Use torch.compile without CUDA graphs "
+        "(no mode='reduce-overhead'), or leave attention out of the graph."
     )
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         with pytest.raises(CapturedGraph, match=f"^{re.escape(text)}$"):

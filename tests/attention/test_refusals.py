@@ -13,7 +13,7 @@ from hf_ring_attn import kernels
 from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.config import KERNEL_NAMES, RingConfig
-from hf_ring_attn.errors import BadOption, BadShape, RanksDiffer, UnsupportedAttention
+from hf_ring_attn.errors import BadOption, BadShape, RanksDiffer, Refused, UnsupportedAttention
 from hf_ring_attn.kernels import Request
 from hf_ring_attn.kernels.reference import Reference
 from tests.helpers.checks import Ranks
@@ -33,16 +33,20 @@ SHAPES = [
     (qkv(kv_heads=0), "k has shape (2, 8, 0, 6), but q's 4 heads must be a multiple of its 0 heads."),
     ({"sinks": torch.zeros(2)}, "sinks has shape (2,), but it must be [4], one for each query head."),
     ({"sinks": torch.zeros(1, 4)}, "sinks has shape (1, 4), but it must be [4], one for each query head."),
-    ({"documents": torch.zeros(3, 8)}, "documents has shape (3, 8), but it must be [2, 8], the whole row."),
-    ({"documents": torch.zeros(7)}, "documents has shape (7,), but it must be [2, 8], the whole row."),
-    ({"length": 9}, "q has shape (2, 8, 4, 6), but rank 0 of 1 holds 9 of 9 tokens: see hf_ring_attn.positions."),
+    ({"documents": torch.zeros(3, 8).int()}, "documents has shape (3, 8), but it must be [2, 8], the whole row."),
+    ({"documents": torch.zeros(7).int()}, "documents has shape (7,), but it must be [2, 8], the whole row."),
+    (
+        {"length": 9},
+        "q has shape (2, 8, 4, 6), but rank 0 of 1 holds 9 tokens of a row of length 9: see hf_ring_attn.positions.",
+    ),
 ]
 OPTIONS = [
-    ({"k": qkv()["k"].double()}, "k.dtype=torch.float64 is not possible: it must be torch.float32, as q."),
-    ({"v": qkv()["v"].half()}, "v.dtype=torch.float16 is not possible: it must be torch.float32, as q."),
+    ({"k": qkv()["k"].double()}, "k.dtype=torch.float64 is not possible: it must be torch.float32."),
+    ({"v": qkv()["v"].half()}, "v.dtype=torch.float16 is not possible: it must be torch.float32."),
     (
         {name: x.long() for name, x in qkv().items()},
-        "q.dtype=torch.int64 is not possible: it must be a floating-point dtype.",
+        "q.dtype=torch.int64 is not possible: it must be torch.bfloat16 or torch.float16 or torch.float32 or "
+        "torch.float64.",
     ),
     *(
         (
@@ -56,7 +60,7 @@ OPTIONS = [
         ({"softcap": cap}, f"softcap={cap} is not possible: it must be a number above 0, or None for no cap.")
         for cap in (0.0, -2.0, torch.inf, torch.nan)
     ),
-    ({"length": -1}, "length=-1 is not possible: it must be a number of tokens, 0 or more."),
+    ({"length": -1}, "length=-1 is not possible: it must be a number of tokens, 0 to 2**40."),
 ]
 
 
@@ -119,13 +123,13 @@ def test_a_kernel_that_cannot_says_why() -> None:
     )
 
 
-def called_differently(change: dict[str, Any]) -> str:
+def called_differently(change: dict[str, Any], same: dict[str, Any] | None = None) -> str:
     """The last rank is called in another way; the text of what every rank raises."""
     x = {name: row[:, held(8, dist.get_rank(), dist.get_world_size())] for name, row in qkv().items()}
-    arguments: dict[str, Any] = x | (change if dist.get_rank() == dist.get_world_size() - 1 else {})
+    arguments: dict[str, Any] = x | (same or {}) | (change if dist.get_rank() == dist.get_world_size() - 1 else {})
     try:
         ring_attention(**arguments)
-    except RanksDiffer as error:
+    except Refused as error:
         return str(error)
     return ""
 
@@ -141,18 +145,21 @@ def called_differently(change: dict[str, Any]) -> str:
             "width of a query head (D), but got rank 0: 6, rank 1: 3.",
         ),
         ({"v": qkv(4)["v"][..., :1]}, "width of a value head (Dv), but got rank 0: 5, rank 1: 1."),
-        ({name: x.double() for name, x in qkv(4).items()}, "dtype (its bits), but got rank 0: 32, rank 1: 64."),
-        ({"causal": False}, "causal, but got rank 0: 1, rank 1: 0."),
-        ({"window": (3, None)}, "window, left, but got rank 0: -1, rank 1: 3."),
-        ({"window": (None, 2)}, "window, right, but got rank 0: -1, rank 1: 2."),
-        ({"softcap": 30.0}, "softcap (in millionths), but got rank 0: 0, rank 1: 30000000."),
-        ({"scale": 0.5}, "scale (in billionths, 0 for the default), but got rank 0: 0, rank 1: 500000000."),
-        ({"sinks": torch.zeros(4)}, "use of sinks, but got rank 0: 0, rank 1: 1."),
-        ({"config": RingConfig(deterministic=True)}, "deterministic, but got rank 0: 0, rank 1: 1."),
-        ({"config": RingConfig(kernel="reference")}, "kernel (its name's checksum), but got rank 0: "),
-        ({"config": RingConfig(backward="gather")}, "backward ('ring': 0, 'gather': 1), but got rank 0: 0, rank 1: 1."),
-        ({"config": RingConfig(heads_per_gather=1)}, "heads_per_gather, but got rank 0: 0, rank 1: 1."),
-        ({"documents": torch.zeros(8)}, "documents (their fingerprint), but got rank 0: 0, rank 1: "),
+        (
+            {name: x.double() for name, x in qkv(4).items()},
+            "dtype, but got rank 0: torch.float32, rank 1: torch.float64.",
+        ),
+        ({"causal": False}, "causal, but got rank 0: True, rank 1: False."),
+        ({"window": (3, None)}, "window, but got rank 0: (None, None), rank 1: (3, None)."),
+        ({"window": (None, 2)}, "window, but got rank 0: (None, None), rank 1: (None, 2)."),
+        ({"softcap": 30.0}, "softcap, but got rank 0: None, rank 1: 30.0."),
+        ({"scale": 0.5}, f"scale, but got rank 0: {6**-0.5}, rank 1: 0.5."),
+        ({"sinks": torch.zeros(4)}, "sinks, but got rank 0: None, rank 1: torch.float32 [4]."),
+        ({"config": RingConfig(deterministic=True)}, "deterministic, but got rank 0: False, rank 1: True."),
+        ({"config": RingConfig(kernel="reference")}, "kernel, but got rank 0: auto, rank 1: reference."),
+        ({"config": RingConfig(backward="gather")}, "backward, but got rank 0: ring, rank 1: gather."),
+        ({"config": RingConfig(heads_per_gather=1)}, "heads_per_gather, but got rank 0: None, rank 1: 1."),
+        ({"documents": torch.zeros(8).int()}, "documents, but got rank 0: None, rank 1: torch.int32 [8]."),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -161,6 +168,46 @@ def test_ranks_that_are_called_differently_all_say_so(ranks: Ranks, change: dict
     assert first == second
     assert first.startswith(f"the ranks of one ring must hold the same {what}")
     assert first.endswith(SAME)
+
+
+ZEROS, IDS = torch.zeros(4), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 2, 2, 2, 2, 2]])
+
+
+@pytest.mark.parametrize(
+    ("same", "change", "what"),
+    [
+        ({"scale": 0.3}, {"scale": 0.3 + 1e-16}, "scale, but got rank 0: 0.3, rank 1: 0.3000000000000001."),
+        ({"scale": 1e-12}, {"scale": 2e-12}, "scale, but got rank 0: 1e-12, rank 1: 2e-12."),
+        ({"softcap": 30.0}, {"softcap": 30.0 + 1e-9}, "softcap, but got rank 0: 30.0, rank 1: 30.000000001."),
+        ({"sinks": ZEROS}, {"sinks": torch.tensor([0, 0, 1e-9, 0])}, "sinks[2], but got rank 0: 0.0, rank 1: "),
+        ({"sinks": ZEROS}, {"sinks": ZEROS.double() + 1}, "sinks, but got rank 0: torch.float32 [4], "),
+        ({"documents": IDS}, {"documents": IDS.clamp(max=1)}, "documents[1, 3], but got rank 0: 2, rank 1: 1."),
+        ({"documents": IDS[0]}, {"documents": IDS}, "documents, but got rank 0: torch.int64 [8], rank 1: torch.int64 "),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_values_that_differ_are_noticed_and_shown(
+    ranks: Ranks, same: dict[str, Any], change: dict[str, Any], what: str
+) -> None:
+    first, second = ranks(2).run(called_differently, change, same)
+    assert first == second
+    assert first.startswith(f"the ranks of one ring must hold the same {what}") and first.endswith(SAME)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"documents": torch.zeros(8)}, "documents.dtype=torch.float32 is not possible"),
+        ({"q": qkv(4)["q"].to(torch.complex64)}, "q.dtype=torch.complex64 is not possible"),
+        ({"k": None}, "k=None is not possible: it must be a tensor."),
+    ],
+)
+def test_what_one_rank_refuses_all_ranks_do(ranks: Ranks, change: dict[str, Any], text: str) -> None:
+    """Ranks that are given something else must not wait for this one."""
+    *others, refused = ranks(3).run(called_differently, change)
+    assert refused.startswith(text)
+    for other in others:
+        assert other.startswith("the ring stops because a rank of it refused its batch:\n  rank 2: " + text)
 
 
 def half_precisions() -> str:
@@ -175,7 +222,7 @@ def half_precisions() -> str:
 def test_float16_is_not_taken_for_bfloat16(ranks: Ranks) -> None:
     """They have the same size, so that one read as the other would go unnoticed."""
     for text in ranks(2).run(half_precisions):
-        assert "dtype (bits of its fraction), but got rank 0: 10, rank 1: 7." in text
+        assert "dtype, but got rank 0: torch.float16, rank 1: torch.bfloat16." in text
 
 
 def test_a_share_of_the_wrong_length_is_refused_on_all_ranks(ranks: Ranks) -> None:

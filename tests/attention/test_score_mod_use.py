@@ -246,7 +246,7 @@ def test_a_function_that_takes_another_tensor_later_is_refused() -> None:
 
     out = out_of(**qkv(), score_mod=changing)
     assert len(calls) == 4, "to see what it uses, that it has gradients, its graph, forward"
-    with pytest.raises(ScoreModChanged, match="changing is another one in the backward than in the forward: it uses"):
+    with pytest.raises(ScoreModChanged, match="changing changed between forward and backward: it uses"):
         torch.autograd.grad(out.sum(), first)
 
 
@@ -279,7 +279,7 @@ def test_a_function_that_changed_before_the_backward_is_refused(what: str) -> No
     with pytest.raises(ScoreModChanged) as error:
         out.sum().backward()
     assert str(error.value).startswith(
-        f"the score_mod Reads is another one in the backward than in the forward: {text}. The backward runs it again, "
+        f"the score_mod Reads changed between forward and backward: {text}. The backward runs it again, "
     )
 
 

@@ -46,11 +46,9 @@ def test_a_rank_that_dies_is_named_as_the_cause(ranks: Ranks, operation: str) ->
     assert "ended with exit code 7" in failures[1]
     for rank in (0, 2):
         assert (
-            f"hf_ring_attn.errors.PeerLost: rank {rank} of a ring of 3 lost another rank while it {operation}. That "
-            "rank failed first: its own traceback, printed by it above or below, is the cause to look at; this one "
-            "only follows it. If it printed none, it caught its error (out of memory, say) and went on with other "
-            "work. A ring cannot skip a batch on one rank alone: let such an error end the job, or skip the batch on "
-            "all ranks, before its forward."
+            f"hf_ring_attn.errors.PeerLost: rank {rank} of a ring of 3 lost another rank while it {operation}. Look "
+            "for that rank's own traceback, above or below: it is the cause. If there is none, that rank caught its "
+            "error and went on. Let such an error end the job, or skip the batch on all ranks."
         ) in failures[rank]
 
 

@@ -17,6 +17,7 @@ from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, model, quiet, rows, tokenizer
 from tests.helpers.jobs.trainer_jobs import launched
+from tests.helpers.patience import patient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = str(REPOSITORY / "recipes/accelerate/cpu_2ranks.yaml")
@@ -93,7 +94,7 @@ def shell(command: Sequence[str], place: Path, **variables: str) -> None:
     environment = {**os.environ, **OFFLINE, **settings, "PATH": bins, "PYTHONPATH": paths, **variables}
     for _ in range(2):
         ran = subprocess.run(
-            command, env=environment, cwd=place, capture_output=True, text=True, timeout=55, check=False
+            command, env=environment, cwd=place, capture_output=True, text=True, timeout=patient(110), check=False
         )
         if ran.returncode == 0 or GLOO_AT_EXIT not in ran.stderr:
             break

@@ -16,6 +16,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.fsdp import StateDictType
 
 from hf_ring_attn.integration.hosts import accelerate as ours
+from tests.helpers.patience import patient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "recipes" / "accelerate"
@@ -85,7 +86,7 @@ def test_the_cpu_config_starts_two_gloo_ranks_that_share_a_ring(tmp_path: Path) 
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(REPOSITORY)}
     run = subprocess.run(
         [*command, "--main_process_port", "0", str(script)],
-        env=environment, capture_output=True, text=True, timeout=220, check=False,
+        env=environment, capture_output=True, text=True, timeout=patient(220), check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == [f"rank {rank} of 2 gloo cp_size 2 ring 2" for rank in range(2)]

@@ -26,6 +26,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from hf_ring_attn.testing.ranks import start_fork_server
+from tests.helpers.patience import patient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU_2RANKS = REPOSITORY / "recipes" / "accelerate" / "cpu_2ranks.yaml"
@@ -42,7 +43,7 @@ class Program:
 
     def output(self) -> str:
         """All that they printed, once they have ended; one that fails ends them all, and the test."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + patient(SECONDS)
         while (
             running := [process for process in self.processes if process.is_alive()]
         ) and time.monotonic() < deadline:

@@ -22,6 +22,7 @@ from hf_ring_attn.kernels.triton.schedule import bounds, schedule
 from hf_ring_attn.sharding.mask import tiles
 from hf_ring_attn.testing import BIDIRECTIONAL, CASES, CAUSAL, Case, inputs, sliding, visible
 from tests.helpers.kernel_answers import mask_of, pieces
+from tests.helpers.patience import patient
 
 REQUEST = Request("cpu", torch.bfloat16, 4, 2, 64, 64, softcap=False, sinks=False, deterministic=True)
 PARTS = 3
@@ -158,6 +159,6 @@ def test_in_the_interpreter(name: str) -> None:
     """Cases in processes of their own, since a process that has imported triton can no longer interpret it."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *RUNS[name]],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=220,
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=patient(110),
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

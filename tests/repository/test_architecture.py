@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.helpers.patience import patient
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "hf_ring_attn"
 MOST_LINES = 400
 
-BASE = {"errors", "config"}
+BASE = {"errors", "config", "arguments"}
 DATA = BASE | {"comm", "sharding"}
 RING = DATA | {"kernels", "traffic", "layers", "attention"}
 SHARED = {"integration.log", "integration.patching", "integration.context"}
@@ -30,7 +32,8 @@ TOOLS = {"doctor", "plan", "bench", "verify"}
 # room -> the rooms it may import; every room may import itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "arguments": {"errors"},
+    "config": {"arguments", "errors"},
     "comm": BASE,  # buffers and groups, never who sees whom
     "sharding": BASE | {"comm"},  # data only: layouts, masks, plans
     "kernels": BASE | {"sharding.mask"},  # arithmetic: tiles as data, never a process group
@@ -333,7 +336,9 @@ print(json.dumps({
 
 def test_importing_the_package_starts_nothing_and_loads_no_heavy_package() -> None:
     """Time is a benchmark's business (at most 0.5 s); two seconds here only catch a heavy package of a new name."""
-    run = subprocess.run([sys.executable, "-c", FRESH_IMPORT], capture_output=True, text=True, timeout=300, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", FRESH_IMPORT], capture_output=True, text=True, timeout=patient(300), check=True
+    )
     seen = json.loads(run.stdout.splitlines()[-1])
     assert {"triton", "trl", "peft", "datasets", "flash_attn"}.isdisjoint(seen["loaded"]), seen["loaded"]
     assert not any(seen["started"].values()), seen["started"]

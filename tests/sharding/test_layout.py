@@ -169,8 +169,8 @@ def test_examples_to_read() -> None:
 @pytest.mark.parametrize(
     ("length", "world_size", "rank", "text"),
     [
-        (-1, 2, 0, "length=-1 is not possible: it must be a number of tokens, 0 or more."),
-        (4, 0, 0, "world_size=0 is not possible: it must be at least 1."),
+        (-1, 2, 0, "length=-1 is not possible: it must be a number of tokens, 0 to 2**40."),
+        (4, 0, 0, "world_size=0 is not possible: it must be a number of ranks, 1 to 65536."),
         (4, 2, 2, "rank=2 is not possible: it must be from 0 to 1."),
         (4, 2, -1, "rank=-1 is not possible: it must be from 0 to 1."),
     ],

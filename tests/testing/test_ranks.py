@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_ring_attn.errors import RanksFailed
 from hf_ring_attn.testing import WORLD_SIZES, LiveRanks
+from tests.helpers.patience import patient
 
 Ranks = Callable[[int], LiveRanks]
 
@@ -223,7 +224,7 @@ def test_ranks_end_with_their_process_even_if_it_is_killed_and_they_hang() -> No
     """The guard of conftest.py ends the run in this way."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", ORPHANS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(60), check=False)
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     deadline = time.monotonic() + 10

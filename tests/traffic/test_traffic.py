@@ -210,8 +210,8 @@ def test_without_gpus_there_are_messages_and_pulls_are_refused_by_name(ranks: Ra
     for auto, named, refusal in ranks(2).run(choices):
         assert auto == named == "Messages"
         assert refusal == (
-            "RingConfig(traffic='pulls') cannot be: every rank needs an NVIDIA GPU. traffic='auto' takes messages "
-            "where ranks cannot pull; the results are the same bit for bit."
+            "RingConfig(traffic='pulls') is not possible: every rank needs an NVIDIA GPU. Use traffic='auto', which "
+            "takes messages here; the results are the same bit for bit."
         )
 
 

@@ -22,6 +22,7 @@ from ...sharding.mask import Band
 from ...traffic import GatheredKV, LayerRole
 from ..context import batch_context
 from ..context.batch_context import MaskSpec
+from ..context.mesh import warn_without_ring
 from ..log import say
 from ..model import replicas, temperature
 
@@ -92,11 +93,12 @@ def ring_attention_forward(
         sinks if s_aux is None else s_aux,
         spec.config.deterministic,
     )
+    trains = module.training and query.requires_grad
     if score_mod is not None:
-        out = _scored(spec, score_mod, params, q, k, v)
+        out = _scored(spec, trains, score_mod, params, q, k, v)
     else:
         out, _ = attend(
-            q, k, v, spec.plan, params, kernel=_kernel(spec, params, q, k, v), backward=spec.config.backward,
+            q, k, v, spec.plan, params, kernel=_kernel(spec, trains, params, q, k, v), backward=spec.config.backward,
             heads_per_gather=spec.config.heads_per_gather, traffic=spec.config.traffic,
             kept=_kept(spec, module, key, value, k.dtype),
         )  # fmt: skip
@@ -111,7 +113,9 @@ _SCORED_LOCALLY = (
 
 # A function of the user's own is run and looked into at every call: a compiler's graph ends before it.
 @torch.compiler.disable(reason="hf_ring_attn runs a score_mod outside of graphs")  # type: ignore[untyped-decorator]
-def _scored(spec: MaskSpec, function: ScoreFunction, params: Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _scored(
+    spec: MaskSpec, trains: bool, function: ScoreFunction, params: Params, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     config, length = spec.config, spec.layout.length
     mod = ScoreMod.of(function, q.device, config.deterministic)
     agree_on_scores(Ring(spec.plan.ring), mod, q.device)
@@ -121,7 +125,7 @@ def _scored(spec: MaskSpec, function: ScoreFunction, params: Params, q: Tensor, 
     params = replace(params, score_mod=mod)
     request = replace(Request(*_facts(spec, params, q, k, v)), score_mod=True)
     kernel = kernel_for_scores(spec.plan.ring, config.kernel, request, params, spec.mask, q.shape[0], length)
-    _note(spec.context is not None, kernel, request)
+    _note(spec.context is not None, trains, kernel, request)
     out: Tensor = attend_scored(
         q, k, v, spec.plan, params, kernel=kernel, backward=config.backward, heads_per_gather=config.heads_per_gather,
         traffic=config.traffic,
@@ -151,9 +155,9 @@ def _is_causal(spec: MaskSpec) -> bool:
     return isinstance(spec.seen, Band) and spec.seen.lo == 0
 
 
-def _kernel(spec: MaskSpec, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:
+def _kernel(spec: MaskSpec, trains: bool, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:
     """The kernel's name."""
-    asked = (spec.context is not None, spec.plan.ring, spec.config.kernel, *_facts(spec, params, q, k, v))
+    asked = (spec.context is not None, trains, spec.plan.ring, spec.config.kernel, *_facts(spec, params, q, k, v))
     if not torch.compiler.is_dynamo_compiling():
         return _chosen(*asked)
     name: str = _chosen_once(*asked)
@@ -184,19 +188,21 @@ def _refuse(refusal: Callable[..., Any], *facts: Any) -> Any:
     raise refusal(*facts)
 
 
-def _chosen(scoped: bool, ring: str, name: str, *facts: Any) -> str:
+def _chosen(scoped: bool, trains: bool, ring: str, name: str, *facts: Any) -> str:
     """The kernel's name for a layer, noted for the line at start."""
     request = Request(*facts)
     kernel = kernel_for(ring, name, request)
-    _note(scoped, kernel, request)
+    _note(scoped, trains, kernel, request)
     return kernel
 
 
-def _note(scoped: bool, kernel: str, request: Request) -> None:
+def _note(scoped: bool, trains: bool, kernel: str, request: Request) -> None:
     """For the line at start."""
     context = batch_context.current()
     if not scoped:
         say(f"no ring active; kernel {kernel}")
+        if trains:
+            warn_without_ring()
     elif context is not None:  # not in a recompute
         context.log.kernel = kernel
         context.log.features.update(name for name in ("softcap", "sinks", "score_mod") if getattr(request, name))

@@ -1,16 +1,13 @@
-"""What the ranks of a ring compare of their batches before they cut them: numbers, by names that say what differs."""
+"""Inputs and options that the ranks of a ring compare before they cut a batch, by names that say what differs."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...comm.fingerprint import fingerprint
 from ...config import RingConfig
 from ..context.whole_batch import KERNEL_HINTS
 
@@ -31,16 +28,16 @@ TOLD = (
 """Inputs that ranks compare one by one, so that the one that differs can be named."""
 
 
-def empty_facts(config: RingConfig, batch: Mapping[str, Any]) -> dict[str, int]:
-    """All that is compared, as many on every rank: the options, and 0 for what is found out later."""
-    options = {f"RingConfig.{field.name}": _option(getattr(config, field.name)) for field in fields(config)}
-    return {**options, **dict.fromkeys(("rows", "tokens", _tokens(batch), *TOLD, _rest(batch), "layout"), 0)}
+def empty_facts(config: RingConfig, batch: Mapping[str, Any]) -> dict[str, object]:
+    """All that is compared, as many on every rank: the options, and None for what is found out later."""
+    options = {f"RingConfig.{field.name}": getattr(config, field.name) for field in fields(config)}
+    return {**options, **dict.fromkeys(("rows", "tokens", _tokens(batch), *TOLD, _rest(batch), "layout"))}
 
 
-def fingerprints(batch: Mapping[str, Any], tokens: Tensor) -> dict[str, int]:
-    """Of the batch's inputs. Reads them on the host."""
-    told = {name: _number(batch.get(name)) for name in TOLD}
-    return {_tokens(batch): fingerprint(tokens), **told, _rest(batch): _number({n: batch[n] for n in _others(batch)})}
+def inputs_of(batch: Mapping[str, Any], tokens: Tensor) -> dict[str, object]:
+    """The batch's inputs, as `empty_facts` names them."""
+    told = {name: batch.get(name) for name in TOLD}
+    return {_tokens(batch): tokens, **told, _rest(batch): {name: batch[name] for name in _others(batch)}}
 
 
 def todo(batch: Mapping[str, Any]) -> str:
@@ -54,11 +51,6 @@ def _tokens(batch: Mapping[str, Any]) -> str:
     return "inputs_embeds" if batch.get("input_ids") is None else "input_ids"
 
 
-def _option(value: object) -> int:
-    """A whole number is told as it is, words by their fingerprint."""
-    return int(value) if isinstance(value, int) else -1 if value is None else zlib.crc32(repr(value).encode())
-
-
 def _rest(batch: Mapping[str, Any]) -> str:
     others = _others(batch)
     return f"other inputs ({', '.join(others)})" if others else "other inputs"
@@ -68,14 +60,3 @@ def _others(batch: Mapping[str, Any]) -> list[str]:
     """The other inputs that ranks must hold alike: all but hints, which are not passed on."""
     known = {"input_ids", _tokens(batch), *TOLD, *KERNEL_HINTS}
     return sorted(name for name, x in batch.items() if name not in known and x is not None)
-
-
-def _number(x: Any) -> int:
-    """A fingerprint of tensors and numbers, nested ones too; of anything else 0."""
-    if x is None or isinstance(x, Tensor):
-        return fingerprint(x)
-    if isinstance(x, int | float):
-        return fingerprint(torch.tensor(x))
-    parts = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (tuple, list)) else ()
-    numbers = [(zlib.crc32(str(name).encode()), _number(part)) for name, part in parts]
-    return fingerprint(torch.tensor(numbers, dtype=torch.int64)) if numbers else 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import errors
+from ...arguments import check_type
 from ...comm.ring import Ring
 from ...config import RingConfig
 from ...kernels import in_score_mod
 from ...layers.collectives import gather_sequence
-from ...sharding.layout import Layout, note_dealt, zigzag_was_told
+from ...sharding.layout import Layout, note_balanced
 from ...traffic import interruption_guard
 from ..attention import masks
 from ..context import batch_context, model_record, ring_random, shared_kv
@@ -27,7 +27,6 @@ from ..context.mesh import find_ring
 from ..context.shared_kv import SharedKV
 from ..context.tracked_input import TrackedInputs, track
 from ..context.whole_batch import tokens_of, whole_rows
-from ..log import warn
 from ..model import admission, call_inputs, fsdp, replicas
 from ..model.replicas import ReducedGradients
 from ..selfcheck import check, row
@@ -63,7 +62,7 @@ class Sharded:
     def positions(self) -> Tensor:
         """[T] int64: the place in the row of each token that this rank holds, in the order of ``inputs`` (with images
         and sound: in the order in which the text model gets them); places from S on are padding. It is right in every
-        layout, where `hf_ring_attn.positions` tells the zigzag's alone."""
+        layout; `hf_ring_attn.positions` describes the zigzag alone."""
         return self.layout.positions()
 
     def __enter__(self) -> Sharded:
@@ -130,12 +129,11 @@ def shard(
     Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents are
     read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. With
     RingConfig(layout="balanced"), where a zigzag gives some rank much more work than others, ranks hold other chunks
-    (`Sharded.positions` tells which), unless a rank was told zigzag places by `hf_ring_attn.positions`. A batch with
-    images or sound keeps the zigzag and is cut later, where the text model inside begins: towers see all on every
-    rank. In its context ranks draw the same random numbers, but for that text model. With labels, shift_labels are made
-    from the whole row before it is cut, and num_items_in_batch is the batch's own or the number of labelled tokens of
-    the whole batch, over W, so that out.loss is this rank's share times W; a Python number, unless a ``model`` is
-    given that is not under FSDP2 (which would round a tensor).
+    (`Sharded.positions` shows which). A batch with images or sound keeps the zigzag and is cut later, where the text
+    model inside begins: towers see all on every rank. In its context ranks draw the same random numbers, but for that
+    text model. With labels, shift_labels are made from the whole row before it is cut, and num_items_in_batch is the
+    batch's own or the number of labelled tokens of the whole batch, over W, so that out.loss is this rank's share times
+    W; a Python number, unless a ``model`` is given that is not under FSDP2 (which would round a tensor).
 
     Args:
         batch: what the model would get, whole: input_ids or inputs_embeds, and any of labels, shift_labels,
@@ -164,6 +162,9 @@ def shard_for(
     whole_loss: bool = False,
 ) -> Sharded:
     """`shard`. ``whole_loss``: the caller keeps labels from the model, and computes the loss by `loss.gathered`."""
+    check_type("batch", batch, Mapping, "a dict of the model's inputs")
+    check_type("model", model, (nn.Module, type(None)), "a torch.nn.Module, or None")
+    check_type("config", config, (RingConfig, type(None)), "a RingConfig, or None")
     ring = find_ring(group)
     interruption_guard(ring).check()  # what is compared below would be taken for the rest of that attention
     if config is None:
@@ -178,15 +179,15 @@ def shard_for(
         device = tokens.device
         facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
-            facts.update(compare.fingerprints(batch, tokens))
+            facts.update(compare.inputs_of(batch, tokens))
         whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options)
-        facts["layout"] = zlib.crc32(repr(whole.layout.owners).encode())
+        facts["layout"] = whole.layout.owners
     except errors.Refused as error:
         refusal = error
-    once = [zigzag_was_told(ring.size), shared_kv.compiled_here()]
+    why = None if refusal is None else str(refusal)
     try:
-        told, compiled = ring.agree(
-            facts, ring.small_device(device), compare.todo(batch), None if refusal is None else str(refusal), once
+        (compiled,) = ring.agree(
+            facts, ring.small_device(device), compare.todo(batch), why, [shared_kv.compiled_here()]
         )
     except errors.RefusedElsewhere as elsewhere:
         raise elsewhere from refusal
@@ -194,10 +195,6 @@ def shard_for(
         raise refusal
     if compiled:
         shared_kv.go_by_bits()
-    if told and whole.layout.owners:
-        warn(_ZIGZAG)
-        zigzag = replace(options, layout="zigzag")
-        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), zigzag)
 
     sharded = Sharded(*cut(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     context = sharded.context
@@ -206,7 +203,7 @@ def shard_for(
     context.state(TrackedInputs).update(track(sharded.inputs, call_inputs.PLACES))
     batch_context.LIVE.add(context)
     if whole.layout.owners:
-        note_dealt(context, ring.size)
+        note_balanced(context, ring.size)
     if context.text is not None and ring.size > 1:
         seeds = ring.numbers(ring_random.drawn(), ring.small_device(device), "told its seed")
         context.text.random = ring_random.RingRandomness(seeds[0], ring.rank)
@@ -214,12 +211,6 @@ def shard_for(
     if model is not None:
         _admit(model, context)
     return sharded
-
-
-_ZIGZAG = (
-    "packed rows keep the zigzag, though other chunks would share their work better: hf_ring_attn.positions was called "
-    "on some rank, and tells that. With sharded.positions in its place rows are balanced."
-)
 
 
 _NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=model)"

@@ -25,12 +25,16 @@ def uses_ring(model: nn.Module) -> bool:
     return any(config._attn_implementation == "ring_fp32" for config in configs_of(model))
 
 
+def unwrapped(model: nn.Module) -> list[nn.Module]:
+    """``model``, then the model inside it, as long as it is DDP or what torch.compile returns; the last is neither."""
+    is_ddp = type(model).__name__ == "DistributedDataParallel"
+    inner = model._modules.get("module" if is_ddp else "_orig_mod")
+    return [model] if inner is None else [model, *unwrapped(inner)]
+
+
 def inside(model: nn.Module) -> nn.Module:
     """The model inside DDP, which would note a forward without gradients, and inside what torch.compile returns."""
-    if type(model).__name__ == "DistributedDataParallel":
-        return inside(model._modules["module"])  # type: ignore[arg-type]  # it always has one
-    compiled = model._modules.get("_orig_mod")
-    return model if compiled is None else inside(compiled)
+    return unwrapped(model)[-1]
 
 
 def parameters_of(model: nn.Module, names: Iterable[str] = ()) -> list[str]:

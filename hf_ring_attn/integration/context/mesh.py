@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ...comm.ring import Ring
+from ...comm.ring import Ring, world_size
+from ..log import warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,3 +42,26 @@ def ring_group(accelerator: Any = None) -> ProcessGroup | None:
 def find_ring(group: ProcessGroup | None = None) -> Ring:
     """The ring over ``group``; if None, over accelerate's "cp" axis where it has one, else the world, else of one."""
     return Ring.of(ring_group() if group is None else group)
+
+
+def warn_without_ring() -> None:
+    """Warns, once, that a ring_fp32 model trains outside of a sharded batch on several processes."""
+    group, processes = ring_group(), world_size()
+    if group is not None:
+        warn(_NOT_SHARED.format(group.size()), everywhere=False)
+    elif processes > 1:
+        warn(_WITHOUT_RING.format(processes), everywhere=False)
+
+
+_NOT_SHARED = (
+    "a ring_fp32 model trains in a ring of {0}, but its batch is not shared: each rank computes every row whole. The "
+    "numbers are right, and no memory is saved. Share each batch in one of two ways: with "
+    "accelerator.maybe_context_parallel(buffers=[...], buffer_seq_dims=[...]) around the forward, or with sharded = "
+    "hf_ring_attn.shard(batch) and model(**sharded.inputs) inside `with sharded`."
+)
+_WITHOUT_RING = (
+    "a ring_fp32 model trains on {0} processes without a ring: each computes whole rows, as in plain data parallelism. "
+    "The numbers are right, and no memory is saved. For a ring, give accelerate launch a config with "
+    "parallelism_config_cp_size (on a command line --use_parallelism_config belongs to it), or Accelerator a "
+    'ParallelismConfig(cp_size={0}, cp_backend="ring"), or share each batch with hf_ring_attn.shard(batch).'
+)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import errors
+from ...arguments import check_type
 from ...config import RingConfig
 from ..patching.hooks import is_ours
 from .introspect import configs_of, inside
@@ -29,8 +30,8 @@ def configure(model: nn.Module, config: RingConfig) -> None:
     Raises:
         BadOption: ``config`` is no RingConfig, or ``model`` no model with a transformers config.
     """
-    if not isinstance(config, RingConfig):
-        raise errors.BadOption("config", config, "a hf_ring_attn.RingConfig")
+    check_type("model", model, nn.Module, "a model of transformers, wrapped or not")
+    check_type("config", config, RingConfig, "a hf_ring_attn.RingConfig")
     parts = list(configs_of(model))
     if not parts:
         raise errors.BadOption("model", type(model).__name__, "a model of transformers, wrapped or not")

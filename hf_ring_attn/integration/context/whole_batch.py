@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import errors
+from ...arguments import FLOATS, INTEGERS, check_dense, check_tensor
 from ...config import RingConfig
 from ...sharding.balance import balanced
 from ...sharding.layout import Layout
@@ -28,6 +29,8 @@ FEATURES = re.compile(
     "pixel_values|input_features|input_values|image_patches|flattened_patches|audio_input_ids|mm_encoder_outputs"
 )
 """Inputs of images and sound, with which a batch is cut where the text model begins: see `backbone`."""
+DENSE = {"labels", "shift_labels", "position_ids", "attention_mask"}
+"""Inputs that are read here, so that they must be tensors with values."""
 FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
 
 
@@ -70,6 +73,7 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
     for name in ("input_ids", "inputs_embeds"):
         tokens = batch.get(name)
         if isinstance(tokens, Tensor):
+            check_dense(name, tokens)
             if tokens.dim() != (2 if name == "input_ids" else 3):
                 raise errors.BadShape(name, tuple(tokens.shape), "it must be [B, S] (inputs_embeds: [B, S, width])")
             if not len(tokens):
@@ -95,8 +99,12 @@ def whole_rows(
         raise errors.UnevenLength(length, layout.world_size)
     inputs = {name: x for name, x in batch.items() if x is not None and name not in KERNEL_HINTS}
     attention_mask = inputs.get("attention_mask")
-    if attention_mask is not None and getattr(attention_mask, "shape", None) != (rows, length):
-        what = f"has shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else "is no tensor"
+    for name in DENSE & inputs.keys():
+        if name != "attention_mask" or isinstance(attention_mask, Tensor):
+            check_tensor(name, inputs[name], (*INTEGERS, *FLOATS, torch.bool))
+    masked = isinstance(attention_mask, Tensor)
+    if attention_mask is not None and (not masked or attention_mask.shape != (rows, length)):
+        what = f"has shape {tuple(attention_mask.shape)}" if masked else "is no tensor"
         raise errors.BadBatch(
             f"attention_mask {what}, but a ring takes [{rows}, {length}], one entry a "
             "token: pass the 2-D mask of the tokenizer, or position_ids that restart at each document."

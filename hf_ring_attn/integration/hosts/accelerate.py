@@ -1,5 +1,4 @@
-"""accelerate's `Accelerator`: where the model is first seen, the loader of a ring's batches, its scheduler, and its own
-cp context.
+"""accelerate's `Accelerator`: where the model is first seen, the loader of a ring's batches, and its own cp context.
 
 A plain loop makes its `Accelerator` before its model, so whether a stock config with cp_size > 1 means a ring is
 decided in `settle`, when `Accelerator.prepare` is given the model. Until then accelerate's refusals for torch's context
@@ -12,26 +11,28 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor, nn
 
 from ... import errors
-from ..context import batch_context
+from ...comm.ring import set_timeout
 from ..context.introspect import uses_ring
 from ..context.mesh import RING, ring_enabled, ring_group
-from ..log import say
 from ..model import fsdp
 from ..patching.changes import Patch
-from . import parallelism_config
+from . import parallelism_config, schedulers
 from .buffers import prepared, shard_buffers_in_place, sharded_buffers
 from .gather_for_metrics import gather_once_per_ring, gather_sums_per_ring
 from .parallelism_config import (
+    constructing_for,
     decide,
     deferring_cp_checks,
     implementations,
     promote,
     refuse_host,
+    refuse_one_process,
     torch_refusals,
     undecided,
 )
@@ -49,13 +50,20 @@ __all__ = [
 ]
 
 
+def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
+    """Notes a time-out that a Trainer was asked for: it drops it on the CPU. The default, 30 minutes, is no request."""
+    if accelerator.init_handler is None and timeout != timedelta(minutes=30):
+        accelerator.init_handler = sys.modules["accelerate.utils"].InitProcessGroupKwargs(timeout=timeout)
+
+
 def settle(accelerator: Any, *objects: object) -> None:
     """Decides by the models among ``objects`` what the accelerator's cp_size means. Idempotent.
 
     A ring_fp32 model promotes a stock config to cp_backend "ring". `Accelerator.prepare` and `prepare_model` call this
-    first; a host that never calls them may call it itself.
+    first; a host that never calls them may call it itself. The ring's group gets the time-out that was asked for.
 
     Raises:
+        OneProcess: a ring_fp32 model in one process of a job that asked for several.
         ModelIsNoRing: the backend is "ring", but a model attends in another way.
         TorchContextParallelRefused: what accelerate refuses for torch's context parallelism, for another model.
         UntestedParallelism: a ring under DeepSpeed, FSDP1, Megatron-LM or XLA, or beside tp_size or sp_size.
@@ -63,15 +71,22 @@ def settle(accelerator: Any, *objects: object) -> None:
     """
     config = accelerator.parallelism_config
     models = [obj for obj in objects if isinstance(obj, nn.Module)]
-    if config is None or not models:
-        return
     ours = [uses_ring(model) for model in models]
+    if not models:
+        return
+    if config is None:
+        if any(ours):
+            refuse_one_process(accelerator)
+        return
     if any(ours):
         promote(config)
     if ring_enabled(config):
         refuse_host(accelerator)
         if any(type(loader).__name__ == "DataLoaderDispatcher" for loader in accelerator._dataloaders):
             raise errors.DispatchedBatches("a DataLoader was prepared with dispatch_batches=True")
+        if accelerator.state.device_mesh is not None:
+            asked = None if accelerator.init_handler is None else accelerator.init_handler.timeout
+            set_timeout(accelerator.state.device_mesh["cp"].get_group(), asked)
     for model, is_ring in zip(models, ours, strict=True):
         names = implementations(model)
         if ring_enabled(config) and names and not is_ring:
@@ -89,13 +104,15 @@ def _state_init(original: Callable[..., None]) -> Callable[..., None]:
         given: Any = bound.arguments.get("parallelism_config")
         if not undecided(given) or decide(given):
             original(self, *args, **kwargs)
-            return
-        # Refusals of torch's context parallelism are all that cp_enabled does here; the mesh comes later.
-        backend, given.cp_backend = given.cp_backend, RING
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            given.cp_backend = backend
+        else:
+            # Refusals of torch's context parallelism are all that cp_enabled does here; the mesh comes later.
+            backend, given.cp_backend = given.cp_backend, RING
+            try:
+                original(self, *args, **kwargs)
+            finally:
+                given.cp_backend = backend
+        if given is not None and given.cp_size > 1 and not constructing_for:  # a Trainer steps its own scheduler
+            schedulers.mark(self)
 
     return __init__
 
@@ -162,37 +179,6 @@ def _gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather_for_metrics
 
 
-_COUNTS_RINGS = (
-    "a scheduler that accelerate prepared steps {0} for each batch, once for each ring, as it would with as many "
-    "processes as there are rings: do not multiply its number of steps by accelerator.num_processes, which is {1}"
-)
-_COUNTS_PROCESSES = (
-    "a scheduler that accelerate prepared steps {0} times for each batch, once for each process, since accelerate was "
-    "not told of the ring. If its number of steps is not multiplied by accelerator.num_processes, tell accelerate "
-    '(ParallelismConfig(cp_size=..., cp_backend="ring")), or leave the scheduler out of prepare()'
-)
-
-
-def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        state = sys.modules["accelerate.state"].AcceleratorState()
-        config, linked = state.parallelism_config, self.step_with_optimizer and self.gradient_state.sync_gradients
-        if not ring_enabled(config) or self.split_batches or not linked:
-            if linked and not self.split_batches and state.num_processes > 1 and batch_context.live_batches():
-                say(_COUNTS_PROCESSES.format(state.num_processes))
-            original(self, *args, **kwargs)
-        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            # accelerate steps once for each process, since each has a batch of its own; here each ring has one.
-            rings = state.num_processes // config.cp_size
-            say(_COUNTS_RINGS.format("once" if rings == 1 else f"{rings} times", state.num_processes))
-            for _ in range(rings):
-                last = getattr(self.scheduler, "total_steps", None)  # of OneCycleLR, as accelerate has it
-                if last is None or self.scheduler._step_count <= last:
-                    self.scheduler.step(*args, **kwargs)
-
-    return step
-
-
 _STATE = (
     "(self, mixed_precision=, cpu=, dynamo_plugin=, deepspeed_plugin=, fsdp_plugin=, torch_tp_plugin=, "
     "megatron_lm_plugin=, parallelism_config=, _from_accelerator=, **kwargs)"
@@ -203,12 +189,12 @@ _ACCELERATOR = "accelerate.accelerator:Accelerator."
 
 PATCHES = (
     *parallelism_config.PATCHES,
+    *schedulers.PATCHES,
     Patch("accelerate.state:AcceleratorState.__init__", _STATE, _state_init),
     Patch(_ACCELERATOR + "prepare", "(self, *args, device_placement=)", _prepare),
     Patch(_ACCELERATOR + "prepare_model", "(self, model, device_placement=, evaluation_mode=)", _prepare),
     Patch(_ACCELERATOR + "prepare_data_loader", _LOADER, _prepare_data_loader),
     Patch(_ACCELERATOR + "maybe_context_parallel", _BUFFERS, _maybe_context_parallel),
     Patch(_ACCELERATOR + "gather_for_metrics", "(self, input_data, use_gather_object=)", _gather_for_metrics),
-    Patch("accelerate.scheduler:AcceleratedScheduler.step", "(self, *args, **kwargs)", _scheduler_step),
 )
 """What `patches.install` changes in accelerate."""

@@ -3,11 +3,18 @@
 That interface shards tensors in place and knows no names. The names are learned where they are spoken: when a prepared
 model is called inside the context, its arguments are matched with the buffers by identity, and the whole rows go
 through `batch.shard`. So documents, padding, positions and the loss are those of every other way of use.
+
+A call may give num_items_in_batch. Under torch's context parallelism a rank's loss is the sum over its own tokens by
+that number, so loops pass count / cp_size; a loop of one process passes the count. Both are served where the number is
+one of the two for this batch, and no other. Sums over several batches cannot be told apart (two batches of n labels on
+two ranks are n again), and are refused: `shard` defines the number as the whole count.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +30,7 @@ from ...sharding.layout import Layout
 from ..batch import shard
 from ..context import batch_context, model_record
 from ..context.mesh import find_ring
+from ..context.whole_batch import IGNORED
 
 prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models with ring_fp32, as `Accelerator.prepare` returned them."""
@@ -86,7 +94,7 @@ def sharded_buffers(
 
     Raises:
         UnevenLength, BadBuffers: see `shard_buffers_in_place`; also for a model call that does not take its tokens
-            from the buffers. BadBatch, RanksDiffer: see `batch.shard`.
+            from the buffers. UnclearCount: for its num_items_in_batch. BadBatch, RanksDiffer: see `batch.shard`.
     """
     buffers, dims, no_restore = list(buffers or ()), list(dims or ()), no_restore or set()
     if not buffers or len(buffers) != len(dims):
@@ -128,6 +136,7 @@ class _Calls:
     def __init__(self, accelerator: Any, wholes: dict[int, Tensor], length: int) -> None:
         self.accelerator, self.wholes, self.length = accelerator, wholes, length
         self.running: tuple[nn.Module, shard.Sharded] | None = None
+        self.whole_count: tuple[Any, int] | None = None
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,16 +154,29 @@ class _Calls:
                 "input_ids (or inputs_embeds) must be one of the buffers itself, not a copy of it",
             )
         group = self.accelerator.torch_device_mesh["cp"].get_group()
+        count, times = whole.get("num_items_in_batch"), 1
+        if count is not None:
+            labels, times = self._reading(whole, float(count))
+            whole["num_items_in_batch"] = count * times
         # The buffers, which a program's own loss may read, were cut before anyone knew the documents.
         config = replace(model_record.options_of(module), layout="zigzag")
         sharded = shard.shard(whole, group, config=config, model=module)
+        if not times:  # refused here: ranks that were given other numbers were told so by `shard`
+            raise errors.UnclearCount(count, labels, sharded.ring.size, "it is neither")
+        self.whole_count = (count, labels) if count is not None and times == 1 else None
+        if self.whole_count and _adds_up(module):
+            raise errors.UnclearCount(count, labels, sharded.ring.size, _SEVERAL)
         sharded.__enter__()
         self.running = module, sharded
         return (), {**named, **sharded.inputs}
 
     def after(self, module: nn.Module, _args: Any, output: Any) -> None:
         if self.running is not None and self.running[0] is module:
+            ring = self.running[1].ring
             self.leave(output)
+            loss = getattr(output, "loss", None)
+            if self.whole_count and isinstance(loss, Tensor) and loss.requires_grad:
+                loss.register_hook(functools.partial(self._refuse_multiplied, *self.whole_count, ring.size))
 
     def leave(self, output: Any) -> None:
         """Leaves the ring of the call that is running; ``output`` is None if it failed."""
@@ -162,11 +184,48 @@ class _Calls:
             (_, sharded), self.running = self.running, None
             sharded.__exit__(RuntimeError if output is None else None, None, None)
 
+    def _reading(self, whole: dict[str, Any], count: float) -> tuple[int, int]:
+        """The batch's labels, and by what to multiply ``count`` so that it is the whole count; 0: it is unclear."""
+        labels, size = whole.get("labels"), self.accelerator.parallelism_config.cp_size
+        shifted = whole.get("shift_labels")
+        tensors = [
+            x for x in (labels, labels[:, 1:] if shifted is None and labels is not None else shifted) if x is not None
+        ]
+        counts = {int((x != IGNORED).sum()) for x in tensors}
+        if not counts:  # no loss is computed with it
+            return 0, 1
+        is_whole = any(math.isclose(count, n, rel_tol=1e-6) for n in counts)
+        is_share = any(math.isclose(count, n / size, rel_tol=1e-6) or count == n // size for n in counts)
+        return max(counts), 0 if is_whole == is_share else 1 if is_whole else size
+
+    def _refuse_multiplied(self, count: Any, labels: int, size: int, gradient: Tensor) -> None:
+        """Refuses a loss that is multiplied by the number of processes: right for a whole count under torch's alone."""
+        accelerator = self.accelerator
+        scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
+        if float(gradient) * accelerator.gradient_accumulation_steps / scale == accelerator.num_processes:
+            raise errors.UnclearCount(count, labels, size, _MULTIPLIED)
+
     def _by_name(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
         if not args:
             return {}
         forward = self.accelerator.unwrap_model(module).forward
         return dict(inspect.signature(forward).bind_partial(*args).arguments)
+
+
+_SEVERAL = "this step adds up several batches"
+_MULTIPLIED = "the loss is multiplied by accelerator.num_processes"
+_written: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""How often the weights of a model had been written, at its last call with the whole count."""
+
+
+def _adds_up(model: nn.Module) -> bool:
+    """Whether gradients of an earlier call with a count wait in ``model``, and no step was made since."""
+    if not torch.is_grad_enabled():
+        return False
+    trained = [x for x in model.parameters() if x.requires_grad]
+    writes, before = sum(x._version for x in trained), _written.get(model)
+    _written[model] = writes
+    return before == writes and any(x.grad is not None for x in trained)
 
 
 def _whole_models(model: nn.Module) -> Iterator[nn.Module]:

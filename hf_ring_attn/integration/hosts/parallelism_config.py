@@ -15,11 +15,13 @@ from typing import Any
 from torch import nn
 
 from ... import errors
+from ...config import several_asked_for
 from ..context.introspect import configs_of, uses_ring
 from ..context.mesh import RING, ring_enabled
 from ..patching.changes import Patch
 
-_constructing_for: list[nn.Module | None] = []
+constructing_for: list[nn.Module | None] = []
+"""Models for which an `Accelerator` is constructed: see `deferring_cp_checks`."""
 
 
 def undecided(config: Any) -> bool:
@@ -66,16 +68,16 @@ def deferring_cp_checks(model: nn.Module | None = None) -> Iterator[None]:
     once what it always refuses. With None, and outside of this context, accelerate's refusals for torch's context
     parallelism wait until `settle` sees the model.
     """
-    _constructing_for.append(model)
+    constructing_for.append(model)
     try:
         yield
     finally:
-        _constructing_for.pop()
+        constructing_for.pop()
 
 
 def decide(config: Any) -> bool:
     """Promotes or refuses by the model of `deferring_cp_checks`; returns False if no model is known."""
-    model = _constructing_for[-1] if _constructing_for else None
+    model = constructing_for[-1] if constructing_for else None
     if model is None:
         return False
     if uses_ring(model):
@@ -118,6 +120,19 @@ def refuse_host(accelerator: Any) -> None:
         raise errors.UntestedParallelism(others[kind], "use FSDP2 (fsdp_version: 2) or DDP")
     if is_fsdp1(accelerator):
         raise errors.UntestedParallelism("FSDP1", "set fsdp_version: 2 in the launch config, or use DDP")
+
+
+def refuse_one_process(accelerator: Any) -> None:
+    """Refuses a single process where a ring, or several processes, were asked for and no config arrived.
+
+    Raises:
+        OneProcess: with what was found in the environment.
+    """
+    if accelerator.num_processes > 1:
+        return
+    found = several_asked_for()
+    if found is not None:
+        raise errors.OneProcess(*found)
 
 
 def is_fsdp1(accelerator: Any) -> bool:
@@ -195,6 +210,14 @@ def _build_device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
     return build_device_mesh
 
 
+def _refuse_cpu(config: Any, accelerator: Any) -> None:
+    """Says of a known model on the CPU which attention it has: accelerate's own refusal names the device alone."""
+    model = constructing_for[-1] if constructing_for else None
+    if undecided(config) and model is not None and accelerator.distributed_type.name == "MULTI_CPU":
+        reasons = torch_refusals(config, accelerator)
+        raise errors.TorchContextParallelRefused(type(model).__name__, implementations(model), reasons)
+
+
 def _validate_accelerator(original: Callable[..., None]) -> Callable[..., None]:
     def _validate_accelerator(self: Any, accelerator: Any) -> None:
         if self.cp_size > 1:
@@ -203,6 +226,7 @@ def _validate_accelerator(original: Callable[..., None]) -> Callable[..., None]:
         if ring_enabled(self):
             refuse_host(accelerator)
         elif not (waits and torch_refusals(self, accelerator)):
+            _refuse_cpu(self, accelerator)
             original(self, accelerator)
 
     return _validate_accelerator

@@ -35,6 +35,7 @@ def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None
     def create_accelerator_and_postprocess(self: Any) -> None:
         with accelerate.deferring_cp_checks(self.model):
             original(self)
+        accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)
         accelerate.settle(self.accelerator, self.model)  # also where an Accelerator existed before the trainer
         if group_of(self) is not None:
             _refuse_trainer(self)

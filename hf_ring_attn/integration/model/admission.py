@@ -11,7 +11,7 @@ from torch import nn
 from ... import errors
 from ...config import RingConfig
 from ..context.batch_context import BatchContext
-from ..context.introspect import configs_of, name_of
+from ..context.introspect import configs_of, name_of, unwrapped
 from ..context.model_record import ModelRecord, configured, record_of
 from ..log import warn
 from . import (
@@ -67,10 +67,11 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     options = configured(record.configs)
     if options is not None and not facts.explicit:
         _adopt(options, context)
-    log.seen.update(record.ids)
-    log.seen.add(id(model))
+    wrappers = unwrapped(model)
+    log.seen.update(record.ids, map(id, wrappers))
     log.called = True
     log.models.add(model)
+    model = wrappers[-1]
     log.configs += record.configs
     case = (
         context.ring.size, model.training, facts.has_labels, facts.numbered, facts.hidden is not None,
@@ -90,6 +91,8 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     if not recurrent.recurrent_of(model).attends:
         log.attends = False
         log.kernel = log.kernel or "none, since nothing attends"
+    if case not in admitted and context.ring.size > 1 and model.training:
+        training_mode.say_dropout(model)
     if case not in admitted and any(getattr(config, "output_attentions", False) for config in record.configs):
         warn("output_attentions=True gives no attention weights with ring_fp32: they never exist.")
     admitted.add(case)

@@ -18,6 +18,7 @@ from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.model_record import latest_record
+from ..log import say
 from ..patching.hooks import attach
 from .structure import text_modules
 
@@ -116,3 +117,13 @@ def noise_reasons(model: nn.Module) -> list[str]:
 
 def prepare(_model: nn.Module, _context: BatchContext) -> None:
     """Modes need nothing: modules that are exact in their present mode are hooked when they are looked at."""
+
+
+def say_dropout(model: nn.Module) -> None:
+    """Says once which modules draw random masks: each rank draws them for its own tokens, as another seed would."""
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    if found:
+        say(
+            f"dropout in {len(found)} modules ({found[0]}, ...): each rank draws masks for its own tokens, so loss and "
+            "gradient norms differ from those of one process as with another seed; to compare runs, set it to 0"
+        )

@@ -185,6 +185,7 @@ class _Check:
 
     def _shared(self, row: Mapping[str, Any], ring: Ring) -> Share:
         mine = share(row, ring, self.config, self.context.text is not None)
+        mine.context.log.seen |= self.context.log.seen  # the model was admitted
         if mine.context.text is not None and self.context.text is not None:
             mine.context.text.config = self.context.text.config
         return mine

@@ -15,10 +15,12 @@ from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from transformers import get_scheduler
 
 import hf_ring_attn
 from hf_ring_attn import errors
 from hf_ring_attn.integration.hosts import accelerate as ours
+from hf_ring_attn.integration.hosts.schedulers import ProcessCount
 from tests.helpers.jobs.accelerate_batches import CP, averaged, batch, model, plain
 
 # ---- checks --------------------------------------------------------------------------------------------------------
@@ -75,13 +77,19 @@ def ranks_of_a_ring_get_one_batch(accelerator: Any) -> None:
         assert len(set(seen[:, 0].flatten().tolist())) == seen[:, 0].numel(), "two rings got the same batch"
 
 
-def _loop(accelerator: Any, extra: Callable[[Tensor], Any], named: bool = True, **count: int) -> None:
+def _loop(
+    accelerator: Any,
+    extra: Callable[[Tensor], Any],
+    named: bool = True,
+    count: Callable[[Tensor], Any] | None = None,
+) -> None:
     """accelerate's guide, word for word; ``extra`` are more inputs. Loss and gradients are those of the whole batch."""
     net = model()
     inputs = batch(accelerator)
     inputs |= extra(inputs["input_ids"])
     wholes = {name: value.clone() for name, value in inputs.items()}
-    loss, gradients = plain({**wholes, **count})
+    counts = {} if count is None else {"num_items_in_batch": count(inputs["labels"])}
+    loss, gradients = plain(wholes | dict.fromkeys(counts, (inputs["labels"] != -100).sum()))
     prepared = accelerator.prepare(net)
     inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     memory = inputs["input_ids"].data_ptr()
@@ -89,7 +97,7 @@ def _loop(accelerator: Any, extra: Callable[[Tensor], Any], named: bool = True, 
         buffers=list(inputs.values()), buffer_seq_dims=[1] * len(inputs), no_restore_buffers={inputs["shift_labels"]}
     ):
         assert inputs["input_ids"].shape == (2, 24 // CP)
-        out = prepared(**inputs, **count) if named else prepared(inputs["input_ids"], labels=inputs["labels"])
+        out = prepared(**inputs, **counts) if named else prepared(inputs["input_ids"], labels=inputs["labels"])
         assert out.logits.shape[1] == 24 // CP
     accelerator.backward(out.loss)  # after the context, which torch's would not allow
     assert inputs["input_ids"].data_ptr() == memory
@@ -119,9 +127,70 @@ def documented_loop_with_padding(accelerator: Any) -> None:
 
 
 def documented_loop_with_documents(accelerator: Any) -> None:
-    """The count is of all the batches that a step adds up."""
     position_ids = torch.cat([torch.arange(7), torch.arange(17)]).expand(2, -1)
-    _loop(accelerator, lambda ids: {"position_ids": position_ids}, num_items_in_batch=77)
+    _loop(accelerator, lambda ids: {"position_ids": position_ids})
+
+
+def _labelled(labels: Tensor) -> Tensor:
+    return (labels != -100).sum()
+
+
+def loops_that_count_the_whole_batch(accelerator: Any) -> None:
+    _loop(accelerator, lambda ids: {}, count=_labelled)
+    _loop(accelerator, lambda ids: {}, count=lambda labels: int(_labelled(labels)))
+
+
+def loops_that_count_by_rank(accelerator: Any) -> None:
+    """torch's context parallelism: each rank's loss is its own sum over what it is given."""
+    _loop(accelerator, lambda ids: {}, count=lambda labels: _labelled(labels) / CP)
+    _loop(accelerator, lambda ids: {}, count=lambda labels: int(_labelled(labels)) // CP)
+
+
+def counts_that_are_not_clear_are_refused(accelerator: Any) -> None:
+    net, inputs = model().train(), batch(accelerator)
+    prepared = accelerator.prepare(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    count = int(_labelled(inputs["labels"]))
+
+    def loss(given: Any) -> Tensor:
+        with accelerator.maybe_context_parallel(list(inputs.values()), [1, 1]):
+            found: Tensor = prepared(**inputs, num_items_in_batch=given).loss
+        return found
+
+    for given in (77, count * CP, 1):
+        text = rf"={given} for a batch of {count} labels.* num_items_in_batch out"
+        with pytest.raises(errors.UnclearCount, match=text):
+            loss(given)
+    for given in (count, count):  # one batch a step
+        accelerator.backward(loss(given))
+        optimizer.step()
+        optimizer.zero_grad()
+    # A step of two such batches has twice as many labels: over two ranks they are this number, too.
+    accelerator.backward(loss(count))
+    with pytest.raises(errors.UnclearCount, match="adds up several batches"):
+        loss(count)
+    optimizer.zero_grad()
+    # Under torch's context parallelism the whole count goes with such a loss.
+    with pytest.raises(errors.UnclearCount, match=r"multiplied by accelerator\.num_processes"):
+        accelerator.backward(loss(count) * accelerator.num_processes)
+
+
+def schedulers_have_the_rates_of_one_process(accelerator: Any) -> None:
+    """Both kinds of programs, as transformers' examples are written: made before `prepare`, with a loader."""
+    rings = accelerator.num_processes // CP
+    for multiplied in (True, False):
+        net, whole = model(), DataLoader(Rows(), batch_size=4 // rings)
+        made = torch.optim.SGD(net.parameters(), lr=1.0)
+        steps = 16 * accelerator.num_processes if multiplied else len(whole)
+        schedule = get_scheduler("linear", made, 0, steps)
+        net, optimizer, loader, schedule = accelerator.prepare(net, made, whole, schedule)
+        assert len(loader) == 16
+        for done, rows in enumerate(loader):
+            assert schedule.get_last_lr() == [1 - done / 16]
+            accelerator.gather_for_metrics(rows["input_ids"])
+            optimizer.step()
+            schedule.step()
+    assert not ProcessCount.lost, "a host loses a count"
 
 
 def buffers_that_do_not_fit_are_refused(accelerator: Any) -> None:
@@ -256,7 +325,9 @@ def after_uninstalling_accelerate_is_itself() -> None:
 CHECKS: tuple[Callable[[Any], None], ...] = (
     stock_config_waits_for_the_model, a_wrapped_or_peft_model_is_recognised, ranks_of_a_ring_get_one_batch,
     documented_loop_is_exact, documented_loop_with_positional_tokens, documented_loop_with_padding,
-    documented_loop_with_documents, buffers_that_do_not_fit_are_refused, a_shared_view_and_a_tensor_given_twice,
+    documented_loop_with_documents, loops_that_count_the_whole_batch, loops_that_count_by_rank,
+    counts_that_are_not_clear_are_refused, schedulers_have_the_rates_of_one_process,
+    buffers_that_do_not_fit_are_refused, a_shared_view_and_a_tensor_given_twice,
     values_are_gathered_once_per_ring,
     another_model_gets_accelerates_refusals, a_ring_refuses_another_model, dispatched_batches_are_refused,
 )  # fmt: skip

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
-from hf_ring_attn.integration.batch.shard import shard as of_batch
 from hf_ring_attn.integration.context import whole_batch
 from hf_ring_attn.sharding import balance, layout
 from hf_ring_attn.sharding.layout import Layout
@@ -57,15 +56,15 @@ def unlike(batch: Batch) -> str:
 
 
 @contextmanager
-def settled_on_nothing() -> Iterator[None]:
-    """This process was told nothing of how rows lie; nor, afterwards, what it was told meanwhile."""
-    with mock.patch.object(layout, "_TOLD", set()), mock.patch.object(layout, "_DEALT", {}):
+def without_batches() -> Iterator[None]:
+    """This process holds no batch yet; nor, afterwards, those that it held meanwhile."""
+    with mock.patch.object(layout, "_BALANCED", {}):
         yield
 
 
 def attempted(*acts: Callable[[], object]) -> str:
-    """What the last of these raised, as its class's name and its text, in a process that was told nothing."""
-    with settled_on_nothing(), chunks_forced(4):
+    """What the last of these raised, as its class's name and its text, in a process that holds no batch yet."""
+    with without_batches(), chunks_forced(4):
         for act in acts[:-1]:
             act()
         try:
@@ -75,9 +74,9 @@ def attempted(*acts: Callable[[], object]) -> str:
     return ""
 
 
-def asked(length: int = 97, of: int = 0) -> object:
-    """Zigzag places of this rank, or of a ring of another size."""
-    return hf_ring_attn.positions(length, rank=0 if of else dist.get_rank(), world_size=of or dist.get_world_size())
+def asked() -> object:
+    """Zigzag places of this rank."""
+    return hf_ring_attn.positions(97, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 def by_zigzag_after_balanced(batch: Batch) -> list[str]:
@@ -90,26 +89,20 @@ def by_zigzag_after_balanced(batch: Batch) -> list[str]:
     return [attempted(dealt, asked), attempted(dealt, held.clear, asked)]
 
 
-def balanced_after_zigzag(batch: Batch, who: tuple[int, ...], of: int = 0) -> list[bool]:
-    """Which of two batches lie as a zigzag; ``who``: the ranks that ask for its places after the first."""
-    with settled_on_nothing(), chunks_forced(4):
-        found = [hf_ring_attn.shard(batch, config=BALANCED).layout.owners == ()]
-        if dist.get_rank() in who:
-            asked(of=of)
-        return [*found, hf_ring_attn.shard(batch, config=BALANCED).layout.owners == ()]
-
-
-def trained_after_zigzag(run: Run, mesh: Mesh) -> tuple[Outcome, list[str]]:
-    """And what was said."""
-    said: list[str] = []
-    with settled_on_nothing(), chunks_forced(4), mock.patch.object(of_batch, "warn", said.append):
-        asked()
-        return train(run, mesh), said
+def balanced_after_positions(batch: Batch) -> list[bool]:
+    """Which of two batches are in the zigzag layout, where every rank asks for its places between them."""
+    found = []
+    for _ in range(2):
+        with without_batches(), chunks_forced(4):
+            found.append(hf_ring_attn.shard(batch, config=BALANCED).layout.owners == ())
+            layout._BALANCED.clear()
+            asked()
+    return found
 
 
 def of_a_zigzag(batch: Batch) -> list[str]:
     """What becomes of programs that index by zigzag places and have nothing else."""
-    held = len(layout.held_of_zigzag(97, dist.get_rank(), dist.get_world_size()))
+    held = Layout(97, dist.get_world_size(), dist.get_rank()).held()
     q = torch.zeros(1, held, 1, 4)
     return [
         attempted(asked, lambda: hf_ring_attn.shard(batch), asked),

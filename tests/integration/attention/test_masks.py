@@ -113,7 +113,7 @@ def test_a_mask_as_data_is_the_mask(maker: Maker, given: dict[str, Any]) -> None
 
 
 def test_a_block_that_crosses_documents_is_refused() -> None:
-    with pytest.raises(errors.CrossedDocuments, match="holds tokens of two documents"):
+    with pytest.raises(errors.CrossedDocuments, match="crosses a border of documents"):
         made(create_causal_mask, "ring_fp32", block_sequence_ids=BLOCKS, position_ids=PACKED)
 
 

@@ -30,6 +30,7 @@ from hf_ring_attn.integration.hosts import accelerate as ours
 from hf_ring_attn.integration.hosts.buffers import prepared
 from hf_ring_attn.sharding.layout import Layout
 from tests.helpers.jobs.states import of_two_gpus
+from tests.helpers.patience import patient
 from tests.helpers.programs import REPOSITORY, start
 
 PROGRAM = REPOSITORY / "tests/helpers/jobs/accelerate_ranks.py"
@@ -131,7 +132,7 @@ def test_a_pickled_config_loads_without_the_plugin(tmp_path: Path) -> None:
         "import pickle, sys; config = pickle.load(open(sys.argv[1], 'rb')); "
         "assert (config.cp_size, config.cp_backend) == (2, 'ring'); assert 'hf_ring_attn' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "config")], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "config")], check=True, timeout=patient(100))
 
 
 # ---- what kind of run it is, as on GPUs ----------------------------------------------------------------------------
@@ -226,7 +227,7 @@ def test_other_engines_are_refused_by_name(gpus: dict[str, Any], kind: str, name
 
 
 def test_settling_without_a_config_or_a_model_changes_nothing(gpus: dict[str, Any]) -> None:
-    ours.settle(SimpleNamespace(parallelism_config=None), model())
+    ours.settle(SimpleNamespace(parallelism_config=None, num_processes=2), model())
     made = accelerator(ParallelismConfig(cp_size=2))
     ours.settle(made, None, object(), torch.optim.SGD(model().parameters()))
     assert made.parallelism_config.cp_backend == "torch"

@@ -1,7 +1,11 @@
-"""Schedulers that accelerate prepared: they step once for each ring, as accelerate has them do for each process."""
+"""Schedulers that accelerate prepared: the learning rates of one process, whichever way a program counts its steps."""
 
 from __future__ import annotations
 
+import functools
+import math
+import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,42 +14,154 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import TorchDynamoPlugin
+from torch.optim import lr_scheduler
+from transformers import get_scheduler
 
+from hf_ring_attn import errors
 from hf_ring_attn.integration.context import batch_context
-from hf_ring_attn.integration.hosts import accelerate
+from hf_ring_attn.integration.hosts import schedulers
 from tests.helpers.jobs.states import of_two_gpus
 
+STEPS, WARMUP = 12, 3
+Make = Callable[[Any, int, int], Any]
+"""A scheduler of an optimizer, given how often it is to step for each batch, as a program knows it, and STEPS."""
 
-@pytest.fixture
+
+@pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(schedulers.ProcessCount, "lost", False)
     return of_two_gpus(monkeypatch)
 
 
-@pytest.mark.parametrize("rings", [1, 2])
-@pytest.mark.parametrize("split", [False, True])
-def test_a_scheduler_steps_once_for_each_ring(process: dict[str, Any], rings: int, split: bool) -> None:
-    """Once a step in a ring, as in one process; rings are counted as accelerate counts processes without one."""
+def processes(process: dict[str, Any], rings: int) -> Any:
+    """`accelerator.num_processes`, of so many rings of two."""
     process["num_processes"] = 2 * rings
-    AcceleratorState(
-        parallelism_config=ParallelismConfig(cp_size=2, dp_replicate_size=rings, cp_backend="ring"),
-        dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True,
-    )  # fmt: skip
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    linked: Any = SimpleNamespace(step_was_skipped=False)
-    every = torch.optim.lr_scheduler.LambdaLR(optimizer, float)
-    schedule = AcceleratedScheduler(every, linked, split_batches=split)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9)
-    ending = AcceleratedScheduler(cycle, linked, split_batches=split)
-    optimizer.step()
-    for turn in range(1, 7):
+    config = ParallelismConfig(cp_size=2, dp_replicate_size=rings, cp_backend="ring")
+    state = AcceleratorState(parallelism_config=config, dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True)
+    assert type(PartialState().num_processes) is type(state.num_processes) is schedulers.ProcessCount
+    return state.num_processes
+
+
+def optimizer() -> Any:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+
+
+def rates(schedule: Any, made: Any) -> list[float]:
+    made.step()
+    found = []
+    for _ in range(STEPS):
+        found += schedule.get_last_lr()
         schedule.step()
-        assert schedule.get_last_lr() == [float(turn if split else turn * rings)]
-        ending.step()  # it must not go on past its end
-    linked.step_was_skipped = True
+    return found
+
+
+def prepared(schedule: Any, split: bool = False) -> Any:
+    return AcceleratedScheduler(schedule, SimpleNamespace(step_was_skipped=False), split_batches=split)
+
+
+def own(made: Any, times: int, steps: int) -> Any:
+    total = steps * times
+    return lr_scheduler.LambdaLR(made, lambda step: 1 - step / total)
+
+
+def sequential(made: Any, times: int, steps: int) -> Any:
+    first = lr_scheduler.LinearLR(made, 0.1, 1.0, total_iters=WARMUP * times)
+    second = lr_scheduler.CosineAnnealingLR(made, T_max=(steps - WARMUP) * times)
+    return lr_scheduler.SequentialLR(made, [first, second], milestones=[WARMUP * times])
+
+
+def of_transformers(name: str, made: Any, times: int, steps: int, **more: Any) -> Any:
+    return get_scheduler(name, made, num_warmup_steps=WARMUP * times, num_training_steps=steps * times, **more)
+
+
+def milestones(made: Any, times: int, steps: int) -> Any:
+    return lr_scheduler.MultiStepLR(made, [2 * times, 5 * times])
+
+
+KINDS: dict[str, Make] = {
+    **{name: functools.partial(of_transformers, name) for name in ("linear", "cosine", "polynomial")},
+    "restarts": functools.partial(of_transformers, "cosine_with_restarts", scheduler_specific_kwargs={"num_cycles": 2}),
+    "no warmup": lambda made, times, steps: get_scheduler("linear", made, 0 * times, steps * times),
+    "a function": own,
+    "one after the other": sequential,
+    "milestones": milestones,
+    "StepLR": lambda made, times, steps: lr_scheduler.StepLR(made, 4 * times),
+    "CosineAnnealingLR": lambda made, times, steps: lr_scheduler.CosineAnnealingLR(made, steps * times),
+}
+COUNTED: dict[str, Callable[[Any, int], Any]] = {
+    "follows accelerate's rule": lambda number, _: number,
+    "counts batches": lambda _, rings: rings,  # its loader was not prepared yet: it has all batches of all rings
+}
+
+
+@pytest.mark.parametrize("rings", [1, 2])
+@pytest.mark.parametrize("program", COUNTED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scheduler_has_the_rates_of_one_process(process: dict[str, Any], kind: str, program: str, rings: int) -> None:
+    number = processes(process, rings)
+    made = optimizer()
+    schedule = KINDS[kind](made, COUNTED[program](number, rings), STEPS)
+    alone = optimizer()
+    assert rates(prepared(schedule), made) == pytest.approx(rates(KINDS[kind](alone, 1, STEPS), alone), abs=1e-12)
+    pickle.loads(pickle.dumps(schedule.state_dict()))
+    assert not [x for x in schedule.state_dict().values() if isinstance(x, schedulers.ProcessCount)]
+
+
+@pytest.mark.parametrize("multiplied", [True, False])
+def test_a_scheduler_that_ends_does_not_go_on(process: dict[str, Any], multiplied: bool) -> None:
+    number = processes(process, 2)
+    made = optimizer()
+    schedule = prepared(lr_scheduler.OneCycleLR(made, 1.0, total_steps=2 * number if multiplied else 5))
+    made.step()
+    for _ in range(6):
+        schedule.step()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_scheduler_waits_for_its_optimizer_and_for_split_batches(process: dict[str, Any], split: bool) -> None:
+    processes(process, 2)
+    made = optimizer()
+    schedule = prepared(lr_scheduler.LambdaLR(made, float), split)
+    made.step()
     schedule.step()
-    assert schedule.get_last_lr() == [float(6 if split else 6 * rings)]
+    assert schedule.get_last_lr() == [1.0 if split else 2.0]
+    schedule.optimizers[0].step_was_skipped = True
+    schedule.step()
+    assert schedule.get_last_lr() == [1.0 if split else 2.0]
+
+
+UNCLEAR: dict[str, Make] = {
+    "warmup is not multiplied": lambda made, n, steps: get_scheduler("linear", made, WARMUP, steps * n),
+    "steps are not multiplied": lambda made, n, steps: get_scheduler("linear", made, WARMUP * n, steps),
+    "a share of a product": lambda made, n, steps: get_scheduler("linear", made, int(0.25 * (steps * n)), steps * n),
+    "a plain product": lambda made, n, steps: get_scheduler("linear", made, 0, int(steps * n)),
+    "a plain count": lambda made, n, steps: get_scheduler("linear", made, 0, steps * int(n)),
+    "a division": lambda made, n, steps: get_scheduler("linear", made, 0, math.ceil(steps * n / 3)),
+}
+
+
+@pytest.mark.parametrize("kind", UNCLEAR)
+def test_a_scheduler_that_is_not_clear_is_refused_before_its_first_step(process: dict[str, Any], kind: str) -> None:
+    number = processes(process, 1)
+    made = optimizer()
+    schedule = prepared(UNCLEAR[kind](made, number, STEPS))
+    before = schedule.get_last_lr()
+    with pytest.raises(errors.UnclearScheduler, match=r"all .* by accelerator\.num_processes, or none.*prepare\(\)"):
+        schedule.step()
+    assert schedule.get_last_lr() == before
+
+
+def test_a_count_of_processes_is_a_number() -> None:
+    count = schedulers.ProcessCount(3)
+    assert (count, count * 2, 2 * count, count + 1, 7 - count, 7 // count, 7 % count) == (3, 6, 6, 4, 4, 2, 1)
+    assert isinstance((count * 5 // 2 + 1) - 1, schedulers.ProcessCount)
+    assert isinstance(math.ceil(max(1, 2 * count)), schedulers.ProcessCount)
+    assert torch.ones(2) * count == pytest.approx(torch.full((2,), 3.0))
+    assert [*range(count)] == [0, 1, 2]
+    assert f"{count} {count!r} {count:02d}" == "3 3 03"
+    assert type(pickle.loads(pickle.dumps(count))) is int
 
 
 class SharedOut:
@@ -58,11 +174,10 @@ def test_a_scheduler_of_an_accelerate_that_does_not_know_of_the_ring_is_told_of(
     """A ring over all of an Accelerator's processes, by shard() alone: it steps once for each of them, as it may have
     been made for that."""
     AcceleratorState(dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    every = torch.optim.lr_scheduler.LambdaLR(optimizer, float)
-    schedule = AcceleratedScheduler(every, SimpleNamespace(step_was_skipped=False), split_batches=False)
-    optimizer.step()
-    with mock.patch.object(accelerate, "say") as said:
+    made = optimizer()
+    schedule = prepared(lr_scheduler.LambdaLR(made, float))
+    made.step()
+    with mock.patch.object(schedulers, "say") as said:
         schedule.step()
         said.assert_not_called()
         with mock.patch.object(batch_context, "LIVE", [SharedOut()]):

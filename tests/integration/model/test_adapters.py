@@ -17,6 +17,7 @@ from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.peft_jobs import ADAPTERS, REFUSED, refusal, shares, train_an_adapter
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import Case, model, one_step
+from tests.helpers.patience import patient
 
 SERVE = """
 import json, sys, torch
@@ -38,7 +39,7 @@ def test_an_adapter_from_a_ring_serves_without_the_plugin(ranks: Ranks, tmp_path
     assert {path.name for path in adapter.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert "ring_fp32" not in (adapter / "adapter_config.json").read_text()
     arguments = [sys.executable, "-c", SERVE, str(adapter), str(logits)]
-    served = subprocess.run(arguments, capture_output=True, text=True, timeout=220, cwd=tmp_path, check=False)
+    served = subprocess.run(arguments, capture_output=True, text=True, timeout=patient(220), cwd=tmp_path, check=False)
     assert served.returncode == 0, served.stderr
     assert json.loads(served.stdout.splitlines()[-1]) == []
     found = torch.load(logits)

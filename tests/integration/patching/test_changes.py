@@ -19,6 +19,7 @@ import hf_ring_attn
 from hf_ring_attn import errors
 from hf_ring_attn.integration.patching import changes
 from hf_ring_attn.integration.patching.changes import Patch, Registration, render
+from tests.helpers.patience import patient
 
 HOST = """
     __version__ = "2.7.1"
@@ -248,20 +249,20 @@ from transformers import AttentionInterface, Trainer
 hosts = ParallelismConfig, Accelerator, AcceleratorState, Trainer
 before = [dict(vars(host)) for host in hosts]
 import hf_ring_attn
-from hf_ring_attn.integration import patches
+from hf_ring_attn.integration.patching import changes
 assert "trl" not in sys.modules
-first = patches.installed()
+first = changes.installed()
 from trl import SFTTrainer
-later = patches.installed()
+later = changes.installed()
 assert [dict(vars(host)) for host in hosts] != before
 hf_ring_attn.uninstall()
-assert not patches.installed()
+assert not changes.installed()
 assert type(sys.meta_path[0]).__name__ != "AfterImport"
 for host, old in zip(hosts, before):
     assert vars(host).keys() == old.keys() and all(vars(host)[name] is old[name] for name in old), host
 assert "ring_fp32" not in AttentionInterface()
 hf_ring_attn.install()
-assert sorted(patches.installed()) == sorted(later)
+assert sorted(changes.installed()) == sorted(later)
 print(len(first), len(later))
 """
 
@@ -269,7 +270,9 @@ print(len(first), len(later))
 def test_the_real_hosts_are_patched_without_importing_trl() -> None:
     """A fresh process with warnings as errors: the installed versions are tested ones, and signatures fit."""
     pytest.importorskip("trl")
-    run = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", REAL], capture_output=True, text=True, timeout=patient(100), check=False
+    )
     assert run.returncode == 0, run.stderr
     first, later = map(int, run.stdout.split())
     assert 0 < first < later

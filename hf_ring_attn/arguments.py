@@ -1,0 +1,75 @@
+"""Checks of what users pass: each refuses by the argument's name, so that nothing fails later without one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+from .errors import BadOption
+
+MOST = 2**62
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check(holds: bool, name: str, got: object, need: str) -> None:
+    """
+    Raises:
+        BadOption: it does not hold.
+    """
+    if not holds:
+        raise BadOption(name, got, need)
+
+
+def check_type(name: str, value: object, kind: type | tuple[type, ...], need: str) -> None:
+    check(isinstance(value, kind), name, value, need)
+
+
+def check_flag(name: str, value: object) -> None:
+    check(isinstance(value, bool), name, value, "True or False")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    check(isinstance(value, str) and value in choices, name, value, f"one of {choices}")
+
+
+def is_whole(value: object, least: int = 0, most: int = MOST) -> bool:
+    """A whole number from ``least`` to ``most``; a bool is none."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and least <= int(value) <= most
+
+
+def whole_number(name: str, value: object, need: str, least: int = 0, most: int = MOST) -> int:
+    """``value`` as an int, if it is one."""
+    check(is_whole(value, least, most), name, value, need)
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def number(name: str, value: object, need: str, above: float = -math.inf) -> float:
+    """``value`` as a float, if it is a finite number above ``above``; a bool is none."""
+    known = isinstance(value, Real) and not isinstance(value, bool)
+    try:
+        found = float(value) if known else math.nan  # type: ignore[arg-type]
+    except OverflowError:  # a whole number of hundreds of digits
+        found = math.inf
+    check(above < found < math.inf, name, value, need)
+    return found
+
+
+def check_dense(name: str, x: object) -> None:
+    """A tensor that is dense and has values."""
+    check_type(name, x, Tensor, "a tensor")
+    assert isinstance(x, Tensor)
+    check(x.layout == torch.strided and not x.is_nested, f"{name}.layout", x.layout, "that of a dense tensor")
+    check(x.device.type != "meta", f"{name}.device", x.device, "one that holds values")
+
+
+def check_tensor(name: str, x: object, dtypes: Sequence[torch.dtype], on: torch.device | None = None) -> None:
+    """A dense tensor of one of these dtypes, on the device ``on`` if one is named."""
+    check_dense(name, x)
+    assert isinstance(x, Tensor)
+    check(x.dtype in dtypes, f"{name}.dtype", x.dtype, " or ".join(map(str, dtypes)))
+    check(on is None or x.device == on, f"{name}.device", x.device, f"{on}, as of q")

@@ -1,0 +1,177 @@
+"""Schedulers that accelerate prepared: how often one steps for each batch of a ring.
+
+accelerate steps a scheduler once for each process, since each process has its own batch. A ring shares one batch.
+Programs that follow accelerate's rule multiply their numbers of steps by accelerator.num_processes, and their scheduler
+steps so often here, too. Other programs count batches, and theirs steps once for each ring. The numbers that a
+scheduler holds say which it is: with cp_size > 1, num_processes is a `ProcessCount`, and its multiples are, too.
+
+Not seen: a number of processes that a program gets elsewhere (torch.distributed, an environment variable), and a
+product with a float on the left. Such a scheduler counts batches; the line at its first step says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from ... import errors
+from ..context import batch_context
+from ..context.mesh import ring_enabled
+from ..log import say
+from ..patching.changes import Patch
+
+
+class ProcessCount(int):
+    """A number of processes, or what whole-number arithmetic makes of one."""
+
+    lost = False
+    """Whether a program turned some count into a plain number, which may be in a scheduler."""
+
+    def __int__(self) -> int:
+        _lose(sys._getframe(1))
+        return int.__int__(self)
+
+    def __float__(self) -> float:
+        _lose(sys._getframe(1))
+        return int.__float__(self)
+
+    def __truediv__(self, other: Any) -> Any:
+        _lose(sys._getframe(1))
+        return int.__truediv__(self, other)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int.__int__(self),)
+
+
+def _counting(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def operation(self: int, *others: Any) -> Any:
+        found = plain(self, *others)
+        return ProcessCount(found) if type(found) is int else found
+
+    return operation
+
+
+for _name in ("mul", "rmul", "add", "radd", "sub", "rsub", "floordiv", "ceil", "floor", "round", "trunc", "pos"):
+    setattr(ProcessCount, f"__{_name}__", _counting(f"__{_name}__"))
+
+
+def _lose(caller: FrameType) -> None:
+    """Notes a conversion, unless a host does it: its schedulers compute with floats."""
+    if str(caller.f_globals.get("__name__")).partition(".")[0] not in {"torch", "transformers", "accelerate"}:
+        ProcessCount.lost = True
+
+
+def mark(state: Any) -> None:
+    """Makes num_processes of an `AcceleratorState`, and of the `PartialState` that it copies, a `ProcessCount`."""
+    ProcessCount.lost = False
+    for values in (sys.modules["accelerate.state"].PartialState._shared_state, vars(state)):
+        values["num_processes"] = ProcessCount(int.__int__(values["num_processes"]))
+
+
+# ---- what a scheduler was made with ----------------------------------------------------------------------------------
+
+_NO_STEPS = {"last_epoch", "_step_count", "optimizer", "verbose", "T_cur", "T_mult", "num_cycles", "power"}
+"""Names of a scheduler's numbers that are no numbers of steps, and of what holds none."""
+_LOOKED_INTO = "torch.optim.lr_scheduler"
+
+
+def _numbers(x: Any, seen: set[int]) -> Iterator[int]:
+    """The whole numbers of steps in a scheduler, in nested ones, and in the functions that it calls."""
+    if isinstance(x, int) and not isinstance(x, bool):
+        yield x
+    if isinstance(x, int | float | str) or x is None or id(x) in seen:
+        return
+    seen.add(id(x))
+    parts: list[Any] = []
+    if isinstance(x, Mapping):  # MultiStepLR counts its milestones
+        parts = [*x.values()] if all(isinstance(name, str) for name in x) else [*x]
+    elif isinstance(x, list | tuple):
+        parts = [*x]
+    elif isinstance(x, functools.partial):
+        parts = [*x.args, _named(x.keywords)]
+    elif inspect.isfunction(x):
+        holds = inspect.getclosurevars(x)
+        globals_ = {name: value for name, value in holds.globals.items() if isinstance(value, int | float)}
+        parts = [_named(holds.nonlocals), _named(globals_), x.__defaults__, _named(x.__kwdefaults__ or {})]
+    elif inspect.ismethod(x):
+        parts = [x.__self__]
+    elif type(x).__module__ == _LOOKED_INTO or (callable(x) and not inspect.isclass(x)) or _is_scheduler(x):
+        parts = [_named(getattr(x, "__dict__", {}))]
+    for part in parts:
+        yield from _numbers(part, seen)
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in _NO_STEPS}
+
+
+def _is_scheduler(x: Any) -> bool:
+    return any(kind.__module__ == _LOOKED_INTO for kind in type(x).__mro__)
+
+
+_READ: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def counts_processes(prepared: Any) -> bool:
+    """Whether a scheduler that accelerate prepared was made with multiples of the number of processes. Read once.
+
+    Raises:
+        UnclearScheduler: some of its numbers of steps are multiples and others are not, or a multiple was lost.
+    """
+    if prepared not in _READ:
+        numbers = [number for number in _numbers(prepared.scheduler, set()) if number > 0]
+        multiples = [number for number in numbers if isinstance(number, ProcessCount)]
+        others = [number for number in numbers if not isinstance(number, ProcessCount)]
+        if multiples and others:
+            raise errors.UnclearScheduler(f"{multiples[0]} is a multiple of it, {others[0]} is not")
+        if numbers and not multiples and ProcessCount.lost:
+            raise errors.UnclearScheduler("a multiple of it became a plain number, perhaps this scheduler's")
+        _READ[prepared] = bool(multiples)
+        own = vars(prepared.scheduler)  # plain numbers from here on: they are saved in checkpoints
+        own.update({name: int.__int__(x) for name, x in own.items() if isinstance(x, ProcessCount)})
+    return _READ[prepared]
+
+
+# ---- the patch -------------------------------------------------------------------------------------------------------
+
+_COUNTS_RINGS = (
+    "a scheduler that accelerate prepared steps {0} for each batch, once for each ring: its numbers of steps are no "
+    "multiples of accelerator.num_processes, which is {1}"
+)
+_COUNTS_PROCESSES = (
+    "a scheduler that accelerate prepared steps {0} times for each batch, once for each process, since accelerate was "
+    "not told of the ring. If its number of steps is not multiplied by accelerator.num_processes, tell accelerate "
+    '(ParallelismConfig(cp_size=..., cp_backend="ring")), or leave the scheduler out of prepare()'
+)
+
+
+def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        state = sys.modules["accelerate.state"].AcceleratorState()
+        config, linked = state.parallelism_config, self.step_with_optimizer and self.gradient_state.sync_gradients
+        each = linked and not self.split_batches  # accelerate would step once for each process
+        if not ring_enabled(config):
+            if each and state.num_processes > 1 and batch_context.live_batches():
+                say(_COUNTS_PROCESSES.format(state.num_processes))
+            original(self, *args, **kwargs)
+        elif not each or counts_processes(self):
+            original(self, *args, **kwargs)
+        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            rings = state.num_processes // config.cp_size
+            say(_COUNTS_RINGS.format("once" if rings == 1 else f"{rings} times", state.num_processes))
+            for _ in range(rings):
+                last = getattr(self.scheduler, "total_steps", None)  # of OneCycleLR, as accelerate has it
+                if last is None or self.scheduler._step_count <= last:
+                    self.scheduler.step(*args, **kwargs)
+
+    return step
+
+
+PATCHES = (Patch("accelerate.scheduler:AcceleratedScheduler.step", "(self, *args, **kwargs)", _scheduler_step),)
