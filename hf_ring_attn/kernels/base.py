@@ -17,7 +17,7 @@ from .score_mods.score_mod import ScoreMod
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over tokens are kept: float64 for float64, else float32."""
+    """The dtype of sums over tokens: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -46,7 +46,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def reasons_of_flash(request: Request) -> list[str]:
-    """Why no flash attention in 16 bits over whole ranges of keys can serve ``request``: what all of them have."""
+    """Reasons that all flash attentions in 16 bits over whole ranges of keys share."""
     reasons = []
     if request.device != "cuda":
         reasons.append(f"needs an NVIDIA GPU, got tensors on {request.device}")
@@ -55,7 +55,7 @@ def reasons_of_flash(request: Request) -> list[str]:
     if request.score_mod:
         reasons.append("it has no score_mod")
     if request.holes:
-        reasons.append("a document's keys must be one run, and here others or hidden keys lie between them")
+        reasons.append("a document's keys must be one run, and here others or hidden keys are between them")
     return reasons
 
 
@@ -70,7 +70,7 @@ def aligned(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Params:
-    """What is the same for every tile.
+    """Parameters that are the same for every tile.
 
     Args:
         scale: factor of q k^T.
@@ -95,7 +95,7 @@ class Params:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """What an accumulator is for. Kernels that keep gradients in the order of their tensors have no use for it.
+    """Describes the tensor that an accumulator is for. Kernels that keep the order of their tensors do not use it.
 
     A segment is a run of tokens of one document at consecutive positions: the only places where an accumulator whose
     memory is ordered by blocks may be cut. Accumulators of one kind travel, so they have one size on all ranks.
@@ -171,9 +171,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Request:
-    """What a kernel is asked for, so that it can say whether it can.
+    """Describes an attention, so that a kernel can say whether it can compute it.
 
-    ``holes``: some document's keys lie in several runs, so that a query may meet several tiles of one row of keys.
+    ``holes``: some document's keys are in several runs, so that a query may meet several tiles of one row of keys.
     ``asked``: the very score_mod, where a kernel must look at it; without it one of that kind is meant.
     """
 
@@ -209,11 +209,11 @@ class InOrder:
 
 
 class Kernel(Protocol):
-    """What every kernel offers. `kernels.reference` is the definition the others are tested against.
+    """The contract of a kernel. `kernels.reference` is the definition the others are tested against.
 
     Attributes:
-        abreast: it is faster in calls for some heads and for others that overlap on two streams; whatever it keeps from
-            call to call is complete for both.
+        two_streams: it is faster if calls for some heads and for others overlap on two streams; whatever it caches
+            between calls is complete for both.
     """
 
     name: str
@@ -266,5 +266,5 @@ class Kernel(Protocol):
         ...
 
     def rounds_gradients(self, request: Request) -> bool:
-        """Whether each contribution to a gradient is rounded to the input's dtype before it is added."""
+        """Says if each contribution to a gradient is rounded to the inputs' dtype before it is added."""
         ...

@@ -26,7 +26,7 @@ from .flash4.calls import Bounds, Dense, Packed, Rectangle, joined, packed, read
 
 LARGEST_HEAD, UNIT, LOWEST_CAPABILITY, NO_DROPOUT = 256, 8, (8, 0), 0.0
 TORCHES, PACKAGES = ("2.11.", "2.12.", "2.13."), ("2.7.", "2.8.")
-"""How the versions of torch and of flash-attn begin whose private functions are those that are called here."""
+"""The beginnings of known versions of torch and of flash-attn, whose private functions are called here."""
 JOINED_AT_MOST, MOST_ENTRIES = 8, 65535
 """Rectangles of a batch row that are searched for neighbours; and of a packed call, where they are a grid's dim."""
 
@@ -185,14 +185,14 @@ class Torch:
     name = "torch's own"
 
     def reasons(self, softcap: bool, deterministic: bool) -> Sequence[str]:
-        """Why it cannot serve this; empty if it can."""
+        """Reasons why it cannot serve this; none if it can."""
         active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
         reasons = {
             "this build of torch has none": not torch.backends.cuda.is_flash_attention_available(),
             f"torch {torch.__version__} is not one of {TORCHES}": not torch.__version__.startswith(TORCHES),
             "it has no softcap": softcap,
             "it is deterministic only if the whole process is (torch.use_deterministic_algorithms)": deterministic,
-            f"torch was told to use {active} in its place (restore_flash_attention_impl() undoes it)": active,
+            f"torch uses {active} in its place (restore_flash_attention_impl() undoes it)": active,
         }
         return [reason for reason, counts in reasons.items() if counts]
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_ring_attn.bench.replay import Answer as Replayed
 from hf_ring_attn.kernels import Gradients, Kernel, Params
 from hf_ring_attn.sharding.layout import Run
 from hf_ring_attn.sharding.mask import UNBOUNDED, Band, Mask, tiles
-from hf_ring_attn.testing import CASES, Case, Inputs, gradient_oracle, inputs, oracle
+from hf_ring_attn.testing import CASES, Case, Inputs, gradient_oracle, inputs, oracle, relative_error
 from hf_ring_attn.traffic import head_halves
 
 Answer = dict[str, Tensor]
@@ -98,3 +99,14 @@ def without_padding(case: Case, size: int) -> Case:
 
 NO_HOLES = [case for case in CASES if not mask_of(case, inputs(case)["documents"]).holes]
 """Those that kernels over whole ranges of keys can compute."""
+
+
+def assert_same(got: Replayed, want: Replayed) -> None:
+    for name in Replayed._fields:
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        if name == "lse":
+            assert torch.equal(mine.isinf(), theirs.isinf())
+            mine, theirs = mine.nan_to_num(neginf=0.0), theirs.nan_to_num(neginf=0.0)
+        # Where the exact gradient is zero, what is left is the rounding of float32.
+        assert relative_error(mine, theirs) < 1e-5 or float((mine - theirs).abs().max()) < 2e-5, name

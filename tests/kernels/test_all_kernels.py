@@ -36,6 +36,7 @@ from tests.helpers.checks import UNROUNDED, same_bits
 from tests.helpers.fake_flash4 import Fake as FakeFlash4
 from tests.helpers.kernel_answers import (
     NO_HOLES,
+    assert_same,
     mask_of,
     on,
     params_of,
@@ -337,17 +338,6 @@ def test_a_ring_is_one_process(
     got = replay.replay(RINGS[name](), *tensors, mask, size, params_of(case, x), torch.float32, road)
     assert bool(made) == bool(chunks)
     assert_same(got, want)
-
-
-def assert_same(got: Answer, want: Answer) -> None:
-    for name in Answer._fields:
-        mine, theirs = getattr(got, name), getattr(want, name)
-        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-        if name == "lse":
-            assert torch.equal(mine.isinf(), theirs.isinf())
-            mine, theirs = mine.nan_to_num(neginf=0.0), theirs.nan_to_num(neginf=0.0)
-        # Where the exact gradient is zero, what is left is the rounding of float32.
-        assert relative_error(mine, theirs) < 1e-5 or float((mine - theirs).abs().max()) < 2e-5, name
 
 
 # ---- what it refuses -------------------------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
 from hf_ring_attn.testing import CASES, Case, inputs, packed
 from hf_ring_attn.traffic import head_halves
 from tests.helpers.checks import Ranks, distance, narrow_answer, worst
-from tests.helpers.kernel_answers import NO_HOLES, mask_of, params_of
+from tests.helpers.kernel_answers import NO_HOLES, assert_same, mask_of, params_of
 from tests.helpers.rank_functions import Answer as Answers
 from tests.helpers.rank_functions import attention
 from tests.helpers.rank_functions import whole as gathered
 from tests.kernels.fake_flash2 import Fake
-from tests.kernels.test_all_kernels import REQUEST, assert_same
+from tests.kernels.test_all_kernels import REQUEST
 from tests.kernels.test_flash4 import plain
 
 
@@ -193,7 +193,7 @@ def test_torchs_own_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
     (reason,) = library.reasons(False, False)
-    assert reason == "torch was told to use FA4 in its place (restore_flash_attention_impl() undoes it)"
+    assert reason == "torch uses FA4 in its place (restore_flash_attention_impl() undoes it)"
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: None, raising=False)
     monkeypatch.setattr(torch, "__version__", "3.0.0")
     (reason,) = library.reasons(False, False)

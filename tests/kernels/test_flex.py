@@ -17,8 +17,8 @@ from hf_ring_attn.biases import Alibi
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.errors import UnsupportedAttention
 from hf_ring_attn.kernels import KERNELS, Gradients, Params, Request, ScoreMod
-from hf_ring_attn.kernels.flex import Flex, leaves, places
-from hf_ring_attn.kernels.flex.places import BEYOND, Places
+from hf_ring_attn.kernels.flex import Flex, leaves, mask_table
+from hf_ring_attn.kernels.flex.mask_table import BEYOND, MaskTable
 from hf_ring_attn.sharding import plan as plan_module
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, Tile, tiles
@@ -166,7 +166,7 @@ def dense(table: Tensor, batch: int, tokens: int, keys: int) -> Tensor:
 @pytest.mark.parametrize("case", NO_HOLES, ids=lambda case: case.why)
 def test_tables_and_blocks_of_a_mask(case: Case, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     side = 4
-    monkeypatch.setattr(places, "BLOCK", side)
+    monkeypatch.setattr(mask_table, "BLOCK", side)
     layout = Layout(case.length, size, size - 1)
     documents = inputs(case)["documents"]
     lo, hi = case.band
@@ -178,7 +178,7 @@ def test_tables_and_blocks_of_a_mask(case: Case, size: int, monkeypatch: pytest.
         table = tiles(mask, layout.runs(), keys)
         tokens, number = layout.local_length, sum(run.length for run in keys)
         want = dense(table, case.batch, tokens, number)
-        found = Places.of(table, case.batch, tokens, number, CPU)
+        found = MaskTable.of(table, case.batch, tokens, number, CPU)
         if found is None:
             assert not want.any()
             continue
@@ -201,7 +201,7 @@ def _positions(pairs: Tensor, queries: Tensor, keys: Tensor) -> list[tuple[int, 
     return [(b, int(queries[i]), int(keys[b, j])) for b, i, j in pairs.nonzero().tolist()]
 
 
-def _blocks_are_right(found: Places, want: Tensor, side: int) -> None:
+def _blocks_are_right(found: MaskTable, want: Tensor, side: int) -> None:
     """Each pair that is seen lies in one block, and blocks said to be whole are seen as a whole."""
     padded = torch.nn.functional.pad(want, (0, -want.shape[2] % side, 0, -want.shape[1] % side))
     by_block = padded.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3)
@@ -218,8 +218,8 @@ def _blocks_are_right(found: Places, want: Tensor, side: int) -> None:
 def test_a_dense_mask_is_made_nowhere() -> None:
     """A million tokens: two numbers a query and one a key."""
     table = torch.tensor([Tile(0, 0, 2**20, 0, 0, 2**20, 0, 0, 4095)])
-    with mock.patch.object(places, "BLOCK", 2**14):
-        found = Places.of(table, 1, 2**20, 2**20, CPU)
+    with mock.patch.object(mask_table, "BLOCK", 2**14):
+        found = MaskTable.of(table, 1, 2**20, 2**20, CPU)
     assert found is not None and found.first.shape == (1, 2**20) and found.blocks[0].shape == (1, 1, 64)
     assert int(found.blocks[0].sum()) == 2 * 64 - 1
 
@@ -227,7 +227,7 @@ def test_a_dense_mask_is_made_nowhere() -> None:
 def test_a_hole_is_noticed() -> None:
     table = torch.tensor([Tile(0, 0, 4, 4, at, 2, at, 0, FAR) for at in (0, 4)] + [Tile(0, 4, 1, 9, 2, 1, 2, 0, FAR)])
     with pytest.raises(AssertionError, match="a hole"):
-        Places.of(table, 1, 5, 8, CPU)
+        MaskTable.of(table, 1, 5, 8, CPU)
     assert BEYOND > 2**29
 
 
@@ -241,7 +241,7 @@ def test_a_hole_is_noticed() -> None:
         ({"dtype": torch.float64}, "computes in bfloat16, float16 or float32, got torch.float64"),
         ({"score_mod": False}, "it serves attention with a score_mod"),
         ({"deterministic": True}, "it adds the gradients of what a score_mod uses in no fixed order"),
-        ({"holes": True}, "a document's keys must be one run, and here others or hidden keys lie between them"),
+        ({"holes": True}, "a document's keys must be one run, and here others or hidden keys are between them"),
         ({"head_dim": 8}, "heads of keys are 16 to 256 wide, got 8"),
         ({"value_dim": 512}, "heads of values are 16 to 256 wide, got 512"),
     ],

@@ -18,7 +18,7 @@ from hf_ring_attn.errors import UnsupportedAttention
 from hf_ring_attn.kernels import Request, ScoreMod, asking, choose
 from hf_ring_attn.kernels import flex as room
 from hf_ring_attn.kernels.flex.leaves import gathered
-from hf_ring_attn.kernels.flex.places import Places
+from hf_ring_attn.kernels.flex.mask_table import MaskTable
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask
 from tests.helpers.score_mods import Scaled
 from tests.kernels.flex_cases import on_cpu
@@ -102,19 +102,19 @@ def test_what_a_softmax_does_not_see_is_tried_too(dtype: torch.dtype, every: int
     assert "came out wrong here: captured 0 by " in reason
 
 
-def one_key_too_many(*at: Any) -> Places | None:
+def one_key_too_many(*at: Any) -> MaskTable | None:
     found = made(*at)
     return None if found is None else replace(found, last=found.last + 1)
 
 
-made = Places.of
+made = MaskTable.of
 
 
 @pytest.mark.parametrize(
     ("where", "name", "defect"),
     [
         (room, "gathered", lambda x, copies: gathered(x, copies) / 2),
-        (Places, "of", one_key_too_many),
+        (MaskTable, "of", one_key_too_many),
         (ScoreMod, "of_heads", lambda mod, heads: mod),
         (room, "accumulate_dtype", lambda dtype: torch.float32),
     ],

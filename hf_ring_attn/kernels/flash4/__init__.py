@@ -162,13 +162,13 @@ class Flash4:
 def _parts(
     call: Call, inputs: tuple[Tensor, ...], sums: tuple[Tensor, ...], q: Blocks, k: Blocks
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What a call reads of q, k, v, dout, and the blocks it uses of lse_log2, delta, dq, dk, dv."""
+    """Selects what a call reads of q, k, v, dout, and its blocks of lse_log2, delta, dq, dk, dv."""
     if isinstance(call, Packed):
         return [x.flatten(0, 1) for x in inputs], list(sums)
     rows, queries, keys = slice(*call.rows), slice(*call.at[:2]), slice(*call.at[2:])
     read = [x[rows, part] for x, part in zip(inputs, (queries, keys, keys, queries), strict=True)]
     width, value_width = inputs[0].shape[3], inputs[2].shape[3]
-    # q and k may be one object, where their blocks lie alike.
+    # q and k may be one object, where their blocks are the same.
     of_queries, of_keys = (q, call.q_block, queries), (k, call.k_block, keys)
     places = (*((of_queries, each) for each in (1, 1, width)), (of_keys, width), (of_keys, value_width))
     used = []
@@ -180,7 +180,7 @@ def _parts(
 
 
 def _capability() -> tuple[int, int]:
-    """Of the current device; that of Hopper where there is none to ask, (0, 0) where it is not CUDA's."""
+    """The compute capability of the current device; Hopper's without a GPU, (0, 0) if it is not CUDA's."""
     if not torch.cuda.is_available():
         return TESTED
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability()

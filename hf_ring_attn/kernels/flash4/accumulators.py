@@ -77,7 +77,7 @@ _ORDERS: weakref.WeakKeyDictionary[Library, dict[tuple[object, ...], Tensor]] = 
 
 
 def _order(library: Library, place: Place, side: int, device: torch.device) -> Tensor:
-    """[side * width]: where in a block each number of its tokens lies.
+    """[side * width]: the place in a block of each number of its tokens.
 
     Read off flash-attn-4 itself: it finishes a block of small whole numbers, which 16 bits hold exactly.
     """
@@ -97,7 +97,7 @@ def _order(library: Library, place: Place, side: int, device: torch.device) -> T
 
 
 def _index(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens that lie in segments, counted through all rows, and where each lies in the blocks."""
+    """The tokens of all segments, counted through all rows, and the place of each in the blocks."""
     here, there, copied = _indices(blocks, device)
     if copied is not None:  # maybe asked for on another stream than before
         stream = torch.cuda.current_stream(device)

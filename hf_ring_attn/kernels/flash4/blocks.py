@@ -1,4 +1,4 @@
-"""How flash-attn-4 orders its float32 accumulators, and where the tokens of a tensor lie in them.
+"""The order of flash-attn-4's float32 accumulators: which block of them holds a token.
 
 An accumulator is a row of blocks for each head: a block holds ``side`` consecutive tokens, in an order of the kernel's
 own, so a call can begin at a block boundary and nowhere else. Two arrangements:
@@ -89,7 +89,7 @@ class Blocks:
         return self.batch * self.tokens // self.side + len(self.segments)
 
     def shape(self, heads: int, width: int) -> tuple[int, ...]:
-        """Of an accumulator for ``heads`` heads, ``width`` numbers a token."""
+        """The shape of an accumulator for ``heads`` heads, ``width`` numbers a token."""
         row = self.count * self.side * width
         return (self.batch, heads, row) if self.shared else (heads, row)
 

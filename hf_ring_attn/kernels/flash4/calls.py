@@ -2,7 +2,7 @@
 
 flash-attn-4 knows a rectangle by its lower right corner: query i of m and key j of n are at the distance
 i + (n - m) - j, and see each other iff -right <= distance <= left. A tile's band is on positions, so
-left = hi - d and right = d - lo, where d is how far the queries' last position lies behind the keys' last.
+left = hi - d and right = d - lo, where d is the queries' last position less the keys' last.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def read(table: bytes) -> Iterator[Tile]:
 
 
 def rectangle(tile: Tile) -> tuple[Rectangle, Bounds]:
-    """Where a tile lies in its tensors, and its band as seen from its lower right corner."""
+    """A tile's rectangle in its tensors, and its band as seen from its lower right corner."""
     behind = tile.q_position + tile.q_length - tile.k_position - tile.k_length
     left = None if tile.hi >= UNBOUNDED else tile.hi - behind
     right = None if tile.lo <= -UNBOUNDED else behind - tile.lo

@@ -55,11 +55,11 @@ NAMES = {
     "interface": "AuxData torch2cute_dtype_map _tile_size_fwd_sm90",
     "utils": "create_softcap_scoremod create_softcap_scoremod_bwd",
 }
-"""What else is used, by module."""
+"""Further names that are used, by module."""
 
 
 class _OneThatAdds(int):
-    """One query head a key head, as flash-attn-4's backward is told it to take the road of several.
+    """One query head a key head, as a number that makes flash-attn-4's backward take its path for several.
 
     It compares as more than one, so dk and dv are added in float32 instead of written in 16 bits; it divides as one,
     so query head h still belongs to key head h.
@@ -82,7 +82,7 @@ class _OneThatAdds(int):
 
 
 class Variant(NamedTuple):
-    """What a backward is compiled for."""
+    """A backward is compiled once for each of these."""
 
     dtype: torch.dtype
     widths: tuple[int, int]
@@ -112,7 +112,7 @@ class Hopper:
         warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
 
     def differences(self) -> list[str]:
-        """What is not as it was tested."""
+        """Lists every difference from what was tested."""
         interface = self.interface
         of_class = interface.FlashAttentionBackwardSm90
         wanted: list[tuple[str, Callable[..., Any], str]] = [
@@ -212,7 +212,7 @@ class Hopper:
     def _order(
         self, role: Literal["q", "k", "v"], widths: tuple[int, int]
     ) -> tuple[int, int, tuple[int, bool], dict[str, Any]]:
-        """How a block's numbers are ordered: its tokens, threads of the kernel, its layout, and what else says so."""
+        """The order of numbers in a block: its tokens, threads of the kernel, its layout, and further options."""
         tile = self._tile(widths)
         more = {"hdim_multiple_of": 64 if tile.dKV_swapAB else 32}
         if role == "q":

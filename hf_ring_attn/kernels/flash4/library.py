@@ -1,4 +1,4 @@
-"""What is used of flash-attn-4, and whether what is installed was tested. Imports nothing of it before `load`."""
+"""The parts of flash-attn-4 that are used, and a check of its version. Nothing of it is imported before `load`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
 
 
 class Library(Protocol):
-    """What is used of flash-attn-4, in its own conventions. Tests put a fake in plain torch in its place.
+    """The parts of flash-attn-4 that are used, in its own conventions. Tests put a fake in plain torch in its place.
 
     Tensors are [B, T, heads, width], or [tokens, heads, width] with lengths; lse, lse_log2 and delta are [B, H, T] or
     [H, tokens]; accumulators as in `blocks`, with ``sides``.

@@ -24,7 +24,7 @@ from ..score_mods.trial import Trials, fails
 from .calls import NO_ROOM, Calls
 from .graph import Graph
 from .leaves import gathered, spread
-from .places import Places
+from .mask_table import MaskTable
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 TESTED = ("2.11.", "2.12.", "2.13.")
@@ -109,7 +109,7 @@ class Flex(InOrder):
         if request.deterministic:
             reasons.append("it adds the gradients of what a score_mod uses in no fixed order")
         if request.holes:
-            reasons.append("a document's keys must be one run, and here others or hidden keys lie between them")
+            reasons.append("a document's keys must be one run, and here others or hidden keys are between them")
         for what, width in (("keys", request.head_dim), ("values", request.value_dim)):
             if self._on_gpu and not SMALLEST_HEAD <= width <= LARGEST_HEAD:
                 reasons.append(f"heads of {what} are {SMALLEST_HEAD} to {LARGEST_HEAD} wide, got {width}")
@@ -122,7 +122,7 @@ class Flex(InOrder):
         return reasons
 
     def text(self, mod: ScoreMod, dtype: torch.dtype, scale: float, softcap: float | None) -> str:
-        """What tells a function from those that compile to something else."""
+        """A text that differs for functions that compile to something else."""
         try:
             return Graph.of(mod, accumulate_dtype(dtype), scale, softcap).text
         except Unfit as error:
@@ -145,11 +145,11 @@ class Flex(InOrder):
     def rounds_gradients(self, request: Request) -> bool:
         return True
 
-    def _places_of(self, tiles: Tensor, q: Tensor, k: Tensor) -> Places | None:
-        by_shape: dict[Any, Places | None] = self._places.setdefault(tiles, {})
+    def _places_of(self, tiles: Tensor, q: Tensor, k: Tensor) -> MaskTable | None:
+        by_shape: dict[Any, MaskTable | None] = self._places.setdefault(tiles, {})
         key = q.shape[0], q.shape[1], k.shape[1], q.device
         if key not in by_shape:
-            by_shape[key] = Places.of(tiles, *key)
+            by_shape[key] = MaskTable.of(tiles, *key)
         return by_shape[key]
 
 

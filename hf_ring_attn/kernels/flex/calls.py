@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .graph import Graph
-from .places import BLOCK, Places
+from .mask_table import BLOCK, MaskTable
 
 FLEX = "torch.nn.attention.flex_attention"
 KEPT = 64
-"""Compiled functions that are kept, the last used ones."""
+"""Compiled functions in the cache, the last used ones."""
 
 
 def _blocks(side: int, stages: int) -> dict[str, Any]:
@@ -54,7 +54,8 @@ class Calls:
         return level < len(LEVELS)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, graph: Graph, leaves: Sequence[Tensor], places: Places, first_head: int
+        self, q: Tensor, k: Tensor, v: Tensor, graph: Graph, leaves: Sequence[Tensor], places: MaskTable,
+        first_head: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """out [B, H, T, Dv] and lse [B, H, T] of q [B, H, T, D], k [B, G, S, D] and v; differentiable."""
         # What a compiler tells apart though lengths are variables has a function of its own: each compiles but once.
@@ -117,8 +118,8 @@ def kernel_options() -> dict[str, Any]:
     return {**options, "FORCE_USE_FLEX_ATTENTION": True}
 
 
-def block_mask(places: Places) -> Any:
-    """FlexAttention's own object for a mask, kept with its table."""
+def block_mask(places: MaskTable) -> Any:
+    """FlexAttention's own object for a mask, cached in its table."""
     if places.mask is None:
         first, last, keys = places.first, places.last, places.keys
 

@@ -26,7 +26,7 @@ SAFE = {
     "fmod", "floor_divide", "div", "index", "_to_copy", "alias", "detach", "bitwise_and", "clone", "lift_fresh_copy",
     "lift_fresh",
 }  # fmt: skip
-"""Of whole numbers that are positions, heads or rows these give none that 32 bits cannot hold."""
+"""Operations whose results fit 32 bits, given positions, heads or rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Graph:
 
     @classmethod
     def of(cls, mod: ScoreMod, dtype: torch.dtype, scale: float, softcap: float | None) -> Graph:
-        """The graph of a function; kept with it, for as long as its call lasts.
+        """The graph of a function, cached in it for as long as its call lasts.
 
         Args:
             dtype: of its scores.
@@ -73,7 +73,7 @@ class Graph:
         return graph
 
     def values(self, captured: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """What the leaves hold, from the captured tensors in float64; differentiable."""
+        """Computes the leaves from the captured tensors in float64; differentiable."""
         known: dict[fx.Node, Any] = dict(self.constants)
         inputs = iter(captured)
 

@@ -1,4 +1,4 @@
-"""What a score reads of tensors: leaves of its graph, in copies that take no memory.
+"""The tensors that a score reads: leaves of its graph, in copies that take no memory.
 
 A leaf with a gradient has two dims more, over which its values repeat: scores of other queries and keys add to other
 places of its gradient. Few places would make millions of atomics wait for each other, and would lose digits.
@@ -18,7 +18,7 @@ MOST_KEYS, MOST_COPIES = 64, 2**13
 
 
 class Copies(NamedTuple):
-    """How often a leaf repeats, by query and by key: powers of two."""
+    """The number of copies of a leaf, by query and by key: powers of two."""
 
     queries: int
     keys: int
@@ -33,7 +33,7 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """What a score reads at one place.
+    """A tensor that a score reads at one place.
 
     Args:
         value: the node that makes it.

@@ -1,4 +1,4 @@
-"""What a function of the user's is made of, so that another that is made of the same need not be tried again."""
+"""The code of a user's function, so that another function of the same code need not be tried again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def code_of(function: Any) -> tuple[object, ...]:
-    """What a function is made of: its code, and that of what it closes over or finds by name; equal for equal code."""
+    """Collects a function's code and that of what it closes over or finds by name; equal for equal code."""
     parts: list[object] = []
     seen: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""What torch does in a score_mod, written down: the function is run once, on one score."""
+"""The torch operations of a score_mod as a graph: the function is run once, on one score."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ SCALARS = 5
 
 
 class Unfit(Exception):
-    """Why a kernel cannot compute a function, in words."""
+    """A kernel cannot compute a function; with the reason."""
 
 
 def name_of(node: fx.Node) -> str:
-    """Of what a node calls, such as "add"."""
+    """The name of the operation that a node calls, such as "add"."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet.__name__ if packet is not None else str(node.target)
 
 
 def traced_from(mod: ScoreMod, dtype: torch.dtype, index: torch.dtype) -> fx.GraphModule:
-    """The function as a graph, with scores of ``dtype`` and indices of ``index``.
+    """Traces the function as a graph, with scores of ``dtype`` and indices of ``index``.
 
     Raises:
         Unfit: it cannot be run on one score, or not be written down.
@@ -52,7 +52,7 @@ _KEY = "graph"
 
 
 def graph_of(mod: ScoreMod) -> fx.GraphModule:
-    """The function's graph in float64; kept with it, for as long as its call lasts.
+    """The function's graph in float64, cached in it for as long as its call lasts.
 
     Raises:
         Unfit: as `traced_from`.
@@ -70,7 +70,7 @@ def graph_of(mod: ScoreMod) -> fx.GraphModule:
 
 
 def text_of(mod: ScoreMod) -> str:
-    """What tells a function from those that compute something else, whatever its tensors hold."""
+    """A text that differs for functions that compute something else, whatever their tensors hold."""
     try:
         code = graph_of(mod).code
     except Unfit as error:

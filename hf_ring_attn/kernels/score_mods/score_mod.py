@@ -29,12 +29,12 @@ Pull = Callable[[Tensor], Tensor]
 
 
 PART = "part"
-"""Under which a `ScoreMod` keeps what makes the part of its attention that a kernel may be tried on."""
+"""The key in `ScoreMod.kept` of a function that makes the `Part` that a kernel is tried on."""
 
 
 @dataclass(frozen=True)
 class Indices:
-    """Which scores a block holds: batch rows [b], query heads [H], queries [t] or [t, s], keys [s] or [t, s]."""
+    """The scores of a block: batch rows [b], query heads [H], queries [t] or [t, s], keys [s] or [t, s]."""
 
     rows: Tensor
     heads: Tensor
@@ -70,7 +70,7 @@ class ScoreMod:
         first_head: the number of the first query head that it is asked about.
         deterministic: run it, and its backward, with torch's deterministic algorithms.
         device: where its scores are; None: on the CPU.
-        kept: what kernels keep with it, for as long as this call of attention lasts.
+        kept: a cache of the kernels, for as long as this call of attention lasts.
     """
 
     function: ScoreFunction
@@ -126,7 +126,7 @@ class ScoreMod:
         return {_key(i): torch.zeros_like(x) for i, x in enumerate(self.values) if x.requires_grad}
 
     def gradient(self, sums: dict[str, Tensor], of: int) -> Tensor | None:
-        """Of captured tensor number ``of``, rounded to its dtype; None if it requires none."""
+        """The gradient of captured tensor number ``of``, rounded to its dtype; None if it requires none."""
         return sums[_key(of)].to(self.captured[of].dtype) if _key(of) in sums else None
 
     def add_gradients(self, sums: dict[str, Tensor], of: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -190,8 +190,8 @@ class ScoreMod:
 
 
 class _Watch(TorchFunctionMode):
-    """Replaces tensors by others in all that torch is asked for. Those from outside that it was not told of are
-    noted by their id: in ``outside``, and widened; in ``fixed`` those that are no floating-point numbers."""
+    """Replaces tensors by others in every torch function. Unknown tensors from outside are noted by their id: in
+    ``outside``, and widened; in ``fixed`` if they hold no floating-point numbers."""
 
     def __init__(self, instead: dict[int, Tensor] | None = None) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ _running = 0
 
 
 def in_score_mod() -> bool:
-    """Whether a function of scores is being run, so that a module that is called is a part of it."""
+    """Says if a function of scores is running, so that a module that is called is a part of it."""
     return _running > 0
 
 

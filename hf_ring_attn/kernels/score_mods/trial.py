@@ -30,13 +30,13 @@ KEPT = 64
 
 
 class Trials:
-    """What came out of trials. Equal requests are of functions of the same code and graph, which need one trial."""
+    """The results of trials. Equal requests are of functions of the same code and graph, which need one trial."""
 
     def __init__(self) -> None:
         self._found: dict[Request, tuple[str, ...]] = {}
 
     def reasons(self, request: Request, trial: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-        """What ``trial`` says, or said of an equal request."""
+        """Runs ``trial``, or returns what it gave for an equal request."""
         if request not in self._found:
             self._found[request] = trial()
             while len(self._found) > KEPT:
@@ -45,7 +45,7 @@ class Trials:
 
 
 def fails(kernel: Kernel, request: Request, asked: Asked, mod: ScoreMod) -> tuple[str, ...]:
-    """What the kernel gets wrong with this function, in words."""
+    """Lists what the kernel gets wrong with this function, in words."""
     device = mod.device or torch.device("cpu")
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         return tuple(_failures(kernel, request, asked, mod, device))

@@ -1,4 +1,4 @@
-"""The backward kernels: probabilities from lse, gradients kept in float32 registers and added once to what is there.
+"""The backward kernels: probabilities from lse, gradients in float32 registers and added once to what is there.
 
 `keys_kernel` owns a block of keys and goes over the queries that see it: dk, dv, or one of them where registers do not
 hold both. `queries_kernel` owns a block of queries and goes over the keys it sees: dq. Nothing of these is added by

@@ -21,7 +21,7 @@ class Blocks(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What runs for one family, width of an element and width of a head.
+    """The blocks of one family of GPUs, width of an element and width of a head.
 
     ``keys`` makes dk and dv, ``queries`` makes dq. With ``values``, ``keys`` makes dk and ``values`` makes dv: one
     product more for each pair of blocks, but wide heads leave no registers for both.
@@ -106,7 +106,7 @@ def family_of(device: torch.device) -> str:
 
 @cache
 def has_copy_engine(device: torch.device) -> bool:
-    """Whether blocks can be fetched by descriptors: NVIDIA's Hopper and later."""
+    """Says if blocks can be fetched by descriptors: NVIDIA's Hopper and later."""
     return _cuda_generation(device) >= 9
 
 

@@ -1,4 +1,4 @@
-"""What the kernels share. Only functions of the Triton language: its arguments have no types that mypy knows."""
+"""Functions of the Triton language that the kernels share: its arguments have no types that mypy knows."""
 
 # mypy: ignore-errors
 
@@ -57,7 +57,7 @@ def load_bounds(BOUNDS, layer, row, queries, tokens, plane):
 
 @triton.jit
 def visible(first, stop, keys, BOUNDS, row, queries, tokens, plane, layers, MANY: tl.constexpr, BY_QUERY: tl.constexpr):
-    """Which query sees which key: [queries, keys], or [keys, queries]. first, stop: the bounds of layer 0.
+    """The pairs that see each other: [queries, keys], or [keys, queries]. first, stop: the bounds of layer 0.
 
     MANY says that there are more layers: a loop costs registers even where it runs no time.
     """
@@ -80,14 +80,14 @@ def _between(first, stop, keys, BY_QUERY: tl.constexpr):
 
 @triton.jit
 def load_places(PLACES, row, offsets, length):
-    """Where in the row each of these tokens is; for those that do not exist, where the last one is."""
+    """The position in the row of each of these tokens; for those that do not exist, that of the last one."""
     return tl.load(PLACES + wide(row) * length + tl.minimum(offsets, length - 1))
 
 
 @triton.jit
 def load_bias(TABLE, q_places, k_places, lowest, seen, BY_QUERY: tl.constexpr, MASKED: tl.constexpr):
-    """What a head's table of `distance.Bias` has for each pair, [queries, keys] or [keys, queries], and where. Of pairs
-    that are not seen it may have none."""
+    """Reads a head's table of `distance.Bias` for each pair, [queries, keys] or [keys, queries]; returns its index as
+    well. The table may have nothing for pairs that are not seen."""
     if BY_QUERY:
         index = k_places[None, :] - (q_places[:, None] + lowest)
     else:

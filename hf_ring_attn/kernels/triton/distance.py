@@ -1,4 +1,4 @@
-"""What a score_mod adds to scores, where that depends on nothing but the head and kv_idx - q_idx: ALiBi, T5's bias.
+"""A score_mod that adds something by the head and kv_idx - q_idx alone, as a table: ALiBi, T5's bias.
 
 That it depends on nothing else is read from its graph. Then the function itself, run once for each distance that some
 pair has, makes a table, which the kernels read; and autograd takes the table's gradient back to what the function
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ..score_mods.graph import SCALARS, Unfit, graph_of, name_of, of_scores_in
 from ..score_mods.score_mod import Indices, ScoreMod
-from .places import lowest_distance
+from .positions import lowest_distance
 from .tables import places_on
 
 TABLE_AT_ONCE = 2**22
@@ -25,7 +25,7 @@ TABLE_AT_ONCE = 2**22
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """What is added to the scores of one attention.
+    """The table that is added to the scores of one attention.
 
     Args:
         table: [H, L] float32, by query head and kv_idx - q_idx - lowest.
@@ -93,11 +93,11 @@ def _zeros(at: Indices) -> Tensor:
 Node = fx.Node
 ADD, SUB = ({getattr(getattr(torch.ops.aten, name), kind) for kind in ("Tensor", "Scalar")} for name in ("add", "sub"))
 OF_DISTANCE = {getattr(torch.ops.aten, name).Tensor for name in ("sub", "lt", "le", "gt", "ge", "eq", "ne")}
-"""Of q_idx and kv_idx these tell nothing but their difference, or its sign."""
+"""Operations on q_idx and kv_idx that depend on their difference, or its sign, alone."""
 
 
 def why_not(mod: ScoreMod) -> str | None:
-    """Why it is not proven that the function adds something by head and distance alone; None if it is."""
+    """The reason why the function may add something that is not by head and distance alone; None if it does not."""
     try:
         nodes = list(graph_of(mod).graph.nodes)
     except Unfit as error:
@@ -126,8 +126,8 @@ def _writes(node: Node) -> bool:
 
 
 def _passes_gradients_on(mod: ScoreMod) -> bool:
-    """Whether the first score gets the gradient of what it becomes: a function may switch gradients off, or make them
-    by itself, and its graph does not show it."""
+    """Says if the first score gets the gradient of what it becomes: a function may switch gradients off, or make
+    them itself, and its graph does not show it."""
     zero = torch.zeros(1, dtype=torch.int64, device=mod.device)
     at = Indices(zero, zero, zero[None], zero[None])
     with torch.inference_mode(False):
@@ -151,13 +151,13 @@ def _depends(node: Any, on: Node, moving: dict[Node, None]) -> bool:
 
 
 def _by_distance(node: Any, head: Node, ends: set[Node], moving: dict[Node, None]) -> bool:
-    """Whether indices come into this by the head, and by the difference of one end and the other, alone."""
+    """Says if this depends on the head and on the difference of one end and the other alone."""
     distances = {x for x in moving if x.target in OF_DISTANCE and not x.kwargs and set(x.args) == ends}
     return all(x.op != "placeholder" or x is head for x in _behind(node, distances, moving))
 
 
 def _behind(node: Any, ends: set[Node], moving: dict[Node, None]) -> set[Node]:
-    """What a value is made of, of nodes that differ from score to score; what is behind ``ends`` is left out."""
+    """The nodes that a value is made of and that differ from score to score, without those behind ``ends``."""
     found: set[Node] = set()
     left = [node]
     while left:

@@ -59,7 +59,7 @@ class Problem:
         return row_for(self.q.device, self.q.element_size(), *widths, tma, self.bias is not None)
 
     def constants(self, blocks: Blocks, bounds: Tensor, tma: bool) -> dict[str, Any]:
-        """What a kernel is compiled for."""
+        """Constants: a kernel is compiled for each set of them."""
         dim, value_dim = self.q.shape[3], self.v.shape[3]
         return {
             "D": dim, "DV": value_dim, "BLOCK_D": padded(dim), "BLOCK_DV": padded(value_dim),
@@ -70,13 +70,13 @@ class Problem:
 
     @property
     def factor_and_bend(self) -> tuple[float, float]:
-        """What scales a score, without a bias to powers of two, and with a softcap what is applied before the tanh."""
+        """The factor of a score, without a bias to powers of two, and with a softcap the factor before the tanh."""
         scale, cap, unit = self.params.scale, self.params.softcap, self.unit
         return (scale * unit, 0.0) if cap is None else (cap * unit, scale / cap)
 
     @property
     def unit(self) -> float:
-        """Of the kernels' scores and log-sum-exps: powers of two; natural with a bias, whose digits that would cost."""
+        """The unit of scores and log-sum-exps: powers of two; natural with a bias, whose digits that would cost."""
         return LOG2E if self.bias is None else 1.0
 
     def table(self, bounds: Tensor) -> tuple[Any, ...]:
@@ -98,8 +98,8 @@ class Problem:
         )  # fmt: skip
 
     def together(self, per_key_head: int) -> int:
-        """How many key heads run side by side, each with so many programs: the fewest, for the sake of caches, that
-        still leave no multiprocessor idle while the last heads end. A divisor of all key heads."""
+        """The number of key heads that run side by side, each with so many programs: the fewest, for the sake of
+        caches, that leave no multiprocessor idle while the last heads end. A divisor of all key heads."""
         heads = self.k.shape[2]
         fits = (n for n in range(1, heads) if heads % n == 0 and n * per_key_head >= PROGRAMS_SIDE_BY_SIDE)
         return next(fits, heads)
@@ -224,7 +224,7 @@ def _numbers(
 
 
 def precision(x: Tensor) -> str:
-    """How float32 is multiplied: on CUDA as three products of tf32 halves, to float32's accuracy; else in float32."""
+    """The precision of float32 products: on CUDA three of tf32 halves, to float32's accuracy; else float32."""
     return FLOAT32_ON_CUDA if x.device.type == "cuda" and torch.version.hip is None else "ieee"
 
 
@@ -245,7 +245,7 @@ def addressable(x: Tensor) -> Tensor:
 
 
 def descriptors_possible(*tensors: Tensor) -> bool:
-    """Whether the GPU's copy engine can fetch blocks of all these [B, T, H, D]: Hopper or later, 16-byte strides."""
+    """Says if the GPU's copy engine can fetch blocks of all these [B, T, H, D]: Hopper or later, 16-byte strides."""
     if not has_copy_engine(tensors[0].device):
         return False
     return all(

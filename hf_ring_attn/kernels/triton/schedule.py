@@ -1,4 +1,4 @@
-"""What the programs of a launch read, made on the host from a table of tiles: blocks to visit, which keys are seen.
+"""The tables that a launch reads, made on the host from a table of tiles: blocks to visit, which keys are seen.
 
 A tile is a rectangle with a band, so the keys that a query sees in it are one interval. Intervals that touch are
 joined; a query with holes in its keys has several, one on each of ``layers``. Blocks are cut at multiples of their size

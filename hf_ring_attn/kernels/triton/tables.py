@@ -9,12 +9,12 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from .places import places
+from .positions import positions
 from .schedule import Schedule, bounds, schedule
 
 BYTES_KEPT = 128 * 2**20
-"""Of all tables together; the least recently used go first. A batch needs 8 bytes a query and pass, and with a bias by
-distance another 8 for each distance: 69 MiB for a row of a million tokens on eight ranks."""
+"""The most bytes of all tables together; the least recently used go first. A batch needs 8 bytes a query and pass, and
+with a bias by distance another 8 for each distance: 69 MiB for a row of a million tokens on eight ranks."""
 
 Key = tuple[object, ...]
 _kept: OrderedDict[Key, tuple[Tensor, ...]] = OrderedDict()
@@ -28,9 +28,9 @@ def bounds_on(tiles: Tensor, device: torch.device, batch: int, tokens: int) -> T
 
 
 def places_on(tiles: Tensor, device: torch.device, batch: int, tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`places.places` on the device."""
+    """`positions.positions` on the device."""
     key = _key(tiles, "places", batch, tokens, keys)
-    of_q, of_k, distances = _made(device, key, lambda: places(tiles, batch, tokens, keys))
+    of_q, of_k, distances = _made(device, key, lambda: positions(tiles, batch, tokens, keys))
     return of_q, of_k, distances
 
 

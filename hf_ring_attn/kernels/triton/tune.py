@@ -30,7 +30,7 @@ WIDE_BLOCKS = tuple(
         (32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 2), (16, 64, 4, 1), (16, 64, 8, 1), (16, 32, 4, 1), (32, 16, 4, 1),
     )
 )  # fmt: skip
-"""What is tried for 16-bit inputs."""
+"""Blocks that are tried for 16-bit inputs."""
 NARROW_BLOCKS = tuple(
     Blocks(*sizes)
     for sizes in (
@@ -38,7 +38,7 @@ NARROW_BLOCKS = tuple(
         (32, 64, 8, 1), (32, 64, 4, 1), (32, 32, 8, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1),
     )
 )  # fmt: skip
-"""What is tried for float32 inputs."""
+"""Blocks that are tried for float32 inputs."""
 
 
 class Shape(NamedTuple):
@@ -108,7 +108,7 @@ def tune(processes: int = 16, widths: Container[int] = WIDTHS, bias: bool = Fals
 
 
 def _passes(element_bytes: int, width: int) -> tuple[str, ...]:
-    """What is timed: dk and dv apart as well where one program could hardly hold both."""
+    """The passes that are timed: dk and dv apart as well where one program could hardly hold both."""
     together = ("forward", "dk and dv", "dq")
     return (*together, "dk", "dv") if element_bytes == 2 and width > 128 else together
 

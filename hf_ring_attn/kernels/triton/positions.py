@@ -1,4 +1,4 @@
-"""Where in the row the tokens of a table of tiles are, and how far apart: what a bias by distance reads."""
+"""Positions in the row of the tokens of a table of tiles, and their distances, for a bias by distance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def intervals(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return first[some], stop[some]
 
 
-def places(tiles: Tensor, batch: int, tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+def positions(tiles: Tensor, batch: int, tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     """``q_places``, ``k_places`` and [L] int64, the distances of a table's columns; in place of a distance that no pair
     has stands one that some pair has: what a function says of others may be nan, or an index out of range."""
     of_q, of_k = (torch.zeros(batch, length, dtype=torch.int32) for length in (tokens, keys))

@@ -22,13 +22,13 @@ BEYOND = 2**30
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class MaskTable:
     """One table for tensors of given shapes, on the device. All are int32.
 
     Args:
         first, last: [B, T], positions of the first and last key that a query sees; last < first if it sees none.
         keys: [B, S], the position of each key; -1 where nobody sees it.
-        rows, queries, low, high: [B, T], the batch row and position that a function of scores is told of, and first
+        rows, queries, low, high: [B, T], the batch row and position that a function of scores gets, and first
             and last: those of the query, or of another that sees something.
         blocks: arguments of BlockMask: for each block of queries the blocks of keys that it sees in part, and in whole.
     """
@@ -44,13 +44,13 @@ class Places:
     mask: Any = None
 
     @classmethod
-    def of(cls, tiles: Tensor, batch: int, tokens: int, keys: int, device: torch.device) -> Places | None:
+    def of(cls, tiles: Tensor, batch: int, tokens: int, keys: int, device: torch.device) -> MaskTable | None:
         """None where nobody sees anything."""
         with torch.inference_mode(False), torch.no_grad():
             return _places(tiles, batch, tokens, keys, device)
 
 
-def _places(tiles: Tensor, batch: int, tokens: int, keys: int, device: torch.device) -> Places | None:
+def _places(tiles: Tensor, batch: int, tokens: int, keys: int, device: torch.device) -> MaskTable | None:
     def full(size: int, value: int) -> Tensor:
         return torch.full((batch, size), value, dtype=torch.int32, device="cpu")
 
@@ -81,11 +81,12 @@ def _places(tiles: Tensor, batch: int, tokens: int, keys: int, device: torch.dev
     told = [torch.where(sees, x, x.flatten()[other]) for x in (rows, at_query, first, last)]
     first, last, at_key = (x.to(device) for x in (first, last, at_key))
     row, query, low, high = (x.to(device).contiguous() for x in told)
-    return Places(first, last, at_key, row, query, low, high, _blocks(first, last, at_key))
+    return MaskTable(first, last, at_key, row, query, low, high, _blocks(first, last, at_key))
 
 
 def _blocks(first: Tensor, last: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of [B, 1, blocks of queries]: how many blocks of keys each sees in part, which, and the same for whole ones."""
+    """For [B, 1, blocks of queries]: the number of blocks of keys that each sees in part, their numbers, and both
+    for blocks that it sees whole."""
 
     def edges(x: Tensor, fill: int) -> Tensor:
         missing = -x.shape[1] % BLOCK
