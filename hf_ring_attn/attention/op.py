@@ -67,10 +67,10 @@ def _forward_op(
     count_attention()
     params = Params(scale, softcap, sinks, deterministic)
     with torch.autocast(q.device.type, enabled=False):  # autocast would round float32 sums to 16 bits
-        road = traffic_of(Ring(ring), q.device, traffic)
-        tables = Tables.of(table, stops, road.ring.size)
-        known = gathered_kv_for(kept, role, road.ring, tables, k, v)
-        return forward(road, KERNELS[kernel], q, k, v, tables, params, heads_per_gather, known)
+        transport = traffic_of(Ring(ring), q.device, traffic)
+        tables = Tables.of(table, stops, transport.ring.size)
+        known = gathered_kv_for(kept, role, transport.ring, tables, k, v)
+        return forward(transport, KERNELS[kernel], q, k, v, tables, params, heads_per_gather, known)
 
 
 @torch.library.custom_op("hf_ring_attn::ring_flash_attn_bwd", mutates_args=(), tags=UNSAFE)
@@ -80,11 +80,11 @@ def _backward_op(
     backward: str, heads_per_gather: int, traffic: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     params = Params(scale, softcap, sinks, deterministic)
-    road = traffic_of(Ring(ring), q.device, traffic)
-    tables = Tables.of(table, stops, road.ring.size)
+    transport = traffic_of(Ring(ring), q.device, traffic)
+    tables = Tables.of(table, stops, transport.ring.size)
     with torch.autocast(q.device.type, enabled=False):
         return gradients(
-            road, KERNELS[kernel], dout, q, k, v, out, lse, tables, params, backward, heads_per_gather, {}
+            transport, KERNELS[kernel], dout, q, k, v, out, lse, tables, params, backward, heads_per_gather, {}
         )  # fmt: skip
 
 

@@ -29,12 +29,12 @@ def facts() -> dict[str, Any]:
 
     Call it before measuring, since it records the load, and after `torch.cuda.set_device`, since it initializes CUDA.
     """
-    told = os.environ.get(COMMIT)
-    changes = None if told else _git("status", "--porcelain", ":(exclude)recipes/results")
+    given = os.environ.get(COMMIT)
+    changes = None if given else _git("status", "--porcelain", ":(exclude)recipes/results")
     return {
         "command": command(),
         "date": datetime.date.today().isoformat(),
-        "commit": told or _git("rev-parse", "HEAD"),
+        "commit": given or _git("rev-parse", "HEAD"),
         "uncommitted_changes": None if changes is None else bool(changes),
         "hardware": _hardware(),
         "load_average_at_start": os.getloadavg()[0],

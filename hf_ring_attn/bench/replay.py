@@ -132,22 +132,22 @@ def replay_backward(
         kernel.new_gradient(mine, places(mine, k, v, rank.tables.queries, rank.tables.segments[0], params.scale)[0])
         for rank, (_, mine, _, _) in zip(ranks, parts, strict=True)
     ]
-    for lane in head_halves(k.shape[2], size):
-        of_lane = slice(lane.start * (q.shape[2] // k.shape[2]), lane.stop * (q.shape[2] // k.shape[2]))
-        keys = [(k[:, here][:, :, lane], v[:, here][:, :, lane]) for here in at]
+    for half in head_halves(k.shape[2], size):
+        of_half = slice(half.start * (q.shape[2] // k.shape[2]), half.stop * (q.shape[2] // k.shape[2]))
+        keys = [(k[:, here][:, :, half], v[:, here][:, :, half]) for here in at]
         travelling: list[tuple[Tensor, Tensor] | None] = [None] * size
         for step in range(size):  # each rank's own keys last
             for r, rank in enumerate(ranks):
                 source = (r - 1 - step) % size
                 d, mine, log_sum, delta = parts[r]
-                d, mine, mine_out = d[:, :, of_lane], mine[:, :, of_lane], out[:, at[r]][:, :, of_lane]
+                d, mine, mine_out = d[:, :, of_half], mine[:, :, of_half], out[:, at[r]][:, :, of_half]
                 kk, vv = keys[source]
                 home = places(mine, kk, vv, rank.tables.queries, rank.tables.segments[source], params.scale)
                 sums = travelling[source] or (kernel.new_gradient(kk, home[1]), kernel.new_gradient(vv, home[2]))
-                into = Gradients(kernel.of_heads(of_q[r], of_lane), *sums, home, extra)
+                into = Gradients(kernel.of_heads(of_q[r], of_half), *sums, home, extra)
                 kernel.backward(
-                    d, mine, kk, vv, log_sum[:, of_lane], delta[:, of_lane], rank.tables.backward[source],
-                    params.of_heads(of_lane), into, mine_out,
+                    d, mine, kk, vv, log_sum[:, of_half], delta[:, of_half], rank.tables.backward[source],
+                    params.of_heads(of_half), into, mine_out,
                 )  # fmt: skip
                 travelling[source] = sums
         shapes = {tuple(x.shape for x in pair) for pair in travelling if pair is not None}
@@ -157,7 +157,7 @@ def replay_backward(
             pair = travelling[r]
             assert pair is not None
             for whole, x, p in zip((dk, dv), pair, home[1:], strict=True):
-                whole[:, at[r], lane] = kernel.finish(x, whole.dtype, p)
+                whole[:, at[r], half] = kernel.finish(x, whole.dtype, p)
     for r, rank in enumerate(ranks):
         home = places(parts[r][1], k, v, rank.tables.queries, rank.tables.segments[r], params.scale)
         dq[:, at[r]] = kernel.finish(of_q[r], dq.dtype, home[0])

@@ -86,7 +86,7 @@ class ShardedMask(Refused):
             ),
         }
         super().__init__(
-            f"the model makes its mask from {kind} in one rank's tokens, but a ring needs the whole row's. "
+            f"the model makes its mask from {kind} that it found in one rank's tokens, but a ring needs the row's. "
             f"{todo.get(kind, 'Train this model without a ring.')}"
         )
 
@@ -130,7 +130,7 @@ class SelfCheckFailed(Refused):
         super().__init__(
             f"self-check: {model} on {tokens} random tokens differs between one process and a ring of {ring_size} by "
             f"{error:.1e} (rounding: {tolerance:.1e}). The first difference is made by {at}: it probably uses the "
-            f"local length, bypasses transformers' attention interface, or passes state on. {SELF_CHECK_TODO}"
+            f"local length, bypasses transformers' attention interface, or passes state along. {SELF_CHECK_TODO}"
         )
 
 
@@ -208,8 +208,8 @@ class RecurrentLayerWithoutMask(Refused):
         super().__init__(
             f"{module}, a recurrent layer in a ring, did not get the mask of "
             "transformers.masking_utils.create_recurrent_attention_mask, which holds its position in the row. The "
-            "model makes its own mask, or a reentrant checkpoint that is given the mask as a tensor copies it. With "
-            "checkpointing, use gradient_checkpointing_kwargs={'use_reentrant': False}; else train without a ring."
+            "model makes its own mask, or a reentrant checkpoint that is given the mask as a tensor and copies it. "
+            "With checkpointing use gradient_checkpointing_kwargs={'use_reentrant': False}; else train without a ring."
         )
 
 

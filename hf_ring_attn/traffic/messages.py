@@ -50,7 +50,7 @@ class Messages:
         guard = interruption_guard(self.ring)
         send_on = guard.sending(self.ring.send_on)
 
-        def walk(keys: Pending | None) -> Generator[RingStep]:
+        def steps(keys: Pending | None) -> Generator[RingStep]:
             sums: list[Pending | None] = [None] * len(halves)
             for step, source in enumerate(sources):
                 last = step + 1 == len(sources)
@@ -66,7 +66,7 @@ class Messages:
                         sums[number] = send_on(total, "passed gradients on")
             guard.end()
 
-        return walk(None if self.ring.size == 1 else send_on((k, v), KEYS))
+        return steps(None if self.ring.size == 1 else send_on((k, v), KEYS))
 
 
 def _pair(pending: Pending) -> Sums:

@@ -91,10 +91,10 @@ class Packing:
         *_, width = self.shape(number)
         return torch.empty(self.batch, ranks * self.tokens, width, dtype=self.dtype, device=like.device)
 
-    def within(self, room: Tensor, number: int, ranks: int) -> Tensor:
+    def within(self, buffer: Tensor, number: int, ranks: int) -> Tensor:
         """Returns that buffer as a view of a larger group's buffer."""
         shape = self.batch, ranks * self.tokens, self.shape(number)[-1]
-        return room.view(-1)[: math.prod(shape)].view(shape)
+        return buffer.view(-1)[: math.prod(shape)].view(shape)
 
     def apart(self, row: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Splits [B, S, width] into views k and v [B, S, heads, ...]."""

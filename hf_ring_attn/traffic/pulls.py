@@ -192,7 +192,7 @@ class Pulls:
 
         keys = {(step, half): pull(step, half) for step in range(min(2, len(others))) for half in range(len(halves))}
 
-        def walk() -> Generator[RingStep]:
+        def steps() -> Generator[RingStep]:
             first = others[0] if others else own
             # A double buffer per half: accumulators to add to, and a receive buffer; they swap at each step.
             sums = [_with_room(new(first, half)) for half in halves]
@@ -224,7 +224,7 @@ class Pulls:
                     self._wait_for_signal(self._next, TAKEN + number)
             self._end()
 
-        return walk()
+        return steps()
 
     def _room(self, sums: Sums, halves: int) -> int:
         """Returns the outbox bytes per head half, from the accumulators of the first half, which has the most heads."""

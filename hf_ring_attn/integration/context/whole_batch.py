@@ -242,9 +242,9 @@ def _check_hint(cu_seq_lens: Tensor, ids: Tensor | None, positions: Tensor) -> N
     """Checks that cu_seq_lens_q and position_ids define the same documents: kernels use the one, masks the other."""
     starts = {0} if ids is None else {0, *(torch.diff(ids.flatten()).nonzero().flatten() + 1).tolist()}
     starts |= set(range(0, positions.numel(), positions.shape[1]))
-    told = set(cu_seq_lens.tolist()) - {positions.numel()}
-    if told != starts:
-        odd = sorted(told ^ starts)[:5]
+    starts_given = set(cu_seq_lens.tolist()) - {positions.numel()}
+    if starts_given != starts:
+        odd = sorted(starts_given ^ starts)[:5]
         raise errors.BadBatch(
             f"cu_seq_lens_q and position_ids tell different documents (first difference at token {odd[0]}). Let "
             "position_ids restart at 0 with every document, as DataCollatorWithFlattening does."
@@ -257,10 +257,10 @@ def _check_ids(seq_idx: Tensor | None, documents: Tensor | None, rows: int, leng
         return
     if tuple(seq_idx.shape) not in ((rows, length), (1, length)):
         raise errors.BadShape("seq_idx", tuple(seq_idx.shape), f"it must be [{rows}, {length}]")
-    told = seq_idx.cpu().expand(rows, -1).diff(dim=1) != 0
-    known = torch.zeros_like(told) if documents is None else documents[:, :length].diff(dim=1) != 0
-    if not torch.equal(told, known):
-        row, token = (told != known).nonzero()[0].tolist()
+    given = seq_idx.cpu().expand(rows, -1).diff(dim=1) != 0
+    known = torch.zeros_like(given) if documents is None else documents[:, :length].diff(dim=1) != 0
+    if not torch.equal(given, known):
+        row, token = (given != known).nonzero()[0].tolist()
         raise errors.BadBatch(
             f"seq_idx and position_ids tell different documents (first difference at token {token + 1} of row {row}). "
             "Let position_ids restart at 0 with every document, as DataCollatorWithFlattening does."

@@ -37,13 +37,13 @@ def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
         LossNotSharded, on the call: a replaced forward returns no logits.
     """
     head = causal_language_model(model)
-    handed: dict[str, Any] = {}
+    withheld: dict[str, Any] = {}
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("fused_lm_head"):
             raise errors.NoLogits()
-        handed.clear()
-        handed.update({name: kwargs[name] for name in HANDED_OVER if kwargs.get(name) is not None})
+        withheld.clear()
+        withheld.update({name: kwargs[name] for name in HANDED_OVER if kwargs.get(name) is not None})
         return args, {name: x for name, x in kwargs.items() if name not in HANDED_OVER}
 
     def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
@@ -53,9 +53,9 @@ def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
             raise errors.NoLogits()
         fields = dict(output)
         fields["logits"] = sharded.gather(output["logits"])
-        if "labels" in handed:
+        if "labels" in withheld:
             fields["loss"] = head.loss_function(
-                logits=fields["logits"], vocab_size=head.config.get_text_config().vocab_size, **handed
+                logits=fields["logits"], vocab_size=head.config.get_text_config().vocab_size, **withheld
             )
         return type(output)(**fields)
 

@@ -155,7 +155,7 @@ def hides_the_prompt(inputs: Inputs) -> Tensor:
 
 
 WHOLE = {name: BATCH[name] for name in ("input_ids", "attention_mask", "labels")}
-OTHER = "LlamaForCausalLM was called in a ring {}. What shard() made tells each rank's tokens their places in the row"
+OTHER = "LlamaForCausalLM was called in a ring {}. One rank's tokens do not determine positions, padding and labels of"
 REFUSED: dict[str, tuple[Call, str]] = {
     "no positions": (without("position_ids"), "without position_ids"),
     "no shifted labels": (without("shift_labels"), "without shift_labels"),

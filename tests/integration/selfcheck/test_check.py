@@ -71,19 +71,17 @@ def refused_at(planted: str, at: int) -> tuple[str, str, int]:
 def test_wrapped_models_are_refused_too(ranks: Ranks, wrap: str) -> None:
     for error, text, steps in ranks(2).run(jobs.refused, "shift", wrap=wrap):
         assert (error, steps) == ("SelfCheckFailed", 0)
-        assert "row of 26 tokens through RemoteModel, in one process" in text
+        assert "RemoteModel on 26 random tokens differs between one process and a ring of 2" in text
         assert PLANTED["shift"] in text
 
 
 def test_the_words_of_the_refusal(ranks: Ranks) -> None:
     for _, text, _ in ranks(2).run(jobs.refused, "sum"):
         assert text.startswith(
-            "the self-check ran a random row of 26 tokens through RemoteModel, in one process and in a ring of 2, and "
-            "the answers differ: 3.9e-01 relative, where rounding explains 1.0e-04. The first difference is made by "
-            "its module 'layers.1.mix' (Sum): it probably counts positions from the local length, attends past "
-            "transformers' attention interface, or carries something from token to token. Please report it with the "
-            "model's name. hf_ring_attn.configure(model, RingConfig(self_check=False)) trains it all the same, at your "
-            "own risk: every step would have this difference."
+            "self-check: RemoteModel on 26 random tokens differs between one process and a ring of 2 by 3.9e-01 "
+            "(rounding: 1.0e-04). The first difference is made by its module 'layers.1.mix' (Sum): it probably uses "
+            "the local length, bypasses transformers' attention interface, or passes state along. Please report it. To "
+            "train with this error at your own risk, call hf_ring_attn.configure(model, RingConfig(self_check=False))."
         )
 
 
@@ -166,8 +164,8 @@ def test_a_model_that_fails_in_the_ring_only_is_refused(ranks: Ranks) -> None:
     for error, text, _ in ranks(2).run(jobs.refused, "raises in a ring"):
         assert error == "SelfCheckRaised"
         assert text.startswith(
-            "the self-check ran a random row through RemoteModel: it runs in one process, but in a ring of 2 it raised "
-            "IndexError: too short. Please report it with the model's name."
+            "self-check: RemoteModel runs on a random row in one process, but in a ring of 2 it raised IndexError: too "
+            "short. Please report it."
         )
 
 
@@ -183,9 +181,9 @@ def test_a_model_that_takes_no_such_row_is_refused(ranks: Ranks, wrap: str, rows
     for error, text, steps in ranks(2).run(jobs.refused, "wants 30", batch=tokens(70), wrap=wrap):
         assert (error, steps) == ("SelfCheckNotRun", 0)
         assert text == (
-            f"the self-check could not run RemoteModel on {rows} of 26 random tokens: IndexError: wants 30. So it is "
-            "not known whether its answer in a ring is that of one process. hf_ring_attn.configure(model, "
-            "RingConfig(self_check=False)) trains it unchecked, at your own risk."
+            f"the self-check could not run RemoteModel on {rows} of 26 random tokens: IndexError: wants 30. So its "
+            "exactness in a ring is unknown. hf_ring_attn.configure(model, RingConfig(self_check=False)) trains it "
+            "unchecked, at your own risk."
         )
 
 
