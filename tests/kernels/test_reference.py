@@ -181,7 +181,7 @@ def test_the_watch_would_see_a_dense_mask() -> None:
 
 def test_keys_and_values_are_never_repeated() -> None:
     """With one query token and eight query heads a key head, a repeated block of keys would be the largest tensor."""
-    heads, keys, width = 8, 2048, 64
+    heads, keys, width = 8, 2048, 512
     q, k = torch.randn(1, 1, heads, width), torch.randn(1, keys, 1, width)
     table = tiles(Mask.of(Band(), 1, keys), [Run(0, keys - 1, 1)], [Run(0, 0, keys)])
     params = Params(width**-0.5)

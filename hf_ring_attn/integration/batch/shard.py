@@ -231,6 +231,7 @@ _NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=mod
 def _admit(model: nn.Module, context: BatchContext) -> None:
     """Everything that is done with an outermost model before it runs in a ring."""
     record = agreement.admit(model, context)
+    replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
     check.check(model, context, record)
     masks.prepare_masks(model, context)
 

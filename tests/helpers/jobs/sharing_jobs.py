@@ -27,6 +27,9 @@ from tests.helpers.jobs import compile_jobs
 from tests.helpers.jobs.compile_jobs import Compiled
 from tests.helpers.jobs.plain_jobs import Batch, Step, gradients_of, ready, tokens
 
+AGREED = "compared its model with the other ranks"
+"""The one small message of each batch, which is not about keys and values."""
+
 
 @contextmanager
 def sparse() -> Iterator[None]:
@@ -48,7 +51,8 @@ class Wire:
         gather, exchange, send_on = Ring.gather, Ring.all_to_all, Ring.send_on
 
         def gathers(ring: Ring, x: Tensor, doing: str = "gathered keys and values") -> Pending:
-            self.messages.append((doing, x.nbytes * (ring.size - 1)))
+            if doing != AGREED:
+                self.messages.append((doing, x.nbytes * (ring.size - 1)))
             return gather(ring, x, doing)
 
         def exchanges(ring: Ring, x: Tensor, sends: list[int], receives: list[int], doing: str) -> Pending:

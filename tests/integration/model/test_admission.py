@@ -239,7 +239,7 @@ TRAININGS = [
     ),
     Training(
         why="ranks with batches of their own", kind=jobs.OtherOrder, error="RanksDiffer",
-        text="the ranks of one ring must hold the same input_ids, but got rank 0: ",
+        text="the ranks of one ring must hold the same input_ids[0, 0], but got rank 0: ",
     ),
     Training(
         why="dispatched batches", error="DispatchedBatches",
