@@ -28,7 +28,7 @@ ARGUMENTS: dict[str, Any] = {
     "known": ["and_mask", "causal_mask_function", "or_mask", "sliding_window_overlay"], "queries": 4096, "local": 512,
     "kind": "LlamaAttention", "error": 0.1, "tolerance": 1e-3, "where": "model.layers.0.self_attn", "output": "pooler",
     "module": "LlamaAttention", "scored": 1, "plain": 2, "use": ".shape", "call": "called attention with",
-    "waited": 30.0, "text": "ProcessGroupGloo does not support float8_e4m3fn", "weight": "lm_head.weight", "limit": 1e-4,
+    "waited": 30.0, "text": "ProcessGroupGloo does not support float8_e4m3fn", "weight": "lm_head.weight",
     "trainer": "MyTrainer", "method": "MyTrainer.compute_loss", "option": "dispatch_batches=True",
 }  # fmt: skip
 """What a class is given, by the names of its parameters."""

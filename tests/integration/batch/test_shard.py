@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "documents with a mask": (
         {"input_ids": IDS, "position_ids": PACKED, "attention_mask": torch.ones(2, 8)},
-        "position_ids restart at token 3 of row 0, as for packed documents, but the batch has a 2-D attention_mask, too.",
+        "position_ids restart at token 3 of row 0, as for packed documents, but the batch has a 2-D attention_mask,",
     ),
     "documents that cu_seq_lens alone tells": (
         {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 8])},
