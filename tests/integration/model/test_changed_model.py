@@ -1,0 +1,107 @@
+"""A model that is changed after its first batch is looked at again: refused, or exact, never silently different."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from tests.helpers.checks import Ranks
+from tests.helpers.jobs.plain_jobs import attempt, tokens
+from tests.helpers.models.tiny_models import tiny
+
+
+class Mixing(nn.Module):
+    """A convolution over neighbouring tokens, around a layer's MLP."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.conv = inner, nn.Conv1d(32, 32, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.inner(x) + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return mixed
+
+
+def convolved(model: Any) -> None:
+    torch.manual_seed(0)
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
+
+
+def dropped(model: Any) -> None:
+    model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp, nn.Dropout1d(0.5))
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda _module, _args, output: output + output.roll(1, 1))
+
+
+def with_another_forward(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + x.roll(1, 1)
+
+
+def configured(model: Any) -> None:
+    model.config.is_encoder_decoder = True
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a convolution": (convolved, "UnsupportedModel"),
+    "a dropout of channels": (dropped, "UnsupportedModel"),
+    "a hook": (hooked, "SelfCheckFailed"),
+    "a forward": (with_another_forward, "SelfCheckFailed"),
+    "a field of its config": (configured, "UnsupportedModel"),
+}
+
+
+def step(model: Any) -> None:
+    sharded = hf_ring_attn.shard(tokens(24))
+    with sharded:
+        model(**sharded.inputs).loss.backward()
+    sharded.reduce_gradients(model)
+
+
+def after(change: str) -> tuple[str, str] | None:
+    model = tiny("llama", "ring_fp32").train()
+    step(model)
+    CHANGES[change][0](model)
+    return attempt(step, model)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_the_first_batch_is_refused(ranks: Ranks, change: str) -> None:
+    for raised in ranks(2).run(after, change):
+        assert raised is not None, "not refused"
+        assert raised[0] == CHANGES[change][1], raised
+
+
+def options_used(options: RingConfig) -> tuple[RingConfig, str]:
+    """The options with which a loop's batch ran, and the refusal of a row that must be padded."""
+    model = tiny("llama", "ring_fp32").train()
+    hf_ring_attn.configure(model, options)
+    sharded = hf_ring_attn.shard(tokens(24))
+    with sharded:
+        model(**sharded.inputs)
+    uneven = hf_ring_attn.shard(tokens(23))
+    with uneven:
+        raised = attempt(lambda: model(**uneven.inputs))
+    return sharded.context.config, "" if raised is None else raised[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "uneven"),
+    [
+        (RingConfig(self_check=False), ""),
+        (RingConfig(pad=False), "UnevenLength"),
+        (RingConfig(kernel="reference", backward="gather", deterministic=True), ""),
+    ],
+    ids=str,
+)
+def test_options_set_on_a_model_hold_in_a_loop(ranks: Ranks, options: RingConfig, uneven: str) -> None:
+    assert ranks(2).run(options_used, options) == [(options, uneven)] * 2
