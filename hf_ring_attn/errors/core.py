@@ -157,10 +157,10 @@ class PeerLost(RingAttentionError, RuntimeError):
             why = "That rank failed first: its own traceback is the cause to look at."
         else:
             what = f"waited {waited:.0f} s for another rank, until the time-out, while it"
-            why = "That rank is late, or does something else: see its traceback."
+            why = "That rank is late, or failed: see its traceback."
         super().__init__(
-            f"rank {rank} of a ring of {size} {what} {doing}. {why} If it has none, it caught its error (out of "
-            "memory perhaps) and went on. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
+            f"rank {rank} of a ring of {size} {what} {doing}. {why} If it has none, it caught its error "
+            "and went on. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
         )
 
 
