@@ -48,8 +48,8 @@ def test_a_rank_that_dies_is_named_as_the_cause(ranks: Ranks, operation: str) ->
     for rank in (0, 2):
         assert (
             f"hf_ring_attn.errors.PeerLost: rank {rank} of a ring of 3 lost another rank while it {operation}. That "
-            "rank failed first: its own traceback is the cause to look at. If it has none, it caught its error and went "
-            "on. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
+            "rank failed first: its own traceback is the cause to look at. If it has none, it caught its error and "
+            "went on. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
         ) in failures[rank]
 
 

@@ -88,7 +88,7 @@ def test_they_travel_once_under_fsdp2(ranks: Ranks) -> None:
     (want,), _ = plain_jobs.without_fsdp([PACKED], 2, "gemma3n")
     ring = Shards({"cp_size": 2}, ("dp_shard_cp",), world=2)
     for count, (losses, _) in ranks(2).run(gathers, plain_jobs.fsdp2, ring, [PACKED], "", 2, "gemma3n"):
-        # Keys and values of two groups of heads, of two layers: in the self-check, its trial of the step, and two steps.
+        # Keys and values of two groups of heads, of two layers: in the self-check, its trial step, and two steps.
         assert count == 2 * 2 * 2 * 4
         assert all(relative_error(a, b) < 1e-6 for a, b in zip(losses, want, strict=True))
 
