@@ -66,7 +66,11 @@ def sharded_weights(dtype: torch.dtype | None = None) -> Any:
 
 def trainer_with(model: Any, smoother: LabelSmoother | None = None) -> Any:
     """What `Trainer.compute_loss` reads of a Trainer, of one that averages no counts."""
-    accelerator = SimpleNamespace(parallelism_config=None, unwrap_model=lambda model: model)
+    size, cp = dist.get_world_size(), SimpleNamespace(get_group=lambda: dist.group.WORLD)
+    accelerator = SimpleNamespace(
+        parallelism_config=SimpleNamespace(cp_size=size, cp_backend="ring"), torch_device_mesh={"cp": cp},
+        unwrap_model=lambda model: model,
+    )  # fmt: skip
     return SimpleNamespace(
         args=SimpleNamespace(average_tokens_across_devices=False), compute_loss_func=None, label_smoother=smoother,
         model_accepts_loss_kwargs=True, accelerator=accelerator, model=model,
