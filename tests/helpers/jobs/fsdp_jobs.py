@@ -68,8 +68,8 @@ def trainer_with(model: Any, smoother: LabelSmoother | None = None) -> Any:
     """What `Trainer.compute_loss` reads of a Trainer, of one that averages no counts."""
     size, cp = dist.get_world_size(), SimpleNamespace(get_group=lambda: dist.group.WORLD)
     accelerator = SimpleNamespace(
-        parallelism_config=SimpleNamespace(cp_size=size, cp_backend="ring"), torch_device_mesh={"cp": cp},
-        unwrap_model=lambda model: model,
+        parallelism_config=SimpleNamespace(cp_size=size, cp_backend="ring", sp_backend="", sp_enabled=False),
+        torch_device_mesh={"cp": cp}, unwrap_model=lambda model: model,
     )  # fmt: skip
     return SimpleNamespace(
         args=SimpleNamespace(average_tokens_across_devices=False), compute_loss_func=None, label_smoother=smoother,
@@ -90,8 +90,8 @@ def counts_that_arrive(batch: dict[str, Any], dtype: torch.dtype, way: Way) -> l
     inputs = dict(sharded.inputs)
     with mock.patch.object(loss_utils, "fixed_cross_entropy", spy), sharded:
         if way == "Trainer":
-            # Trainer divides the count by the size of the ring where it averages no counts.
-            count = torch.tensor(float(inputs.pop("num_items_in_batch"))) / dist.get_world_size()
+            # Trainer divides the count by the size of the ring where it averages no counts, as `shard` does.
+            count = torch.tensor(float(inputs.pop("num_items_in_batch")))
             Trainer.compute_loss(trainer_with(model), model, inputs, num_items_in_batch=count)
         else:
             model(**inputs)
