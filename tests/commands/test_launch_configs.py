@@ -56,7 +56,7 @@ def test_a_launch_config_means_its_mesh(name: str, monkeypatch: pytest.MonkeyPat
     assert parallel.total_size == config.num_processes
     assert ours.promote(parallel)
     assert parallel._get_mesh() == (dims, sizes)
-    assert parallel.ring_enabled
+    assert ours.ring_enabled(parallel)
     if kind == "FSDP":
         plugin = FullyShardedDataParallelPlugin()
         assert plugin.fsdp_version == 2

@@ -111,8 +111,10 @@ def _state_init(original: Callable[..., None]) -> Callable[..., None]:
                 original(self, *args, **kwargs)
             finally:
                 given.cp_backend = backend
-        if given is not None and given.cp_size > 1 and not constructing_for:  # a Trainer steps its own scheduler
-            schedulers.mark(self)
+        if given is not None and given.cp_size > 1:
+            parallelism_config.refuse_mismatch(given, self.num_processes)
+            if not constructing_for:  # a Trainer steps its own scheduler
+                schedulers.mark(self)
 
     return __init__
 

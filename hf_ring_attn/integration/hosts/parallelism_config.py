@@ -7,7 +7,6 @@ cp_backend "ring", ``cp_enabled`` is False, which disables every special case fo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,13 +32,7 @@ def undecided(config: Any) -> bool:
 
 
 def promote(config: Any) -> bool:
-    """Turns a stock config with cp_size > 1 into one with cp_backend "ring", in place; call it for a ring_fp32 model.
-
-    Args:
-        config: a `ParallelismConfig`, or None.
-
-    Returns:
-        True if it was changed; False for None, for cp_size=1 and for a ring.
+    """Turns a `ParallelismConfig` with cp_size > 1 into a ring's, in place. Returns True if it was changed.
 
     Raises:
         UntestedParallelism: tensor or sequence parallelism together with the ring.
@@ -75,15 +68,18 @@ def deferring_cp_checks(model: nn.Module | None = None) -> Iterator[None]:
         constructing_for.pop()
 
 
-def decide(config: Any) -> bool:
-    """Promotes or refuses by the model of `deferring_cp_checks`; returns False if no model is known."""
+def decide(config: Any, accelerator: Any = None) -> bool:
+    """Promotes or refuses by the model of `deferring_cp_checks`; returns False if no model is known.
+
+    accelerate's refusals come here with the model's attention, since its own name the device or the mesh alone.
+    """
     model = constructing_for[-1] if constructing_for else None
     if model is None:
         return False
     if uses_ring(model):
         promote(config)
-    elif _is_ddp_x_cp(config):
-        raise errors.TorchContextParallelRefused(type(model).__name__, implementations(model), torch_refusals(config))
+    elif reasons := torch_refusals(config, accelerator):
+        raise errors.TorchContextParallelRefused(type(model).__name__, implementations(model), reasons)
     return True
 
 
@@ -109,11 +105,7 @@ def torch_refusals(config: Any, accelerator: Any = None) -> list[str]:
 
 
 def refuse_host(accelerator: Any) -> None:
-    """Refuses setups that a ring was never tested with.
-
-    Raises:
-        UntestedParallelism: DeepSpeed, FSDP1, Megatron-LM or XLA.
-    """
+    """Raises UntestedParallelism for DeepSpeed, FSDP1, Megatron-LM and XLA."""
     others = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
     kind = accelerator.distributed_type.name
     if kind in others:
@@ -123,14 +115,8 @@ def refuse_host(accelerator: Any) -> None:
 
 
 def refuse_one_process(accelerator: Any) -> None:
-    """Refuses a single process if a ring or several processes were requested, but no config arrived.
-
-    Raises:
-        OneProcess: with the sign found in the environment.
-    """
-    if accelerator.num_processes > 1:
-        return
-    found = several_asked_for()
+    """Raises OneProcess in a single process if the environment asks for a ring or for several processes."""
+    found = several_asked_for() if accelerator.num_processes == 1 else None
     if found is not None:
         raise errors.OneProcess(*found)
 
@@ -151,7 +137,8 @@ def _sizes(config: Any) -> dict[str, int]:
     return {name: getattr(config, f"{name}_size") for name in names}
 
 
-def _refuse_mismatch(config: Any, processes: int) -> None:
+def refuse_mismatch(config: Any, processes: int) -> None:
+    """Raises MeshMismatch before torch or accelerate, whose errors lack the sizes."""
     if config.total_size != processes:
         raise errors.MeshMismatch(_sizes(config), processes)
 
@@ -199,34 +186,12 @@ def _cp_enabled(original: property) -> property:
     return property(lambda self: original.__get__(self) and self.cp_backend != RING, doc=original.__doc__)
 
 
-def _build_device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
-    def build_device_mesh(self: Any, device_type: str) -> Any:
-        # Before torch, whose error lacks the sizes. PartialState is only read: creating one starts process groups.
-        state = sys.modules["accelerate.state"].PartialState._shared_state
-        if self.cp_size > 1 and "num_processes" in state:
-            _refuse_mismatch(self, state["num_processes"])
-        return original(self, device_type)
-
-    return build_device_mesh
-
-
-def _refuse_cpu(config: Any, accelerator: Any) -> None:
-    """Refuses a known model on the CPU by its attention: accelerate's own refusal names only the device."""
-    model = constructing_for[-1] if constructing_for else None
-    if undecided(config) and model is not None and accelerator.distributed_type.name == "MULTI_CPU":
-        reasons = torch_refusals(config, accelerator)
-        raise errors.TorchContextParallelRefused(type(model).__name__, implementations(model), reasons)
-
-
 def _validate_accelerator(original: Callable[..., None]) -> Callable[..., None]:
     def _validate_accelerator(self: Any, accelerator: Any) -> None:
-        if self.cp_size > 1:
-            _refuse_mismatch(self, accelerator.num_processes)
-        waits = undecided(self) and not decide(self)
+        waits = undecided(self) and not decide(self, accelerator)
         if ring_enabled(self):
             refuse_host(accelerator)
         elif not (waits and torch_refusals(self, accelerator)):
-            _refuse_cpu(self, accelerator)
             original(self, accelerator)
 
     return _validate_accelerator
@@ -235,11 +200,9 @@ def _validate_accelerator(original: Callable[..., None]) -> Callable[..., None]:
 CONFIG = "accelerate.parallelism_config:ParallelismConfig."
 PATCHES = (
     Patch(CONFIG + "__post_init__", "(self)", _post_init),
-    Patch(CONFIG + "ring_enabled", None, lambda _: property(ring_enabled, doc="True if cp_backend is a ring.")),
     Patch(CONFIG + "cp_enabled", "(self)", _cp_enabled),
     Patch(CONFIG + "non_dp_dim_names", "(self)", _dimensions),
     Patch(CONFIG + "dp_shard_cp_dim_names", "(self)", _dimensions),
     Patch(CONFIG + "dp_cp_dim_names", "(self)", _dimensions),
-    Patch(CONFIG + "build_device_mesh", "(self, device_type)", _build_device_mesh),
     Patch(CONFIG + "_validate_accelerator", "(self, accelerator)", _validate_accelerator),
 )

@@ -29,9 +29,19 @@ from tests.helpers.jobs.accelerate_batches import CP, averaged, batch, model, pl
 def stock_config_waits_for_the_model(accelerator: Any) -> None:
     config, world = accelerator.parallelism_config, accelerator.num_processes
     assert accelerator.distributed_type.name == "MULTI_CPU"
-    assert (config.cp_backend, config.cp_size, config.cp_enabled, config.ring_enabled) == ("torch", 2, True, False)
+    assert (config.cp_backend, config.cp_size, config.cp_enabled, ours.ring_enabled(config)) == (
+        "torch",
+        2,
+        True,
+        False,
+    )
     accelerator.prepare(model())
-    assert (config.cp_backend, config.cp_handler, config.cp_enabled, config.ring_enabled) == ("ring", None, False, True)
+    assert (config.cp_backend, config.cp_handler, config.cp_enabled, ours.ring_enabled(config)) == (
+        "ring",
+        None,
+        False,
+        True,
+    )
     assert accelerator.distributed_type.name == "MULTI_CPU"
     assert config._sizes["cp"] == 2
     assert config._sizes["dp_replicate"] == world // CP
@@ -50,7 +60,7 @@ def a_wrapped_or_peft_model_is_recognised(accelerator: Any) -> None:
     from peft import LoraConfig, get_peft_model
 
     accelerator.prepare(torch.nn.Sequential(get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj"]))))
-    assert accelerator.parallelism_config.ring_enabled
+    assert ours.ring_enabled(accelerator.parallelism_config)
 
 
 class Endless(IterableDataset[dict[str, Tensor]]):
@@ -299,7 +309,7 @@ def dispatched_batches_are_refused(accelerator: Any) -> None:
 def the_model_is_known_at_construction() -> None:
     """What a Trainer does: its model comes first."""
     with ours.deferring_cp_checks(model()):
-        assert Accelerator().parallelism_config.ring_enabled
+        assert ours.ring_enabled(Accelerator().parallelism_config)
     AcceleratorState._reset_state()
     stock = errors.TorchContextParallelRefused if torch.distributed.get_world_size() > CP else ValueError
     with ours.deferring_cp_checks(model("sdpa")), pytest.raises(stock):

@@ -70,7 +70,7 @@ def test_the_backend_ring_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_BACKEND", "ring")
     for config in (direct, ParallelismConfig()):
         assert (config.cp_size, config.cp_backend, config.cp_handler) == (4, "ring", None)
-        assert (config.ring_enabled, config.cp_enabled, config.total_size) == (True, False, 4)
+        assert (ours.ring_enabled(config), config.cp_enabled, config.total_size) == (True, False, 4)
         assert config.active_mesh_dims == config.non_dp_dim_names == ["cp"]
 
 
@@ -89,7 +89,7 @@ def test_a_ring_may_stand_beside_pure_data_parallelism() -> None:
 
 def test_a_ring_of_one_is_no_ring() -> None:
     config = ParallelismConfig(cp_size=1, cp_backend="ring", dp_replicate_size=2)
-    assert (config.ring_enabled, config.cp_enabled, config.non_dp_dim_names) == (False, False, [])
+    assert (ours.ring_enabled(config), config.cp_enabled, config.non_dp_dim_names) == (False, False, [])
     assert not ours.promote(config)
     assert not ours.promote(None)
 
@@ -167,7 +167,7 @@ def test_a_stock_ddp_config_stays_ddp(gpus: dict[str, Any], backend: Any) -> Non
     assert made.distributed_type is gpus["distributed_type"] is DistributedType.MULTI_GPU
     assert config.cp_backend == backend
     ours.settle(made, torch.nn.DataParallel(model()))
-    assert config.ring_enabled
+    assert ours.ring_enabled(config)
 
 
 def test_fsdp2_with_nothing_but_the_ring_to_shard_over(gpus: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ def test_fsdp2_with_nothing_but_the_ring_to_shard_over(gpus: dict[str, Any]) -> 
         made = accelerator(config, FullyShardedDataParallelPlugin(fsdp_version=2))
         assert made.is_fsdp2
         ours.settle(made, model())
-        assert config.ring_enabled
+        assert ours.ring_enabled(config)
 
 
 def test_another_model_gets_the_refusal_that_waited(gpus: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ def test_a_model_known_at_construction_gets_accelerates_own_words(gpus: dict[str
             accelerator(ParallelismConfig(cp_size=2, dp_replicate_size=2))
         with ours.deferring_cp_checks(model()):
             made = accelerator(ParallelismConfig(cp_size=2))
-    assert made.parallelism_config.ring_enabled
+    assert ours.ring_enabled(made.parallelism_config)
     assert made.distributed_type is DistributedType.MULTI_GPU
 
 
