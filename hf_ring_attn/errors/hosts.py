@@ -15,14 +15,6 @@ class ChangedHost(Refused):
         )
 
 
-class ImportedTooEarly(Refused):
-    def __init__(self, module: str) -> None:
-        super().__init__(
-            f"hf_ring_attn was imported while {module} was itself being imported, so {module} cannot be patched yet. "
-            f"Import hf_ring_attn before {module.partition('.')[0]} or after it."
-        )
-
-
 class UntestedHost(UserWarning):
     def __init__(self, host: str, version: str, tested: str) -> None:
         super().__init__(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ... import errors
 from ...attention.op import attentions
@@ -26,6 +26,7 @@ from .mask_functions import MaskExpr
 from .not_a_tensor import Opaque
 from .ring_random import RingRandomness
 from .shared_kv import SharedKV
+from .whole_batch import MaskFacts
 
 S = TypeVar("S")
 
@@ -80,15 +81,11 @@ class CompiledMasks:
     """The masks prepared for a compiled model, as attributes: see `compiled_masks`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchFacts:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchFacts(MaskFacts):
     """Facts about a batch, known before its model runs.
 
     Args:
-        documents: [B, S padded] ids on the CPU, -1 for padding to the ring; None: one document, causal masks only.
-        hidden: [B, S padded] bool on the CPU, keys that a 2-D padding mask hides; None: none.
-        positions: [B, S padded] on the CPU, the position ids of documents; None: indices in the row.
-        blocks: [B, S padded] on the CPU, ids of spans that attend both ways (images), -1 for other tokens.
         max_position: the largest position id of the batch, for RoPE that depends on it.
         rows: B.
         has_labels: the batch holds labels, so the model computes a loss on its shard.
@@ -96,10 +93,6 @@ class BatchFacts:
         explicit: the options were given to `shard`, which override those of the model.
     """
 
-    documents: Tensor | None = None
-    hidden: Tensor | None = None
-    positions: Tensor | None = None
-    blocks: Tensor | None = None
     max_position: int | None = None
     rows: int = 0
     has_labels: bool = False

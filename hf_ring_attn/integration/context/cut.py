@@ -43,8 +43,8 @@ def cut(
     """
     layout, seen = whole.layout, MaskFacts() if whole.facts is None else whole.facts
     facts = BatchFacts(
-        documents=seen.documents, hidden=seen.hidden, positions=seen.positions, blocks=seen.blocks,
-        max_position=whole.max_position, rows=tokens_of(batch).shape[0], has_labels=whole.items is not None,
+        **vars(seen), max_position=whole.max_position, rows=tokens_of(batch).shape[0],
+        has_labels=whole.items is not None,
         numbered=whole.facts is not None and batch.get("position_ids") is None,
     )  # fmt: skip
     context = BatchContext(ring, layout, config, facts, TextModel() if whole.facts is None else None)

@@ -41,8 +41,7 @@ def configure(model: nn.Module, config: RingConfig) -> None:
 
 def ring_config(config: Any) -> RingConfig:
     """The options set for the model that has this transformers config; the defaults if none were set."""
-    options: RingConfig | None = None if config is None else _OPTIONS.get(config)
-    return RingConfig() if options is None else options
+    return configured([config]) or RingConfig()
 
 
 def configured(configs: Iterable[Any]) -> RingConfig | None:

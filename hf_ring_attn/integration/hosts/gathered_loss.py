@@ -16,15 +16,12 @@ from ..batch.shard import Sharded
 from ..context import batch_context
 
 HANDED_OVER = ("labels", "shift_labels", "num_items_in_batch")
-"""Inputs that the model must not get, since it would compute a loss of its shard from them."""
+"""Inputs from which the model would compute a loss of its shard; it does not get them."""
 
 
 def causal_language_model(model: nn.Module) -> Any:
-    """The transformers model inside wrappers (DDP, FSDP, PEFT) that has the loss function, or None."""
-    for module in model.modules():
-        if hasattr(module, "loss_function") and hasattr(module, "config"):
-            return module
-    return None
+    """The transformers model inside wrappers (DDP, FSDP, PEFT) that has the loss function; None if there is none."""
+    return next((x for x in model.modules() if hasattr(x, "loss_function") and hasattr(x, "config")), None)
 
 
 @contextmanager

@@ -1,8 +1,6 @@
-"""Layers that share keys and values, as in Gemma 3n and Gemma 4: marked by their roles for `shared_kv`."""
+"""Marks layers that share keys and values, as in Gemma 3n and Gemma 4, with their roles for `shared_kv`."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from torch import nn
 
@@ -14,13 +12,8 @@ _MAKES, _TAKES = "store_full_length_kv", "is_kv_shared_layer"
 """transformers' attributes of attention modules that have these roles."""
 
 
-def unsupported(_model: nn.Module, _context: BatchContext) -> Iterator[str]:
-    """Every way of sharing is supported: a wrong mark costs traffic or memory, never the answer."""
-    yield from ()
-
-
 def prepare(model: nn.Module, _context: BatchContext) -> None:
-    """Marks the layers of ``model`` that share keys and values."""
+    """Marks the layers of ``model`` that share keys and values. A wrong mark costs traffic, never the answer."""
     layers = [module for module in model.modules() if {_MAKES, _TAKES} <= vars(module).keys()]
     takers = [module for module in layers if getattr(module, _TAKES)]
     for module in layers if takers else []:

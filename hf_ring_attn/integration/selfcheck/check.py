@@ -29,13 +29,21 @@ from ..context.batch_context import BatchContext
 from ..context.cut import Share, share
 from ..context.model_record import ModelRecord
 from ..context.tensor_tree import tensors_of
-from ..context.trial_step import TrialStep
 from ..model.replicas import SAME_WEIGHTS
 from .compare import Places, Recorder, relative, spread
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
 from .tolerance import AMPLIFICATION, LOSS, dtypes_seen, rounded_anew, tolerance
-from .trial import GRADIENT, StepResult, distances, random_state, run_step, set_modes, watched_weights
+from .trial import (
+    GRADIENT,
+    StepResult,
+    TrialStep,
+    distances,
+    random_state,
+    run_step,
+    set_modes,
+    watched_weights,
+)
 
 T = TypeVar("T")
 
@@ -238,7 +246,11 @@ class _Check:
 
     def _call_whole(self, row: Mapping[str, Any]) -> Any:
         """The model's outputs for the whole row, in a ring of one: the same masks and kernels."""
-        return self._call(row, self._shared(row, Ring(LOCAL)).context)
+        alone = self._shared(row, Ring(LOCAL))
+        if alone.context.layout.padded == alone.context.layout.length:  # some losses read these inputs
+            made = {name: x for name, x in alone.inputs.items() if name in ("shift_labels", "num_items_in_batch")}
+            row = {**row, **made}
+        return self._call(row, alone.context)
 
     def _call(self, inputs: Mapping[str, Any], context: BatchContext) -> Any:
         taken = introspect.parameters_of(self.model, inputs)
