@@ -1,7 +1,7 @@
 """The active sharded batch, and the mask that its attention layers read.
 
-The stack of active batches is process-wide, not thread-local, since backward runs in other threads. The `MaskSpec`
-carries everything that a backward or a recompute needs, so the context may be left before backward.
+The stack of active batches is process-wide, since backward runs in other threads. The `MaskSpec` has everything that a
+backward or a recompute needs, so the context may be left before backward.
 """
 
 from __future__ import annotations
@@ -42,19 +42,14 @@ def live_batches() -> list[BatchContext]:
 
 
 class MaskSpec(Opaque):
-    """The mask of an attention layer: the plan of its ring, and its origin.
-
-    Not a dataclass: FSDP2 rebuilds dataclasses among a layer's inputs field by field, and this object must stay opaque
-    (its context refers back to it).
+    """The mask of an attention layer. Not a dataclass: FSDP2 would rebuild one field by field.
 
     Args:
-        mask: of the whole rows.
-        seen: the mask expression that the model asked for.
-        context: the sharded batch it belongs to; None for a ring of one that needs none.
+        mask: of the whole rows. seen: the mask expression that the model asked for.
+        context: its sharded batch; None for a ring of one that needs none.
 
     Attributes:
-        places: [T] int64, positions of this rank's tokens in the row; a tensor, since a compiler makes a new graph for
-            each layout object.
+        places: [T] int64, positions of this rank's tokens in the row, for compilers as a tensor.
         shared: gathered K/V that several layers share; None: each layer gathers by itself.
     """
 
@@ -86,11 +81,10 @@ class BatchFacts(MaskFacts):
     """Facts about a batch, known before its model runs.
 
     Args:
-        max_position: the largest position id of the batch, for RoPE that depends on it.
-        rows: B.
-        has_labels: the batch holds labels, so the model computes a loss on its shard.
+        max_position: the largest position id of the batch, for RoPE that depends on it. rows: B.
+        has_labels: the batch has labels, so the model computes a loss on its shard.
         numbered: the batch had no position_ids, so each row is numbered 0, 1, 2, ...
-        explicit: the options were given to `shard`, which override those of the model.
+        explicit: `shard` got options, which override those of the model.
     """
 
     max_position: int | None = None
@@ -102,25 +96,27 @@ class BatchFacts(MaskFacts):
 
 @dataclass
 class RunLog:
-    """Events in a batch's context, for the log line at the start and the checks at the end."""
+    """Events in a batch's context, for the log line at the start and the checks at the end.
+
+    Args:
+        plain, scored: ring attentions without and with a score_mod; compiled ones without are not counted.
+        before: attentions before this batch, or of another batch nested in its context.
+        attends: False for a model that is known to have no attention.
+        models: the outermost models that were called. configs: their transformers configs.
+        seen: identities of the modules and configs that were admitted.
+    """
 
     kernel: str = ""
     features: set[str] = field(default_factory=set)
     plain: int = 0
     scored: int = 0
-    """Ring attentions in this context, without and with a score_mod; compiled ones without are not counted."""
     before: int = 0
-    """Attentions before this batch, or of another batch nested in its context."""
     entered: bool = False
     called: bool = False
     attends: bool = True
-    """False for a model that is known to have no attention."""
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    """The outermost models that were called."""
     configs: list[Any] = field(default_factory=list)
-    """Their transformers configs."""
     seen: set[int] = field(default_factory=set)
-    """Identities of the modules and configs that were admitted."""
 
 
 @dataclass
@@ -128,9 +124,7 @@ class TextModel:
     """The text model of a batch with images or sound, at whose input the batch is sharded (`multimodal`).
 
     Args:
-        config: its transformers config.
-        running: it is being called.
-        random: synchronizes random numbers around it; None in a ring of one.
+        running: it is being called. random: synchronizes random numbers around it; None in a ring of one.
     """
 
     config: Any = None

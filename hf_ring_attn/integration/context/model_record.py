@@ -20,8 +20,7 @@ S = TypeVar("S")
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 _OPTIONS = WeakIdKeyDictionary()
-"""Options by identity of a model's config, which is all that a mask function gets. Configs are saved as JSON, so they
-cannot hold the options."""
+"""Options by identity of a model's config, which a mask function gets, and which cannot store them in its JSON."""
 
 
 def configure(model: nn.Module, config: RingConfig) -> None:
@@ -60,12 +59,7 @@ Stamp = tuple[list[weakref.ref[nn.Module]], list[tuple[Any, ...]], list[object]]
 
 
 class ModelRecord:
-    """Facts about a model with its current structure; each feature stores its state here.
-
-    Attributes:
-        configs: the transformers configs in the model.
-        ids: the identities of its modules and configs.
-    """
+    """Facts about a model with its current structure; each feature stores its state here."""
 
     def __init__(self, stamp: Stamp, configs: list[Any]) -> None:
         self.stamp, self.configs = stamp, configs
@@ -107,10 +101,7 @@ def forget_models() -> None:
 
 
 def _stamp(model: nn.Module, configs: list[Any]) -> Stamp:
-    """The structure of a model: its modules, their attributes, hooks and weights, and its configs.
-
-    Training flags are excluded: a model alternates between training and evaluation.
-    """
+    """The structure of a model: its modules, their hooks and weights, and its configs; no training flags."""
     modules = list(model.modules())
     return [weakref.ref(module) for module in modules], [_facts(module) for module in modules], _values(configs)
 

@@ -1,12 +1,11 @@
 """Gathered K/V shared by layers, as in Gemma 3n and Gemma 4: gathered once per forward, stored until the last use.
 
-transformers marks such layers in every model. The marks decide what to store and how long. A layer reuses stored K/V
-only if its tensors match: the same objects, unchanged, under the same plan; in compiled code, where tensors have no
-identity, the same bits (`ComparedKV`). So a wrong mark costs traffic or memory, never the answer.
+transformers marks such layers in every model. A layer reuses stored K/V only if its tensors match: the same objects,
+unchanged, under the same plan; in compiled code, where tensors have no identity, the same bits (`ComparedKV`). So a
+wrong mark costs traffic or memory, never the answer.
 
-Comparing objects is free; comparing bits takes a small collective, in which all ranks must take part. A compiler may
-fall back to eager on one rank only. So if any rank compiled anything before a batch, or traced a layer with a role
-since, all layers of all ranks compare bits.
+Comparing bits takes a small collective of all ranks, and a compiler may fall back to eager on one rank only. So if any
+rank compiled anything before a batch, or traced a layer with a role since, all layers of all ranks compare bits.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ ROLE = "_hf_ring_attn_role"
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """A layer's K/V, and what another layer must match to reuse them.
-
-    ``dtype``: the gathered dtype, which autocast may change.
-    """
+    """A layer's K/V, and the facts that another layer must match to reuse them. ``dtype``: the gathered dtype."""
 
     value: Tensor
     versions: tuple[int, int]
@@ -43,8 +39,7 @@ class _Made:
 class SharedKV:
     """The gathered K/V of one batch that layers share.
 
-    Freed by the last layer that uses them. If that never runs: by the batch's context, by the first recompute of a
-    checkpoint, or with their keys (unless compared by bits).
+    The last layer that uses them frees them; else the batch's context, or the first recompute of a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -59,10 +54,7 @@ class SharedKV:
     def kept(
         self, module: nn.Module, key: Tensor, value: Tensor, plan: Plan, dtype: torch.dtype
     ) -> GatheredKV | LayerRole | None:
-        """Returns the store of a layer's keys and values, filled or to fill; None: there is none.
-
-        The same on each rank of a ring: it depends on structure and identity, which cannot differ.
-        """
+        """Returns the store of a layer's keys and values, filled or to fill, the same on each rank; None: none."""
         if _traced:
             return self._role(module)
         if recomputing():  # nothing is stored through a backward

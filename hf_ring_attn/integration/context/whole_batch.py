@@ -21,8 +21,8 @@ PADDING = {
     "labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1, "input_ids": None, "inputs_embeds": None,
     "per_layer_inputs": None,
 }  # fmt: skip
-"""Values of padding tokens by input; 0 for others. None repeats the row's last token: one with a zero embedding makes
-gradients nan (0 * inf) in models that divide by its norm."""
+"""Values of padding tokens by input; 0 for others. None repeats the row's last token, since a zero embedding makes
+gradients nan in models that divide by its norm."""
 KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """Inputs that describe documents to kernels; valid for the whole row only, so they are not passed on."""
 FEATURES = re.compile(

@@ -1,8 +1,7 @@
 """Patches of accelerate's `Accelerator`: preparing models and loaders for a ring, and its context-parallel context.
 
-A plain loop makes its `Accelerator` before its model. So `settle` decides if a stock config with cp_size > 1 means a
-ring, when `Accelerator.prepare` gets the model. accelerate's refusals for torch's context parallelism are deferred, and
-raised there for another model.
+A plain loop makes its `Accelerator` before its model. So `settle` decides in `Accelerator.prepare` if a stock config
+with cp_size > 1 means a ring; for another model it raises accelerate's deferred refusals.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
 def settle(accelerator: Any, *objects: object) -> None:
     """Decides from the models among ``objects`` if the accelerator's cp_size means a ring. Idempotent.
 
-    A ring_fp32 model promotes a stock config to cp_backend "ring". `Accelerator.prepare` and `prepare_model` call this
-    first; a host that never calls them may call it directly. The ring's group gets the requested timeout.
+    A ring_fp32 model promotes a stock config to cp_backend "ring". The ring's group gets the requested timeout.
 
     Raises:
         OneProcess: a ring_fp32 model in one process, though several were requested.
@@ -70,16 +68,13 @@ def settle(accelerator: Any, *objects: object) -> None:
         DispatchedBatches: a loader prepared earlier gives each rank of the ring a different batch.
     """
     config = accelerator.parallelism_config
-    models = [obj for obj in objects if isinstance(obj, nn.Module)]
-    ours = [uses_ring(model) for model in models]
-    if not models:
-        return
-    if config is None:
-        if any(ours):
+    models = {obj: uses_ring(obj) for obj in objects if isinstance(obj, nn.Module)}
+    if any(models.values()):
+        if config is None:
             refuse_one_process(accelerator)
-        return
-    if any(ours):
         promote(config)
+    if config is None or not models:
+        return
     if ring_enabled(config):
         refuse_host(accelerator)
         if any(type(loader).__name__ == "DataLoaderDispatcher" for loader in accelerator._dataloaders):
@@ -87,7 +82,7 @@ def settle(accelerator: Any, *objects: object) -> None:
         if accelerator.state.device_mesh is not None:
             asked = None if accelerator.init_handler is None else accelerator.init_handler.timeout
             set_timeout(accelerator.state.device_mesh["cp"].get_group(), asked)
-    for model, is_ring in zip(models, ours, strict=True):
+    for model, is_ring in models.items():
         names = implementations(model)
         if ring_enabled(config) and names and not is_ring:
             raise errors.ModelIsNoRing(type(model).__name__, names, config.cp_size)

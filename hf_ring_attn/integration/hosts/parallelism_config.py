@@ -1,8 +1,8 @@
 """The backend "ring" of accelerate's `ParallelismConfig`: its meaning, its choice and its refusals.
 
-The class is patched in place, not subclassed, so that a pickled TrainingArguments loads without this package. With
-cp_backend "ring", ``cp_enabled`` is False, which disables every special case for torch's context parallelism.
-``cp_size`` still defines the mesh, the same batch on all ranks of a ring, and the counts of tokens and batches.
+The class is patched in place, so that a pickled TrainingArguments loads without this package. With cp_backend "ring",
+``cp_enabled`` is False, which disables every special case for torch's context parallelism. ``cp_size`` still defines
+the mesh, the same batch on all ranks of a ring, and the counts of tokens and batches.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ constructing_for: list[nn.Module | None] = []
 
 
 def undecided(config: Any) -> bool:
-    """Returns True if a `ParallelismConfig` (or None) asks for torch's context parallelism, as stock configs do.
-
-    It is promoted to a ring once a ring_fp32 model is seen.
-    """
+    """Returns True for a stock config with cp_size > 1, which becomes a ring's for a ring_fp32 model."""
     return config is not None and config.cp_size > 1 and config.cp_backend != RING
 
 
@@ -55,11 +52,9 @@ def promote(config: Any) -> bool:
 
 @contextmanager
 def deferring_cp_checks(model: nn.Module | None = None) -> Iterator[None]:
-    """Names the model for which an `Accelerator` is constructed, if known already.
+    """Names the model for which an `Accelerator` is constructed, so that `decide` knows it at once.
 
-    Inside, a stock config with cp_size > 1 is promoted for a ring_fp32 model; for another model accelerate refuses at
-    once, as always. With None, and outside this context, `settle` raises accelerate's refusals for torch's context
-    parallelism when it sees the model.
+    With None, and outside this context, `settle` decides when it gets the model.
     """
     constructing_for.append(model)
     try:
@@ -84,12 +79,12 @@ def decide(config: Any, accelerator: Any = None) -> bool:
 
 
 def implementations(model: nn.Module) -> list[str]:
-    """Every attn_implementation in ``model`` and its wrapped models; [] for a model not of transformers."""
+    """Every attn_implementation in ``model``; [] for a model not of transformers."""
     return sorted({str(config._attn_implementation) for config in configs_of(model)})
 
 
 def torch_refusals(config: Any, accelerator: Any = None) -> list[str]:
-    """accelerate's own refusals of torch's context parallelism, which it would have raised at construction."""
+    """The refusals of torch's context parallelism that accelerate would raise at construction."""
     reasons = []
     if _is_ddp_x_cp(config):
         reasons.append("cp_size > 1 with dp_replicate_size > 1 needs dp_shard_size > 1 too")

@@ -1,9 +1,8 @@
 """Steps of schedulers that accelerate prepared, per batch of a ring.
 
-accelerate steps a scheduler once per process, since each process has its own batch. A ring shares one batch. Programs
-that follow accelerate's rule multiply their numbers of steps by accelerator.num_processes, and their scheduler steps
-once per process here, too. Others count batches, and step once per ring. The numbers in a scheduler decide: with
-cp_size > 1, num_processes is a `ProcessCount`, and so are its multiples.
+accelerate steps a scheduler once per process. Programs that follow its rule multiply their numbers of steps by
+accelerator.num_processes, and their scheduler steps once per process here, too. Others count batches, and step once per
+ring. The numbers in a scheduler decide: with cp_size > 1, num_processes is a `ProcessCount`, and so are its multiples.
 
 Not detected: a number of processes from elsewhere (torch.distributed, an environment variable), and a product with a
 float on the left. Such a scheduler counts batches, and a log line at its first step says so.
@@ -142,7 +141,7 @@ def counts_processes(prepared: Any) -> bool:
 # ---- the patch -------------------------------------------------------------------------------------------------------
 
 _COUNTS_RINGS = (
-    "a scheduler that accelerate prepared steps {0} for each batch, once for each ring: its numbers of steps are no "
+    "a scheduler that accelerate prepared steps {0} for each batch, once for each ring: its numbers of steps are not "
     "multiples of accelerator.num_processes, which is {1}"
 )
 _COUNTS_PROCESSES = (
