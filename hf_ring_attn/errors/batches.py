@@ -143,7 +143,7 @@ class SelfCheckRaised(Refused):
 
 
 class GradientDiffers(Refused):
-    """The trial step's loss is right in the ring, and a gradient of it is not."""
+    """A gradient of the trial step differs from one process's, though its loss does not."""
 
     def __init__(self, model: str, weight: str, ring_size: int, error: float, tolerance: float) -> None:
         super().__init__(

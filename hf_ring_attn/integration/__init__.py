@@ -29,7 +29,7 @@ def install() -> None:
     """Registers "ring_fp32" and patches the hosts. Idempotent; `import hf_ring_attn` has called it already.
 
     Raises:
-        ChangedHost: a host library's function is not the one that its patch was written for.
+        ChangedHost: a host library's function has other parameters than its patch needs.
     """
     changes.install(CHANGES)
 

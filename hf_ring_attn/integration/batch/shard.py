@@ -24,14 +24,13 @@ from ...traffic import interruption_guard
 from ..attention import masks
 from ..context import batch_context, introspect, model_record, ring_random, shared_kv
 from ..context.batch_context import BatchContext
-from ..context.cut import cut
+from ..context.cut import TrialStep, cut
 from ..context.mesh import find_ring
 from ..context.shared_kv import SharedKV
 from ..context.whole_batch import tokens_of, whole_rows
 from ..model import agreement, call_inputs, fsdp, replicas
 from ..model.call_inputs import TrackedInputs, track
 from ..selfcheck import check, row
-from ..selfcheck.trial import TrialStep
 from . import compare
 from .announce import announce
 

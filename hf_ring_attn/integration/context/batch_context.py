@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from ...sharding.layout import Layout
 from ...sharding.mask import Mask
 from ...sharding.plan import Plan
 from .mask_functions import MaskExpr
-from .not_a_tensor import Opaque
 from .ring_random import RingRandomness
 from .shared_kv import SharedKV
 from .whole_batch import MaskFacts
@@ -39,6 +38,31 @@ LIVE: weakref.WeakSet[BatchContext] = weakref.WeakSet()
 def live_batches() -> list[BatchContext]:
     """Sharded batches still in use, of rings of several ranks."""
     return [context for context in LIVE if context.ring.size > 1]
+
+
+class Opaque:
+    """Refuses all tensor operations: arithmetic, indexing, torch's functions, a tensor's attributes."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # hasattr() must return False, so the refusal is an AttributeError, too.
+        raise errors.MaskIsNoTensor(f".{name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise errors.MaskIsNoTensor(f" in {getattr(function, '__name__', function)}()")
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise errors.MaskIsNoTensor(" in arithmetic or indexing")
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns itself for a full slice, as Gemma 4 takes before its layers with shared keys."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(part in (slice(None), slice(0, None), ...) for part in parts):
+            return self
+        return self._refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = __neg__ = _refuse
+    __and__ = __or__ = __lt__ = __gt__ = __le__ = __ge__ = __iter__ = _refuse
 
 
 class MaskSpec(Opaque):

@@ -28,8 +28,7 @@ class SameGroup:
     """A query sees the keys of its group: its document, its chunk of ``size`` positions, or its block.
 
     Args:
-        tensor: the closure's tensor: ids [B, T] of documents or blocks (-1: none), or the left padding [B] of chunks.
-            It covers one rank's shard only, so comparisons of expressions ignore it.
+        tensor: ids [B, T] of documents or blocks (-1: none), or the left padding [B] of chunks, of one rank's shard.
         positions: [B, T], the positions by which chunks are counted, if not the indices in the row.
     """
 

@@ -17,8 +17,6 @@ from .introspect import configs_of, inside
 
 S = TypeVar("S")
 
-# ---- options ---------------------------------------------------------------------------------------------------------
-
 _OPTIONS = WeakIdKeyDictionary()
 """Options by identity of a model's config, which a mask function gets, and which cannot store them in its JSON."""
 
@@ -52,8 +50,6 @@ def options_of(model: nn.Module) -> RingConfig:
     """The options set for ``model``, wrapped or not; else the defaults."""
     return configured(configs_of(model)) or RingConfig()
 
-
-# ---- records ---------------------------------------------------------------------------------------------------------
 
 Stamp = tuple[list[weakref.ref[nn.Module]], list[tuple[Any, ...]], list[object]]
 
@@ -103,7 +99,12 @@ def forget_models() -> None:
 def _stamp(model: nn.Module, configs: list[Any]) -> Stamp:
     """The structure of a model: its modules, their hooks and weights, and its configs; no training flags."""
     modules = list(model.modules())
-    return [weakref.ref(module) for module in modules], [_facts(module) for module in modules], _values(configs)
+    plain = (bool, int, float, str, type(None), list, tuple, dict)  # nested configs count separately
+    values: list[object] = [
+        (id(config), [(name, repr(value)) for name, value in vars(config).items() if isinstance(value, plain)])
+        for config in configs
+    ]
+    return [weakref.ref(module) for module in modules], [_facts(module) for module in modules], values
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
@@ -113,15 +114,6 @@ def _facts(module: nn.Module) -> tuple[Any, ...]:
     trained = sum(1 for weight in weights if weight is not None and weight.requires_grad)
     forward = own.get("forward")
     return type(module), sum(not is_ours(hook) for hook in hooks), id(forward), len(weights), trained
-
-
-def _values(configs: list[Any]) -> list[object]:
-    """The values of every transformers config; nested configs separately."""
-    plain = (bool, int, float, str, type(None), list, tuple, dict)
-    return [
-        (id(config), [(name, repr(value)) for name, value in vars(config).items() if isinstance(value, plain)])
-        for config in configs
-    ]
 
 
 def _same(one: Stamp, other: Stamp) -> bool:

@@ -19,10 +19,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...sharding.plan import Plan
 from ...traffic import ComparedKV, GatheredKV, LayerRole
-from ...traffic.gathered_kv import LAST, MAKES, recomputing
+from ...traffic.gathered_kv import LAST, MAKES, TAKES, recomputing, small
 
 ROLE = "_hf_ring_attn_role"
 """Our attribute of attention modules: a tensor [1], since a compiler makes a new graph for each number."""
+
+
+_MAKES, _TAKES = "store_full_length_kv", "is_kv_shared_layer"
+"""transformers' attributes of attention modules that have these roles."""
+
+
+def mark_layers(model: nn.Module, _context: object) -> None:
+    """Marks the layers of ``model`` that share keys and values with their roles."""
+    layers = [module for module in model.modules() if {_MAKES, _TAKES} <= vars(module).keys()]
+    takers = [module for module in layers if getattr(module, _TAKES)]
+    for module in layers if takers else []:
+        if module in takers:
+            vars(module)[ROLE] = small(LAST if module is takers[-1] else TAKES)
+        elif getattr(module, _MAKES):
+            vars(module)[ROLE] = small(MAKES)
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,10 +56,9 @@ class WholeBatch:
     """A batch ready to be sharded.
 
     Args:
-        inputs: the model's inputs; names: those with an entry per token.
-        layout: the layout to shard by.
-        facts: None in a batch with images or sound: known only from the text model's inputs, once it is called.
-        items: labelled tokens; None without labels.
+        inputs: the model's inputs. names: those with an entry per token.
+        facts: None in a batch with images or sound, until its text model is called.
+        items: the number of labelled tokens; None without labels.
     """
 
     inputs: dict[str, Any]
@@ -92,11 +91,7 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
 def whole_rows(
     batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config: RingConfig, late: bool = False
 ) -> WholeBatch:
-    """Reads a batch before sharding.
-
-    Args:
-        layout: the zigzag.
-        late: shard at the text model's input, though there are no images.
+    """Reads a batch before sharding. ``layout``: the zigzag. ``late``: shard at the text model's input.
 
     Raises:
         BadBatch, BadShape, UnevenLength: it cannot be sharded exactly.
@@ -184,23 +179,14 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """The [B, S] position ids that define documents, as transformers takes them in a model with images.
-
-    Args:
-        position_ids: [B, S]; [4, B, S], of which the first are the text's; or [3, B, S], which define none.
-    """
+    """The [B, S] position ids that define documents: the first of [4, B, S], none of [3, B, S]."""
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
     return position_ids[0] if len(position_ids) == 4 else None
 
 
 def mask_facts(layout: Layout, rows: int, position_ids: Tensor | None, attention_mask: Tensor | None) -> MaskFacts:
-    """Documents and padding of rows [B, S].
-
-    Args:
-        position_ids: [B, S], which restart at each document; None: one document a row.
-        attention_mask: [B, S], 0 for padding; None for none.
-    """
+    """Documents, by restarts of position_ids [B, S], and padding, by zeros of attention_mask [B, S]."""
     documents = positions = hidden = None
     if position_ids is not None:
         position_ids = position_ids.expand(rows, -1).cpu()

@@ -18,35 +18,13 @@ from torch import Tensor, nn
 from ... import errors
 from ...comm.ring import set_timeout
 from ..context.introspect import uses_ring
-from ..context.mesh import RING, ring_enabled, ring_group
+from ..context.mesh import RING, ring_enabled
 from ..model import fsdp
 from ..patching.changes import Patch
 from . import parallelism_config, schedulers
-from .buffers import prepared, shard_buffers_in_place, sharded_buffers
-from .gather_for_metrics import gather_once_per_ring, gather_sums_per_ring
-from .parallelism_config import (
-    constructing_for,
-    decide,
-    deferring_cp_checks,
-    implementations,
-    promote,
-    refuse_host,
-    refuse_one_process,
-    torch_refusals,
-    undecided,
-)
-
-__all__ = [
-    "PATCHES",
-    "deferring_cp_checks",
-    "gather_once_per_ring",
-    "gather_sums_per_ring",
-    "promote",
-    "ring_enabled",
-    "ring_group",
-    "settle",
-    "shard_buffers_in_place",
-]
+from .buffers import prepared, sharded_buffers
+from .gather_for_metrics import gather_once_per_ring
+from .parallelism_config import constructing_for, undecided
 
 
 def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
@@ -61,43 +39,36 @@ def settle(accelerator: Any, *objects: object) -> None:
     A ring_fp32 model promotes a stock config to cp_backend "ring". The ring's group gets the requested timeout.
 
     Raises:
-        OneProcess: a ring_fp32 model in one process, though several were requested.
-        ModelIsNoRing: the backend is "ring", but a model uses another attention.
-        TorchContextParallelRefused: accelerate's own refusal of torch's context parallelism, for another model.
-        UntestedParallelism: a ring under DeepSpeed, FSDP1, Megatron-LM or XLA, or beside tp_size or sp_size.
-        DispatchedBatches: a loader prepared earlier gives each rank of the ring a different batch.
+        OneProcess, ModelIsNoRing, TorchContextParallelRefused, UntestedParallelism, DispatchedBatches.
     """
     config = accelerator.parallelism_config
     models = {obj: uses_ring(obj) for obj in objects if isinstance(obj, nn.Module)}
     if any(models.values()):
         if config is None:
-            refuse_one_process(accelerator)
-        promote(config)
+            parallelism_config.refuse_one_process(accelerator)
+        parallelism_config.promote(config)
     if config is None or not models:
         return
     if ring_enabled(config):
-        refuse_host(accelerator)
+        parallelism_config.refuse_host(accelerator)
         if any(type(loader).__name__ == "DataLoaderDispatcher" for loader in accelerator._dataloaders):
             raise errors.DispatchedBatches("a DataLoader was prepared with dispatch_batches=True")
         if accelerator.state.device_mesh is not None:
             asked = None if accelerator.init_handler is None else accelerator.init_handler.timeout
             set_timeout(accelerator.state.device_mesh["cp"].get_group(), asked)
     for model, is_ring in models.items():
-        names = implementations(model)
+        names = parallelism_config.implementations(model)
         if ring_enabled(config) and names and not is_ring:
             raise errors.ModelIsNoRing(type(model).__name__, names, config.cp_size)
-        if undecided(config) and (reasons := torch_refusals(config, accelerator)):
+        if undecided(config) and (reasons := parallelism_config.torch_refusals(config, accelerator)):
             raise errors.TorchContextParallelRefused(type(model).__name__, names, reasons)
-
-
-# ---- the patches ---------------------------------------------------------------------------------------------------
 
 
 def _state_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(self, *args, **kwargs)
         given: Any = bound.arguments.get("parallelism_config")
-        if not undecided(given) or decide(given):
+        if not undecided(given) or parallelism_config.decide(given):
             original(self, *args, **kwargs)
         else:
             # cp_enabled only triggers refusals of torch's context parallelism here; the mesh comes later.

@@ -88,8 +88,7 @@ def sharded_buffers(
     """Implements `Accelerator.maybe_context_parallel` for a ring: shards buffers, runs prepared models in the ring.
 
     Raises:
-        UnevenLength, BadBuffers: also if a model call does not take its tokens from the buffers. UnclearCount: an
-            ambiguous num_items_in_batch. BadBatch, RanksDiffer: see `batch.shard`.
+        UnevenLength, BadBuffers, UnclearCount (an ambiguous num_items_in_batch), and the errors of `batch.shard`.
     """
     buffers, dims, no_restore = list(buffers or ()), list(dims or ()), no_restore or set()
     if not buffers or len(buffers) != len(dims):
@@ -138,7 +137,8 @@ class _Calls:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.running is not None:  # a submodule of the running model
             return None
-        named = {**self._by_name(module, args), **kwargs}
+        forward = self.accelerator.unwrap_model(module).forward
+        named = {**inspect.signature(forward).bind_partial(*args).arguments, **kwargs} if args else kwargs
         if not any(id(value) in self.wholes for value in named.values()):
             return None
         whole = {name: self.wholes.get(id(value), value) for name, value in named.items()}
@@ -198,12 +198,6 @@ class _Calls:
         scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
         if float(gradient) * accelerator.gradient_accumulation_steps / scale == accelerator.num_processes:
             raise errors.UnclearCount(count, labels, size, _MULTIPLIED)
-
-    def _by_name(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-        if not args:
-            return {}
-        forward = self.accelerator.unwrap_model(module).forward
-        return dict(inspect.signature(forward).bind_partial(*args).arguments)
 
 
 _SEVERAL = "this step adds up several batches"

@@ -40,7 +40,7 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
     from accelerate.utils import gather_object
     from accelerate.utils.operations import recursively_apply
 
-    ring, tensors = _ring(accelerator), _tensors(data)
+    ring, tensors = Ring.of(accelerator.torch_device_mesh["cp"].get_group()), _tensors(data)
     if use_gather_object or tensors is None:
         everyone: list[Any] = gather_object([data])
         rings = [everyone[first : first + ring.size] for first in range(0, len(everyone), ring.size)]
@@ -81,10 +81,6 @@ def gather_sums_per_ring(accelerator: Any, tensor: Tensor) -> Tensor:
 def _accelerates_own(accelerator: Any) -> Any:
     """The class's method: a trainer may have replaced it on the instance by a function of this module."""
     return type(accelerator).gather_for_metrics.__get__(accelerator)
-
-
-def _ring(accelerator: Any) -> Ring:
-    return Ring.of(accelerator.torch_device_mesh["cp"].get_group())
 
 
 def _tensors(data: Any) -> list[Tensor] | None:

@@ -13,15 +13,10 @@ from torch import nn
 
 from ... import errors
 from ..batch.shard import Sharded
-from ..context import batch_context
+from ..context import batch_context, introspect
 
 HANDED_OVER = ("labels", "shift_labels", "num_items_in_batch")
 """Inputs from which the model would compute a loss of its shard; it does not get them."""
-
-
-def causal_language_model(model: nn.Module) -> Any:
-    """The transformers model inside wrappers (DDP, FSDP, PEFT) that has the loss function; None if there is none."""
-    return next((x for x in model.modules() if hasattr(x, "loss_function") and hasattr(x, "config")), None)
 
 
 @contextmanager
@@ -31,9 +26,9 @@ def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
     These labels must be the whole row's. Memory: S x V logits on every rank.
 
     Raises:
-        LossNotSharded, on the call: a replaced forward returns no logits.
+        NoLogits: on the call, if it returns no logits.
     """
-    head = causal_language_model(model)
+    head = introspect.head_of(model)
     withheld: dict[str, Any] = {}
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

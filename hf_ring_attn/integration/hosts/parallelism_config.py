@@ -138,9 +138,6 @@ def refuse_mismatch(config: Any, processes: int) -> None:
         raise errors.MeshMismatch(_sizes(config), processes)
 
 
-# ---- the patches ---------------------------------------------------------------------------------------------------
-
-
 def _post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def __post_init__(self: Any) -> None:
         handler = self.cp_handler

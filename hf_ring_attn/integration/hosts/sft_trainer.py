@@ -15,7 +15,8 @@ from ..context.whole_batch import IGNORED
 from ..model import adapters
 from ..model.experts import AuxiliaryLoss
 from ..patching.changes import Patch
-from . import accelerate, trainer
+from . import trainer
+from .gather_for_metrics import gather_sums_per_ring
 
 _STEPS = "current_gradient_accumulation_steps"
 """SFTTrainer's divisor of the auxiliary loss of experts, if it gets a count of tokens."""
@@ -46,7 +47,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         accelerator, tokens = self.accelerator, self._total_train_tokens
         steps = getattr(self, _STEPS, 1)  # none before the first training step
         # Entropy and accuracy are sums over tokens, and a ring's tokens are one row's.
-        accelerator.gather_for_metrics = functools.partial(accelerate.gather_sums_per_ring, accelerator)
+        accelerator.gather_for_metrics = functools.partial(gather_sums_per_ring, accelerator)
         if one_mean:  # then the trainer divides the whole loss, or nothing, by the batches of a step
             setattr(self, _STEPS, 1)
         # SFTTrainer clamps a count to at least 1, so it gets the whole count, and its loss is multiplied here.

@@ -16,12 +16,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ... import errors
 from ..batch.shard import Sharded, shard_for
 from ..context import batch_context, introspect, model_record
-from ..context.cut import Share
+from ..context.cut import Share, TrialStep
+from ..context.mesh import ring_enabled, ring_group
 from ..log import warn
 from ..model import admission, fsdp
 from ..patching.changes import Patch
-from ..selfcheck.trial import TrialStep
-from . import accelerate, trainer_overrides
+from . import trainer_overrides
 from .gathered_loss import gathered
 from .trainer_state import preserved_trainer
 
@@ -29,7 +29,7 @@ from .trainer_state import preserved_trainer
 def group_of(trainer: Any) -> Any:
     """The process group of the trainer's ring; None if it trains without one."""
     config = getattr(trainer.accelerator, "parallelism_config", None)
-    return accelerate.ring_group(trainer.accelerator) if accelerate.ring_enabled(config) else None
+    return ring_group(trainer.accelerator) if ring_enabled(config) else None
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -54,6 +54,9 @@ def _refuse_loss(trainer: Any, options: Any) -> None:
             raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
         if trainer.compute_loss_func is not None:
             raise errors.LossNotSharded("compute_loss_func", gathers=True)
+    count = "num_items_in_batch"
+    if not trainer.model_accepts_loss_kwargs and count not in introspect.parameters_of(trainer.model, [count]):
+        raise errors.LossNotSharded(f"the loss of {type(trainer.model).__name__}, which takes no {count},")
     if trainer.label_smoother is not None and not _counts(trainer):
         name = type(trainer.model).__name__
         todo = f"{name} has accepts_loss_kwargs=False, so the loss is neither a mean nor a sum; set it to 0.0"

@@ -7,13 +7,14 @@ from typing import Any
 
 from ..patching.changes import Patch, install
 from . import accelerate, sft_trainer, trainer
+from .parallelism_config import deferring_cp_checks
 
 
 def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def create_accelerator_and_postprocess(self: Any) -> None:
         if any(f"{cls.__module__}:{cls.__name__}" == sft_trainer.SFT for cls in type(self).__mro__):
             install(sft_trainer.PATCHES)  # trl may have been imported after this package
-        with accelerate.deferring_cp_checks(self.model):
+        with deferring_cp_checks(self.model):
             original(self)
         accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)
         accelerate.settle(self.accelerator, self.model)  # also where an Accelerator existed before the trainer

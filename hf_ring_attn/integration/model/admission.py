@@ -11,6 +11,7 @@ from torch import nn
 
 from ... import errors
 from ...config import RingConfig
+from ..context import shared_kv
 from ..context.batch_context import BatchContext
 from ..context.introspect import configs_of, name_of, unwrapped
 from ..context.model_record import ModelRecord, configured, record_of
@@ -24,7 +25,6 @@ from . import (
     multimodal,
     recurrent,
     rope,
-    shared_layers,
     structure,
     temperature,
     training_mode,
@@ -52,7 +52,7 @@ ONCE = Support(
         adapters.unsupported, loss.unsupported,
     ),
     (
-        recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_layers.prepare, loss.prepare,
+        recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,
     ),
 )  # fmt: skip
 """Called once for each structure of a model and kind of batch."""
@@ -90,7 +90,8 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     asked = [EACH_BATCH] if case in admitted else [ONCE, EACH_BATCH]
     reasons = [reason for support in asked for find in support.reasons for reason in find(model, context)]
     if case not in admitted:
-        known = _known_layers(model)
+        found = recurrent.recurrent_of(model)
+        known = ATTENTION_LAYERS | (recurrent.LAYERS if found.layers and found.unknown is None else set())
         reasons += [reason for config in record.configs for reason in _config_reasons(config, context, known)]
     if reasons:
         raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
@@ -133,16 +134,10 @@ def refuse(config: Any, context: BatchContext) -> None:
 
 
 def refuse_always(model: nn.Module) -> None:
-    """Refuses a model that a trainer is about to train, with any batch. It may still be in eval mode."""
+    """Refuses a model that a trainer is about to train, with any batch."""
     reasons = [reason for config in configs_of(model) for reason in _decoder_reasons(config)]
-    reasons += training_mode.noise_reasons(model)
     if reasons:
         raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
-
-
-def _known_layers(model: nn.Module) -> set[str]:
-    found = recurrent.recurrent_of(model)
-    return ATTENTION_LAYERS | (recurrent.LAYERS if found.layers and found.unknown is None else set())
 
 
 def _decoder_reasons(config: Any) -> Iterator[str]:

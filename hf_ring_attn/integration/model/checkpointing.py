@@ -43,8 +43,8 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
                 "gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
             return
-        kept = functools.partial(function.func, *function.args, **function.keywords, context_fn=contexts)
-        module.__dict__["_gradient_checkpointing_func"] = kept
+        selective = functools.partial(function.func, *function.args, **function.keywords, context_fn=contexts)
+        module.__dict__["_gradient_checkpointing_func"] = selective
 
 
 def contexts() -> Any:
@@ -53,5 +53,5 @@ def contexts() -> Any:
 
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    kept = op is torch.ops.hf_ring_attn.ring_flash_attn_fwd.default
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_attention = op is torch.ops.hf_ring_attn.ring_flash_attn_fwd.default
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE

@@ -47,8 +47,7 @@ def balance(
     """experts * sum over experts of (choices of it a token) * (its mean probability): Switch Transformer, 4 to 6.
 
     Args:
-        gate_logits: of each layer [tokens, experts].
-        weights: [tokens], float32: 1 for a token that counts, 0 for another.
+        gate_logits: of each layer [tokens, experts]. weights: [tokens], float32: 1 for a token that counts, else 0.
         sum_up: maps sums over these tokens to sums over all tokens; differentiable.
     """
     sums = weights.new_zeros(2 * experts + 1)

@@ -111,7 +111,7 @@ def average_gradients(model: nn.Module, context: BatchContext) -> None:
         factor = watched.factor(weight)
     factors = torch.zeros(ring.size, device=weight.device)
     factors[ring.rank] = 1.0 if factor is None else factor
-    # A rank without a gradient (an unused expert, say) still has to take part in the sum.
+    # A rank without a gradient (of an unused expert) still takes part in the sum.
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
     *averaged, factors = ring.means([*gradients, factors])
     if factor is not None:  # else the host need not wait for them

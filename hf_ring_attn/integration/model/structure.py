@@ -91,9 +91,6 @@ def _takes_tokens(model: PreTrainedModel) -> bool:
     return model.main_input_name in TEXT and getattr(model.config.get_text_config(), "vocab_size", None) is not None
 
 
-# ---- models that choose their attention from another table -----------------------------------------------------------
-
-
 def _attention_of(original: Callable[..., str]) -> Callable[..., str]:
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention == NAME and (table := _table(type(self))) is not None:

@@ -32,21 +32,7 @@ def _skips_layers(module: nn.Module) -> bool | None:
     return any(found) if found else None
 
 
-def _normalises_by_batch(module: nn.Module) -> bool | None:
-    """Batch norms, SyncBatchNorm among them, which would count a ring's padding, and instance norms."""
-    return isinstance(module, _NormBase) or None
-
-
-def _drops_channels(module: nn.Module) -> bool | None:
-    kinds = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
-    return module.p > 0 if isinstance(module, kinds) else None
-
-
-def _adds_noise(module: nn.Module) -> bool | None:
-    return bool(module.__dict__.get("neftune_noise_alpha")) or None
-
-
-NOISE = "scales NEFTune's noise by the local length: set neftune_noise_alpha=None"
+_DROP_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 IN_TRAINING: list[tuple[Callable[[nn.Module], bool | None], str]] = [
     (
         _skips_layers,
@@ -54,16 +40,19 @@ IN_TRAINING: list[tuple[Callable[[nn.Module], bool | None], str]] = [
         "rate to 0, here and in the model's config (config.layerdrop = 0)",
     ),
     (
-        _normalises_by_batch,
+        lambda module: isinstance(module, _NormBase) or None,  # of batches (also SyncBatchNorm) and instances
         "normalises by statistics of many tokens, and each rank has its own tokens only: freeze it, by eval() after "
         "each train(), or use a norm of single tokens (LayerNorm, RMSNorm)",
     ),
     (
-        _drops_channels,
+        lambda module: module.p > 0 if isinstance(module, _DROP_CHANNELS) else None,
         "drops the same channels of many tokens at random, and each rank would drop others: set its p to 0, or use "
         "nn.Dropout",
     ),
-    (_adds_noise, NOISE),
+    (
+        lambda module: bool(module.__dict__.get("neftune_noise_alpha")) or None,
+        "scales NEFTune's noise by the local length: set neftune_noise_alpha=None",
+    ),
 ]
 """Pairs: does a module, at its present rates, do what is not exact in training (None: it never does); and why."""
 
@@ -108,11 +97,6 @@ def _called(module: nn.Module, _args: object, _kwargs: object) -> None:
     why = _why(module) if module.training else None
     if why is not None and context is not None and context.ring.size > 1 and not context.before_text:
         raise errors.UnsupportedModel(type(module).__name__, [f"in training it {why}"])
-
-
-def noise_reasons(model: nn.Module) -> list[str]:
-    """The reason of `refuse_always` against a model that adds noise to its embeddings."""
-    return [f"it {NOISE}"] if any(map(_adds_noise, model.modules())) else []
 
 
 def say_dropout(model: nn.Module) -> None:

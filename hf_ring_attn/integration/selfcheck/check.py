@@ -26,7 +26,7 @@ from ... import errors
 from ...comm.ring import LOCAL, Ring
 from ..context import batch_context, introspect
 from ..context.batch_context import BatchContext
-from ..context.cut import Share, share
+from ..context.cut import Share, TrialStep, share
 from ..context.model_record import ModelRecord
 from ..context.tensor_tree import tensors_of
 from ..model.replicas import SAME_WEIGHTS
@@ -34,16 +34,7 @@ from .compare import Places, Recorder, relative, spread
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
 from .tolerance import AMPLIFICATION, LOSS, dtypes_seen, rounded_anew, tolerance
-from .trial import (
-    GRADIENT,
-    StepResult,
-    TrialStep,
-    distances,
-    random_state,
-    run_step,
-    set_modes,
-    watched_weights,
-)
+from .trial import GRADIENT, StepResult, distances, random_state, run_step, set_modes, watched_weights
 
 T = TypeVar("T")
 
@@ -55,9 +46,6 @@ _SAME_WEIGHTS = f"The self-check ran it on every rank alone, so their weights di
 
 class _Verdicts(dict[tuple[object, ...], str]):
     """The verdicts of a model's checks, by ring and kind of batch."""
-
-
-# ---- the check -------------------------------------------------------------------------------------------------------
 
 
 def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:

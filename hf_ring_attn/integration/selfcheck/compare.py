@@ -112,9 +112,6 @@ def spread(table: Tensor) -> float:
     return max((float(group[len(group) // 2]) for group in medians if len(group)), default=float("nan"))
 
 
-# ---- which module ----------------------------------------------------------------------------------------------------
-
-
 class Event(NamedTuple):
     """A call of a module, the first or a later one, or its return."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,29 +58,32 @@ def _restored(model: nn.Module) -> Iterator[None]:
         if name not in _OWN and type(x) in (list, dict, set)
     ]
     hooks = [(module.__dict__[name], set(module.__dict__[name])) for module in modules for name in _HOOKS]
-    lent: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     watched: list[tuple[str, Tensor, int]] = []
 
-    def lend(name: str, x: Tensor) -> Tensor:
+    def copied(name: str, x: Tensor) -> Tensor:
         if x.is_inference():  # it cannot be written to
             return x
         if x.is_meta or x.numel() * x.element_size() > BYTES_COPIED or type(x) is not Tensor:
             watched.append((name, x, x._version))
             return x
-        return lent.setdefault(id(x), x.clone())
+        return copies.setdefault(id(x), x.clone())
 
     for module, own, held in zip(modules, attributes, buffers, strict=True):
         for name, buffer in held.items():
             if buffer is not None:
-                module._buffers[name] = lend(f"{type(module).__name__}.{name}", buffer)
+                module._buffers[name] = copied(f"{type(module).__name__}.{name}", buffer)
         for name, x in own.items():
             if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
-                module.__dict__[name] = lend(f"{type(module).__name__}.{name}", x)
+                module.__dict__[name] = copied(f"{type(module).__name__}.{name}", x)
     try:
         yield
     finally:
         for module, own, held in zip(modules, attributes, buffers, strict=True):
-            _restore(module, own)
+            now = module.__dict__
+            for name in [name for name, x in now.items() if name not in own and isinstance(x, _PLAIN)]:
+                del now[name]
+            now.update(own)
             module._buffers.clear()
             module._buffers.update(held)
         for set_hooks, known in hooks:
@@ -93,10 +95,3 @@ def _restored(model: nn.Module) -> Iterator[None]:
         for name, x, version in watched:
             if x._version != version:
                 warn(f"the self-check's row wrote to {name}, which was too large to copy and restore.")
-
-
-def _restore(module: nn.Module, before: dict[str, Any]) -> None:
-    now = module.__dict__
-    for name in [name for name, x in now.items() if name not in before and isinstance(x, _PLAIN)]:
-        del now[name]
-    now.update(before)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..context import batch_context
-from ..context.cut import Share
+from ..context.cut import Share, TrialStep
 
 VALUES = 1 << 16
 """The most values of a weight's gradient that are compared; weights with no more are preferred."""
@@ -26,22 +25,6 @@ FLOOR = 1e-2
 """The least norm of a gradient, relative to the largest one: that of a key's bias is rounding alone."""
 GRADIENT = 4.0
 """The tolerance of a gradient, relative to that of a token's output: a forward and a backward round it."""
-
-
-@dataclass
-class TrialStep:
-    """The loss of a batch's host: a state of the batch, set before a model is admitted.
-
-    Args:
-        loss: called with the model, a whole row and a share of it, in the share's context; None: the model's loss.
-        trains: the host sets the model to training mode first.
-        name: the user's function that computes the loss, if any. key: identifies the step among steps of a model.
-    """
-
-    loss: Callable[[nn.Module, Mapping[str, Any], Share], Any] | None = None
-    trains: bool = False
-    name: str = ""
-    key: tuple[Any, ...] = ()
 
 
 class StepResult(NamedTuple):

@@ -230,6 +230,10 @@ TRAININGS = [
         text=f"the loss of LlamaForCausalLM, whose loss_function is its_own_loss, {GATHERED_INSTEAD}",
     ),
     Training(
+        why="a forward that takes no count", change=jobs.without_keywords, error="LossNotSharded",
+        text="the loss of WithoutKeywords, which takes no num_items_in_batch,",
+    ),
+    Training(
         why="attention dropout", config={"attention_dropout": 0.2}, error="UnsupportedArgument",
         text="LlamaAttention called attention with dropout=0.2",
     ),

@@ -12,7 +12,7 @@ from torch import nn
 import hf_ring_attn
 import tests.helpers.jobs.refusal_jobs as jobs
 from hf_ring_attn import errors
-from hf_ring_attn.integration.context.not_a_tensor import Opaque
+from hf_ring_attn.integration.context.batch_context import Opaque
 from hf_ring_attn.integration.model import structure
 from tests.helpers.contexts import ring_of_two
 from tests.helpers.jobs.comparison import Ranks
