@@ -51,6 +51,9 @@ def options_of(model: nn.Module) -> RingConfig:
     return configured(configs_of(model)) or RingConfig()
 
 
+_SAVED = {"architectures", "dtype", "torch_dtype", "transformers_version"}
+"""Fields that save_pretrained sets, on the one rank that saves."""
+
 Stamp = tuple[list[weakref.ref[nn.Module]], list[tuple[Any, ...]], list[object]]
 
 
@@ -101,7 +104,7 @@ def _stamp(model: nn.Module, configs: list[Any]) -> Stamp:
     modules = list(model.modules())
     plain = (bool, int, float, str, type(None), list, tuple, dict)  # nested configs count separately
     values: list[object] = [
-        (id(config), [(name, repr(value)) for name, value in vars(config).items() if isinstance(value, plain)])
+        (id(config), [(n, repr(x)) for n, x in vars(config).items() if isinstance(x, plain) and n not in _SAVED])
         for config in configs
     ]
     return [weakref.ref(module) for module in modules], [_facts(module) for module in modules], values

@@ -1,8 +1,8 @@
 """The trial step: the loss of the check's row as the program computes it, in the mode it trains in, and gradients.
 
 Dropout stays off, since a token draws other numbers in a ring. A model that draws random numbers by other means is
-tried in evaluation mode. Under FSDP2 no gradient is tried, since hooks on its backward exchange weights. Of a step
-that a program writes itself, only the model's own loss is tried.
+tried in evaluation mode, and one that draws them there, too, is not tried. Under FSDP2 no gradient is tried, since
+hooks on its backward exchange weights. Of a step that a program writes itself, only the model's own loss is tried.
 """
 
 from __future__ import annotations
@@ -46,14 +46,13 @@ def run_step(
     weights = list(weights)
     # The program may be inside a checkpoint, or offload what is saved: its hooks must not see this graph.
     with torch.set_grad_enabled(bool(weights)), saved_tensors_hooks(lambda x: x, lambda x: x):
-        if step.loss is None:
-            loss = loss_of(call())
-        else:
-            with batch_context.activate(share.context):
-                loss = step.loss(model, row, share)
+        # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
+        with batch_context.activate(share.context):
+            loss = loss_of(call()) if step.loss is None else step.loss(model, row, share)
+            gradients = differentiate(loss, weights) if isinstance(loss, Tensor) else []
         if not isinstance(loss, Tensor):
             return None
-        return StepResult(loss.detach().double(), differentiate(loss, weights))
+        return StepResult(loss.detach().double(), gradients)
 
 
 def random_state(device: torch.device) -> Tensor:
