@@ -383,4 +383,4 @@ def test_a_soft_prompt_that_drifts_is_refused_in_words_about_it(ranks: Ranks) ->
         assert raised[0] == "RanksDiffer"
         assert "the same inputs_embeds[0, 0, 0], but got rank 0: " in raised[1]
         assert "These inputs_embeds require a gradient" in raised[1]
-        assert "Call sharded.reduce_gradients(module) with it too" in raised[1]
+        assert "Call sharded.reduce_gradients(module) with it, too" in raised[1]
