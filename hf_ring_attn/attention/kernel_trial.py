@@ -17,10 +17,11 @@ from ..kernels import KERNELS, Params, Request
 from ..kernels.whole import whole
 from ..sharding.layout import Layout
 from ..sharding.mask import CAUSAL, Mask, tiles
-from ..sharding.plan import Plan, Tables
+from ..sharding.plan import Plan
 from ..traffic import RingStep, Sums
 from ..traffic.simulated import SimulatedTraffic
 from .backward import gradients
+from .call import Call, Results, RingOptions
 from .op import forward
 
 LENGTH, RANKS = 8 * 33, 2
@@ -96,12 +97,10 @@ def simulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: 
             layout = Layout(LENGTH, RANKS, rank, OWNERS)
             traffic = _Traffic(layout, (k, v), arriving[1 - rank], began[rank])
             plan = Plan.of(traffic.ring, layout, mask, sparse_share=0)
-            tables = Tables.of(plan.tiles, plan.stops, RANKS)
-            my_q, my_k, my_v, my_dout = (layout.shard(x, 1) for x in (q, k, v, dout))
-            out, lse = forward(traffic, KERNELS[kernel], my_q, my_k, my_v, tables, params, 0)
-            dq, dk, dv, _ = gradients(
-                traffic, KERNELS[kernel], my_dout, my_q, my_k, my_v, out, lse, tables, params, "ring", 0, {}
-            )
+            *qkv, my_dout = (layout.shard(x, 1) for x in (q, k, v, dout))
+            call = Call(*qkv, plan, params, RingOptions(kernel))
+            out, lse = forward(call, traffic, KERNELS[kernel])
+            dq, dk, dv, _ = gradients(call, Results(out, lse, my_dout), traffic, KERNELS[kernel])
             found.append({"out": out, "lse": lse.transpose(1, 2), "dq": dq, "dk": dk, "dv": dv})
     row = Layout(LENGTH, RANKS, 0, OWNERS)
     rows = {name: row.merge(torch.stack([one[name] for one in found])) for name in found[0]}

@@ -41,7 +41,7 @@ class Rank(NamedTuple):
         runs = seen_keys(mask, layout, rank) if sparse and size > 1 else layout.whole()
         seen = [torch.arange(run.position, run.position + run.length) for run in runs]
         seen.append(torch.empty(0, dtype=torch.int64))
-        return cls(layout, layout.positions(), Tables.of(plan.tiles, plan.stops, size), torch.cat(seen))
+        return cls(layout, layout.positions(), plan.tables, torch.cat(seen))
 
 
 Road = Literal["ring", "gather", "sparse"]

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from .. import traffic
+from ..attention.call import RingOptions
 from ..attention.kernel_choice import kernel_for
 from ..comm.ring import Ring
 from ..sharding.layout import Layout
 from . import contenders
-from .clock import Call, in_turns
+from .clock import Timed, in_turns
 from .peers import PEERS
 from .traffic import received
 from .workload import Workload
@@ -24,7 +25,7 @@ ONE = "one device"
 
 
 def measure(
-    work: Workload, ring: Ring, chosen: Sequence[contenders.Options], *, ring_size: int, kernel: str,
+    work: Workload, ring: Ring, chosen: Sequence[RingOptions], *, ring_size: int, kernel: str,
     against: Sequence[str], rounds: int, largest: Callable[[float], float],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Returns one row per contender: seconds of each round, TFLOP/s per device, share of one device, memory.
@@ -50,12 +51,12 @@ def measure(
             failed[name] = reason or "another rank could not"
         else:
             made[name] = contender
-    calls: dict[str, Call] = {}
+    calls: dict[str, Timed] = {}
     for name, contender in made.items():
         calls[name + " forward"], calls[name + " both"] = contender.forward, contender.both
     found = in_turns(calls, rounds, work.device, largest)
     forward_flops, backward_flops = work.flops()
-    ours = {one.name: one for one in chosen}
+    ours = {contenders.name_of(one): one for one in chosen}
     rows: list[dict[str, Any]] = []
     for name, contender in made.items():
         row: dict[str, Any] = {"road": name, "tokens": work.tokens, "kernel": kernel}
@@ -81,7 +82,7 @@ def measure(
 def _contestants(
     work: Workload,
     ring: Ring,
-    chosen: Sequence[contenders.Options],
+    chosen: Sequence[RingOptions],
     ring_size: int,
     kernel: str,
     against: Sequence[str],
@@ -93,7 +94,7 @@ def _contestants(
             name = f"rank {rank} of {ring_size}" + (f" heads {heads}" if heads else "")
             yield name, functools.partial(contenders.without_traffic, work, ring_size, rank, kernel, heads)
     for one in chosen if ring.size > 1 else ():
-        yield one.name, functools.partial(contenders.in_ring, work, ring, kernel, one)
+        yield contenders.name_of(one), functools.partial(contenders.in_ring, work, ring, kernel, one)
     for peer in against:
         yield from PEERS[peer](work)
 

@@ -24,7 +24,7 @@ def received(work: Workload, layout: Layout) -> tuple[int, int]:
     """Bytes received in a forward and in a backward, without padding of accumulators to a kernel's blocks."""
     here: Any = SimpleNamespace(name="", size=layout.world_size, rank=layout.rank)
     plan = Plan.of(here, layout, work.mask(layout))
-    keys, sums = tokens_received(Tables.of(plan.tiles, plan.stops, layout.world_size), layout)
+    keys, sums = tokens_received(plan.tables, layout)
     numbers = work.kv_heads * (work.width + work.value_width)  # elements of a token's keys and values
     narrow, wide = numbers * work.dtype.itemsize, numbers * accumulate_dtype(work.dtype).itemsize
     return keys * narrow, keys * narrow + sums * wide

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
+from hf_ring_attn.attention.call import RingOptions
 from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.bench import contenders, results
 from hf_ring_attn.bench.provenance import facts
@@ -88,7 +89,7 @@ def relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 def road_of(work: Workload, ring: Ring, kernel: str, ring_size: int) -> contenders.Contender:
     if ring.size > 1:
-        return contenders.in_ring(work, ring, kernel, contenders.Options())
+        return contenders.in_ring(work, ring, kernel, RingOptions(kernel))
     return contenders.without_traffic(work, ring_size, ring_size // 2, kernel)
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from hf_ring_attn.attention.call import RingOptions
 from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.bench import contenders, results
 from hf_ring_attn.bench.peers import PEERS
@@ -105,7 +106,7 @@ def compared(work: Workload, ring: Ring, rounds: int) -> list[dict[str, Any]]:
     """One row for each road and rank, medians of rounds. A collective."""
     kernel = kernel_for(ring.name, "flash4", work.request())
     by_name = {
-        "ring": contenders.in_ring(work, ring, kernel, contenders.Options()),
+        "ring": contenders.in_ring(work, ring, kernel, RingOptions(kernel)),
         "without traffic": contenders.without_traffic(work, ring.size, ring.rank, kernel),
         **{name: make() for name, make in PEERS["ulysses"](work) if "flash" in name},
     }

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_ring_attn.attention import op as of_ring
-from hf_ring_attn.attention import score_mod_op
+from hf_ring_attn.attention import call
 from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.biases import Alibi
 from hf_ring_attn.comm.ring import Ring
@@ -220,7 +219,7 @@ def sizes_of_roads(batch: int, tokens: int, score_mod: Any) -> set[int]:
     mine = held(tokens, dist.get_rank(), dist.get_world_size())
     x = {name: row[:, mine].requires_grad_() for name, row in qkv(tokens, batch=batch).items()}
     ids = torch.zeros(batch, tokens, dtype=torch.int64)
-    with mock.patch.object(of_ring, "traffic_of", noted), mock.patch.object(score_mod_op, "traffic_of", noted):
+    with mock.patch.object(call, "traffic_of", noted):
         out = out_of(**x, documents=ids, score_mod=score_mod)
         gradients = torch.autograd.grad(out.sum(), list(x.values()))
     assert [g.shape for g in gradients] == [row.shape for row in x.values()] and out.shape[:2] == (batch, len(mine))

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from hf_ring_attn import cli
-from hf_ring_attn.bench import errors, plot, results
-from hf_ring_attn.bench.contenders import Options
+from hf_ring_attn.bench import contenders, errors, plot, results
 from hf_ring_attn.bench.replay import replay
 from hf_ring_attn.bench.rounding import WAYS, Way, merged_forward, rounded
 from hf_ring_attn.bench.workload import Workload
@@ -142,7 +141,7 @@ def test_the_pull_requests_case_stands_beside_its_figures(monkeypatch: pytest.Mo
 
 
 def live_rows() -> list[dict[str, Any]]:
-    chosen = [Options("ring"), Options("gather")]
+    chosen = contenders.options(["ring", "gather"], ["auto"], [0])
     return list(errors.measure([SMALL], Ring.of(None), ["rings"], [2], "auto", chosen))
 
 

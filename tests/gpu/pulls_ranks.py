@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from hf_ring_attn.attention.call import Call, RingOptions
 from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.attention.op import attend
 from hf_ring_attn.bench.world import ranks_per_gpu, world
@@ -112,10 +113,8 @@ def answer(case: Case, ring: Ring, traffic: str) -> list[Tensor]:
     )
     kernel = kernel_for(ring.name, case.kernel, request)
     params = Params(case.width**-0.5, deterministic=True)
-    out, lse = attend(
-        q, k, v, plan, params, kernel=kernel, backward=case.backward, heads_per_gather=case.heads_per_gather,
-        traffic=traffic,
-    )  # fmt: skip
+    options = RingOptions(kernel, case.backward, case.heads_per_gather, traffic)
+    out, lse = attend(Call(q, k, v, plan, params, options))
     least = mock.patch.multiple(head_groups, SUMS=1, QUERIES=1, SCORES=1) if case.apart else nullcontext()
     with least:
         return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)]

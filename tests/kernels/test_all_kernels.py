@@ -29,7 +29,7 @@ from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.kernels.triton import Triton
 from hf_ring_attn.sharding import plan as plan_module
 from hf_ring_attn.sharding.layout import Layout
-from hf_ring_attn.sharding.plan import Plan, Tables
+from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.testing import CASES, Case, Inputs, inputs, packed, relative_error, sliding
 from hf_ring_attn.traffic import head_halves
 from tests.helpers.checks import UNROUNDED, same_bits
@@ -129,7 +129,7 @@ class Problem:
     def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Place, Place, Place]:
         layout = Layout(self.case.length, 1, 0)
         plan = Plan.of(Ring.simulated(1, 0), layout, mask_of(self.case, self.x["documents"]))
-        known = Tables.of(plan.tiles, plan.stops, 1)
+        known = plan.tables
         return places(q, k, v, known.queries, known.segments[0], self.params.scale)
 
     def forward(self) -> tuple[Tensor, Tensor]:

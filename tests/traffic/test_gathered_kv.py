@@ -14,6 +14,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_ring_attn.attention.call import Call, RingOptions
 from hf_ring_attn.attention.op import attend
 from hf_ring_attn.comm.ring import LOCAL, Pending, Ring
 from hf_ring_attn.kernels import Params
@@ -62,7 +63,7 @@ def layers(
     for number, role in enumerate(roles):
         if number == 2:
             k, v = between(k, v)
-        q, lse = attend(q, k, v, plan, Params(0.3), kernel="reference", kept=role)
+        q, lse = attend(Call(q, k, v, plan, Params(0.3), RingOptions("reference")), role)
         q = torch.nn.functional.pad(q, (0, 2))
     return q, lse
 

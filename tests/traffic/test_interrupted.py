@@ -19,11 +19,13 @@ from hf_ring_attn.comm.sparse_exchange import Exchange
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.errors import LeftHalfway, PeerLost
 from hf_ring_attn.kernels.reference import Reference
+from hf_ring_attn.sharding.plan import Segments, Tables
 from hf_ring_attn.traffic import Messages, seen_by_heads
 from hf_ring_attn.traffic.interrupted import InterruptionGuard
 from tests.helpers.checks import Ranks
 from tests.helpers.rank_functions import held, qkv
 
+NOTHING = torch.empty(0)
 TOKENS, HALVES = 4, [slice(0, 2), slice(2, 3)]
 
 Way = Callable[[Ring, Tensor], Iterator[Any]]
@@ -50,7 +52,10 @@ def exchange(ring: Ring, k: Tensor) -> Iterator[Any]:
     """Every rank sends all its tokens to everyone."""
     all_of = [TOKENS] * ring.size
     everyone = Exchange(all_of, all_of, torch.arange(TOKENS).repeat(ring.size), torch.arange(TOKENS * ring.size))
-    return seen_by_heads(Messages(ring), everyone, (), k, k, k, 2, most=TOKENS * ring.size)
+    tables = Tables(
+        NOTHING, Segments(NOTHING, False), Segments(NOTHING, False), exchange=everyone, most=TOKENS * ring.size
+    )
+    return seen_by_heads(Messages(ring), tables, k, k, k, 2)
 
 
 WAYS: dict[str, Way] = {"a gather": gather, "a walk": walk, "an exchange": exchange}

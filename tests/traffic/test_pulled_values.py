@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.attention.backward import gradients
+from hf_ring_attn.attention.call import Call, Results, RingOptions
 from hf_ring_attn.attention.op import forward
 from hf_ring_attn.kernels import KERNELS, Params
 from hf_ring_attn.kernels.whole import whole
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask, tiles
-from hf_ring_attn.sharding.plan import Plan, Tables
+from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.testing import relative_error
 from hf_ring_attn.traffic import head_groups as of_heads
 from hf_ring_attn.traffic import pulls
@@ -95,10 +96,10 @@ def share(road: pulls.Pulls, given: list[Tensor], heads_per_gather: int) -> list
     kernel.two_streams = True
     layout = Layout(given[0].shape[1], road.ring.size, road.ring.rank)
     plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 2, layout.padded), sparse_share=0)
-    tables, params = Tables.of(plan.tiles, plan.stops, road.ring.size), Params(0.3)
     q, k, v, dout = (layout.shard(x, 1) for x in given)
-    out, lse = forward(road, kernel, q, k, v, tables, params, heads_per_gather)
-    return [out, *gradients(road, kernel, dout, q, k, v, out, lse, tables, params, "ring", 0, {})[:3]]
+    call = Call(q, k, v, plan, Params(0.3), RingOptions("reference", heads_per_gather=heads_per_gather))
+    out, lse = forward(call, road, kernel)
+    return [out, *gradients(call, Results(out, lse, dout), road, kernel)[:3]]
 
 
 @pytest.mark.parametrize("walks", ["together", "apart"])

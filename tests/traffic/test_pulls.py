@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_ring_attn.attention.backward import gradients
+from hf_ring_attn.attention.call import Call, Results, RingOptions
 from hf_ring_attn.comm.ring import LOCAL, Ring
 from hf_ring_attn.errors import LeftHalfway
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.base import InOrder, row_products
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
-from hf_ring_attn.sharding.plan import Plan, Tables
+from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.traffic import GatheredKV, Sums, gathered_kv_for, pulls, seen_by_heads
 from hf_ring_attn.traffic import head_groups as traffic_heads
 from hf_ring_attn.traffic.packing import Packing
@@ -31,6 +32,7 @@ from tests.helpers.checks import Ranks
 from tests.helpers.live_bytes import peak_bytes
 
 CPU = torch.device("cpu")
+EVERYTHING = Plan.of(Ring(LOCAL), Layout(4, 1, 0), Mask.of(CAUSAL, 1, 4)).tables
 
 
 @contextmanager
@@ -67,13 +69,13 @@ def test_a_gather_is_kept_once_all_of_it_has_come() -> None:
     k = torch.arange(24.0).view(1, 4, 3, 2)
     with without_a_gpu() as road:
         kept = GatheredKV()
-        half = seen_by_heads(road, None, (), k, k, -k, 1, kept)
+        half = seen_by_heads(road, EVERYTHING, k, k, -k, 1, kept)
         next(half)
         assert kept.parts is None
         first = [next(half), *half]
         assert kept.parts is not None and kept.parts[1:] == first
         road.gathered = mock.MagicMock(side_effect=AssertionError)
-        assert list(seen_by_heads(road, None, (), k, k, -k, 1, kept)) == kept.parts
+        assert list(seen_by_heads(road, EVERYTHING, k, k, -k, 1, kept)) == kept.parts
         assert gathered_kv_for(kept.number, kept.role, road.ring, None, k, -k) is kept
         assert gathered_kv_for(None, None, road.ring, None, k, -k) is None
 
@@ -186,14 +188,12 @@ def peak_of_a_backward(groups: int) -> int:
     with without_a_gpu(ranks=4) as road, mock.patch.multiple(traffic_heads, SUMS=sums, QUERIES=1, SCORES=1):
         layout = Layout(4 * tokens, 4, 0)
         plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 1, 4 * tokens), sparse_share=0)
-        tables = Tables.of(plan.tiles, plan.stops, 4)
         lse = torch.zeros(1, heads, tokens)
+        call = Call(q, k, v, plan, Params(1.0), RingOptions("nothing"))
         kernel: Any = Nothing()
         found: list[object] = []
         return peak_bytes(
-            lambda: found.append(
-                gradients(road, kernel, dout, q, k, v, out, lse, tables, Params(1.0), "ring", 0, {})
-            )
+            lambda: found.append(gradients(call, Results(out, lse, dout), road, kernel))
         )  # fmt: skip
 
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from hf_ring_attn.attention.backward import gradients
+from hf_ring_attn.attention.call import Call, Results, RingOptions
 from hf_ring_attn.attention.op import forward
 from hf_ring_attn.comm.ring import LOCAL, Ring
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.flash4 import Flash4
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
-from hf_ring_attn.sharding.plan import Plan, Tables
+from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.traffic import Messages, Traffic, pulls
 from hf_ring_attn.traffic import head_groups as of_heads
 from tests.helpers.fake_flash4 import Fake
@@ -42,12 +43,12 @@ def attend(
     with trace.unnoted():
         layout = Layout(length, road.ring.size, road.ring.rank)
         plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 1, length), sparse_share=0)
-        tables = Tables.of(plan.tiles, plan.stops, road.ring.size)
+        assert plan.tables  # parsed before anything is noted
     shapes = [(1, layout.local_length, heads, WIDTH) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
     q, k, v, dout = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
-    params = Params(0.5)
-    out, lse = forward(road, kernel, q, k, v, tables, params, heads_per_gather)
-    gradients(road, kernel, dout, q, k, v, out, lse, tables, params, "ring", 0, {})
+    call = Call(q, k, v, plan, Params(0.5), RingOptions("flash4", heads_per_gather=heads_per_gather))
+    out, lse = forward(call, road, kernel)
+    gradients(call, Results(out, lse, dout), road, kernel)
 
 
 def races(

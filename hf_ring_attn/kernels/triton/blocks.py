@@ -1,6 +1,6 @@
 """Block sizes by GPU family, from a table that ships: no tuning at run time, so that ranks and runs agree to the bit.
 
-`tune` measures the rows of the GPU at hand and prints them; rows of families that were never measured say so.
+recipes/tune_triton.py measures the rows of a GPU; rows of families that were never measured say so.
 """
 
 from __future__ import annotations
