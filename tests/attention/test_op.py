@@ -22,7 +22,8 @@ from hf_ring_attn.sharding import plan as plan_module
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, tiles
 from hf_ring_attn.sharding.plan import KEY_BLOCK, Plan
-from hf_ring_attn.testing import CASES, WORLD_SIZES, Case, mismatch, packed, relative_error, sliding
+from hf_ring_attn.testing import Case, mismatch, packed, relative_error, sliding
+from tests.helpers.cases import CASES, WORLD_SIZES
 from tests.helpers.checks import EXACT, UNROUNDED, Ranks, float64_errors, narrow, narrow_answer, same_bits, worst
 from tests.helpers.rank_functions import held
 

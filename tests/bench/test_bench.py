@@ -22,7 +22,8 @@ from hf_ring_attn.errors import NoMatplotlib, NotAResult
 from hf_ring_attn.kernels import KERNELS, Params
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask, tiles
-from hf_ring_attn.testing import LiveRanks, relative_error
+from hf_ring_attn.testing import relative_error
+from tests.helpers.live_ranks import LiveRanks
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes/benchmarks"))  # last: examples share names with it
 

@@ -30,8 +30,9 @@ from hf_ring_attn.kernels.triton import Triton
 from hf_ring_attn.sharding import plan as plan_module
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.plan import Plan
-from hf_ring_attn.testing import CASES, Case, Inputs, inputs, packed, relative_error, sliding
+from hf_ring_attn.testing import Case, Inputs, inputs, packed, relative_error, sliding
 from hf_ring_attn.traffic import head_halves
+from tests.helpers.cases import CASES
 from tests.helpers.checks import UNROUNDED, same_bits
 from tests.helpers.fake_flash4 import Fake as FakeFlash4
 from tests.helpers.kernel_answers import (

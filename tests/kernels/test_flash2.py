@@ -22,8 +22,9 @@ from hf_ring_attn.kernels.flash4.calls import Bounds
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, Tile, tiles
 from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
-from hf_ring_attn.testing import CASES, Case, inputs, packed
+from hf_ring_attn.testing import Case, inputs, packed
 from hf_ring_attn.traffic import head_halves
+from tests.helpers.cases import CASES
 from tests.helpers.checks import Ranks, distance, narrow_answer, worst
 from tests.helpers.kernel_answers import NO_HOLES, assert_same, mask_of, params_of
 from tests.helpers.rank_functions import Answer as Answers
