@@ -66,13 +66,13 @@ class _Backward:
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.k, self.v))
         guard, dq = interruption_guard(ring), []
         for number, heads in enumerate(groups):
-            with guard.walk(number, len(groups)):
+            with guard.ring_pass(number, len(groups)):
                 part = self._of_heads(heads) if len(groups) > 1 else self
-                dq.append(part._walk(dk[:, :, heads], dv[:, :, heads]))
+                dq.append(part._ring_pass(dk[:, :, heads], dv[:, :, heads]))
                 del part  # before the next one's accumulators are made
         return dq[0] if len(dq) == 1 else torch.cat(dq, 2), dk, dv
 
-    def _walk(self, dk: Tensor, dv: Tensor) -> Tensor:
+    def _ring_pass(self, dk: Tensor, dv: Tensor) -> Tensor:
         """Passes keys, values and gradient accumulators around the ring; writes dk and dv in place and returns dq."""
         segments, rank = self.tables.segments, self.traffic.ring.rank
         halves = head_halves(self.k.shape[2], self.traffic.ring.size)
@@ -113,7 +113,7 @@ class _Backward:
             sums = self._new_sums(*keys)
             self._add(self._queries(heads), *keys, self.tables.forward, sums)
             # Still unrounded, but out of the kernel's own memory order, which cannot be split by rank.
-            dk, dv = (self._home(x) for x in self._finished(*keys, sums, wide))
+            dk, dv = (self._reduced(x) for x in self._finished(*keys, sums, wide))
             parts.append((_rounded(dk, k.dtype), _rounded(dv, v.dtype)))
         dk, dv = (column[0] if len(column) == 1 else torch.cat(column, 2) for column in zip(*parts, strict=True))
         return self._finished_dq(), dk, dv
@@ -159,7 +159,7 @@ class _Backward:
         of_k, of_v = self._place("k", k, segments), self._place("v", v, segments)
         return finish(sums[0], dtype, of_k, into[0]), finish(sums[1], dtype, of_v, into[1])
 
-    def _home(self, gradient: Tensor) -> Tensor:
+    def _reduced(self, gradient: Tensor) -> Tensor:
         """Reduce-scatters the gradient of the keys seen to [B, T, heads, ...] of this rank's own tokens."""
         ring, tokens = self.traffic.ring, self.k.shape[1]
         if self.tables.exchange is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import KERNELS, Params, Request
-from ..kernels.whole import whole
+from ..kernels.reference import whole
 from ..sharding.layout import Layout
 from ..sharding.mask import CAUSAL, Mask, tiles
 from ..sharding.plan import Plan
@@ -97,8 +97,8 @@ def simulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: 
             layout = Layout(LENGTH, RANKS, rank, OWNERS)
             traffic = _Traffic(layout, (k, v), arriving[1 - rank], began[rank])
             plan = Plan.of(traffic.ring, layout, mask, sparse_share=0)
-            *qkv, my_dout = (layout.shard(x, 1) for x in (q, k, v, dout))
-            call = Call(*qkv, plan, params, RingOptions(kernel))
+            my_q, my_k, my_v, my_dout = (layout.shard(x, 1) for x in (q, k, v, dout))
+            call = Call(my_q, my_k, my_v, plan, params, RingOptions(kernel))
             out, lse = forward(call, traffic, KERNELS[kernel])
             dq, dk, dv, _ = gradients(call, Results(out, lse, my_dout), traffic, KERNELS[kernel])
             found.append({"out": out, "lse": lse.transpose(1, 2), "dq": dq, "dk": dk, "dv": dv})
@@ -132,4 +132,4 @@ class _Traffic(SimulatedTraffic):
             found = self._arriving.get(at) if source == self.ring.rank else None
             return self._began.setdefault(at, found or new(source, half))
 
-        return self.walk(halves, sums)
+        return self.steps(halves, sums)

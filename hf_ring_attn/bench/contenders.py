@@ -16,13 +16,13 @@ from ..attention.call import Call, Results, RingOptions
 from ..attention.op import attend, forward
 from ..comm.ring import LOCAL, Ring
 from ..kernels import KERNELS
-from ..sharding.layout import Layout, Owners
+from ..sharding.layout import Layout
 from ..sharding.plan import Plan
 from ..traffic import RingStep, Sums
-from ..traffic.base import PULLED
+from ..traffic.base import PULLED, Gather
 from ..traffic.gathered_kv import KVGroup
 from ..traffic.simulated import SimulatedTraffic
-from ..traffic.two_streams import Abreast
+from ..traffic.two_streams import TwoStreams
 from .clock import Timed
 from .workload import Workload
 
@@ -91,17 +91,9 @@ class Alone(SimulatedTraffic):
         self._device = row[0].device
         self._other = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
-    def gathered(
-        self,
-        k: Tensor,
-        v: Tensor,
-        groups: list[slice],
-        owners: Owners = (),
-        keep: bool = False,
-        two_streams: bool = False,
-    ) -> Generator[KVGroup]:
-        with self._streams(two_streams) as streams:
-            for number, part in enumerate(super().gathered(k, v, groups, owners, keep)):
+    def gathered(self, request: Gather) -> Generator[KVGroup]:
+        with self._streams(request.two_streams) as streams:
+            for number, part in enumerate(super().gathered(request)):
                 yield part._replace(at=streams.turn(number))
 
     def ring_pass(
@@ -117,11 +109,11 @@ class Alone(SimulatedTraffic):
                         made[half.start] = new(source, half)
                 return made[half.start]
 
-            for step in self.walk(halves, sums):
+            for step in self.steps(halves, sums):
                 yield step._replace(at=at[step.heads.start])
 
-    def _streams(self, two_streams: bool) -> Abreast:
-        return Abreast(self._other if two_streams else None, self._device)
+    def _streams(self, two_streams: bool) -> TwoStreams:
+        return TwoStreams(self._other if two_streams else None, self._device)
 
 
 def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str, heads_per_gather: int = 0) -> Contender:

@@ -18,7 +18,7 @@ CALLS = 3
 
 
 def save(work: Workload, ring: Ring, kernel: str, chosen: Sequence[RingOptions], folder: Path) -> None:
-    """Writes profile-TOKENS-ROAD-RANK.txt (kernels by time) and .json.gz (for chrome://tracing) of each rank."""
+    """Writes profile-TOKENS-OPTIONS-RANK.txt (kernels by time) and .json.gz (for chrome://tracing) of each rank."""
     kernel = kernel_for(ring.name, kernel, work.request())
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if work.device.type == "cuda" else [])]
     for one in chosen:

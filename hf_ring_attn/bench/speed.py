@@ -17,8 +17,7 @@ from ..sharding.layout import Layout
 from . import contenders
 from .clock import Timed, in_turns
 from .peers import PEERS
-from .traffic import received
-from .workload import Workload
+from .workload import Workload, received
 
 Made = tuple[str, Callable[[], contenders.Contender]]
 ONE = "one device"
@@ -59,7 +58,7 @@ def measure(
     ours = {contenders.name_of(one): one for one in chosen}
     rows: list[dict[str, Any]] = []
     for name, contender in made.items():
-        row: dict[str, Any] = {"road": name, "tokens": work.tokens, "kernel": kernel}
+        row: dict[str, Any] = {"contender": name, "tokens": work.tokens, "kernel": kernel}
         for kind, flops in (("forward", forward_flops), ("both", forward_flops + backward_flops)):
             measured, alone = found[f"{name} {kind}"], found[f"{ONE} {kind}"]
             rate = [flops * contender.share / seconds / 1e12 for seconds in measured.seconds]
@@ -76,7 +75,7 @@ def measure(
             row["buffer_bytes"] = traffic.buffer_bytes(ring) if pulled else 0
             row["bytes_received"] = received(work, Layout(work.tokens, ring.size, ring.rank))
         rows.append(row)
-    return [*rows, *({"road": name, "tokens": work.tokens, "failed": reason} for name, reason in failed.items())]
+    return [*rows, *({"contender": name, "tokens": work.tokens, "failed": reason} for name, reason in failed.items())]
 
 
 def _contestants(
@@ -102,7 +101,7 @@ def _contestants(
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Formats rows as lines of text."""
     for row in rows:
-        head = f"{row['tokens']:>9,} {row['road']:26s}"
+        head = f"{row['tokens']:>9,} {row['contender']:26s}"
         if "failed" in row:
             yield f"{head} {row['failed']}"
             continue

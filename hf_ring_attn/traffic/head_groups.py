@@ -12,7 +12,7 @@ from ..comm.ring import Ring
 from ..comm.sparse_exchange import Exchange
 from ..sharding.layout import chunks_of
 from ..sharding.plan import Tables
-from .base import Traffic
+from .base import Gather, Traffic
 from .gathered_kv import GatheredKV, KVGroup
 from .interrupted import interruption_guard
 
@@ -78,7 +78,7 @@ def seen_by_heads(
     """Yields the keys and values [B, S, heads, ...] of a plan's forward, one group of heads at a time.
 
     These are the whole row's, or only those that this rank's queries see. A filled ``shared`` is reused without
-    communication, an empty one is filled. ``two_streams``: as in `Traffic.gathered`; close the generator then, also
+    communication, an empty one is filled. ``two_streams``: as in `Gather`; close the generator then, also
     after an error."""
     if shared is not None and shared.parts is not None:
         return (part for part in shared.parts)
@@ -87,7 +87,7 @@ def seen_by_heads(
     chunk = tokens // len(chunks_of(ring.size, owners)[ring.rank])
     groups = head_groups(q, k, v, traffic, heads_per_gather, keys, chunk)
     if tables.exchange is None:
-        parts = traffic.gathered(k, v, groups, owners, keep=shared is not None, two_streams=two_streams)
+        parts = traffic.gathered(Gather(k, v, groups, owners, shared is not None, two_streams))
     else:
         parts = _exchanged(ring, tables.exchange, k, v, groups)
     return parts if shared is None else shared.filling(parts)

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
-from hf_ring_attn.bench.traffic import tokens_received
-from hf_ring_attn.bench.workload import visible_pairs
+from hf_ring_attn.bench.workload import tokens_received, visible_pairs
 from hf_ring_attn.sharding.balance import balanced
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask

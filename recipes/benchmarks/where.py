@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 4 recipes/benchmarks/where.py --tokens 32768 65536 131072 [--one-stream] [--save FOLDER]
 
-Three roads in turns, forward and backward: the ring; one rank's work without traffic, on all GPUs at once (what the
-ring would take if nothing had to travel); and Ulysses. From torch's profiler, for each road: milliseconds a call, those
-in which an attention kernel of the forward or of the backward ran, those in which none did but copies and small
+Contenders in turns, forward and backward: the ring; one rank's work without traffic, on all GPUs at once (what the
+ring would take if nothing had to travel); and Ulysses. From torch's profiler, for each: milliseconds a call, those in
+which an attention kernel of the forward or of the backward ran, those in which none did but copies and small
 kernels, those of NCCL alone, and those of waiting. Attention kernels that take longer than alone share their chip, its
 memory or its power with something; gaps are waits.
 """
@@ -103,7 +103,7 @@ def measured(contender: contenders.Contender, ring: Ring, device: torch.device) 
 
 
 def compared(work: Workload, ring: Ring, rounds: int) -> list[dict[str, Any]]:
-    """One row for each road and rank, medians of rounds. A collective."""
+    """One row for each contender and rank, medians of rounds. A collective."""
     kernel = kernel_for(ring.name, "flash4", work.request())
     by_name = {
         "ring": contenders.in_ring(work, ring, kernel, RingOptions(kernel)),
@@ -115,14 +115,14 @@ def compared(work: Workload, ring: Ring, rounds: int) -> list[dict[str, Any]]:
         for name, contender in by_name.items():
             found[name].append(measured(contender, ring, work.device))
     mine = [
-        {"tokens": work.tokens, "road": name, "rank": ring.rank}
+        {"tokens": work.tokens, "contender": name, "rank": ring.rank}
         | {field: statistics.median(getattr(one, field) for one in some) for field in Spent._fields}
         for name, some in found.items()
     ]
     rows: list[list[dict[str, Any]]] = [[]] * ring.size
     dist.all_gather_object(rows, mine)
     order = list(by_name)
-    return sorted(itertools.chain(*rows), key=lambda row: (order.index(row["road"]), row["rank"]))
+    return sorted(itertools.chain(*rows), key=lambda row: (order.index(row["contender"]), row["rank"]))
 
 
 def main() -> None:
@@ -146,7 +146,7 @@ def main() -> None:
             if ring.rank == 0:
                 for row in found:
                     spent_here = ", ".join(f"{field} {row[field]:.2f}" for field in Spent._fields)
-                    print(f"{tokens:>9,} {row['road']:24s} rank {row['rank']}: {spent_here} ms", flush=True)
+                    print(f"{tokens:>9,} {row['contender']:24s} rank {row['rank']}: {spent_here} ms", flush=True)
                 if given.save:
                     name = f"where_{ring.size}{'_one_stream' if given.one_stream else ''}"
                     results.save(given.save, name, {**head, "calls": CALLS}, rows)

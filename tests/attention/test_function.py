@@ -208,8 +208,8 @@ def test_no_tokens_and_no_rows(ranks: Ranks, size: int, batch: int, documents: b
     assert ranks(size).run(nothing, batch, documents, config) == [want] * size
 
 
-def sizes_of_roads(batch: int, tokens: int, score_mod: Any) -> set[int]:
-    """The sizes of the rings whose roads an attention of nothing takes, forward and backward."""
+def sizes_of_transports(batch: int, tokens: int, score_mod: Any) -> set[int]:
+    """The sizes of the rings whose transports an attention of nothing takes, forward and backward."""
     sizes = set[int]()
 
     def noted(ring: Ring, *args: Any) -> Any:
@@ -230,7 +230,7 @@ def sizes_of_roads(batch: int, tokens: int, score_mod: Any) -> set[int]:
 @pytest.mark.parametrize(("batch", "tokens"), [(2, 0), (0, 8), (0, 7)])
 def test_nothing_is_sent_of_nothing(ranks: Ranks, batch: int, tokens: int, score_mod: Any) -> None:
     """Pulls have no memory for it, and raised an IndexError."""
-    assert ranks(2).run(sizes_of_roads, batch, tokens, score_mod) == [{1}] * 2
+    assert ranks(2).run(sizes_of_transports, batch, tokens, score_mod) == [{1}] * 2
 
 
 def spoiled(case: Case, token: int, config: RingConfig) -> dict[str, Tensor]:

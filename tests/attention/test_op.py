@@ -289,7 +289,7 @@ def test_tables_are_read_once_and_forgotten_with_their_plan() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_plan_holds_the_tiles_of_both_roads(ranks: Ranks, size: int) -> None:
+def test_a_plan_holds_the_tiles_of_both_transfers(ranks: Ranks, size: int) -> None:
     for got, want in ranks(size).run(planned):
         assert got == want
         assert len(got) == 1 + size

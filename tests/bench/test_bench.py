@@ -151,7 +151,7 @@ def test_a_launched_ring_is_measured_as_it_is(ranks: Callable[[int], LiveRanks])
     assert second == []
     live = [row for row in first if row["live"]]
     assert [(row["way"], row["inputs"]) for row in live] == [
-        (f"ring_fp32 {road}", name) for name in ("outliers", "biased V") for road in ("ring", "gather")
+        (f"ring_fp32 {contender}", name) for name in ("outliers", "biased V") for contender in ("ring", "gather")
     ]
     for row in live:
         assert row["ring_size"] == 2
@@ -224,14 +224,14 @@ def test_a_stack_has_the_gradient_of_plain_torch() -> None:
 # ---- plots ----------------------------------------------------------------------------------------------------------
 
 SPEED = [
-    {"road": "one device", "tokens": 64, "both": {"share": 1.0}},
-    {"road": "one device", "tokens": 32, "both": {"share": 1.0}},
-    {"road": "ring_fp32 ring", "tokens": 64, "both": {"share": 0.9}},
-    {"road": "ring_fp32 ring", "tokens": 32, "failed": "no memory"},
+    {"contender": "one device", "tokens": 64, "both": {"share": 1.0}},
+    {"contender": "one device", "tokens": 32, "both": {"share": 1.0}},
+    {"contender": "ring_fp32 ring", "tokens": 64, "both": {"share": 0.9}},
+    {"contender": "ring_fp32 ring", "tokens": 32, "failed": "no memory"},
 ]
 
 
-def test_throughput_has_a_line_for_each_road() -> None:
+def test_throughput_has_a_line_for_each_contender() -> None:
     *_, lines = plot.throughput(SPEED)
     assert lines == [("one device", [32, 64], [1.0, 1.0]), ("ring_fp32 ring", [64], [0.9])]
 
@@ -275,8 +275,8 @@ def test_a_plot_stands_beside_its_file(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{}", "[]", "not JSON", '{"road": "x"}', '{"rows": [{"road": "x"}]}', '{"run": "speed"}',
-        '{"run": "x"}\n{"else": 1}', '{"run": "speed"}\n{"road": "x"}',
+        "", "{}", "[]", "not JSON", '{"contender": "x"}', '{"rows": [{"contender": "x"}]}', '{"run": "speed"}',
+        '{"run": "x"}\n{"else": 1}', '{"run": "speed"}\n{"contender": "x"}',
     ],
 )  # fmt: skip
 def test_what_holds_no_result_is_told(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

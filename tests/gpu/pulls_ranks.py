@@ -25,7 +25,7 @@ from hf_ring_attn.attention.op import attend
 from hf_ring_attn.bench.world import ranks_per_gpu, world
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels import KERNELS, Params, Request
-from hf_ring_attn.kernels.whole import whole
+from hf_ring_attn.kernels.reference import whole
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, tiles
 from hf_ring_attn.sharding.plan import Plan
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     kernel: str = "auto"
     sparse: bool = False
     apart: bool = False
-    """Whether heads walk the ring one after the other, as where their sums would be large."""
+    """Heads have ring passes one after the other, as where their sums would be large."""
     chunks: int = 0
     """Chunks that each rank holds, dealt at random; 0 for the zigzag."""
 
@@ -157,8 +157,8 @@ def tried(ring: Ring, device: torch.device) -> bool:
         wrong += [f"{case}: far from float64: {far}"] if far else []
 
     repeated = (Case(8192, heads=16, kv_heads=8), Case(8192, heads=6, kv_heads=3))
-    roads = ("pulls", "messages") if messages else ("pulls",)
-    for traffic, case in itertools.product(roads, repeated):
+    transports = ("pulls", "messages") if messages else ("pulls",)
+    for traffic, case in itertools.product(transports, repeated):
         first = None
         generator = torch.Generator().manual_seed(ring.rank)
         noise = torch.randn(2048, 2048, device=device)
@@ -172,7 +172,7 @@ def tried(ring: Ring, device: torch.device) -> bool:
             if not all(torch.equal(x, y) for x, y in zip(found, first, strict=True)):
                 wrong.append(f"{traffic}, {case}: pass {repeat} has other bits than the first")
                 break
-    return told(ring, wrong, f"{len(cases)} cases and {2 * len(roads)} x {REPEATS} passes")
+    return told(ring, wrong, f"{len(cases)} cases and {2 * len(transports)} x {REPEATS} passes")
 
 
 if __name__ == "__main__":
