@@ -73,15 +73,11 @@ def tried(kernel: str, request: Request, device: torch.device) -> dict[str, floa
     mask = Mask.of(CAUSAL, ROWS, LENGTH, ids.expand(ROWS, -1) if request.holes else None)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         got = simulated(kernel, q, k, v, dout, mask, params)
-        want = defined(q.double(), k.double(), v.double(), dout.double(), mask, params)
+        exact = Params(params.scale, params.softcap, None if sinks is None else sinks.double())
+        row = Layout(LENGTH, 1, 0).whole()
+        q, k, v, dout = (x.double() for x in (q, k, v, dout))
+        want = whole(KERNELS["reference"], q, k, v, dout, tiles(mask, row, row), exact)
     return {name: float((got[name].double() - x).norm() / x.norm()) for name, x in want.items()}
-
-
-def defined(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
-    """The reference kernel's answer for whole rows."""
-    runs = Layout(LENGTH, 1, 0).whole()
-    params = Params(params.scale, params.softcap, None if params.sinks is None else params.sinks.double())
-    return whole(KERNELS["reference"], q, k, v, dout, tiles(mask, runs, runs), params)
 
 
 def simulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:

@@ -78,14 +78,7 @@ def replay(
 
 
 def replay_forward(
-    kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    size: int,
-    params: Params,
-    path: Transfer = "ring",
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask, size: int, params: Params, path: Transfer = "ring"
 ) -> tuple[Tensor, Tensor]:
     """out [B, S, H, Dv] and lse [B, H, S]: each rank's queries against all keys that they see, in one softmax."""
     batch, length, heads, _ = q.shape

@@ -79,12 +79,7 @@ def measure(
 
 
 def _contestants(
-    work: Workload,
-    ring: Ring,
-    chosen: Sequence[RingOptions],
-    ring_size: int,
-    kernel: str,
-    against: Sequence[str],
+    work: Workload, ring: Ring, chosen: Sequence[RingOptions], ring_size: int, kernel: str, against: Sequence[str]
 ) -> Iterator[Made]:
     yield ONE, lambda: contenders.one_device(work, kernel)
     if ring.size == 1 and ring_size > 1:

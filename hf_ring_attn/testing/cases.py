@@ -1,4 +1,4 @@
-"""The one table of cases, for tests, doctor and benchmarks, and the tensors that go with a case.
+"""Cases of an attention, and their tensors.
 
 Letters: B batch, S tokens, H query heads, G key/value heads, D head width, Dv value width, W ring size.
 """

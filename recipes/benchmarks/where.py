@@ -140,7 +140,8 @@ def main() -> None:
         KERNELS["flash4"].two_streams = not given.one_stream
         head, rows = facts(), []
         for tokens in given.tokens:
-            work = Workload(tokens, device, *given.heads, given.width, given.width)
+            heads, kv_heads = given.heads
+            work = Workload(tokens, device, heads, kv_heads, given.width, given.width)
             found = compared(work, ring, given.rounds)
             rows += found
             if ring.rank == 0:
