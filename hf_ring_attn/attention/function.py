@@ -258,7 +258,7 @@ def _agreed_length(ring: Ring, q: Tensor, facts: dict[str, object], refusal: Ref
         raise refusal or elsewhere from None
     if refusal is not None:  # in a ring of one
         raise refusal
-    lengths = ring.numbers(q.shape[1], device, "told its length")
+    lengths = ring.numbers(q.shape[1], device, "compared lengths")
     total = sum(lengths)
     expected = [Layout(total, ring.size, rank).held() for rank in range(ring.size)]
     if lengths != expected:

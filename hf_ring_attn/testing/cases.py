@@ -105,7 +105,7 @@ class Inputs(TypedDict):
 def inputs(case: Case, dtype: torch.dtype = torch.float64) -> Inputs:
     """Signed random tensors with outliers, the same in every run and, up to rounding, in every dtype.
 
-    Outliers of q lie in the first column and those of k in the last, so that they do not meet: they bend the softmax
+    Outliers of q are in the first column and those of k in the last, so that they do not meet: they bend the softmax
     without making it one-hot. Padding tokens hold values as large as any, so that a leak shows.
     """
     generator = torch.Generator().manual_seed(case.seed)
