@@ -299,7 +299,9 @@ def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
         error = sys.exc_info()[1] if output is None else None  # a hook that is always called has no other sign
         # Refusals are those of all ranks, and so are mostly errors before the first attention: bad arguments.
         alone = attentions() > context.log.before or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if error is not None and alone and not isinstance(error, errors.Refused):
+        # Checkpointing ends the forward that it runs again by an exception, on every rank.
+        ended = isinstance(error, errors.Refused) or type(error).__module__ == "torch.utils.checkpoint"
+        if error is not None and alone and not ended:
             interruption_guard(context.ring).abandon()
 
     if "_compiled_call_impl" in model.__dict__ or context.ring.size == 1 or not introspect.uses_ring(model):

@@ -125,11 +125,18 @@ def _facts(module: nn.Module) -> tuple[Any, ...]:
     return type(module), sum(not is_ours(hook) for hook in hooks), id(forward), len(weights), trained
 
 
+_SAVED = {"architectures", "dtype", "torch_dtype", "transformers_version"}
+"""Fields that save_pretrained sets, on the one rank that saves."""
+
+
 def _values(configs: list[Any]) -> list[object]:
     """The values of every transformers config; nested configs separately."""
     plain = (bool, int, float, str, type(None), list, tuple, dict)
     return [
-        (id(config), [(name, repr(value)) for name, value in vars(config).items() if isinstance(value, plain)])
+        (
+            id(config),
+            [(name, repr(x)) for name, x in vars(config).items() if isinstance(x, plain) and name not in _SAVED],
+        )
         for config in configs
     ]
 

@@ -222,9 +222,10 @@ class _Check:
                 if not torch.equal(before, random_state(self.device)):  # not dropout: a router's noise, perhaps
                     for module in self.model.modules():
                         module.__dict__["training"] = False
+                    before = random_state(self.device)
                     whole = self._whole(whole_step, rows)
-                if whole is None:
-                    return "passed"
+                if whole is None or not torch.equal(before, random_state(self.device)):
+                    return "passed"  # no loss, or one that differs from run to run
                 share = self._sharded(ring_step)
             assert share is not None, "a loss in one process"
             spacing = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)

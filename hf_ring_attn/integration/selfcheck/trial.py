@@ -1,8 +1,8 @@
 """The trial step: the loss of the check's row as the program computes it, in the mode it trains in, and gradients.
 
 Dropout stays off, since a token draws other numbers in a ring. A model that draws random numbers by other means is
-tried in the mode of evaluation. FSDP2 exchanges weights by hooks on its backward, so there no gradient is tried. A
-step that a program writes itself is not seen beyond its model's loss.
+tried in the mode of evaluation, and one that draws them there, too, is not tried. FSDP2 exchanges weights by hooks on
+its backward, so there no gradient is tried. A step that a program writes itself is not seen beyond its model's loss.
 """
 
 from __future__ import annotations
@@ -47,14 +47,13 @@ def run_step(
     weights = list(weights)
     # The program may be inside a checkpoint, or offload what is saved: its hooks must not see this graph.
     with torch.set_grad_enabled(bool(weights)), saved_tensors_hooks(lambda x: x, lambda x: x):
-        if step.loss is None:
-            loss = loss_of(call())
-        else:
-            with batch_context.activate(share.context):
-                loss = step.loss(model, row, share)
+        # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
+        with batch_context.activate(share.context):
+            loss = loss_of(call()) if step.loss is None else step.loss(model, row, share)
+            gradients = differentiate(loss, weights) if isinstance(loss, Tensor) else []
         if not isinstance(loss, Tensor):
             return None
-        return StepResult(loss.detach().double(), differentiate(loss, weights))
+        return StepResult(loss.detach().double(), gradients)
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -6,11 +6,13 @@ tested version. Each difference becomes a reason in `Flash4.unsupported`.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import threading
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -106,7 +108,9 @@ class Hopper:
         self.cutlass = import_module("cutlass")
         self.cute = import_module("cutlass.cute")
         self.fake = import_module("quack.compile_utils").make_fake_tensor
-        self.compiled = self.interface.get_jit_cache(f"hf_ring_attn_backward_{ARCHITECTURE}")
+        # It may be on disk, where flash-attn-4 marks the version of its own source, not of ours.
+        source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+        self.compiled = self.interface.get_jit_cache(f"hf_ring_attn_backward_{ARCHITECTURE}_{source}")
         self.lock = threading.Lock()
         # Emitted at every compilation; harmless here.
         warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..base import Params
 from .blocks import Table
 from .calls import Bounds
+from .disk_cache import use_disk_cache
 
 PACKAGE, TESTED = "flash-attn-4", ("4.0.0b36",)
 NEEDS = {"nvidia-cutlass-dsl": ("4.8.",), "quack-kernels": ("0.6.",)}
@@ -94,6 +95,7 @@ def not_installed() -> tuple[str, ...]:
 @cache
 def load() -> Loaded:
     """Imports flash-attn-4, once, and compares it with the tested version."""
+    use_disk_cache()
     try:
         library = import_module(".hopper", __package__).Hopper()
         reasons = tuple(library.differences())

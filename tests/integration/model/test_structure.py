@@ -48,7 +48,7 @@ FORWARDS = [
     ),
     Forward(
         why="a mask taken for a tensor", kind="DogeForCausalLM", config=DOGE, error="MaskIsNoTensor",
-        text="the model uses its attention mask as a tensor (.dtype), but a ring's mask is data that only its",
+        text="the model uses its attention mask as a tensor (.dtype), but a ring's mask is no tensor",
     ),
 ]  # fmt: skip
 
