@@ -10,7 +10,7 @@ import torch
 
 from ..config import kernel_from_environment
 from ..errors import BadOption, UnsupportedAttention
-from .base import Asked, Gradients, Kernel, Params, Part, Place, Request, accumulate_dtype
+from .base import PART, Asked, Gradients, Kernel, Params, Part, Place, Request, accumulate_dtype
 from .flash2 import Flash2
 from .flash4 import Flash4
 from .flex import Flex
@@ -75,7 +75,8 @@ def asking(request: Request, mod: ScoreMod, scale: float, softcap: float | None,
     if flex.unsupported(request) and KERNELS["triton"].unsupported(request):
         return request
     graph = text_of(mod) + flex.text(mod, request.dtype, scale, softcap)
-    return replace(request, asked=Asked(graph, code_of(mod.function), scale, softcap, weakref.ref(mod), part))
+    mod.once(PART, lambda: part)
+    return replace(request, asked=Asked(graph, code_of(mod.function), scale, softcap, weakref.ref(mod)))
 
 
 @torch.compiler.disable(reason="hf_ring_attn probes versions and GPUs")  # type: ignore[untyped-decorator]

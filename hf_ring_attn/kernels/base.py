@@ -7,7 +7,6 @@ lse [B, H, T], natural logarithm, -inf where a query sees no key. tiles: see `hf
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -151,6 +150,10 @@ class Part:
     backward: tuple[tuple[int, int, Tensor], ...]
 
 
+PART = "part"
+"""The key in `ScoreMod.cache` of a function that makes the `Part`."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """A score_mod in a request; equal to another of the same code and graph, whatever their tensors hold.
@@ -159,8 +162,7 @@ class Asked:
         graph: the text of its graph, or the reason why it has none.
         code: of the function, by `code_of`: a graph does not show that gradients are switched off or made by hand.
         scale, softcap: of the scores that it gets.
-        mod: the function; gone once its call of attention is over.
-        part: makes the `Part` that it may be tried on: its tensors may have nothing for other positions.
+        mod: the function; gone once its call of attention is over, since requests are cached.
     """
 
     graph: str
@@ -168,12 +170,16 @@ class Asked:
     scale: float
     softcap: float | None
     mod: weakref.ref[ScoreMod] = field(compare=False)
-    part: Callable[[], Part] = field(compare=False)
 
     def function(self) -> ScoreMod:
         mod = self.mod()
         assert mod is not None, "a function is asked about while its call lasts"
         return mod
+
+    def part(self) -> Part:
+        """The part that the function may be tried on: its tensors may have nothing for other positions."""
+        made: Part = self.function().cache[PART]()
+        return made
 
 
 @dataclass(frozen=True)
