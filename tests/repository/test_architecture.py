@@ -81,10 +81,7 @@ PACKAGES: dict[str, Users] = {
     "accelerate": Users({"integration"}),
     "peft": Users({"integration"}),
     "trl": Users({"integration"}),
-    "torch.distributed": Users(
-        {"comm", "traffic", "testing", "bench"}, frozenset({"attention", "integration", "__init__"})
-    ),
-    "torch.multiprocessing": Users({"testing"}),
+    "torch.distributed": Users({"comm", "traffic", "bench"}, frozenset({"attention", "integration", "__init__"})),
     "triton": Users({"kernels"}),
     "flash_attn": Users({"kernels", "bench"}),  # a benchmark times it as it is shipped
 }
@@ -94,7 +91,6 @@ ENVIRONMENT = {
     "config": "it is the one reader of our own variables",
     "bench": "a result's head tells the launcher that started it, and the commit of a copy without .git",
     "kernels.flash4.disk_cache": "flash-attn-4's cache is turned on by its own variables alone",
-    "testing": "it sets the variables of torch's launcher (rank, world size) for the ranks it starts",
 }
 
 
@@ -264,7 +260,7 @@ def test_a_file_holds_one_idea(folder: str) -> None:
     assert long == {}, f"more than {MOST_LINES} lines: split it by idea"
 
 
-ONLY = "only ['bench', 'comm', 'testing', 'traffic'] may"
+ONLY = "only ['bench', 'comm', 'traffic'] may"
 
 PLANTED = [
     ("kernels.base", "from ..comm.ring import Ring", "kernels imports hf_ring_attn.comm.ring.Ring"),

@@ -172,7 +172,9 @@ def refused(batch: Batch, model: str) -> str:
 def test_a_text_model_that_is_given_images_is_refused(ranks: Ranks) -> None:
     for text in ranks(2).run(refused, with_images("qwen2.5 vision"), "llama"):
         assert "LlamaForCausalLM" in text
-        assert "its batch holds images or sound, but it has no inner text model that could take a part of the row" in text
+        assert (
+            "its batch holds images or sound, but it has no inner text model that could take a part of the row" in text
+        )
 
 
 def test_a_text_model_that_numbers_by_the_padding_mask_is_refused(ranks: Ranks) -> None:
