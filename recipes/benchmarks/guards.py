@@ -16,7 +16,6 @@ alone. A step runs them one after another:
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_ring_attn
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
+from hf_ring_attn.bench.world import world
 from hf_ring_attn.integration.batch import shard as batch_shard
 
 
@@ -103,19 +103,15 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     head = facts()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    result = {**head, **measured(args, device)}
-    if dist.get_rank() == 0:
-        parts = ", ".join(f"{part} {ms:.2f}" for part, ms in result["median_ms"].items())
-        print(f"{args.layers} layers on {args.device}: {result['guards_ms']:.2f} ms of guards a step ({parts} ms)")
-        print(f"a step {result['median_step_ms']:.1f} ms; the first {result['first_step_ms']:.0f} ms")
-        if args.save:
-            results.save(args.save, f"guards_{args.device}", result)
-    dist.destroy_process_group()
+    with world(args.device) as (ring, device):
+        result = {**head, **measured(args, device)}
+        if ring.rank == 0:
+            parts = ", ".join(f"{part} {ms:.2f}" for part, ms in result["median_ms"].items())
+            print(f"{args.layers} layers on {args.device}: {result['guards_ms']:.2f} ms of guards a step ({parts} ms)")
+            print(f"a step {result['median_step_ms']:.1f} ms; the first {result['first_step_ms']:.0f} ms")
+            if args.save:
+                results.save(args.save, f"guards_{args.device}", result)
 
 
 if __name__ == "__main__":
