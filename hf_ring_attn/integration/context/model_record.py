@@ -54,7 +54,7 @@ def options_of(model: nn.Module) -> RingConfig:
 _SAVED = {"architectures", "dtype", "torch_dtype", "transformers_version"}
 """Fields that save_pretrained sets, on the one rank that saves."""
 
-Stamp = tuple[list[weakref.ref[nn.Module]], list[tuple[Any, ...]], list[object]]
+Stamp = tuple[list[weakref.ref[nn.Module]], list[tuple[Any, ...]], list[tuple[int, list[tuple[str, str]]]]]
 
 
 class ModelRecord:
@@ -92,10 +92,11 @@ _RECORDS: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = weakref.WeakKeyDic
 def record_of(model: nn.Module) -> ModelRecord:
     """The record of ``model``, a new one if its structure has changed. Visits all modules."""
     model = inside(model)
-    known, modules = _RECORDS.get(model), modules_of(model)
-    configs = list(configs_of(modules))
-    stamp = _stamp(modules, configs)
-    if known is None or not _same(known.stamp, stamp):
+    known = _RECORDS.get(model)
+    if known is None or not _unchanged(known):
+        modules = modules_of(model)
+        configs = list(configs_of(modules))
+        stamp = list(map(weakref.ref, modules)), list(map(_facts, modules)), _values(configs)
         known = _RECORDS[model] = ModelRecord(stamp, configs)
     return known
 
@@ -115,28 +116,33 @@ def forget_models() -> None:
     _RECORDS.clear()
 
 
-def _stamp(modules: list[nn.Module], configs: list[Any]) -> Stamp:
-    """The structure of a model: its modules, their hooks and weights, and its configs; no training flags."""
-    plain = (bool, int, float, str, type(None), list, tuple, dict)  # nested configs count separately
-    values: list[object] = [
-        (id(config), [(n, repr(x)) for n, x in vars(config).items() if isinstance(x, plain) and n not in _SAVED])
-        for config in configs
-    ]
-    return [weakref.ref(module) for module in modules], [_facts(module) for module in modules], values
+def _unchanged(record: ModelRecord) -> bool:
+    """Compares a model with its stamp: its modules, their hooks and weights, and its configs; no training flags."""
+    references, facts, values = record.stamp
+    for reference, known in zip(references, facts, strict=True):
+        module = reference()
+        if module is None or _facts(module) != known:
+            return False
+    return _values(record.configs) == values
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     own = module.__dict__
     hooks, trained, weights = 0, 0, own["_parameters"]
-    for table in (own["_forward_hooks"], own["_forward_pre_hooks"], own["_backward_hooks"]):
-        for hook in table.values():
-            hooks += not is_ours(hook)
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]:
+        for table in (own["_forward_hooks"], own["_forward_pre_hooks"], own["_backward_hooks"]):
+            for hook in table.values():
+                hooks += not is_ours(hook)
     for weight in weights.values():
         trained += weight is not None and weight.requires_grad
-    return type(module), hooks, id(own.get("forward")), len(weights), trained
+    # By their ids, which are not reused while every module of the record is alive.
+    parts = map(id, own["_modules"].values())
+    return type(module), hooks, id(own.get("forward")), id(own.get("config")), len(weights), trained, *parts
 
 
-def _same(one: Stamp, other: Stamp) -> bool:
-    if len(one[0]) != len(other[0]) or one[1:] != other[1:]:
-        return False
-    return all(a() is b() for a, b in zip(one[0], other[0], strict=True))  # ids alone may be reused
+def _values(configs: list[Any]) -> list[tuple[int, list[tuple[str, str]]]]:
+    plain = (bool, int, float, str, type(None), list, tuple, dict)  # nested configs count separately
+    return [
+        (id(config), [(n, repr(x)) for n, x in vars(config).items() if isinstance(x, plain) and n not in _SAVED])
+        for config in configs
+    ]

@@ -40,8 +40,11 @@ _last: list[tuple[str, list[weakref.ref[Tensor]], BatchContext, int]] = []
 
 def averages_gradients(model: nn.Module) -> bool:
     """Returns True if a wrapper in or around ``model`` combines gradients over ranks."""
-    record = latest_record(model)
-    return bool(AVERAGING & _classes(model)) or any(type(x).__name__ == "DTensor" for x in record.weights())
+    return _averages(model, latest_record(model).weights())
+
+
+def _averages(model: nn.Module, weights: list[nn.Parameter]) -> bool:
+    return any(type(x).__name__ == "DTensor" for x in weights) or bool(AVERAGING & _classes(model))
 
 
 def _classes(model: nn.Module) -> set[str]:
@@ -51,9 +54,9 @@ def _classes(model: nn.Module) -> set[str]:
 
 def note_trained(model: nn.Module, context: BatchContext) -> None:
     """Notes a bare model that trains in a ring, and compares its weights."""
-    if context.ring.size > 1 and model.training and not averages_gradients(model):
+    weights = latest_record(model).weights() if context.ring.size > 1 and model.training else []
+    if weights and not _averages(model, weights):
         compare(model, context)
-        weights = latest_record(model).weights()
         _note(type(model).__name__, weights, context)
         # The last of the smallest: LoRA's first factor has no gradient at first, the second one has.
         weight = min((x for x in reversed(weights) if x.requires_grad), key=Tensor.numel, default=None)
