@@ -36,8 +36,12 @@ from hf_ring_attn.errors import RingAttentionError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PRELOAD = ("pytest", "transformers.trainer", "accelerate", "peft", "trl.trainer.sft_trainer")
-"""Slow imports: the fork server does them once for all ranks, with those that this process has imported."""
+PRELOAD = {
+    **{name: name for name in ("pytest", "transformers.trainer", "accelerate", "peft", "trl.trainer.sft_trainer")},
+    "torch._dynamo.testing": "torch._inductor.compile_fx",  # which the first graph imports, in 1.3 s
+}
+"""Slow imports: the fork server does them once for all ranks, where this process has imported the first of each pair."""
+LAST = "tests.helpers.frozen_imports"
 
 GRACE_SECONDS = 5.0
 """Time in which the other ranks may still answer once one has failed; they are probably waiting for it."""
@@ -204,7 +208,8 @@ class _World:
 
 def start_fork_server() -> None:
     """Starts the fork server with the slow imports done, and without threads, which a fork would lose."""
-    forkserver.set_forkserver_preload([__name__, "torch.distributed", *(x for x in PRELOAD if x in sys.modules)])
+    imports = [slow for imported, slow in PRELOAD.items() if imported in sys.modules]
+    forkserver.set_forkserver_preload([__name__, "torch.distributed", *imports, LAST])
     only_for_it = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     before = {name: os.environ.get(name) for name in only_for_it}
     os.environ.update(only_for_it)

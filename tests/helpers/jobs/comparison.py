@@ -22,7 +22,7 @@ MESHES = (Mesh(cp=2), Mesh(dp=2, cp=2), Mesh(cp=4))
 LOSS = 1e-5
 """Relative bound of losses, grad norms and metrics."""
 PARAMETER = 1e-6
-"""Absolute bound of parameters after ten steps, which move them by 0.01 to 0.2; 1e-7 is what is found."""
+"""Absolute bound of parameters after four steps, which move them by 0.01 to 0.2; 1e-7 is what is found."""
 UPDATE = 1e-3
 """Relative bound of how far the steps move each tensor: the smallest move by 1e-5, where float32 has steps of 1e-8."""
 

@@ -53,7 +53,7 @@ class Rows:
         packed: rows hold several documents, told by position_ids.
     """
 
-    count: int = 14
+    count: int = 6
     length: int = 24
     shortest: int | None = None
     pad_to: str = ""
@@ -179,8 +179,8 @@ class Run:
         arguments: TrainingArguments beyond those that all runs share.
         ring: the ring's options; they mean nothing without the plugin.
         loss_function: compute_loss_func is `capped_loss`.
-        generates: a callback generates text after every fourth step.
-        steps: optimizer steps; 0 only evaluates.
+        generates: a callback generates text after every second step.
+        steps: optimizer steps, of which some are in a second epoch; 0 only evaluates.
         metrics: compute_metrics is `ordered_metrics`, given all of the logits, their argmax, or batch by batch:
             "logits", "argmax", "batches"; "" for none.
         predicts: Trainer.predict is called at the end, with labels or without: "labelled", "unlabelled", "".
@@ -196,6 +196,6 @@ class Run:
     ring: RingConfig = RingConfig()
     loss_function: bool = False
     generates: bool = False
-    steps: int = 10
+    steps: int = 4
     metrics: str = ""
     predicts: str = ""

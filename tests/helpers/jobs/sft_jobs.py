@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
-TRAIN_ROWS, EVAL_ROWS, BATCH, STEPS = 130, 7, 2, 10
+TRAIN_ROWS, EVAL_ROWS, BATCH, STEPS = 52, 5, 2, 4
 NUMBERS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 """What SFTTrainer logs at each step."""
 
@@ -192,7 +192,7 @@ def pictured(case: Case, attention: str, train: Dataset, evaluate: Dataset) -> d
 
 
 def trained(case: Case, mesh: Mesh) -> Outcome:
-    """Ten steps and an evaluation on this rank; without a ring in one process, with ``mesh.dp`` batches at a time."""
+    """The steps and an evaluation on this rank; without a ring in one process, with ``mesh.dp`` batches at a time."""
     with launched(mesh if mesh.cp > 1 else Mesh(), **OFFLINE), a_folder(None) as folder, quiet():
         rows_at_a_time = {"per_device_eval_batch_size": BATCH // mesh.dp}
         if mesh.cp == 1:

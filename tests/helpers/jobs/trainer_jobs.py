@@ -150,7 +150,7 @@ class Watcher(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.steps += 1
-        if not self.generates or self.steps % 4:
+        if not self.generates or self.steps % 2:
             return
         model = given["model"]
         prompt = torch.arange(5)[None] * 7 + self.steps
@@ -186,8 +186,8 @@ def trainer_of(
         hf_ring_attn.configure(model, run.ring)
     arguments = {
         "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": run.steps or 1, "optim": "sgd",
-        "learning_rate": 0.02, "max_grad_norm": 1000.0, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
-        "use_cpu": True, "disable_tqdm": True, "seed": 3, "eval_strategy": "steps", "eval_steps": 10,
+        "learning_rate": 0.05, "max_grad_norm": 1000.0, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "use_cpu": True, "disable_tqdm": True, "seed": 3, "eval_strategy": "steps", "eval_steps": 4,
         "include_num_input_tokens_seen": "all", "remove_unused_columns": False, **run.arguments,
     }  # fmt: skip
     metrics = {"": None, "logits": ordered_metrics, "argmax": ordered_metrics, "batches": BatchMetrics()}[run.metrics]

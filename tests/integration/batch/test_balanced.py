@@ -97,9 +97,16 @@ RUNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("chunks", [4, 8])
-@pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(cp=4)], ids=str)
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.why)
+MESHES = [(Mesh(cp=2), 4), (Mesh(cp=4), 8), (Mesh(cp=4), 4), (Mesh(cp=2), 8)]
+
+
+@pytest.mark.parametrize(
+    ("run", "mesh", "chunks"),
+    [  # each run on two ranks and on four, with four chunks and with eight
+        pytest.param(run, *one, id=f"{run.why}-{one[0]}-{one[1]}", marks=() if at // 2 == turn else pytest.mark.full)
+        for turn, run in enumerate(RUNS) for at, one in enumerate(MESHES)
+    ],
+)  # fmt: skip
 def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, run: Run, mesh: Mesh, chunks: int) -> None:
     want = without_ring(ranks, run, mesh)
     for got, dealt in ranks(mesh.size).run(jobs.trained, run, mesh, chunks):

@@ -18,12 +18,12 @@ from tests.helpers.jobs.trainer_jobs import train
 from tests.helpers.models.tiny_models import tiny
 
 SAVED = Run(
-    why="saved after five steps", rows=Rows(labelled="answers"),
+    why="saved after two steps", rows=Rows(labelled="answers"),
     arguments={
-        "save_strategy": "steps", "save_steps": 5, "optim_args": "momentum=0.9", "gradient_accumulation_steps": 2,
+        "save_strategy": "steps", "save_steps": 2, "optim_args": "momentum=0.9", "gradient_accumulation_steps": 2,
     },
 )  # fmt: skip
-ADAPTER = replace(SAVED, why="an adapter, saved after five steps", lora=True)
+ADAPTER = replace(SAVED, why="an adapter, saved after two steps", lora=True)
 
 MOVES = [
     (SAVED, Mesh(cp=2), Mesh(cp=2)),
@@ -38,27 +38,27 @@ MOVES = [
 @pytest.mark.parametrize(("run", "first", "second"), MOVES, ids=lambda x: getattr(x, "why", str(x)))
 def test_a_run_resumes_on_another_mesh(ranks: Ranks, tmp_path: Path, run: Run, first: Mesh, second: Mesh) -> None:
     before = ranks(first.size).run(train, run, first, str(tmp_path / "first"))[0]
-    checkpoint = tmp_path / "first" / "checkpoint-5"
+    checkpoint = tmp_path / "first" / "checkpoint-2"
     after = ranks(second.size).run(train, run, second, str(tmp_path / "second"), resume_from=str(checkpoint))[0]
     want = without_ring(ranks, run, first)
     assert_equal_runs(before, want)
-    assert (before.steps, after.steps) == (10, 5)
+    assert (before.steps, after.steps) == (4, 2)
     assert_equal_runs(after, want)
 
 
 def test_a_checkpoint_needs_no_plugin(ranks: Ranks, tmp_path: Path) -> None:
     """Not one name of the package in what is saved, also where the ring was asked for by TrainingArguments."""
     asked = {"parallelism_config": ParallelismConfig(cp_size=2, cp_backend="ring")}
-    run = replace(SAVED, steps=5, arguments={**SAVED.arguments, **asked})
+    run = replace(SAVED, steps=2, arguments={**SAVED.arguments, **asked})
     mesh = Mesh(cp=2)
     trained = ranks(2).run(train, run, mesh, str(tmp_path), ACCELERATE_USE_PARALLELISM_CONFIG="false")[0]
-    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint = tmp_path / "checkpoint-2"
     names = torch.serialization.get_unsafe_globals_in_checkpoint(str(checkpoint / "training_args.bin"))
     assert "transformers.training_args.TrainingArguments" in names
     assert "accelerate.parallelism_config.ParallelismConfig" in names
     assert [name for name in names if "ring" in name] == []
     assert "ring" not in (checkpoint / "config.json").read_text()
-    assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == 5
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == 2
 
     hf_ring_attn.uninstall()
     try:

@@ -37,10 +37,17 @@ PLANTED = {
 """What is planted, and what must be named."""
 
 
+WAYS = {"2": (2, torch.float32), "4": (4, torch.float32), "2 in bfloat16": (2, torch.bfloat16)}
+
+
 @pytest.mark.parametrize(
-    ("size", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)], ids=["2", "4", "2 in bfloat16"]
+    ("planted", "size", "dtype"),
+    [  # one of the two others by turns
+        pytest.param(planted, *WAYS[way], id=f"{planted}-{way}", marks=pytest.mark.full if seldom else ())
+        for turn, planted in enumerate(PLANTED)
+        for way, seldom in zip(WAYS, (False, turn % 2 == 1, turn % 2 == 0), strict=True)
+    ],
 )
-@pytest.mark.parametrize("planted", PLANTED)
 def test_a_defect_is_refused_on_every_rank_before_a_step(
     ranks: Ranks, planted: str, size: int, dtype: torch.dtype
 ) -> None:
