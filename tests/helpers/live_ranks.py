@@ -40,7 +40,7 @@ PRELOAD = {
     **{name: name for name in ("pytest", "transformers.trainer", "accelerate", "peft", "trl.trainer.sft_trainer")},
     "torch._dynamo.testing": "torch._inductor.compile_fx",  # which the first graph imports, in 1.3 s
 }
-"""Slow imports: the fork server does them once for all ranks, where this process has imported the first of each pair."""
+"""Slow imports: the fork server does them once for all ranks, if this process has imported the first of a pair."""
 LAST = "tests.helpers.frozen_imports"
 
 GRACE_SECONDS = 5.0

@@ -35,6 +35,20 @@ def by_turns(cases: Sequence[Any], meshes: Sequence[Mesh] = MESHES) -> list[Any]
     ]  # fmt: skip
 
 
+def on_two_or_four(cases: Sequence[Any], often: Sequence[int] = ()) -> list[Any]:
+    """The parameters (case, ring size) of each case on four ranks or on two, by turns; on both with --full.
+
+    Args:
+        often: ring sizes that every case has beside these.
+    """
+    return [
+        pytest.param(
+            case, size, id=f"{case.why}-{size}", marks=() if size in (*often, (4, 2)[turn % 2]) else pytest.mark.full
+        )
+        for turn, case in enumerate(cases) for size in (*often, 2, 4)
+    ]  # fmt: skip
+
+
 @cache
 def without_ring(ranks: Ranks, run: Run, mesh: Mesh) -> Outcome:
     """The same run by transformers' own attention, without the plugin, once for all meshes with as many replicas."""

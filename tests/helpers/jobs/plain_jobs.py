@@ -221,7 +221,7 @@ class Shards:
 
 
 def fsdp2(
-    shards: Shards, batches: list[Batch], checkpointing: str, steps: int = 3, name: str = "llama",
+    shards: Shards, batches: list[Batch], checkpointing: str, steps: int = 2, name: str = "llama",
     dtype: torch.dtype = torch.float64,
 ) -> tuple[list[Tensor], Any]:  # fmt: skip
     """Loss of each step, and the parameters after them, whole. Replica i of a ring trains on ``batches[i]``."""
@@ -250,7 +250,7 @@ def fsdp2(
 
 
 def without_fsdp(
-    batches: list[Batch], steps: int = 3, name: str = "llama", dtype: torch.dtype = torch.float64
+    batches: list[Batch], steps: int = 2, name: str = "llama", dtype: torch.dtype = torch.float64
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
     """The same in one process: the mean of the batches' losses. Returns each batch's losses, and the parameters."""
     model = ready(Step(why="", model=name, dtype=dtype), None)

@@ -15,7 +15,7 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import plain_jobs
-from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.comparison import Ranks, on_two_or_four
 from tests.helpers.jobs.plain_jobs import Answer, Step, attempt, packed, padded, tokens
 from tests.helpers.models.tiny_models import tiny
 
@@ -31,9 +31,9 @@ LONGER = packed(61, 5, 5, 5, 5, 5, 9, 2)
 """97 tokens, a number that none of chunks divides; a zigzag leaves much of the work to one rank."""
 
 STEPS = [
-    Step(why="odd length"),
     Step(why="fewer tokens than chunks", batch=tokens(3)),
     Step(why="padded on either side", batch=padded(23, left=4, right=6)),
+    Step(why="odd length"),
     Step(why="packed", batch=packed(9, 3, 11)),
     Step(why="packed, a window", model="mistral", batch=packed(9, 3, 11)),
     Step(why="packed, two other chunks", batch=LONGER, chunks=2),
@@ -127,13 +127,7 @@ def assert_equal_answers(got: Answer, want: Answer, step: Step) -> None:
         assert relative_error(got.exact[name], gradient) < step.exact, name
 
 
-@pytest.mark.parametrize(
-    ("step", "world_size"),
-    [
-        pytest.param(step, size, id=f"{step.why}-{size}", marks=() if size in (1, (2, 4)[turn % 2]) else pytest.mark.full)
-        for turn, step in enumerate(STEPS) for size in (1, 2, 4)
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("step", "world_size"), on_two_or_four(STEPS, [1]))
 def test_a_shared_batch_is_the_whole_batch(ranks: Ranks, step: Step, world_size: int) -> None:
     for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
         assert_equal_answers(got, alone(step), step)

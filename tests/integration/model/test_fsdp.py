@@ -22,13 +22,22 @@ BOUND = 1e-6
 """Relative, for the loss and the updated parameters: transformers computes the loss in float32."""
 
 
-@pytest.mark.parametrize("checkpointing", ["", "recomputed", "reentrant"])
-@pytest.mark.parametrize("shards", SHARDS, ids=str)
+OFTEN = [*((0, how) for how in ("", "recomputed", "reentrant")), (1, "recomputed"), (2, "reentrant"), (3, "")]
+"""All kinds of checkpointing on one mesh, and one kind on each of the others."""
+
+
+@pytest.mark.parametrize(
+    ("shards", "checkpointing"),
+    [
+        pytest.param(shards, how, id=f"{shards}-{how}", marks=() if (at, how) in OFTEN else pytest.mark.full)
+        for at, shards in enumerate(SHARDS) for how in ("", "recomputed", "reentrant")
+    ],
+)  # fmt: skip
 def test_sharded_parameters_train_as_in_one_process(ranks: Ranks, shards: Shards, checkpointing: str) -> None:
     compare(ranks, shards, BOUND, "llama", torch.float64, checkpointing)
 
 
-@pytest.mark.parametrize("shards", SHARDS[2:], ids=str)
+@pytest.mark.parametrize("shards", [SHARDS[2], pytest.param(SHARDS[3], marks=pytest.mark.full)], ids=str)
 def test_sinks_train_as_in_one_process(ranks: Ranks, shards: Shards) -> None:
     """Each rank has its share of their gradient, and a part of them."""
     parameters = compare(ranks, shards, 20 * BOUND, "gpt_oss", torch.float32)  # its experts do not take float64

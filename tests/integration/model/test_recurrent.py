@@ -14,7 +14,7 @@ import hf_ring_attn
 import tests.helpers.jobs.hybrid_jobs as jobs
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import hybrid_bits, plain_jobs
-from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, without_ring
+from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, on_two_or_four, without_ring
 from tests.helpers.jobs.hybrid_jobs import HYBRIDS
 from tests.helpers.jobs.plain_jobs import Shards, Step, packed, padded, tokens
 from tests.helpers.jobs.runs import Mesh, Rows, Run
@@ -26,12 +26,12 @@ EXACT = 1e-5
 """transformers computes recurrences and the norms around them in float32, whatever the model's dtype."""
 
 STEPS = [
-    Step(why="gated delta", model="qwen3_5", batch=padded(23, left=4, right=6), exact=EXACT),
     Step(why="gated delta, fewer tokens than chunks", model="qwen3_5", batch=tokens(3), exact=EXACT),
+    Step(why="gated delta", model="qwen3_5", batch=padded(23, left=4, right=6), exact=EXACT),
     Step(why="gated delta, recomputed", model="qwen3_5", checkpointing="recomputed", exact=EXACT),
     Step(why="gated delta, reentrant", model="qwen3_5", checkpointing="reentrant", exact=EXACT),
-    Step(why="convolutions", model="lfm2", batch=padded(23, left=4, right=6)),
     Step(why="convolutions, tiny chunks, recomputed", model="lfm2", batch=tokens(7), checkpointing="recomputed"),
+    Step(why="convolutions", model="lfm2", batch=padded(23, left=4, right=6)),
     Step(why="mamba 2, fewer heads than ranks", model="granite", batch=padded(23, left=4, right=6), exact=EXACT),
     Step(why="mamba, without attention", model="mamba", batch=padded(23, left=4, right=6), exact=EXACT),
     Step(why="mamba, without attention, recomputed", model="mamba", checkpointing="recomputed", exact=EXACT),
@@ -46,15 +46,22 @@ LONGER = (61, 5, 5, 5, 5, 5, 9, 2)
 alone = cache(plain_jobs.by_itself)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
+@pytest.mark.parametrize(("step", "world_size"), on_two_or_four(STEPS))
 def test_a_ring_gives_what_one_process_gives(ranks: Ranks, step: Step, world_size: int) -> None:
     for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
         assert_equal_answers(got, alone(step), step)
 
 
-@pytest.mark.parametrize(("lengths", "chunks"), [((9, 3, 11), 0), (LONGER, 4), (LONGER, 8)])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+ROWS = [
+    (1, LONGER, 4), (2, LONGER, 8), (4, (9, 3, 11), 0),
+    *(pytest.param(*row, marks=FULL) for row in [
+        (1, (9, 3, 11), 0), (1, LONGER, 8), (2, (9, 3, 11), 0), (2, LONGER, 4), (4, LONGER, 4), (4, LONGER, 8),
+    ]),
+]  # fmt: skip
+"""Ring size, documents, and chunks of a rank."""
+
+
+@pytest.mark.parametrize(("world_size", "lengths", "chunks"), ROWS)
 def test_documents_of_a_packed_row_know_nothing_of_each_other(
     ranks: Ranks, world_size: int, lengths: tuple[int, ...], chunks: int
 ) -> None:
@@ -112,13 +119,18 @@ def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, model: str, me
 TWO_ROWS = [padded(23, left=4, right=6), padded(23, left=2, right=1)]
 SHARDS = [
     Shards({"dp_shard_size": 2, "cp_size": 2}, ("dp_shard_cp",), world=4),
-    pytest.param(Shards({"cp_size": 2}, ("dp_shard_cp",), world=2), marks=pytest.mark.full),
+    Shards({"cp_size": 2}, ("dp_shard_cp",), world=2),
 ]
 
 
 @pytest.mark.parametrize("checkpointing", ["recomputed", *(pytest.param(n, marks=FULL) for n in ("", "reentrant"))])
-@pytest.mark.parametrize("shards", SHARDS, ids=str)
-@pytest.mark.parametrize("model", ["qwen3_5", "granite", "mamba", "mamba2"])
+@pytest.mark.parametrize(
+    ("model", "shards"),
+    [
+        pytest.param(model, shards, id=f"{model}-{shards}", marks=() if (turn + at) % 2 == 0 else FULL)
+        for turn, model in enumerate(["qwen3_5", "granite", "mamba", "mamba2"]) for at, shards in enumerate(SHARDS)
+    ],
+)  # fmt: skip
 def test_fsdp2_trains_as_one_process_does(ranks: Ranks, model: str, shards: Shards, checkpointing: str) -> None:
     batches = TWO_ROWS[: shards.world // 2]
     before = dict(plain_jobs.ready(Step(why="", model=model), None).named_parameters())
@@ -135,7 +147,7 @@ def test_fsdp2_trains_as_one_process_does(ranks: Ranks, model: str, shards: Shar
 
 @pytest.mark.parametrize(
     ("model", "world_size", "rings"),
-    [("granite", 4, 1), ("mamba", 4, 2), ("mamba2", 4, 2), pytest.param("mamba2", 2, 1, marks=FULL)],
+    [("granite", 4, 1), ("mamba", 4, 2), ("mamba2", 2, 1), pytest.param("mamba2", 4, 2, marks=FULL)],
 )
 def test_ddp_averages_every_gradient(ranks: Ranks, model: str, world_size: int, rings: int) -> None:
     """Also where a rank has no head: Granite's recurrence has two."""
@@ -158,8 +170,14 @@ def test_a_compiled_hybrid_gives_the_same(ranks: Ranks) -> None:
         assert away < EXACT
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "rounding"),
+    [
+        (2, torch.float32, 1e-6), (4, torch.bfloat16, 5e-3), pytest.param(4, torch.float32, 1e-6, marks=FULL),
+        pytest.param(2, torch.bfloat16, 5e-3, marks=FULL),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_head_s_recurrence_is_computed_as_in_one_process(
     ranks: Ranks, world_size: int, dtype: torch.dtype, rounding: float
 ) -> None:
