@@ -27,7 +27,7 @@ from tests.helpers.oracle import visible
 from tests.helpers.patience import patient
 
 REQUEST = Request("cpu", torch.bfloat16, 4, 2, 64, 64, softcap=False, sinks=False, deterministic=True)
-PARTS = 3
+PARTS = 4
 
 
 # ---- schedules ---------------------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ CASES = [
         WHOLE, why="other lengths", batches=[packed(10, 14), packed(5, 13), tokens(32), packed(7, 20)],
         graphs=[1, 2, 2, 2],
     ),
-    replace(WHOLE, why="chunks, whose masks break the graph", model="llama4", graphs=None),
-    replace(WHOLE, why="learned biases, which break the graph", model="learned biases", graphs=None),
+    replace(WHOLE, why="chunks, whose masks break the graph", model="llama4", graphs=None, batches=PACKED[:2]),
+    replace(WHOLE, why="learned biases, which break the graph", model="learned biases", graphs=None, batches=PACKED[:2]),
 ]  # fmt: skip
 
 

@@ -40,7 +40,7 @@ CASES = [
     Case("completion only: a rank may hold no label at all", rows="completion"),
     Case("assistant only: labels come and go in a row", {"assistant_only_loss": True}, rows="chat"),
     Case("assistant only, packed", {"assistant_only_loss": True, **PACKED}, rows="chat"),
-    Case("dft: each token's loss is weighted by its own probability", {"loss_type": "dft"}),
+    Case("dft: each token's loss is weighted by its own probability", {"loss_type": "dft", "learning_rate": 0.5}),
     Case("LoRA", lora=True),
     Case("LoRA, packed", PACKED, lora=True),
     Case("checkpointing, reentrant", checkpointed(use_reentrant=True)),

@@ -134,9 +134,9 @@ SHARDS = [
 def test_fsdp2_trains_as_one_process_does(ranks: Ranks, model: str, shards: Shards, checkpointing: str) -> None:
     batches = TWO_ROWS[: shards.world // 2]
     before = dict(plain_jobs.ready(Step(why="", model=model), None).named_parameters())
-    want_losses, want = plain_jobs.without_fsdp(batches, name=model)
+    want_losses, want = plain_jobs.without_fsdp(batches, 3, model)
     for rank, (losses, parameters) in enumerate(
-        ranks(shards.world).run(plain_jobs.fsdp2, shards, batches, checkpointing, name=model)
+        ranks(shards.world).run(plain_jobs.fsdp2, shards, batches, checkpointing, 3, model)
     ):
         for got, loss in zip(losses, want_losses[rank // 2], strict=True):
             assert relative_error(got, loss) < EXACT
