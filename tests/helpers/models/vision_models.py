@@ -117,7 +117,7 @@ KINDS: dict[str, Kind] = {
     ),
     "Llama 4": Kind(
         name="Llama4",
-        config={"text_config": {}, "vision_config": {
+        config={"text_config": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]}, "vision_config": {
             **VIT, "intermediate_size": 64, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 16,
             "projector_output_dim": 16, "vision_output_dim": 16,
         }},
@@ -138,7 +138,9 @@ KINDS: dict[str, Kind] = {
     ),
     "Aya Vision": Kind(name="AyaVision", config={"downsample_factor": 2, "vision_config": VIT}),
     "LFM2-VL": Kind(
-        name="Lfm2Vl", config={"downsample_factor": 2, "vision_config": {**VIT, "num_patches": 16}},
+        name="Lfm2Vl",
+        config={"downsample_factor": 2, "projector_hidden_size": 64, "vision_config": {**VIT, "num_patches": 16},
+                "text_config": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}},
         images=lambda: {"pixel_values": pixels(2, 16, 48), "spatial_shapes": torch.full((2, 2), 4),
                         "pixel_attention_mask": torch.ones(2, 16, dtype=torch.int64)},
     ),
