@@ -24,7 +24,7 @@ _stderr = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the cases that are marked `full`")
-    parser.addoption("--quick", action="store_true", help="no slow test, and of each table of cases the first and last")
+    parser.addoption("--quick", action="store_true", help="no slow test, and one case of each table")
     parser.addoption(
         "--fuzz", type=int, default=500, help="how many random masks tests/sharding/test_mask_fuzz.py tries"
     )
@@ -38,10 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
 LONG = (
     "kernels/test_triton.py", "integration/attention/test_compiled_models.py", "integration/hosts/test_sft_trainer.py",
     "integration/context/test_shared_kv.py", "integration/hosts/test_trainer.py", "sweep/test_sweep.py",
-    "integration/selfcheck/test_check.py", "integration/batch/test_plain_loop.py", "integration/batch/test_balanced.py",
-    "integration/hosts/test_sft_vision.py", "commands/test_command_lines.py", "kernels/test_flex.py",
+    "integration/selfcheck/test_check.py", "integration/batch/test_plain_loop.py",
+    "integration/model/test_recurrent.py", "commands/test_command_lines.py", "integration/model/test_vision.py",
+    "integration/batch/test_balanced.py",
 )  # fmt: skip
-"""The files that take a minute or more, with few tests or many. They start first, so that no process ends alone."""
+"""The files that take half a minute or more, with few tests or many. They start first: no process ends alone."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,12 +57,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _left_out_in_haste(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Slow tests, and all cases of a table but the first and the last."""
+    """Slow tests, and all cases of a table but the first."""
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
     slow = [item for item in items if item.get_closest_marker("slow") is not None]
-    return slow + [item for cases in tables.values() for item in cases[1:-1] if item not in slow]
+    return slow + [item for cases in tables.values() for item in cases[1:] if item not in slow]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

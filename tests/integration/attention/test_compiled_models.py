@@ -22,6 +22,7 @@ PACKED = [packed(10, 14), packed(3, 21), packed(5, 5, 5, 9), tokens(24)]
 ONE = [1, 1, 1, 1]
 LAYERS = Compiled(why="layers", what="layers", batches=PACKED, graphs=ONE)
 WHOLE = Compiled(why="a model", batches=PACKED, graphs=ONE)
+BREAKS = replace(WHOLE, batches=PACKED[:2], graphs=None)
 SINKS = {"model": "gpt_oss", "dtype": torch.float32}
 
 CASES = [
@@ -43,8 +44,8 @@ CASES = [
         WHOLE, why="other lengths", batches=[packed(10, 14), packed(5, 13), tokens(32), packed(7, 20)],
         graphs=[1, 2, 2, 2],
     ),
-    replace(WHOLE, why="chunks, whose masks break the graph", model="llama4", graphs=None, batches=PACKED[:2]),
-    replace(WHOLE, why="learned biases, which break the graph", model="learned biases", graphs=None, batches=PACKED[:2]),
+    replace(BREAKS, why="chunks, whose masks break the graph", model="llama4"),
+    replace(BREAKS, why="learned biases, which break the graph", model="learned biases"),
 ]  # fmt: skip
 
 

@@ -126,7 +126,7 @@ LAYERS = replace(WHOLE, what="layers", graphs=[4] * 3)  # that make or take keys
 COMPILED = [
     pytest.param(LAYERS, False, marks=pytest.mark.full, id="layers"),
     pytest.param(WHOLE, True, id="whole, sparse plans"),
-    pytest.param(replace(LAYERS, model="gemma3n"), False, id="layers of gemma3n"),
+    pytest.param(replace(LAYERS, model="gemma3n"), False, marks=pytest.mark.full, id="layers of gemma3n"),
     pytest.param(replace(WHOLE, model="gemma3n"), False, marks=pytest.mark.full, id="whole of gemma3n"),
     pytest.param(replace(LAYERS, backend="aot_eager", graphs=None), False, marks=pytest.mark.full, id="layers, aot"),
     pytest.param(replace(WHOLE, backend="aot_eager", graphs=None), False, marks=pytest.mark.full, id="whole, aot"),
@@ -163,7 +163,7 @@ def test_compiled_and_recomputed_they_travel_once_forward(ranks: Ranks) -> None:
 
 def test_a_rank_where_the_compiler_gave_up_sends_the_same(ranks: Ranks) -> None:
     """It has a limit of graphs, which ranks of unlike masks may reach at unlike times."""
-    quick, slow = ranks(2).run(compiled, replace(LAYERS, graphs=None), False, True)
+    quick, slow = ranks(2).run(compiled, replace(LAYERS, model="gemma3n", graphs=None), False, True)
     for found in (quick, slow):
         assert_once_compiled(found, None)
     assert slow[0].graphs == quick[0].graphs > 0

@@ -39,16 +39,14 @@ CASES = [
     Case("padding-free: a batch is one row of an odd length", {"padding_free": True, "max_length": None}),
     Case("completion only: a rank may hold no label at all", rows="completion"),
     Case("assistant only: labels come and go in a row", {"assistant_only_loss": True}, rows="chat"),
-    Case("assistant only, packed", {"assistant_only_loss": True, **PACKED}, rows="chat"),
     Case("dft: each token's loss is weighted by its own probability", {"loss_type": "dft", "learning_rate": 0.5}),
     Case("LoRA", lora=True),
-    Case("LoRA, packed", PACKED, lora=True),
     Case("checkpointing, reentrant", checkpointed(use_reentrant=True)),
     Case("checkpointing, not reentrant, packed", {**PACKED, **checkpointed(use_reentrant=False)}),
     Case("accumulation: one count of tokens over several batches", {"gradient_accumulation_steps": 3}),
     Case("packed, but evaluated in padded rows", {**PACKED, "eval_packing": False}),
 ]
-TWO_RANKS = [
+TWO_RANKS: list[Any] = [
     Case("TRL's selective checkpointing, packed", {**PACKED, **checkpointed(selective=True)}),
     Case("LoRA, checkpointed: inputs need gradients", checkpointed(use_reentrant=False), lora=True),
     Case(
@@ -60,6 +58,10 @@ TWO_RANKS = [
     Case("metrics of logits and labels in whole rows", metrics=True),
     Case("no names of labels, which SFTTrainer does not ask for", {"label_names": []}, lora=True),
     Case("experts, without their auxiliary loss", {"router_aux_loss_coef": 0.0}, kind=MIXTRAL),
+    pytest.param(
+        Case("assistant only, packed", {"assistant_only_loss": True, **PACKED}, rows="chat"), marks=pytest.mark.full
+    ),
+    pytest.param(Case("LoRA, packed", PACKED, lora=True), marks=pytest.mark.full),
 ]
 
 
