@@ -60,6 +60,7 @@ WAYS: list[tuple[int, Transfer]] = [(1, "ring"), (2, "ring"), (2, "gather"), (2,
 MASKS = [case for case in NO_HOLES if case.documents or case.band not in ((0, None), (None, None))][::3]
 
 
+@pytest.mark.slow
 def test_masks_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """One function, compiled a few times for all of them: lengths, masks, tables and ring sizes are data."""
     monkeypatch.setattr(plan_module, "KEY_BLOCK", 12)  # cases are shorter than the real one

@@ -15,6 +15,7 @@ from tests.helpers.jobs.compile_jobs import Compiled
 from tests.helpers.jobs.plain_jobs import packed, padded, tokens, without_fsdp
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 
+pytestmark = pytest.mark.slow
 SAME = 1e-6
 """Relative bound; transformers' loss is in float32. What another batch's documents would change is above 0.01."""
 

@@ -116,6 +116,7 @@ def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, run: Run, mesh
             torch.testing.assert_close(got.predictions, want.predictions, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_takes_batches_of_other_chunks(ranks: Ranks) -> None:
     batches = [LONGER, tokens(97), packed(13, 84)]
     for answers in ranks(2).run(jobs.compiled, batches, 4):
@@ -125,6 +126,7 @@ def test_a_compiled_model_takes_batches_of_other_chunks(ranks: Ranks) -> None:
             assert all(relative_error(got.gradients[n], gradient) < 1e-6 for n, gradient in want.gradients.items())
 
 
+@pytest.mark.slow
 def test_other_chunks_need_no_other_graph(ranks: Ranks) -> None:
     """Llama 4's layers read where their tokens are: a compiler keeps numbers, so these are in a tensor."""
     documents = [

@@ -149,18 +149,21 @@ def assert_once_compiled(found: list[Beside], graphs: list[int] | None, comparis
 
 
 @pytest.mark.parametrize(("case", "few"), COMPILED)
+@pytest.mark.slow
 def test_compiled_they_travel_once(ranks: Ranks, case: Compiled, few: bool) -> None:
     """Other batches take no new graphs; each layer that takes is told so by all ranks."""
     for found in ranks(2).run(compiled, case, few):
         assert_once_compiled(found, case.graphs)
 
 
+@pytest.mark.slow
 def test_compiled_and_recomputed_they_travel_once_forward(ranks: Ranks) -> None:
     """transformers' own code breaks the graph of a layer that stores its keys in a checkpoint, and so none is left."""
     for found in ranks(2).run(compiled, replace(LAYERS, graphs=None, checkpointing="recomputed")):
         assert_once_compiled(found, None, comparisons=(0, 4))  # 4 once anything was compiled before a batch
 
 
+@pytest.mark.slow
 def test_a_rank_where_the_compiler_gave_up_sends_the_same(ranks: Ranks) -> None:
     """It has a limit of graphs, which ranks of unlike masks may reach at unlike times."""
     quick, slow = ranks(2).run(compiled, replace(LAYERS, model="gemma3n", graphs=None), False, True)

@@ -125,6 +125,7 @@ FEW_LABELS = [
 
 
 @pytest.mark.parametrize("case", FEW_LABELS, ids=lambda case: case.why)
+@pytest.mark.slow
 def test_fewer_labels_than_ranks_that_do_not_average(ranks: Ranks, case: Case) -> None:
     """Two labels and four ranks: a rank's share of the count is a half, which SFTTrainer takes for one."""
     compare(ranks, case, Mesh(cp=4))

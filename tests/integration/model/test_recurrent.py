@@ -165,6 +165,7 @@ def test_autocast_rounds_as_in_one_process(ranks: Ranks) -> None:
         assert away < 0.05, model
 
 
+@pytest.mark.slow
 def test_a_compiled_hybrid_gives_the_same(ranks: Ranks) -> None:
     for away in ranks(2).run(jobs.compiled, [tokens(23), packed(10, 14)]):
         assert away < EXACT
@@ -225,6 +226,7 @@ def test_a_copy_of_a_model_is_prepared_as_the_model_is(ranks: Ranks) -> None:
     assert max(ranks(2).run(jobs.a_copy)) < EXACT
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_models_that_are_gone(ranks: Ranks) -> None:
     """What `uninstall` was to do grew by an entry for each layer."""
     few, many = ranks(2).run(jobs.kept, 2), ranks(2).run(jobs.kept, 50)
