@@ -63,7 +63,7 @@ def assert_once(got: Found, each: Found) -> None:
 
 
 def marked(step: Step, size: int, few: bool) -> Any:
-    """Four ranks now and then, and two for all else; one process of each pair has gathered keys in other tests."""
+    """Sparse plans, on four ranks now and then and on two for all else; tests below gather instead."""
     often = few and size == (4 if step.why in ("gemma3n, padded", "gemma4, packed") else 2)
     name = f"{step.why}-{size}{', sparse plans' if few else ''}"
     return pytest.param(step, size, few, id=name, marks=() if often else pytest.mark.full)
