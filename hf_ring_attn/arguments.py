@@ -40,13 +40,14 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def is_whole(value: object, least: int = 0, most: int = MOST) -> bool:
     """A whole number from ``least`` to ``most``; a bool is none."""
-    return not isinstance(value, bool) and isinstance(value, Integral) and least <= int(value) <= most
+    whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+    return whole and least <= int(value) <= most  # type: ignore[call-overload]
 
 
 def whole_number(name: str, value: object, need: str, least: int = 0, most: int = MOST) -> int:
     """Returns ``value`` as an int; refuses anything else."""
     check(is_whole(value, least, most), name, value, need)
-    return int(value)  # type: ignore[call-overload, no-any-return]
+    return int(value)  # type: ignore[call-overload]
 
 
 def number(name: str, value: object, need: str, above: float = -math.inf) -> float:

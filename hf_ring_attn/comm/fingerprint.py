@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,17 +29,19 @@ def number_of(value: object) -> int | Tensor:
     Equal only for equal values, but for chance: floats by their bits, mappings and sequences by their items. Objects
     that are no values, such as functions, give 0.
     """
+    if value is None or isinstance(value, (str, torch.dtype)):
+        return _hash(repr(value))
     if isinstance(value, Tensor):
         return _fingerprint(value)
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return int(value)
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**63 else _hash(repr(value))
     if isinstance(value, float):
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
-    if isinstance(value, Mapping | tuple | list):
-        numbers = [number_of(part) for pair in _parts(value) for part in pair]
-        on = next((number.device for number in numbers if isinstance(number, Tensor)), None)
-        return _hash(repr(numbers)) if on is None else _fingerprint(row_of(numbers, on))
-    return _hash(repr(value)) if isinstance(value, int | str | torch.dtype) or value is None else 0
+    if not isinstance(value, (tuple, list, Mapping)):
+        return 0
+    numbers = [number_of(part) for pair in _parts(value) for part in pair]
+    on = next((number.device for number in numbers if isinstance(number, Tensor)), None)
+    return _hash(repr(numbers)) if on is None else _fingerprint(row_of(numbers, on))
 
 
 def row_of(numbers: list[int | Tensor], device: torch.device) -> Tensor:
@@ -100,6 +103,7 @@ def _kind(value: object) -> object:
     return str([key for key, _ in parts]) if isinstance(value, Mapping) else f"{len(parts)} values"
 
 
+@lru_cache(maxsize=1024)
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
