@@ -47,7 +47,7 @@ def is_whole(value: object, least: int = 0, most: int = MOST) -> bool:
 def whole_number(name: str, value: object, need: str, least: int = 0, most: int = MOST) -> int:
     """Returns ``value`` as an int; refuses anything else."""
     check(is_whole(value, least, most), name, value, need)
-    return int(value)  # type: ignore[call-overload]
+    return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def number(name: str, value: object, need: str, above: float = -math.inf) -> float:

@@ -109,21 +109,22 @@ def _hash(text: str) -> int:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    first = 1
+    shape = hash(tuple(tensor.shape)) & 0x3FFFFFFFFFFFFFFF
+    total: Tensor | None = None
+    first = 0
     for values in _pieces(tensor.detach()):
-        if values.dtype.is_floating_point:
-            values = values.double().view(torch.int64)
-        places = torch.arange(first, first + values.numel(), device=values.device)
+        values = values.double().view(torch.int64) if values.dtype.is_floating_point else values.long()
+        count = values.numel()
         # An invertible multiplicative hash of value and index, with high bits mixed into low ones, as floats need it.
         # int64 arithmetic wraps around alike on every device, so the sum does not depend on the order.
-        mixed = (values.long() * 0x1E3779B97F4A7C15).add_(places)
-        _mix(mixed, 32).mul_(places.mul_(0x5851F42D4C957F2D).bitwise_or_(1))
-        _mix(mixed, 29).mul_(0x2545F4914F6CDD1D)
-        _mix(mixed, 32)
-        total += mixed.sum()
-        first += values.numel()
-    return total ^ (hash(tuple(tensor.shape)) & 0x3FFFFFFFFFFFFFFF)
+        places = torch.arange(shape + first, shape + first + count, device=values.device)
+        mixed = _mix(places.add_(values, alpha=0x1E3779B97F4A7C15), 32)
+        odd = 0x5851F42D4C957F2D + 2 * first
+        mixed.mul_(torch.arange(odd, odd + 2 * count, 2, device=values.device))
+        summed = _mix(mixed, 29).mul_(0x2545F4914F6CDD1D).sum()
+        total = summed if total is None else total + summed
+        first += count
+    return torch.tensor(shape, device=tensor.device) if total is None or not first else total
 
 
 def _mix(bits: Tensor, down: int) -> Tensor:

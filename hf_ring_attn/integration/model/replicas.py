@@ -55,13 +55,21 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
         compare(model, context)
         trained = [x for x in latest_record(model).weights() if x.requires_grad]
         _note(type(model).__name__, trained, context)
-        # The last of the smallest: LoRA's first factor has no gradient at first, the second one has.
-        weight = min(reversed(trained), key=Tensor.numel, default=None)
-        if weight is not None and weight not in _GRADIENTS:
-            _GRADIENTS[weight] = _Gradient(weight)
+        if trained:
+            smallest = latest_record(model).state(_Smallest)
+            if not smallest:
+                # The last of the smallest: LoRA's first factor has no gradient at first, the second one has.
+                smallest.append(min(reversed(range(len(trained))), key=lambda index: trained[index].numel()))
+            weight = trained[smallest[0]]
+            if weight not in _GRADIENTS:
+                _GRADIENTS[weight] = _Gradient(weight)
 
 
 # ---- averaging by hand -----------------------------------------------------------------------------------------------
+
+
+class _Smallest(list[int]):
+    """The index of a model's smallest trained weight: one item, once it is known."""
 
 
 class _Versions(dict[int, int]):
