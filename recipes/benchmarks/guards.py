@@ -9,6 +9,7 @@ before and after each part, so that it shows its own wait alone. A step runs the
     shard     reads the batch, compares it on all ranks, lays it out and cuts it
     enter     the batch's context, before the forward
     admit     the model's structure and the ranks' agreement on it, weights, the self-check's memory, masks
+    watch     the weights that train, and the hooks that check the model's call
     leave     the context's end
     reduce    the mean of the gradients over the ring, which a model without DDP or FSDP needs
 """
@@ -71,17 +72,17 @@ def measured(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     model = model_class._from_config(config, attn_implementation="ring_fp32").to(device).train()
     ids = torch.randint(0, 997, (1, args.tokens), generator=torch.Generator().manual_seed(1)).to(device)
     clock = Clock(device)
-    admit = batch_shard._admit
+    admit, watch = batch_shard._admit, batch_shard._watch
     steps: list[float] = []
     for _ in range(args.steps):
         dist.barrier()
         began = time.perf_counter()
         sharded = clock.of("shard", hf_ring_attn.shard)({"input_ids": ids, "labels": ids})
-        batch_shard._admit = clock.of("admit", admit)
+        batch_shard._admit, batch_shard._watch = clock.of("admit", admit), clock.of("watch", watch)
         clock.of("enter", sharded.__enter__)()
         loss = model(**sharded.inputs).loss
         clock.of("leave", sharded.__exit__)(None, None, None)
-        batch_shard._admit = admit
+        batch_shard._admit, batch_shard._watch = admit, watch
         loss.backward()
         clock.of("reduce", sharded.reduce_gradients)(model)
         model.zero_grad()

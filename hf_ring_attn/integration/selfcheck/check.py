@@ -87,19 +87,9 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     state.verdict = verdicts[case]
 
 
-class _Sharding(list[Ring | None]):
-    """The ranks among which FSDP2 shards a model's weights, or None: one item, once it is known."""
-
-
 def _sharding(record: ModelRecord) -> Ring | None:
     """The ranks among which FSDP2 shards this model's weights: all of them run each forward."""
-    if not (known := record.state(_Sharding)):
-        known.append(_find_sharding(record))
-    return known[0]
-
-
-def _find_sharding(record: ModelRecord) -> Ring | None:
-    weights: list[Any] = record.weights()
+    weights: list[Any] = record.weights() if "DTensor" in record.classes else []
     mesh = next((x.device_mesh for x in weights if type(x).__name__ == "DTensor"), None)
     return None if mesh is None else Ring.of(mesh.get_group(mesh.ndim - 1))
 
