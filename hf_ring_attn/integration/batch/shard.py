@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from ..context.tracked_input import TrackedInputs, track
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import tokens_of, whole_rows
 from ..model import agreement, call_inputs, fsdp, replicas
+from ..model.chunked import lazy_heads
 from ..selfcheck import check, row
 from . import compare
 from .announce import announce
@@ -242,6 +243,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
 
     handles: list[RemovableHandle] = []
     watched: list[call_inputs.Undo] = []
+    lazy = ExitStack()
 
     # Not compiled: a model that is compiled in place, and not named to `shard`, would trace them.
     @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
@@ -254,6 +256,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
             replicas.note_trained(module, context)
             watched.extend(call_inputs.watch(module, context, inside=True))
             watched.append(_note_failure(module, context))
+            lazy.enter_context(lazy_heads(module))
             if _holds_compiled(module):  # which would trace the hook, and compile anew for that of each batch
                 handles.pop().remove()
                 handles.append(module.register_forward_hook(after, always_call=True))
@@ -274,6 +277,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
         replicas.note_trained(model, context)
         watched.extend(call_inputs.watch(model, context))
         watched.append(_note_failure(model, context))
+        lazy.enter_context(lazy_heads(model))
     random = None if context.text is None else context.text.random
     if random is not None:
         random.enter()
@@ -286,6 +290,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
         context.state(SharedKV).clear()
         for handle in handles:
             handle.remove()
+        lazy.close()
         for undo in watched:
             undo()
     announce(context)

@@ -32,6 +32,8 @@ from ..context.cut import Share, share
 from ..context.model_record import ModelRecord
 from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
+from ..model.chunked import lazy_heads
+from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
 from .compare import Places, Recorder, relative, spread
 from .restore import preserved
@@ -81,7 +83,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     step = context.state(TrialStep)
     trained = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
     tried = ("step", *case[:3], trained, *step.key)
-    tries = context.facts.has_labels and (step.loss is not None or (trained and context.config.loss == "sharded"))
+    tries = context.facts.has_labels and (step.loss is not None or (trained and context.config.loss != "gathered"))
     if case not in verdicts or (tries and tried not in verdicts):
         if not introspect.uses_ring(inner):  # a loss, a head: what is called beside the model
             return
@@ -142,7 +144,7 @@ class _Check:
         self.ring = self.context.ring
         self.config = replace(self.context.config, pad=True)
         self.sharding = _sharding(self.model)
-        self.labelled = self.context.facts.has_labels and self.config.loss == "sharded"
+        self.labelled = self.context.facts.has_labels and self.config.loss != "gathered"
 
     def run(self) -> str:
         """The verdict in words."""
@@ -169,6 +171,7 @@ class _Check:
         for seed in range(TRIES):
             row = self._row(seed, rows)
             mine = self._shared(row, self.ring)
+            mine.context.state(ChunkedLoss).keeps = True  # its logits are compared
             dtypes: set[torch.dtype] = set()
             with outputs(lambda x: dtypes.add(x.dtype)):  # noqa: B023  it is called in this turn only
                 whole = self._whole(partial(self._call_whole, row), rows)
@@ -246,7 +249,7 @@ class _Check:
         if found[0] > limits[0]:
             numbers = f"{float(got.loss):.6g} in the ring, {float(whole.loss):.6g} in one process"
             what = f"the loss of {step.name or name} (the self-check found {numbers})"
-            raise errors.LossNotSharded(what, again=self.config.loss == "sharded")
+            raise errors.LossNotSharded(what, again=self.config.loss != "gathered")
         worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
         raise errors.GradientDiffers(step.name or name, names[worst], self.ring.size, found[worst], limits[worst])
 
@@ -279,7 +282,10 @@ class _Check:
         )
 
     def _shared(self, row: Mapping[str, Any], ring: Ring) -> Share:
-        mine = share(row, ring, self.config, self.context.text is not None)
+        config = self.config
+        if ring.size == 1 and config.loss != "gathered":  # the loss of the whole row is the full one
+            config = replace(config, loss="sharded")
+        mine = share(row, ring, config, self.context.text is not None)
         mine.context.log.seen |= self.context.log.seen  # the model was admitted
         if mine.context.text is not None and self.context.text is not None:
             mine.context.text.config = self.context.text.config
@@ -287,7 +293,7 @@ class _Check:
 
     def _call(self, inputs: Mapping[str, Any], context: BatchContext) -> Any:
         taken = introspect.parameters_of(self.model, inputs)
-        with batch_context.activate(context):
+        with batch_context.activate(context), lazy_heads(self.model):
             return self.model(**{name: x for name, x in inputs.items() if name in taken})
 
     def _whole(self, call: Callable[[], T], rows: int) -> T:

@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..context import batch_context
 from ..context.cut import Share
 from ..context.trial_step import TrialStep
+from ..model.chunked import lazy_heads
 
 VALUES = 1 << 16
 """So many values of a weight's gradient are compared, and weights with no more are preferred."""
@@ -50,7 +51,7 @@ def run_step(
         if step.loss is None:
             loss = loss_of(call())
         else:
-            with batch_context.activate(share.context):
+            with batch_context.activate(share.context), lazy_heads(model):
                 loss = step.loss(model, row, share)
         if not isinstance(loss, Tensor):
             return None
