@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
+
+from ..comm.first_order import first_order_only
 
 VALUES = 1 << 27
 """Logits of one chunk: 0.5 GiB in float32, of which a forward and a backward have about four at a time."""
@@ -49,17 +50,18 @@ def chunked_cross_entropy(
     Returns:
         A scalar in the dtype of the logits. It can be differentiated once.
     """
-    loss: Tensor = _ChunkedCrossEntropy.apply(logits_of, labels, rows, options, hidden, *weights)  # type: ignore[no-untyped-call]
+    inputs = (logits_of, labels, rows, options, hidden[:1].clone(), hidden, *weights)  # a copy: the rest is not saved
+    loss: Tensor = _ChunkedCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_of: LogitsOf, labels: Tensor, rows: int, options: CrossEntropy, hidden: Tensor,
-        *weights: Tensor,
+        ctx: Any, logits_of: LogitsOf, labels: Tensor, rows: int, options: CrossEntropy, first: Tensor,
+        hidden: Tensor, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
         leaves = [leaf(x, need) for x, need in zip(weights, needed[1:], strict=True)]
         sums: list[Tensor | None] = [None for _ in leaves]
         of_hidden = torch.zeros_like(hidden) if needed[0] else None
@@ -89,18 +91,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total /= count
             ctx.count = count
         ctx.rows, ctx.dtypes = rows, [x.dtype for x in (hidden, *weights)]
-        ctx.save_for_backward(of_hidden, *sums)
+        ctx.save_for_backward(of_hidden, *sums, first, *() if needed[0] else weights)
         return total.to(dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    @first_order_only("a loss in chunks")
+    def backward(ctx: Any, saved: tuple[Tensor | None, ...], gradient: Tensor) -> Any:
         factor = gradient / ctx.count if hasattr(ctx, "count") else gradient
-        scaled = (
-            None if x is None else _scaled(x, factor, dtype, ctx.rows)
-            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (None, None, None, None, *scaled)
+        found = zip(saved, ctx.dtypes, strict=False)  # what else was saved shows what the gradients depend on
+        scaled = (None if x is None else _scaled(x, factor, dtype, ctx.rows) for x, dtype in found)
+        return (None, None, None, None, None, *scaled)
 
 
 def leaf(x: Tensor, needs_gradient: bool) -> Tensor:

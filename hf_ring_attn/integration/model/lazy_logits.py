@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ... import errors
+from ...comm.first_order import first_order_only
 from ...layers.chunked_loss import CrossEntropy, chunked_cross_entropy, leaf, rows_per_chunk
 from ..context.introspect import is_unit
 
@@ -37,7 +37,7 @@ FACTS = {
     "is_meta", "is_sparse", "is_nested", "is_quantized", "output_nr", "_version", "_backward_hooks", "itemsize",
     "nbytes", "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex",
     "is_contiguous", "stride", "get_device", "register_hook", "retain_grad", "__len__", "__hash__", "is_inference",
-    "storage_offset", "_is_view",
+    "storage_offset", "_is_view", "_base",
 }  # fmt: skip
 """Questions that need no values."""
 
@@ -157,10 +157,13 @@ class LazyLogits(Tensor):
     head: Head
     chain: tuple[Operation, ...]
     made: Tensor | None
+    as_view: Callable[[str], Tensor] | None
+    """Makes them as a view of others, which their changes in place reach."""
 
     @staticmethod
     def of(head: Head, chain: tuple[Operation, ...], shape: Sequence[int], dtype: torch.dtype) -> LazyLogits:
-        lazy: LazyLogits = _Make.apply(head, chain, shape, dtype, head.hidden, *head.weights)  # type: ignore[no-untyped-call]
+        first = head.rows[:1].clone()  # a copy: the rest is not saved
+        lazy: LazyLogits = _Make.apply(head, chain, shape, dtype, first, head.hidden, *head.weights)  # type: ignore[no-untyped-call]
         head.lazy.append(weakref.ref(lazy))
         return lazy
 
@@ -170,11 +173,13 @@ class LazyLogits(Tensor):
         lazy: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits, tuple(shape), dtype=dtype, device=head.hidden.device
         )
-        lazy.head, lazy.chain, lazy.made = head, chain, None
+        lazy.head, lazy.chain, lazy.made, lazy.as_view = head, chain, None, None
         return lazy
 
     def values(self) -> Tensor:
         """They, without a gradient; memory that others may have, too."""
+        if self.made is not None:
+            return self.made.detach()
         with torch.no_grad():
             return _through(self.chain, self.head.all_logits()).reshape(self.shape)
 
@@ -183,7 +188,7 @@ class LazyLogits(Tensor):
         if self.made is None:
             self.head.state.why = self.head.state.why or f"{user}() was called on the logits"
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                self.made = _Read.apply(self)  # type: ignore[no-untyped-call]
+                self.made = _Read.apply(self) if self.as_view is None else self.as_view(user)  # type: ignore[no-untyped-call]
         return self.made
 
     @classmethod
@@ -239,11 +244,17 @@ def _recorded(
         return _cross_entropy(lazy, *args, **kwargs)
     if name == "detach":
         with torch.no_grad():
-            return LazyLogits.of(head, lazy.chain, lazy.shape, lazy.dtype)
+            result = LazyLogits.of(head, lazy.chain, lazy.shape, lazy.dtype)
+        result.as_view = lambda user: lazy.tensor(user).detach()
+        return result
     others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     if name in SHAPES and not others:
         shape = function(torch.empty(lazy.shape, device="meta"), *args, **kwargs).shape
-        return LazyLogits.of(head, lazy.chain, shape, lazy.dtype) if shape[-1:] == lazy.shape[-1:] else None
+        if shape[-1:] != lazy.shape[-1:]:
+            return None
+        result = LazyLogits.of(head, lazy.chain, shape, lazy.dtype)
+        result.as_view = lambda user: function(lazy.tensor(user), *args, **kwargs)
+        return result
     if name in ONE_BY_ONE and not any(x.dim() or x.requires_grad for x in others):
         probe = function(torch.empty(1, dtype=lazy.dtype, device=lazy.device), *args, **kwargs)
         if probe.shape != (1,) or probe.device != lazy.device or not probe.is_floating_point():
@@ -281,15 +292,20 @@ class _Make(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, head: Head, chain: tuple[Operation, ...], shape: Sequence[int], dtype: torch.dtype, *_inputs: Tensor
-    ) -> LazyLogits:
+        ctx: Any, head: Head, chain: tuple[Operation, ...], shape: Sequence[int], dtype: torch.dtype, first: Tensor,
+        _hidden: Tensor, *weights: Tensor,
+    ) -> LazyLogits:  # fmt: skip
         ctx.head, ctx.chain = head, chain
+        ctx.set_materialize_grads(False)  # a wrapper (DDP) may connect them with a loss that does not use them
+        ctx.save_for_backward(first, *() if ctx.needs_input_grad[5] else weights)  # what gradients depend on
         return LazyLogits.bare(head, chain, shape, dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        head, needed = ctx.head, ctx.needs_input_grad[4:]
+    @first_order_only("logits that were made on demand")
+    def backward(ctx: Any, _saved: tuple[Tensor, ...], gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
+        head, needed = ctx.head, ctx.needs_input_grad[5:]
         head.check()
         with torch.enable_grad():
             inputs = [leaf(x, need) for x, need in zip((head.rows, *head.weights), needed, strict=True)]
@@ -297,16 +313,17 @@ class _Make(torch.autograd.Function):
             wanted = [x for x in inputs if x.requires_grad]
             found = iter(torch.autograd.grad(logits, wanted, gradient.reshape(logits.shape), allow_unused=True))
         first, *rest = (next(found) if x.requires_grad else None for x in inputs)
-        return (None, None, None, None, None if first is None else first.reshape(head.hidden.shape), *rest)
+        return (None, None, None, None, None, None if first is None else first.reshape(head.hidden.shape), *rest)
 
 
 class _Read(torch.autograd.Function):
     """Lazy logits -> ordinary ones."""
 
     @staticmethod
-    def forward(_ctx: Any, lazy: LazyLogits) -> Tensor:
+    def forward(ctx: Any, lazy: LazyLogits) -> Tensor:
+        ctx.set_materialize_grads(False)
         return lazy.values().detach()  # an alias: its memory may be the head's
 
     @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(_ctx: Any, gradient: Tensor | None) -> Tensor | None:
         return gradient
