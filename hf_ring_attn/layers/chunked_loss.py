@@ -7,12 +7,14 @@ in their own dtype. Here they are added up in float32, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 
 from ..comm.first_order import first_order_only
@@ -69,7 +71,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dtype = hidden.dtype
         for begin in range(0, len(hidden), rows):
             part = slice(begin, begin + rows)
-            with torch.set_grad_enabled(any(needed)):
+            with graph_of_its_own(any(needed)):
                 x = leaf(hidden[part], needed[0])
                 logits = logits_of(x, leaves)
                 loss = cross_entropy(
@@ -101,6 +103,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         found = zip(saved, ctx.dtypes, strict=False)  # what else was saved shows what the gradients depend on
         scaled = (None if x is None else _scaled(x, factor, dtype, ctx.rows) for x, dtype in found)
         return (None, None, None, None, None, *scaled)
+
+
+@contextmanager
+def graph_of_its_own(enabled: bool = True) -> Iterator[None]:
+    """Records operations for gradients that are taken at once: checkpoints and offloading must not see them."""
+    with torch.set_grad_enabled(enabled), saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
 
 
 def leaf(x: Tensor, needs_gradient: bool) -> Tensor:

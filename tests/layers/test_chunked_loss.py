@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_ring_attn import errors
 from hf_ring_attn.layers import chunked_loss
 from hf_ring_attn.layers.chunked_loss import CrossEntropy, LogitsOf, chunked_cross_entropy
 from hf_ring_attn.testing import relative_error
+from tests.helpers.live_bytes import Largest
 
 TOKENS, WIDTH, VOCABULARY = 23, 6, 41
 EXACT = 1e-12
@@ -120,25 +119,10 @@ def test_planted_defects_are_seen(defect: str) -> None:
         assert worst(answer(CASES[0], chunked), answer(CASES[0], naive)) > 1e-4
 
 
-class _Largest(TorchDispatchMode):
-    """The most values of any tensor that an operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.values = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.values = max([self.values, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
-        return result
-
-
 def test_no_tensor_of_tokens_times_vocabulary_is_made() -> None:
     found = {}
     for loss_of in (naive, chunked):
-        with _Largest() as largest:
+        with Largest() as largest:
             answer(CASES[0], loss_of)
         found[loss_of.__name__] = largest.values
     assert found == {"naive": TOKENS * VOCABULARY, "chunked": VOCABULARY * WIDTH}  # the head's gradient
@@ -152,6 +136,19 @@ def test_the_gradient_is_rounded_once_in_sixteen_bits() -> None:
         relative_error(answer(case, loss_of, torch.bfloat16)[2].double(), exact[2]) for loss_of in (chunked, naive)
     )
     assert of_chunks < 1.5 * of_all
+
+
+def test_offloading_does_not_see_what_a_chunk_saves() -> None:
+    """Nor does a checkpoint around the model, which would be recomputed for each chunk."""
+    seen: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        seen.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        answer(CASES[0], chunked)
+    assert max(seen) == VOCABULARY * WIDTH and seen.count(5 * VOCABULARY) == 0
 
 
 @pytest.mark.parametrize("trained", [(True, False), (False, True), (True, True)])

@@ -49,15 +49,18 @@ class _LazyForward:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.forward = module, module.forward
 
+    def real(self, *args: Any, **kwargs: Any) -> Tensor:
+        logits: Tensor = self.forward(*args, **kwargs)
+        return logits
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, context = args[0] if len(args) == 1 and not kwargs else None, batch_context.current()
         if context is None or not _wants(context) or not isinstance(hidden, Tensor) or not hidden.numel():
-            result: Tensor = self.forward(*args, **kwargs)
-            return result
+            return self.real(*args, **kwargs)
         state = context.state(ChunkedLoss)
         if why := next(reasons(self.module), ""):
             state.why = why
-            return self.forward(hidden)
+            return self.real(hidden)
         state.losses = 0
         head = Head(self.module, self.forward, hidden, state)
         return LazyLogits.of(head, (), (*hidden.shape[:-1], head.vocabulary), head.dtype)
@@ -77,7 +80,8 @@ def _check(owner: nn.Module, _args: Any, output: Any) -> None:
     if state.losses:
         return
     if isinstance(logits, LazyLogits) and output.get("loss") is None:
-        logits.tensor("forward without labels")
+        with logits.head.unsharded():
+            logits.tensor("forward without labels")
     elif (context.config.loss == "chunked" or state.smoothing) and logits is not None:
         raise errors.LossNotChunked(name_of(owner), state.why or "it computes no cross entropy of them")
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ... import errors
 from ...comm.first_order import first_order_only
-from ...layers.chunked_loss import CrossEntropy, chunked_cross_entropy, leaf, rows_per_chunk
+from ...layers.chunked_loss import CrossEntropy, chunked_cross_entropy, graph_of_its_own, leaf, rows_per_chunk
 from ..context.introspect import is_unit
 
 Operation = Callable[[Tensor], Tensor]
@@ -70,10 +70,10 @@ class Head:
         self.places = [
             (part, name) for part in module.modules() for name, x in part._parameters.items() if x is not None
         ]
-        self.weights = [part._parameters[name] for part, name in self.places]
+        self.weights: list[Tensor] = [part.get_parameter(name) for part, name in self.places]
         self.versions = self._versions()
         kind = hidden.device.type
-        self.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.made: Tensor | None = None
         self.lazy: list[weakref.ref[LazyLogits]] = []
         with torch.no_grad():
@@ -86,9 +86,9 @@ class Head:
 
     def logits_of(self, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """[n, V] of [n, D], with these in place of the module's weights."""
-        before = [part._parameters[name] for part, name in self.places]
+        before = [part.get_parameter(name) for part, name in self.places]
         # Autocast would remember weights that were cast without gradients.
-        with torch.autocast(hidden.device.type, cache_enabled=False, **self.autocast):
+        with torch.autocast(*self.autocast, cache_enabled=False):
             try:
                 self._set(weights)
                 return self.forward(hidden)
@@ -211,7 +211,7 @@ class LazyLogits(Tensor):
         return function(*tree_map(lambda x: _ordinary(x, name), args), **tree_map(lambda x: _ordinary(x, name), kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub has no class
         cls, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """For code that calls torch below `__torch_function__`."""
@@ -306,8 +306,8 @@ class _Make(torch.autograd.Function):
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         head, needed = ctx.head, ctx.needs_input_grad[5:]
-        head.check()
-        with torch.enable_grad():
+        with head.unsharded(), graph_of_its_own():
+            head.check()
             inputs = [leaf(x, need) for x, need in zip((head.rows, *head.weights), needed, strict=True)]
             logits = _through(ctx.chain, head.logits_of(inputs[0], inputs[1:]))
             wanted = [x for x in inputs if x.requires_grad]

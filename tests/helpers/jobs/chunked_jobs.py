@@ -21,9 +21,12 @@ from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, Granite
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.config import Loss
+from hf_ring_attn.integration.batch.announce import loss_in_words
 from hf_ring_attn.integration.model import lazy_logits
 from hf_ring_attn.integration.model.lazy_logits import ChunkedLoss, LazyLogits
+from hf_ring_attn.layers import chunked_loss
 from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
+from tests.helpers.live_bytes import Largest
 from tests.helpers.models.tiny_models import SIZES, tiny
 
 OTHERS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
@@ -112,7 +115,7 @@ def in_float64(rows: int = 5) -> Iterator[list[int]]:
 
     with (
         mock.patch.object(Tensor, "float", _itself),
-        mock.patch.object(lazy_logits, "rows_per_chunk", lambda _: rows),
+        mock.patch.object(lazy_logits, "rows_per_chunk", return_value=rows),
         mock.patch.object(lazy_logits.Head, "logits_of", counted),
     ):
         yield made
@@ -151,7 +154,7 @@ def uses(model: str = "gemma2") -> dict[str, tuple[Any, Any]]:
     found: dict[str, list[Any]] = {}
     for loss in ("auto", "sharded"):
         net = model_of(Step(why="", model=model))
-        batch = hf_ring_attn.shard(tokens(23), config=RingConfig(loss=loss))  # type: ignore[arg-type]
+        batch = hf_ring_attn.shard(tokens(23), config=RingConfig(loss=loss))
         with batch:
             net(**batch.inputs)  # the first call, in which models are met
         for name, use in USES.items():
@@ -197,7 +200,7 @@ USES: dict[str, Callable[[Tensor], Any]] = {
     "from the left": lambda x: 3.0 - 2.0 * x,
     "softmax": lambda x: x.float().log_softmax(-1),
     "a slice": lambda x: x[..., :-1, :],
-    "an autograd function": Doubled.apply,  # type: ignore[no-untyped-call]
+    "an autograd function": Doubled.apply,
     "two tensors": lambda x: torch.stack([x, x.detach()]),
     "metrics, then gradients": _metrics_then_gradients,
     "changed in place": _changed,
@@ -232,6 +235,42 @@ def read_late(wrap: str) -> str:
     return ""
 
 
+def read_after_eval(wrap: str) -> tuple[Tensor, Tensor]:
+    """Logits of an evaluation that asked for them as Trainer does, and those of a forward without labels."""
+    model = model_of(Step(why="", trains=False))
+    sharded(model, wrap)
+    batch = hf_ring_attn.shard(tokens(23))
+    batch.context.state(ChunkedLoss).keeps = True
+    with batch, torch.no_grad():
+        kept = model(**batch.inputs).logits
+    return kept * 1.0, without_labels(wrap)[1]
+
+
+def most_values(loss: Loss) -> int:
+    """The most values of any tensor that one step makes."""
+    model = model_of(Step(why=""))
+    batch = hf_ring_attn.shard(tokens(57), config=RingConfig(loss=loss))
+    with in_float64(), Largest() as largest:
+        with batch:
+            out = model(**batch.inputs)
+        out.loss.backward()
+    found: int = largest.values
+    return found
+
+
+def with_a_defect() -> str:
+    """The error of a model whose gradients are too large in chunks."""
+    model = model_of(Step(why=""))
+    batch = hf_ring_attn.shard(tokens(23))
+    wrong = mock.patch.object(chunked_loss, "_scaled", lambda x, factor, dtype, _rows: (x * factor * 1.5).to(dtype))
+    try:
+        with wrong, batch:
+            model(**batch.inputs)
+    except hf_ring_attn.RingAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def without_labels(wrap: str) -> tuple[Tensor, Tensor]:
     """Logits of a loop that leaves the labels of its batch out of the call, and those of a batch without labels."""
     model, found = model_of(Step(why="")), []
@@ -259,7 +298,7 @@ class OddHead(nn.Module):
 
 
 def odd_head(loss: Loss) -> str:
-    """ "made" or "chunked", or the error."""
+    """Says how the loss was computed, or the error."""
     model = model_of(Step(why=""))
     model.lm_head = OddHead(model.lm_head.weight.detach())
     batch = hf_ring_attn.shard(tokens(23), config=RingConfig(loss=loss))
@@ -268,4 +307,5 @@ def odd_head(loss: Loss) -> str:
             out = model(**batch.inputs)
     except hf_ring_attn.RingAttentionError as error:
         return f"{type(error).__name__}: {error}"
-    return "chunked" if isinstance(out.logits, LazyLogits) else "made"
+    assert not isinstance(out.logits, LazyLogits)
+    return loss_in_words(batch.context)

@@ -15,6 +15,7 @@ from tests.helpers.jobs import chunked_jobs as jobs
 from tests.helpers.jobs.chunked_jobs import Answer, Step
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import packed, padded, tokens
+from tests.helpers.models.tiny_models import VOCABULARY
 
 EXACT = 1e-12
 ON_HEAD = {"target_modules": ["q_proj", "lm_head"]}
@@ -99,6 +100,17 @@ def test_planted_defects_are_seen(defect: str) -> None:
         assert_equal(*jobs.both(step))
 
 
+def test_no_tensor_of_tokens_times_vocabulary_is_made() -> None:
+    logits = 2 * 57 * VOCABULARY
+    assert jobs.most_values("sharded") == logits
+    assert jobs.most_values("auto") < logits
+
+
+def test_the_trial_step_sees_a_loss_in_chunks_that_is_wrong(ranks: Ranks) -> None:
+    for error in ranks(2).run(jobs.with_a_defect):
+        assert error.startswith("GradientDiffers: the self-check tried a step of LlamaForCausalLM"), error
+
+
 # ---- logits that are read --------------------------------------------------------------------------------------------
 
 
@@ -122,14 +134,20 @@ def test_logits_that_can_no_longer_be_made_are_refused(ranks: Ranks, wrap: str, 
         assert error.startswith("LogitsNotMade: ") and why in error and "RingConfig(loss='sharded')" in error
 
 
-@pytest.mark.parametrize("wrap", ["", "with the rest"])
+@pytest.mark.parametrize("wrap", ["with the rest", "by itself", "tail"])
+def test_an_evaluation_that_wants_logits_has_them_under_fsdp2(ranks: Ranks, wrap: str) -> None:
+    for got, want in ranks(2).run(jobs.read_after_eval, wrap):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrap", ["", "with the rest", "by itself"])
 def test_a_call_without_labels_makes_logits(ranks: Ranks, wrap: str) -> None:
     for got, want in ranks(2).run(jobs.without_labels, wrap):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_a_head_that_is_not_known_makes_logits_or_is_refused(ranks: Ranks) -> None:
-    assert ranks(2).run(jobs.odd_head, "auto") == ["made", "made"]
+    assert ranks(2).run(jobs.odd_head, "auto") == ["sharded (its head is OddHead, no linear layer)"] * 2
     for error in ranks(2).run(jobs.odd_head, "chunked"):
         assert error.startswith("LossNotChunked: loss='chunked' makes no logits, but LlamaForCausalLM made them all: ")
         assert "its head is OddHead, no linear layer" in error
