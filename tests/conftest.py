@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 import pytest
 import torch
 
-from hf_ring_attn.testing import LiveRanks
+from tests.helpers.live_ranks import LiveRanks
 from tests.helpers.patience import patient
 
 TEST_SECONDS, GPU_TEST_SECONDS = 240, 400

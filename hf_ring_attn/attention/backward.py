@@ -10,21 +10,22 @@ from torch import Tensor
 
 from ..kernels import Gradients, Kernel, Params, Place, accumulate_dtype
 from ..sharding.layout import Layout, chunks_of
-from ..sharding.plan import Segments, Tables
+from ..sharding.plan import Segments
 from ..traffic import Sums, Traffic, head_halves, interruption_guard, ring_pass_groups, seen_by_heads
+from .call import Call, Results
 
 
 def gradients(
-    traffic: Traffic, kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    tables: Tables, params: Params, backward: str, heads_per_gather: int, extra: dict[str, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call: Call, results: Results, traffic: Traffic, kernel: Kernel, extra: dict[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dq, dk, dv and dsinks; adds gradients of captured tensors to ``extra``, as in `Gradients`."""
-    job = _Backward(traffic, kernel, tables, dout.contiguous(), q, k, v, out, lse, params, extra)
-    if tables.exchange is not None or (backward == "gather" and traffic.ring.size > 1):
-        dq, dk, dv = job.by_gather(heads_per_gather)
+    results = results._replace(dout=results.dout.contiguous())
+    job = _Backward(call, results, traffic, kernel, {} if extra is None else extra)
+    if call.plan.tables.exchange is not None or (call.options.backward == "gather" and traffic.ring.size > 1):
+        dq, dk, dv = job.by_gather()
     else:
         dq, dk, dv = job.by_ring()
-    return dq, dk, dv, _sinks_gradient(job.delta, lse, params.sinks)
+    return dq, dk, dv, _sinks_gradient(job.delta, results.lse, call.params.sinks)
 
 
 def _sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
@@ -46,12 +47,11 @@ def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _Backward:
     def __init__(
-        self, traffic: Traffic, kernel: Kernel, tables: Tables, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
-        out: Tensor, lse: Tensor, params: Params, extra: dict[str, Tensor],
-    ) -> None:  # fmt: skip
-        self.traffic, self.kernel, self.tables, self.params, self.extra = traffic, kernel, tables, params, extra
-        self.dout, self.q, self.k, self.v, self.out, self.lse = dout, q, k, v, out, lse
-        self.of_q = self._place("q", q, tables.queries)
+        self, call: Call, results: Results, traffic: Traffic, kernel: Kernel, extra: dict[str, Tensor]
+    ) -> None:
+        self.call, self.results, self.traffic, self.kernel, self.extra = call, results, traffic, kernel, extra
+        self.q, self.k, self.v, self.params, self.tables = call.q, call.k, call.v, call.params, call.plan.tables
+        self.of_q = self._place("q", self.q, self.tables.queries)
 
     def by_ring(self) -> tuple[Tensor, Tensor, Tensor]:
         """Computes dq, dk and dv by ring passes, one group of heads after another."""
@@ -66,13 +66,13 @@ class _Backward:
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.k, self.v))
         guard, dq = interruption_guard(ring), []
         for number, heads in enumerate(groups):
-            with guard.walk(number, len(groups)):
+            with guard.ring_pass(number, len(groups)):
                 part = self._of_heads(heads) if len(groups) > 1 else self
-                dq.append(part._walk(dk[:, :, heads], dv[:, :, heads]))
+                dq.append(part._ring_pass(dk[:, :, heads], dv[:, :, heads]))
                 del part  # before the next one's accumulators are made
         return dq[0] if len(dq) == 1 else torch.cat(dq, 2), dk, dv
 
-    def _walk(self, dk: Tensor, dv: Tensor) -> Tensor:
+    def _ring_pass(self, dk: Tensor, dv: Tensor) -> Tensor:
         """Passes keys, values and gradient accumulators around the ring; writes dk and dv in place and returns dq."""
         segments, rank = self.tables.segments, self.traffic.ring.rank
         halves = head_halves(self.k.shape[2], self.traffic.ring.size)
@@ -96,22 +96,16 @@ class _Backward:
 
     def _of_heads(self, heads: slice) -> _Backward:
         """The same backward for some key heads and the query heads that read them."""
-        mine = self._read_by(heads)
-        part = _Backward(
-            self.traffic, self.kernel, self.tables, self.dout[:, :, mine], self.q[:, :, mine], self.k[:, :, heads],
-            self.v[:, :, heads], self.out[:, :, mine], self.lse[:, mine], self.params.of_heads(mine), self.extra,
-        )  # fmt: skip
+        mine = self.call.query_heads(heads)
+        results = self.results.of_heads(mine)
+        part = _Backward(self.call.of_heads(heads), results, self.traffic, self.kernel, self.extra)
         part.delta = self.delta[:, mine]
         return part
 
-    def by_gather(self, heads_per_gather: int) -> tuple[Tensor, Tensor, Tensor]:
+    def by_gather(self) -> tuple[Tensor, Tensor, Tensor]:
         """Computes dq, dk and dv: gathers keys and values as the forward does, and reduce-scatters dk and dv."""
         parts = []
-        tables = self.tables
-        gathered = seen_by_heads(
-            self.traffic, tables.exchange, tables.owners, self.q, self.k, self.v, heads_per_gather,
-            most=tables.most,
-        )  # fmt: skip
+        gathered = seen_by_heads(self.traffic, self.tables, self.q, self.k, self.v, self.call.options.heads_per_gather)
         self._prepare()
         wide = accumulate_dtype(self.q.dtype)
         for heads, k, v, _ in gathered:
@@ -119,7 +113,7 @@ class _Backward:
             sums = self._new_sums(*keys)
             self._add(self._queries(heads), *keys, self.tables.forward, sums)
             # Still unrounded, but out of the kernel's own memory order, which cannot be split by rank.
-            dk, dv = (self._home(x) for x in self._finished(*keys, sums, wide))
+            dk, dv = (self._reduced(x) for x in self._finished(*keys, sums, wide))
             parts.append((_rounded(dk, k.dtype), _rounded(dv, v.dtype)))
         dk, dv = (column[0] if len(column) == 1 else torch.cat(column, 2) for column in zip(*parts, strict=True))
         return self._finished_dq(), dk, dv
@@ -131,23 +125,18 @@ class _Backward:
 
     def _make_delta(self) -> None:
         if not hasattr(self, "delta"):
-            self.delta = self.kernel.delta(self.dout, self.out)
+            self.delta = self.kernel.delta(self.results.dout, self.results.out)
 
     def _finished_dq(self) -> Tensor:
         return self.kernel.finish(self.dq, self.q.dtype, self.of_q)
 
     def _queries(self, heads: slice) -> _Queries:
         """The queries that read these key heads."""
-        mine = self._read_by(heads)
+        mine = self.call.query_heads(heads)
         return _Queries(
-            self.q[:, :, mine], self.dout[:, :, mine], self.out[:, :, mine], self.lse[:, mine], self.delta[:, mine],
-            self.kernel.of_heads(self.dq, mine), self.params.of_heads(mine),
+            self.q[:, :, mine], self.results.of_heads(mine), self.delta[:, mine], self.kernel.of_heads(self.dq, mine),
+            self.params.of_heads(mine),
         )  # fmt: skip
-
-    def _read_by(self, heads: slice) -> slice:
-        """The query heads of these key heads."""
-        per_key_head = self.q.shape[2] // self.k.shape[2]
-        return slice(heads.start * per_key_head, heads.stop * per_key_head)
 
     def _new_sums(self, k: Tensor, v: Tensor, segments: Segments) -> Sums:
         new = self.kernel.new_gradient
@@ -159,7 +148,8 @@ class _Backward:
             self._place("q", of.q, self.tables.queries), self._place("k", k, segments), self._place("v", v, segments),
         )  # fmt: skip
         into = Gradients(of.dq, *sums, (of_q, of_k, of_v), self.extra)
-        self.kernel.backward(of.dout, of.q, k, v, of.lse, of.delta, tiles, of.params, into, of.out)
+        out, lse, dout = of.results
+        self.kernel.backward(dout, of.q, k, v, lse, of.delta, tiles, of.params, into, out)
 
     def _finished(
         self, k: Tensor, v: Tensor, segments: Segments, sums: Sums, dtype: torch.dtype,
@@ -169,7 +159,7 @@ class _Backward:
         of_k, of_v = self._place("k", k, segments), self._place("v", v, segments)
         return finish(sums[0], dtype, of_k, into[0]), finish(sums[1], dtype, of_v, into[1])
 
-    def _home(self, gradient: Tensor) -> Tensor:
+    def _reduced(self, gradient: Tensor) -> Tensor:
         """Reduce-scatters the gradient of the keys seen to [B, T, heads, ...] of this rank's own tokens."""
         ring, tokens = self.traffic.ring, self.k.shape[1]
         if self.tables.exchange is not None:
@@ -188,9 +178,7 @@ class _Queries(NamedTuple):
     """This rank's queries for some key heads; each step adds to ``dq``."""
 
     q: Tensor
-    dout: Tensor
-    out: Tensor
-    lse: Tensor
+    results: Results
     delta: Tensor
     dq: Tensor
     params: Params

@@ -18,6 +18,7 @@ from ..sharding.layout import LONGEST, Layout
 from ..sharding.mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
 from ..sharding.plan import Plan
 from ..traffic import interruption_guard
+from .call import Call, RingOptions
 from .kernel_choice import kernel_for, kernel_for_scores, score_mod_facts
 from .op import attend
 from .score_mod_op import attend_scored
@@ -171,10 +172,8 @@ def ring_attention(
         q, k, v = (x.new_zeros(batch, layout.local_length, *x.shape[2:]).index_copy(1, real, x) for x in (q, k, v))
     if batch * layout.padded == 0:  # nothing to send, and not every transport can send nothing
         ring, layout, mask = Ring(LOCAL), Layout(q.shape[1], 1, 0), Mask.of(CAUSAL, batch, q.shape[1])
-    out, lse = (attend if mod is None else attend_scored)(
-        q, k, v, Plan.of(ring, layout, mask), params, kernel=kernel, backward=config.backward,
-        heads_per_gather=config.heads_per_gather, traffic=config.traffic,
-    )  # fmt: skip
+    call = Call(q, k, v, Plan.of(ring, layout, mask), params, RingOptions.of(config, kernel))
+    out, lse = attend(call) if mod is None else attend_scored(call)
     if short:
         out, lse = out.index_select(1, real), lse.index_select(2, real)
     return (out, lse) if return_lse else out
@@ -259,7 +258,7 @@ def _agreed_length(ring: Ring, q: Tensor, facts: dict[str, object], refusal: Ref
         raise refusal or elsewhere from None
     if refusal is not None:  # in a ring of one
         raise refusal
-    lengths = ring.numbers(q.shape[1], device, "told its length")
+    lengths = ring.numbers(q.shape[1], device, "compared lengths")
     total = sum(lengths)
     expected = [Layout(total, ring.size, rank).held() for rank in range(ring.size)]
     if lengths != expected:

@@ -39,10 +39,7 @@ def kernel_for(ring: str, name: str, request: Request) -> str:
     except errors.Refused as error:
         refusal = error
     meeting = Ring(ring)
-    facts = {
-        "kernel": chosen,
-        "version of torch": str(torch.__version__),
-    }
+    facts = {"kernel": chosen, "version of torch": str(torch.__version__)}
     device = meeting.small_device(torch.device(request.device))
     try:
         meeting.agree(facts, device, _SAME_KERNEL, None if refusal is None else str(refusal))

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ..kernels import KERNELS, Params, Request
-from ..kernels.whole import whole
+from ..kernels.reference import whole
 from ..sharding.layout import Layout
 from ..sharding.mask import CAUSAL, Mask, tiles
-from ..sharding.plan import Plan, Tables
+from ..sharding.plan import Plan
 from ..traffic import RingStep, Sums
 from ..traffic.simulated import SimulatedTraffic
 from .backward import gradients
+from .call import Call, Results, RingOptions
 from .op import forward
 
 LENGTH, RANKS = 8 * 33, 2
@@ -72,15 +73,11 @@ def tried(kernel: str, request: Request, device: torch.device) -> dict[str, floa
     mask = Mask.of(CAUSAL, ROWS, LENGTH, ids.expand(ROWS, -1) if request.holes else None)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         got = simulated(kernel, q, k, v, dout, mask, params)
-        want = defined(q.double(), k.double(), v.double(), dout.double(), mask, params)
+        exact = Params(params.scale, params.softcap, None if sinks is None else sinks.double())
+        row = Layout(LENGTH, 1, 0).whole()
+        q, k, v, dout = (x.double() for x in (q, k, v, dout))
+        want = whole(KERNELS["reference"], q, k, v, dout, tiles(mask, row, row), exact)
     return {name: float((got[name].double() - x).norm() / x.norm()) for name, x in want.items()}
-
-
-def defined(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
-    """The reference kernel's answer for whole rows."""
-    runs = Layout(LENGTH, 1, 0).whole()
-    params = Params(params.scale, params.softcap, None if params.sinks is None else params.sinks.double())
-    return whole(KERNELS["reference"], q, k, v, dout, tiles(mask, runs, runs), params)
 
 
 def simulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
@@ -96,12 +93,10 @@ def simulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: 
             layout = Layout(LENGTH, RANKS, rank, OWNERS)
             traffic = _Traffic(layout, (k, v), arriving[1 - rank], began[rank])
             plan = Plan.of(traffic.ring, layout, mask, sparse_share=0)
-            tables = Tables.of(plan.tiles, plan.stops, RANKS)
             my_q, my_k, my_v, my_dout = (layout.shard(x, 1) for x in (q, k, v, dout))
-            out, lse = forward(traffic, KERNELS[kernel], my_q, my_k, my_v, tables, params, 0)
-            dq, dk, dv, _ = gradients(
-                traffic, KERNELS[kernel], my_dout, my_q, my_k, my_v, out, lse, tables, params, "ring", 0, {}
-            )
+            call = Call(my_q, my_k, my_v, plan, params, RingOptions(kernel))
+            out, lse = forward(call, traffic, KERNELS[kernel])
+            dq, dk, dv, _ = gradients(call, Results(out, lse, my_dout), traffic, KERNELS[kernel])
             found.append({"out": out, "lse": lse.transpose(1, 2), "dq": dq, "dk": dk, "dv": dv})
     row = Layout(LENGTH, RANKS, 0, OWNERS)
     rows = {name: row.merge(torch.stack([one[name] for one in found])) for name in found[0]}
@@ -133,4 +128,4 @@ class _Traffic(SimulatedTraffic):
             found = self._arriving.get(at) if source == self.ring.rank else None
             return self._began.setdefault(at, found or new(source, half))
 
-        return self.walk(halves, sums)
+        return self.steps(halves, sums)

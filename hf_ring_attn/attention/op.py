@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..comm.first_order import first_order_only, refuse_transforms
-from ..comm.ring import Ring
 from ..kernels import KERNELS, Kernel, Params, accumulate_dtype
-from ..sharding.plan import Plan, Tables
-from ..traffic import GatheredKV, LayerRole, Traffic, gathered_kv_for, seen_by_heads, traffic_of
+from ..sharding.plan import Plan
+from ..traffic import GatheredKV, LayerRole, Traffic, gathered_kv_for, seen_by_heads
 from .backward import gradients
+from .call import Call, Results, RingOptions
 
 UNSAFE = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 """Tags of ops that communicate: inductor excludes them from CUDA graphs."""
@@ -38,54 +38,67 @@ def count_attention() -> None:
     _attentions += 1
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, params: Params, *, kernel: str, backward: str = "ring",
-    heads_per_gather: int | None = None, traffic: str = "auto", kept: GatheredKV | LayerRole | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of local tokens under a plan; shapes as in `ring_attention`, T the same on every rank.
+def attend(call: Call, shared: GatheredKV | LayerRole | None = None) -> tuple[Tensor, Tensor]:
+    """Computes out [B, T, H, Dv] and lse [B, H, T] of a call; differentiable in q, k, v and the sinks.
 
-    ``kernel`` is the name of a kernel that was chosen for these inputs. Differentiable in q, k, v and the sinks.
-    ``kept``: gathered K/V to fill or to reuse (same options, keys, values and plan on every rank); in compiled code,
+    ``shared``: gathered K/V to fill or to reuse (same options, keys, values and plan on every rank); in compiled code,
     which may run an op twice or not at all, the layer's role.
     """
-    refuse_transforms("ring attention", q, k, v, params.sinks)
-    out, lse = torch.ops.hf_ring_attn.ring_flash_attn_fwd(
-        q, k, v, params.sinks, plan.tiles, plan.stops, params.scale, params.softcap, params.deterministic, plan.ring,
-        kernel, backward, heads_per_gather or 0, traffic, *((None, None) if kept is None else (kept.number, kept.role)),
-    )  # fmt: skip
+    refuse_transforms("ring attention", call.q, call.k, call.v, call.params.sinks)
+    store, role = (None, None) if shared is None else (shared.number, shared.role)
+    out, lse = torch.ops.hf_ring_attn.ring_flash_attn_fwd(*flatten(call), store, role)
     return out, lse
+
+
+FLAT = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor tiles, Tensor stops, str ring, float scale, float? softcap, "
+    "bool deterministic, str kernel, str backward, SymInt heads_per_gather, str traffic"
+)
+"""A call as arguments of an op, which takes only tensors, numbers and strings."""
+
+
+def flatten(call: Call) -> tuple[Any, ...]:
+    """The arguments `FLAT` of a call."""
+    plan, params, options = call.plan, call.params, call.options
+    return (
+        call.q, call.k, call.v, params.sinks, plan.tiles, plan.stops, plan.ring, params.scale, params.softcap,
+        params.deterministic, options.kernel, options.backward, options.heads_per_gather, options.traffic,
+    )  # fmt: skip
+
+
+def unflatten(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: Tensor, stops: Tensor, ring: str, scale: float,
+    softcap: float | None, deterministic: bool, *options: Any,
+) -> Call:  # fmt: skip
+    """The inverse of `flatten`."""
+    plan, params = Plan(ring, tiles, stops), Params(scale, softcap, sinks, deterministic)
+    return Call(q, k, v, plan, params, RingOptions(*options))
 
 
 # The op's name holds "flash_attn" because selective checkpointing policies (TRL's) save the outputs of ops so
 # named: then a layer's recompute neither gathers nor attends again.
-@torch.library.custom_op("hf_ring_attn::ring_flash_attn_fwd", mutates_args=(), tags=UNSAFE)
-def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, table: Tensor, stops: Tensor, scale: float,
-    softcap: float | None, deterministic: bool, ring: str, kernel: str, backward: str, heads_per_gather: int,
-    traffic: str, kept: Tensor | None = None, role: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+@torch.library.custom_op(
+    "hf_ring_attn::ring_flash_attn_fwd", mutates_args=(), tags=UNSAFE,
+    schema=f"({FLAT}, Tensor? store, Tensor? role) -> (Tensor, Tensor)",
+)  # fmt: skip
+def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *flat, store, role = arguments
     count_attention()
-    params = Params(scale, softcap, sinks, deterministic)
-    with torch.autocast(q.device.type, enabled=False):  # autocast would round float32 sums to 16 bits
-        transport = traffic_of(Ring(ring), q.device, traffic)
-        tables = Tables.of(table, stops, transport.ring.size)
-        known = gathered_kv_for(kept, role, transport.ring, tables, k, v)
-        return forward(transport, KERNELS[kernel], q, k, v, tables, params, heads_per_gather, known)
+    call = unflatten(*flat)
+    with torch.autocast(call.q.device.type, enabled=False):  # autocast would round float32 sums to 16 bits
+        traffic = call.transport()
+        shared = gathered_kv_for(store, role, traffic.ring, call.plan.tables, call.k, call.v)
+        return forward(call, traffic, KERNELS[call.options.kernel], shared)
 
 
-@torch.library.custom_op("hf_ring_attn::ring_flash_attn_bwd", mutates_args=(), tags=UNSAFE)
-def _backward_op(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None,
-    table: Tensor, stops: Tensor, scale: float, softcap: float | None, deterministic: bool, ring: str, kernel: str,
-    backward: str, heads_per_gather: int, traffic: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    params = Params(scale, softcap, sinks, deterministic)
-    transport = traffic_of(Ring(ring), q.device, traffic)
-    tables = Tables.of(table, stops, transport.ring.size)
-    with torch.autocast(q.device.type, enabled=False):
-        return gradients(
-            transport, KERNELS[kernel], dout, q, k, v, out, lse, tables, params, backward, heads_per_gather, {}
-        )  # fmt: skip
+@torch.library.custom_op(
+    "hf_ring_attn::ring_flash_attn_bwd", mutates_args=(), tags=UNSAFE,
+    schema=f"(Tensor out, Tensor lse, Tensor dout, {FLAT}) -> (Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def _backward_op(out: Tensor, lse: Tensor, dout: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = unflatten(*flat)
+    with torch.autocast(dout.device.type, enabled=False):
+        return gradients(call, Results(out, lse, dout), call.transport(), KERNELS[call.options.kernel])
 
 
 @_forward_op.register_fake
@@ -97,7 +110,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @_backward_op.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *_: Any
+    out: Tensor, lse: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -105,43 +118,36 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, table, stops, *rest, _kept, _role = inputs
+    q, k, v, sinks, *rest, _store, _role = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, out, lse, sinks)
-    ctx.plan, ctx.rest = (table, stops), rest
+    ctx.rest = rest
 
 
 @first_order_only("ring attention")
 def _backward(ctx: Any, saved: tuple[Any, ...], dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks = saved
-    dq, dk, dv, dsinks = torch.ops.hf_ring_attn.ring_flash_attn_bwd(
-        dout, q, k, v, out, lse, sinks, *ctx.plan, *ctx.rest
-    )
-    dsinks = dsinks if sinks is not None else None
-    return (dq, dk, dv, dsinks, *[None] * len((*ctx.plan, *ctx.rest)), None, None)
+    *found, dsinks = torch.ops.hf_ring_attn.ring_flash_attn_bwd(out, lse, dout, q, k, v, sinks, *ctx.rest)
+    return (*found, None if sinks is None else dsinks, *[None] * len(ctx.rest), None, None)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def forward(
-    traffic: Traffic, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tables: Tables, params: Params,
-    heads_per_gather: int, kept: GatheredKV | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(call: Call, traffic: Traffic, kernel: Kernel, shared: GatheredKV | None = None) -> tuple[Tensor, Tensor]:
+    """The forward of a call by a transport and a kernel: out and lse, as `attend`."""
+    q, k, v, tables, params = call.q, call.k, call.v, call.plan.tables, call.params
     if traffic.ring.size == 1:
         return kernel.forward(q, k, v, tables.forward, params)
     batch, tokens, heads, _ = q.shape
-    per_key_head = heads // k.shape[2]
     out = q.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q.dtype))
-    seen = seen_by_heads(
-        traffic, tables.exchange, tables.owners, q, k, v, heads_per_gather, kept, most=tables.most,
-        two_streams=kernel.two_streams and params.score_mod is None,
-    )  # fmt: skip
+    two_streams = kernel.two_streams and params.score_mod is None
+    seen = seen_by_heads(traffic, tables, q, k, v, call.options.heads_per_gather, shared, two_streams)
     with closing(seen):
         for part in seen:
-            mine = slice(part.heads.start * per_key_head, part.heads.stop * per_key_head)
+            mine = call.query_heads(part.heads)
             with part.at:
                 _, lse[:, mine] = kernel.forward(
                     q[:, :, mine], part.k, part.v, tables.forward, params.of_heads(mine), out[:, :, mine]

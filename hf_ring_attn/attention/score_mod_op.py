@@ -6,6 +6,7 @@ recomputes it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor
 
 from ..comm.first_order import first_order_only
-from ..comm.ring import Ring
 from ..errors import ScoreModChanged
 from ..kernels import KERNELS, Params, ScoreMod, text_of
-from ..sharding.plan import Plan, Tables
-from ..traffic import traffic_of
+from ..sharding.plan import Plan
 from .backward import gradients
+from .call import Call, Results, RingOptions
 from .op import count_attention, forward
 
 
@@ -65,67 +65,66 @@ def _stands_for(now: Tensor, then: Tensor) -> bool:
     return not then.requires_grad and alike and torch.equal(now, then)
 
 
-class _Job(NamedTuple):
+class _Rest(NamedTuple):
+    """The parts of a call that are no tensors of autograd."""
+
     plan: Plan
     params: Params
-    kernel: str
-    backward: str
-    heads_per_gather: int
-    traffic: str
+    options: RingOptions
+
+
+def flatten(call: Call) -> tuple[Any, ...]:
+    """The arguments of `_Scored`."""
+    assert call.params.score_mod is not None, "without a score_mod there is the op"
+    rest = _Rest(call.plan, call.params, call.options)
+    return call.q, call.k, call.v, call.params.sinks, rest, *call.params.score_mod.captured
+
+
+def unflatten(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rest: _Rest, captured: Sequence[Tensor],
+    require_grad: Sequence[bool],
+) -> Call:  # fmt: skip
+    """The inverse, with the tensors that autograd passed, and gradients for some of the captured ones."""
+    assert rest.params.score_mod is not None
+    mod = rest.params.score_mod.with_values(captured, require_grad)
+    return Call(q, k, v, rest.plan, replace(rest.params, sinks=sinks, score_mod=mod), rest.options)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def attend_scored(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, params: Params, *, kernel: str, backward: str = "ring",
-    heads_per_gather: int | None = None, traffic: str = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `op.attend`, with the ``score_mod`` of ``params``; differentiable in the tensors that it captures, too."""
-    assert params.score_mod is not None, "without a score_mod there is the op"
-    job = _Job(plan, params, kernel, backward, heads_per_gather or 0, traffic)
-    answer: tuple[Tensor, Tensor] = _Scored.apply(q, k, v, params.sinks, job, *params.score_mod.captured)  # type: ignore[no-untyped-call]
+def attend_scored(call: Call) -> tuple[Tensor, Tensor]:
+    """As `op.attend`, with a ``score_mod``; differentiable in the tensors that it captures, too."""
+    answer: tuple[Tensor, Tensor] = _Scored.apply(*flatten(call))  # type: ignore[no-untyped-call]
     return answer
 
 
 class _Scored(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: _Job, *captured: Tensor
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rest: _Rest, *captured: Tensor
     ) -> tuple[Tensor, Tensor]:
         count_attention()
-        plan, params = job.plan, _with(job.params, sinks, captured, [False] * len(captured))
-        traffic = traffic_of(Ring(plan.ring), q.device, job.traffic)
-        tables = Tables.of(plan.tiles, plan.stops, traffic.ring.size)
+        call = unflatten(q, k, v, sinks, rest, captured, [False] * len(captured))
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = forward(traffic, KERNELS[job.kernel], q, k, v, tables, params, job.heads_per_gather)
+            out, lse = forward(call, call.transport(), KERNELS[rest.options.kernel])
         ctx.mark_non_differentiable(lse)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *captured)
-        ctx.job = job
-        assert job.params.score_mod is not None
-        ctx.state = _State.of(job.params.score_mod) if any(ctx.needs_input_grad) else None
+        ctx.rest = rest
+        assert rest.params.score_mod is not None
+        ctx.state = _State.of(rest.params.score_mod) if any(ctx.needs_input_grad) else None
         return out, lse
 
     @staticmethod
     @first_order_only("ring attention with a score_mod")
     def backward(ctx: Any, saved: tuple[Any, ...], dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *captured = saved
-        job: _Job = ctx.job
         ctx.state.check()
-        params = _with(job.params, sinks, captured, ctx.needs_input_grad[5:])
-        mod = params.score_mod
+        call = unflatten(q, k, v, sinks, ctx.rest, captured, ctx.needs_input_grad[5:])
+        mod = call.params.score_mod
         assert mod is not None
         sums = mod.new_gradients()
-        traffic = traffic_of(Ring(job.plan.ring), q.device, job.traffic)
-        tables = Tables.of(job.plan.tiles, job.plan.stops, traffic.ring.size)
         with torch.autocast(q.device.type, enabled=False):
             dq, dk, dv, dsinks = gradients(
-                traffic, KERNELS[job.kernel], dout, q, k, v, out, lse, tables, params, job.backward,
-                job.heads_per_gather, sums,
-            )  # fmt: skip
+                call, Results(out, lse, dout), call.transport(), KERNELS[call.options.kernel], sums
+            )
         rest = [mod.gradient(sums, number) for number in range(len(captured))]
         return (dq, dk, dv, None if sinks is None else dsinks, None, *rest)
-
-
-def _with(params: Params, sinks: Tensor | None, captured: Any, require_grad: Any) -> Params:
-    """Replaces the tensors in ``params`` by those that autograd passed."""
-    assert params.score_mod is not None
-    return replace(params, sinks=sinks, score_mod=params.score_mod.with_values(captured, require_grad))

@@ -15,7 +15,7 @@ SECONDS_PER_TURN = 0.05
 """Seconds for which one call is repeated in its turn."""
 
 
-class Call(NamedTuple):
+class Timed(NamedTuple):
     """A call, and the context it runs in, which is entered for each turn and not timed."""
 
     run: Callable[[], object]
@@ -30,7 +30,7 @@ class Measured(NamedTuple):
 
 
 def in_turns(
-    calls: Mapping[str, Call], rounds: int, device: torch.device, largest: Callable[[float], float]
+    calls: Mapping[str, Timed], rounds: int, device: torch.device, largest: Callable[[float], float]
 ) -> dict[str, Measured]:
     """Measures calls in turns, each ``rounds`` times.
 

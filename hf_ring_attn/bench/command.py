@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--backward", nargs="+", choices=("ring", "gather"), default=["ring"])
     how.add_argument("--traffic", nargs="+", choices=("auto", "messages", "pulls"), default=["auto"])
     how.add_argument("--heads-per-gather", type=count(0), nargs="+", default=[0], help="0: chosen by size")
-    how.add_argument("--ring", type=count(), default=8, help="in one process: the size of the ring that is played")
+    how.add_argument("--ring", type=count(), default=8, help="in one process: size of the simulated ring")
     how.add_argument("--against", nargs="+", choices=PEERS, default=[], help="under torchrun: others, if installed")
     how.add_argument(
         "--errors", nargs="*", choices=errors.PARTS, metavar="PART",

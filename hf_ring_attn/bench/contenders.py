@@ -5,31 +5,33 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..attention.backward import gradients
+from ..attention.call import Call, Results, RingOptions
 from ..attention.op import attend, forward
 from ..comm.ring import LOCAL, Ring
 from ..kernels import KERNELS
-from ..sharding.layout import Layout, Owners
-from ..sharding.plan import Plan, Tables
+from ..sharding.layout import Layout
+from ..sharding.plan import Plan
 from ..traffic import RingStep, Sums
-from ..traffic.base import PULLED
+from ..traffic.base import PULLED, Gather
 from ..traffic.gathered_kv import KVGroup
 from ..traffic.simulated import SimulatedTraffic
-from ..traffic.two_streams import Abreast
-from .clock import Call
+from ..traffic.two_streams import TwoStreams
+from .clock import Timed
 from .workload import Workload
 
 
 class Contender(NamedTuple):
     """A way to compute a workload: its forward, and its forward and backward; ``share``: of the row's flops."""
 
-    forward: Call
-    both: Call
+    forward: Timed
+    both: Timed
     share: float
 
 
@@ -45,45 +47,38 @@ def differentiated(
         with torch.no_grad():
             return function(*given)
 
-    both = Call(lambda: torch.autograd.grad(function(*leaves), leaves, dout), inside)
-    return Contender(Call(alone, inside), both, share)
+    both = Timed(lambda: torch.autograd.grad(function(*leaves), leaves, dout), inside)
+    return Contender(Timed(alone, inside), both, share)
 
 
-class Options(NamedTuple):
-    """Options of a ring, as in `RingConfig`; 0 heads: chosen by size."""
-
-    backward: str = "ring"
-    traffic: str = "auto"
-    heads_per_gather: int = 0
-
-    @property
-    def name(self) -> str:
-        heads = f" {self.heads_per_gather}" if self.heads_per_gather else ""
-        return f"ring_fp32 {self.backward} {self.traffic.replace('auto', '')}".rstrip() + heads
+def options(backwards: Sequence[str], traffics: Sequence[str], heads: Sequence[int]) -> list[RingOptions]:
+    """All combinations, for a kernel that is chosen later."""
+    return [
+        RingOptions("auto", backward, count, traffic)
+        for backward, traffic, count in itertools.product(backwards, traffics, heads)
+    ]
 
 
-def options(backwards: Sequence[str], traffics: Sequence[str], heads: Sequence[int]) -> list[Options]:
-    """All combinations."""
-    return [Options(*one) for one in itertools.product(backwards, traffics, heads)]
+def name_of(chosen: RingOptions) -> str:
+    heads = f" {chosen.heads_per_gather}" if chosen.heads_per_gather else ""
+    return f"ring_fp32 {chosen.backward} {chosen.traffic.replace('auto', '')}".rstrip() + heads
 
 
 def one_device(work: Workload, kernel: str) -> Contender:
     """The same kernel over the whole row, on every device by itself."""
-    plan = Plan.of(Ring(LOCAL), Layout(work.tokens, 1, 0), work.mask(Layout(work.tokens, 1, 0)))
-    return _road(work, plan, kernel, work.tokens, 1.0, Options())
+    return in_ring(work, Ring(LOCAL), kernel, RingOptions(kernel))
 
 
-def in_ring(work: Workload, ring: Ring, kernel: str, chosen: Options) -> Contender:
+def in_ring(work: Workload, ring: Ring, kernel: str, chosen: RingOptions) -> Contender:
     layout = Layout(work.tokens, ring.size, ring.rank)
     plan = Plan.of(ring, layout, work.mask(layout))
-    return _road(work, plan, kernel, layout.local_length, 1 / ring.size, chosen)
 
+    chosen = replace(chosen, kernel=kernel)
 
-def _road(work: Workload, plan: Plan, kernel: str, tokens: int, share: float, chosen: Options) -> Contender:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, plan, work.params(), kernel=kernel, **chosen._asdict())[0]
+        return attend(Call(q, k, v, plan, work.params(), chosen))[0]
 
-    return differentiated(function, work.inputs(tokens, 0), share)
+    return differentiated(function, work.inputs(layout.local_length, 0), 1 / ring.size)
 
 
 class Alone(SimulatedTraffic):
@@ -96,17 +91,9 @@ class Alone(SimulatedTraffic):
         self._device = row[0].device
         self._other = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
-    def gathered(
-        self,
-        k: Tensor,
-        v: Tensor,
-        groups: list[slice],
-        owners: Owners = (),
-        keep: bool = False,
-        two_streams: bool = False,
-    ) -> Generator[KVGroup]:
-        with self._streams(two_streams) as streams:
-            for number, part in enumerate(super().gathered(k, v, groups, owners, keep)):
+    def gathered(self, request: Gather) -> Generator[KVGroup]:
+        with self._streams(request.two_streams) as streams:
+            for number, part in enumerate(super().gathered(request)):
                 yield part._replace(at=streams.turn(number))
 
     def ring_pass(
@@ -122,11 +109,11 @@ class Alone(SimulatedTraffic):
                         made[half.start] = new(source, half)
                 return made[half.start]
 
-            for step in self.walk(halves, sums):
+            for step in self.steps(halves, sums):
                 yield step._replace(at=at[step.heads.start])
 
-    def _streams(self, two_streams: bool) -> Abreast:
-        return Abreast(self._other if two_streams else None, self._device)
+    def _streams(self, two_streams: bool) -> TwoStreams:
+        return TwoStreams(self._other if two_streams else None, self._device)
 
 
 def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str, heads_per_gather: int = 0) -> Contender:
@@ -136,15 +123,14 @@ def without_traffic(work: Workload, ring_size: int, rank: int, kernel: str, head
     _, *row, _ = work.inputs(layout.padded, 0)
     traffic = Alone(layout, row)
     plan = Plan.of(traffic.ring, layout, work.mask(layout), sparse_share=0)
-    tables = Tables.of(plan.tiles, plan.stops, ring_size)
     k, v = (layout.shard(x, 1) for x in row)
-    params, computing = work.params(), KERNELS[kernel]
+    call = Call(q, k, v, plan, work.params(), RingOptions(kernel, heads_per_gather=heads_per_gather))
 
     def one_way() -> tuple[Tensor, Tensor]:
-        return forward(traffic, computing, q, k, v, tables, params, heads_per_gather)
+        return forward(call, traffic, KERNELS[kernel])
 
     def both() -> object:
         out, lse = one_way()
-        return gradients(traffic, computing, dout, q, k, v, out, lse, tables, params, "ring", 0, {})
+        return gradients(call, Results(out, lse, dout), traffic, KERNELS[kernel])
 
-    return Contender(Call(one_way), Call(both), 1 / ring_size)
+    return Contender(Timed(one_way), Timed(both), 1 / ring_size)

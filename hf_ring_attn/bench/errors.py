@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.call import Call, RingOptions
 from ..attention.kernel_choice import kernel_for
 from ..attention.op import attend
 from ..comm.ring import Ring
@@ -79,14 +80,14 @@ def simulated(work: Workload, kernel: str, data: Data, size: int) -> Answer:
     return replay(KERNELS[kernel], *data, work.mask(Layout(work.tokens, 1, 0)), size, work.params())
 
 
-def live(work: Workload, kernel: str, data: Data, ring: Ring, chosen: contenders.Options) -> Answer:
+def live(work: Workload, kernel: str, data: Data, ring: Ring, chosen: RingOptions) -> Answer:
     """The whole row's answer on every rank, computed by the launched ring."""
     layout = Layout(work.tokens, ring.size, ring.rank)
     *leaves, dout = (layout.shard(layout.pad(x, 1), 1) for x in data)
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
     plan = Plan.of(ring, layout, work.mask(layout))
     q, k, v = leaves
-    out, lse = attend(q, k, v, plan, work.params(), kernel=kernel, **chosen._asdict())
+    out, lse = attend(Call(q, k, v, plan, work.params(), replace(chosen, kernel=kernel)))
     parts = [out.detach(), lse.detach().transpose(1, 2).contiguous(), *torch.autograd.grad(out, leaves, dout)]
     whole, log_sum, dq, dk, dv = (gather_sequence(x, ring, layout) for x in parts)
     return Answer(whole, log_sum.transpose(1, 2), dq, dk, dv)
@@ -106,11 +107,11 @@ def compared(got: Answer, one: Answer, want: Answer) -> dict[str, Any]:
 
 def of_inputs(
     work: Workload, ring: Ring, name: str, data: Data, *, sizes: Sequence[int], kernel: str,
-    chosen: Sequence[contenders.Options],
+    chosen: Sequence[RingOptions],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yields result rows of one set of inputs: launched rings on all ranks, everything else on the first alone."""
     work, kernel = _deterministic(work, ring, kernel)
-    ran = [(one.name, live(work, kernel, data, ring, one)) for one in chosen if ring.size > 1]
+    ran = [(contenders.name_of(one), live(work, kernel, data, ring, one)) for one in chosen if ring.size > 1]
     if ring.rank:
         return
     head = {
@@ -132,7 +133,7 @@ def of_inputs(
 
 def measure(
     works: Sequence[Workload], ring: Ring, parts: Sequence[str], sizes: Sequence[int], kernel: str,
-    chosen: Sequence[contenders.Options],
+    chosen: Sequence[RingOptions],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yields all rows on the first rank; the others take part and yield none."""
     device = works[0].device
@@ -153,7 +154,7 @@ def measure(
 
 def run(
     works: Sequence[Workload], ring: Ring, parts: Sequence[str], sizes: Sequence[int], kernel: str,
-    chosen: Sequence[contenders.Options], save: Path | None,
+    chosen: Sequence[RingOptions], save: Path | None,
 ) -> int:  # fmt: skip
     """Prints the table and saves its rows as the run "errors"; returns the exit code."""
     uneven = [(work.tokens, size) for work in works for size in sizes if size > 1 and work.tokens % (2 * size)]

@@ -20,8 +20,8 @@ def throughput(rows: Rows) -> tuple[str, str, str, list[Line]]:
     """Speed of each contender's forward and backward, as a share of the same kernel on one device in the same run."""
     done = [row for row in rows if "failed" not in row]
     lines = []
-    for contender in dict.fromkeys(row["road"] for row in done):
-        mine = sorted((row["tokens"], row["both"]["share"]) for row in done if row["road"] == contender)
+    for contender in dict.fromkeys(row["contender"] for row in done):
+        mine = sorted((row["tokens"], row["both"]["share"]) for row in done if row["contender"] == contender)
         lines.append((contender, [tokens for tokens, _ in mine], [share for _, share in mine]))
     return "forward + backward", "tokens in the row", "speed of a device, share of one device alone", lines
 
@@ -51,7 +51,7 @@ def by_depth(rows: Rows) -> tuple[str, str, str, list[Line]]:
 
 
 KINDS: dict[str, Callable[[Rows], tuple[str, str, str, list[Line]]]] = {
-    "road": throughput, "inputs": by_ring_size, "depth": by_depth,
+    "contender": throughput, "inputs": by_ring_size, "depth": by_depth,
 }  # fmt: skip
 """The field that identifies each kind of result, and its plot."""
 

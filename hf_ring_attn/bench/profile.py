@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
+from ..attention.call import RingOptions
 from ..attention.kernel_choice import kernel_for
 from ..comm.ring import Ring
 from . import contenders
@@ -16,8 +17,8 @@ from .workload import Workload
 CALLS = 3
 
 
-def save(work: Workload, ring: Ring, kernel: str, chosen: Sequence[contenders.Options], folder: Path) -> None:
-    """Writes profile-TOKENS-ROAD-RANK.txt (kernels by time) and .json.gz (for chrome://tracing) of each rank."""
+def save(work: Workload, ring: Ring, kernel: str, chosen: Sequence[RingOptions], folder: Path) -> None:
+    """Writes profile-TOKENS-OPTIONS-RANK.txt (kernels by time) and .json.gz (for chrome://tracing) of each rank."""
     kernel = kernel_for(ring.name, kernel, work.request())
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if work.device.type == "cuda" else [])]
     for one in chosen:
@@ -29,7 +30,7 @@ def save(work: Workload, ring: Ring, kernel: str, chosen: Sequence[contenders.Op
             if work.device.type == "cuda":
                 torch.cuda.synchronize()
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"profile-{work.tokens}-{one.name.replace(' ', '-')}-{ring.rank}"
+        name = f"profile-{work.tokens}-{contenders.name_of(one).replace(' ', '-')}-{ring.rank}"
         text = found.key_averages().table(
             sort_by=f"self_{work.device.type}_time_total", row_limit=40, max_name_column_width=90
         )

@@ -41,10 +41,10 @@ class Rank(NamedTuple):
         runs = seen_keys(mask, layout, rank) if sparse and size > 1 else layout.whole()
         seen = [torch.arange(run.position, run.position + run.length) for run in runs]
         seen.append(torch.empty(0, dtype=torch.int64))
-        return cls(layout, layout.positions(), Tables.of(plan.tiles, plan.stops, size), torch.cat(seen))
+        return cls(layout, layout.positions(), plan.tables, torch.cat(seen))
 
 
-Road = Literal["ring", "gather", "sparse"]
+Transfer = Literal["ring", "gather", "sparse"]
 
 
 @lru_cache(maxsize=64)
@@ -65,48 +65,41 @@ def places(
 
 def replay(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, size: int, params: Params,
-    wide: torch.dtype | None = None, road: Road = "ring", extra: dict[str, Tensor] | None = None,
+    wide: torch.dtype | None = None, path: Transfer = "ring", extra: dict[str, Tensor] | None = None,
 ) -> Answer:  # fmt: skip
     """Computes whole rows [B, S, ...] in a ring of ``size``; gradients in ``wide`` (None: their inputs' dtype).
 
-    ``road``: backward by a ring pass or by gather, or "sparse": each rank has only the keys that it sees.
+    ``path``: backward by a ring pass or by gather, or "sparse": each rank has only the keys that it sees.
     ``extra``: receives the gradients of a score_mod's captured tensors, summed over ranks.
     """
-    out, lse = replay_forward(kernel, q, k, v, mask, size, params, road)
-    parts = replay_backward(kernel, q, k, v, out, lse, dout, mask, size, params, wide, road, extra)
+    out, lse = replay_forward(kernel, q, k, v, mask, size, params, path)
+    parts = replay_backward(kernel, q, k, v, out, lse, dout, mask, size, params, wide, path, extra)
     return Answer(out, lse, *parts)
 
 
 def replay_forward(
-    kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    size: int,
-    params: Params,
-    road: Road = "ring",
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask, size: int, params: Params, path: Transfer = "ring"
 ) -> tuple[Tensor, Tensor]:
     """out [B, S, H, Dv] and lse [B, H, S]: each rank's queries against all keys that they see, in one softmax."""
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=accumulate_dtype(q.dtype))
-    for rank in ranks_of(length, size, mask, road == "sparse"):
+    for rank in ranks_of(length, size, mask, path == "sparse"):
         here, these = rank.held.to(q.device), rank.seen.to(q.device)
         mine = q[:, here] if size > 1 else q
-        kk, vv = (k[:, these], v[:, these]) if road == "sparse" else (k, v)
+        kk, vv = (k[:, these], v[:, these]) if path == "sparse" else (k, v)
         out[:, here], lse[:, :, here] = kernel.forward(mine, kk, vv, rank.tables.forward, params)
     return out, lse
 
 
 def replay_backward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask, size: int,
-    params: Params, wide: torch.dtype | None = None, road: Road = "ring", extra: dict[str, Tensor] | None = None,
+    params: Params, wide: torch.dtype | None = None, path: Transfer = "ring", extra: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv of whole rows, from a forward's results."""
     extra = {} if extra is None else extra
     length = q.shape[1]
-    ranks = ranks_of(length, size, mask, road == "sparse")
+    ranks = ranks_of(length, size, mask, path == "sparse")
     seen = [rank.seen.to(q.device) for rank in ranks]
     at = [rank.held.to(q.device) for rank in ranks]
     dq, dk, dv = (torch.empty(x.shape, dtype=wide or x.dtype, device=x.device) for x in (q, k, v))
@@ -115,7 +108,7 @@ def replay_backward(
         mine = q[:, here] if size > 1 else q
         parts.append((dout[:, here], mine, lse[:, :, here], kernel.delta(dout[:, here], out[:, here])))
 
-    if road != "ring":
+    if path != "ring":
         sums = torch.zeros(k.shape, device=k.device), torch.zeros(v.shape, device=v.device)
         for rank, here, these, (d, mine, log_sum, delta) in zip(ranks, at, seen, parts, strict=True):
             kk, vv = k[:, these], v[:, these]

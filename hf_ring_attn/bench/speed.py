@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from .. import traffic
+from ..attention.call import RingOptions
 from ..attention.kernel_choice import kernel_for
 from ..comm.ring import Ring
 from ..sharding.layout import Layout
 from . import contenders
-from .clock import Call, in_turns
+from .clock import Timed, in_turns
 from .peers import PEERS
-from .traffic import received
-from .workload import Workload
+from .workload import Workload, received
 
 Made = tuple[str, Callable[[], contenders.Contender]]
 ONE = "one device"
 
 
 def measure(
-    work: Workload, ring: Ring, chosen: Sequence[contenders.Options], *, ring_size: int, kernel: str,
+    work: Workload, ring: Ring, chosen: Sequence[RingOptions], *, ring_size: int, kernel: str,
     against: Sequence[str], rounds: int, largest: Callable[[float], float],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Returns one row per contender: seconds of each round, TFLOP/s per device, share of one device, memory.
@@ -50,15 +50,15 @@ def measure(
             failed[name] = reason or "another rank could not"
         else:
             made[name] = contender
-    calls: dict[str, Call] = {}
+    calls: dict[str, Timed] = {}
     for name, contender in made.items():
         calls[name + " forward"], calls[name + " both"] = contender.forward, contender.both
     found = in_turns(calls, rounds, work.device, largest)
     forward_flops, backward_flops = work.flops()
-    ours = {one.name: one for one in chosen}
+    ours = {contenders.name_of(one): one for one in chosen}
     rows: list[dict[str, Any]] = []
     for name, contender in made.items():
-        row: dict[str, Any] = {"road": name, "tokens": work.tokens, "kernel": kernel}
+        row: dict[str, Any] = {"contender": name, "tokens": work.tokens, "kernel": kernel}
         for kind, flops in (("forward", forward_flops), ("both", forward_flops + backward_flops)):
             measured, alone = found[f"{name} {kind}"], found[f"{ONE} {kind}"]
             rate = [flops * contender.share / seconds / 1e12 for seconds in measured.seconds]
@@ -75,16 +75,11 @@ def measure(
             row["buffer_bytes"] = traffic.buffer_bytes(ring) if pulled else 0
             row["bytes_received"] = received(work, Layout(work.tokens, ring.size, ring.rank))
         rows.append(row)
-    return [*rows, *({"road": name, "tokens": work.tokens, "failed": reason} for name, reason in failed.items())]
+    return [*rows, *({"contender": name, "tokens": work.tokens, "failed": reason} for name, reason in failed.items())]
 
 
 def _contestants(
-    work: Workload,
-    ring: Ring,
-    chosen: Sequence[contenders.Options],
-    ring_size: int,
-    kernel: str,
-    against: Sequence[str],
+    work: Workload, ring: Ring, chosen: Sequence[RingOptions], ring_size: int, kernel: str, against: Sequence[str]
 ) -> Iterator[Made]:
     yield ONE, lambda: contenders.one_device(work, kernel)
     if ring.size == 1 and ring_size > 1:
@@ -93,7 +88,7 @@ def _contestants(
             name = f"rank {rank} of {ring_size}" + (f" heads {heads}" if heads else "")
             yield name, functools.partial(contenders.without_traffic, work, ring_size, rank, kernel, heads)
     for one in chosen if ring.size > 1 else ():
-        yield one.name, functools.partial(contenders.in_ring, work, ring, kernel, one)
+        yield contenders.name_of(one), functools.partial(contenders.in_ring, work, ring, kernel, one)
     for peer in against:
         yield from PEERS[peer](work)
 
@@ -101,7 +96,7 @@ def _contestants(
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Formats rows as lines of text."""
     for row in rows:
-        head = f"{row['tokens']:>9,} {row['road']:26s}"
+        head = f"{row['tokens']:>9,} {row['contender']:26s}"
         if "failed" in row:
             yield f"{head} {row['failed']}"
             continue

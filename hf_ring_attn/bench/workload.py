@@ -1,4 +1,4 @@
-"""The workload: one attention's shape, mask, inputs and flops."""
+"""The workload: one attention's shape, mask, inputs and flops, and the bytes that a rank receives for it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import Params, Request
+from ..comm.ring import Ring
+from ..kernels import Params, Request, accumulate_dtype
 from ..sharding.layout import Layout
 from ..sharding.mask import CAUSAL, UNBOUNDED, Band, Mask, tiles
+from ..sharding.plan import Plan, Tables
 
 
 @dataclass(frozen=True)
@@ -85,3 +87,21 @@ def visible_pairs(table: Tensor) -> int:
         last = (places - max(lo, -UNBOUNDED)).clamp(max=k_first + keys - 1)
         total += int((last - first + 1).clamp(min=0).sum())
     return total
+
+
+def tokens_received(tables: Tables, layout: Layout) -> tuple[int, int]:
+    """Tokens for which a rank receives keys and values in each pass, and tokens for which it receives accumulators."""
+    if tables.exchange is None:  # both for every other rank's tokens: accumulators end at their owner
+        others = (layout.world_size - 1) * layout.local_length
+        return others, others
+    sends, receives = tables.exchange.sends, tables.exchange.receives
+    return sum(receives) - receives[layout.rank], sum(sends) - sends[layout.rank]
+
+
+def received(work: Workload, layout: Layout) -> tuple[int, int]:
+    """Bytes received in a forward and in a backward, without padding of accumulators to a kernel's blocks."""
+    plan = Plan.of(Ring.simulated(layout.world_size, layout.rank), layout, work.mask(layout))
+    keys, sums = tokens_received(plan.tables, layout)
+    numbers = work.kv_heads * (work.width + work.value_width)  # elements of a token's keys and values
+    narrow, wide = numbers * work.dtype.itemsize, numbers * accumulate_dtype(work.dtype).itemsize
+    return keys * narrow, keys * narrow + sums * wide

@@ -31,11 +31,10 @@ LOCAL = ""
 
 @cache
 def _leave_gloo_in_order() -> None:
-    """A process that used gloo asynchronously may abort at its end (torch 2.13, seen in 3 of 40), unless this is done.
+    """Destroys gloo's groups at exit, and gives their threads time to free their last tensors.
 
-    gloo's threads let go of the last tensors under the interpreter's lock, and one that asks for the lock while the
-    interpreter ends is killed inside C++, the process with it: "terminate called without an active exception". So
-    groups are destroyed first, and then the threads are given the lock for as long as that takes.
+    Such a thread needs the interpreter's lock. If it asks for it while the interpreter ends, C++ aborts the process:
+    "terminate called without an active exception" (torch 2.13, seen in 3 of 40 processes).
     """
 
     def leave() -> None:
@@ -54,7 +53,7 @@ _UNKNOWN = re.compile(
 
 @contextmanager
 def _following_peers(doing: str, ring: Ring) -> Iterator[None]:
-    """Says in words what an error of the backend means: another rank failed or did not come, or it cannot send this."""
+    """Turns errors of the backend into `PeerLost` (another rank failed or is late) or `NotSendable`."""
     started = time.monotonic()
     try:
         yield
@@ -70,7 +69,7 @@ def _following_peers(doing: str, ring: Ring) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """Tensors on their way. `wait` returns them; on a GPU it orders streams and does not stop the host."""
+    """Tensors in transfer. `wait` returns them; on a GPU it orders streams and does not stop the host."""
 
     ring: Ring
     doing: str
@@ -103,7 +102,7 @@ class Ring:
 
     @classmethod
     def simulated(cls, size: int, rank: int) -> Ring:
-        """A rank of a ring that one process plays: it knows its place, and has nobody to send anything to."""
+        """A simulated rank: it has a size and a rank, but no process group."""
         ring = cls(LOCAL)
         ring.__dict__.update(size=size, rank=rank)
         return ring
@@ -126,7 +125,7 @@ class Ring:
     # ---- keys and values, forward ------------------------------------------------------------------------------
 
     def gather(self, tensor: Tensor, doing: str = "gathered keys and values") -> Pending:
-        """Every rank's ``tensor`` [...] as [W, ...] in rank order, on its way."""
+        """Starts an all-gather of ``tensor`` [...]; gives [W, ...] in rank order."""
         if self.size == 1:
             return Pending(self, doing, [tensor[None]], ())
         tensor = tensor.contiguous()
@@ -138,14 +137,12 @@ class Ring:
     def by_heads(
         self, tensors: Sequence[Tensor], groups: Sequence[slice], send: Callable[[Tensor], Pending] | None = None
     ) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Sends tensors [B, T, G, ...] a group of heads at a time, the next group on its way meanwhile: the first one
-        leaves now, whenever it is asked for.
+        """Sends tensors [B, T, G, ...] one group of heads at a time; yields each group and the tensors received for it.
+
+        The first group is sent now; each later one while the caller uses the group before it.
 
         Args:
-            send: how; None: `gather`, which gives [W, B, T, heads, ...] in rank order.
-
-        Yields:
-            the group, and what came for each tensor.
+            send: starts a transfer; None: `gather`, which gives [W, B, T, heads, ...] in rank order.
         """
         send = send or self.gather
 
@@ -162,7 +159,7 @@ class Ring:
         return arriving(launch(groups[0]))
 
     def all_to_all(self, tensor: Tensor, sends: list[int], receives: list[int], doing: str) -> Pending:
-        """From [sum(sends), ...], so many rows for each rank in order, [sum(receives), ...], so many of each."""
+        """Starts an all-to-all from [sum(sends), ...] to [sum(receives), ...]: rows for each rank, in order."""
         tensor = tensor.contiguous()
         arriving = tensor.new_empty(sum(receives), *tensor.shape[1:])
         with _following_peers(doing, self):
@@ -172,7 +169,7 @@ class Ring:
     # ---- the ring, backward --------------------------------------------------------------------------------------
 
     def send_on(self, tensors: Sequence[Tensor], doing: str) -> Pending:
-        """Sends tensors to the next rank and takes the previous rank's, which have the same shapes."""
+        """Starts to send tensors to the next rank, and to receive the previous rank's, which have the same shapes."""
         tensors = [tensor.contiguous() for tensor in tensors]
         if self.size == 1:
             return Pending(self, doing, tensors, ())
@@ -186,7 +183,7 @@ class Ring:
             return Pending(self, doing, arriving, dist.batch_isend_irecv(moves))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """[W, ...] in rank order: the sum over ranks of this rank's entry [...], added in the tensor's own dtype."""
+        """Reduce-scatters [W, ...] in rank order to this rank's entry [...], summed in the tensor's dtype."""
         if self.size == 1:
             return tensor[0]
         tensor = tensor.contiguous()
@@ -198,11 +195,11 @@ class Ring:
     # ---- small things --------------------------------------------------------------------------------------------
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean over the ring, summed in float32 (float64 for float64), in the tensor's own dtype."""
+        """Averages over the ring; sums in float32 (float64 for float64), returns the tensor's dtype."""
         return self.means([tensor])[0]
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum over the ring, in float32 (float64 for float64), in the tensor's own dtype."""
+        """Sums over the ring in float32 (float64 for float64), returns the tensor's dtype."""
         wide = tensor.to(_wide(tensor.dtype), copy=True)
         if self.size > 1:
             with _following_peers("added up over the ring", self):
@@ -210,7 +207,7 @@ class Ring:
         return wide.to(tensor.dtype)
 
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The mean of each tensor, as `mean`; small ones travel together, up to `TOGETHER` numbers."""
+        """Averages each tensor, as `mean`; small ones share a message of up to `TOGETHER` numbers."""
         if self.size == 1:
             return list(tensors)
         found: list[Tensor] = []
@@ -226,20 +223,22 @@ class Ring:
         self, facts: Mapping[str, object], device: torch.device, todo: str, refusal: str | None = None,
         any_of: Sequence[bool] = (), doing: str = "compared its batch with the other ranks",
     ) -> list[bool]:  # fmt: skip
-        """One small collective: all ranks hold the same facts, or all ranks raise.
+        """Compares facts among ranks in one small collective; if any differs, all ranks raise.
 
         Args:
-            facts: numbers, words, tensors and what holds them, by name; as many on every rank, in the same order. Each
-                travels as one whole number (`number_of`); where one differs the ranks look for the values that do.
-            todo: what to do if they differ.
-            refusal: why this rank refuses its batch, if it does; then every rank raises with that reason.
-            any_of: what may be so on one rank alone; as many on every rank.
-            doing: what this rank does, in words.
+            facts: values by name, the same names in the same order on every rank: numbers, strings, tensors, and
+                collections of them. Each is sent as one integer (`number_of`); if one differs, the ranks search for
+                the value that does.
+            todo: advice for the error.
+            refusal: the reason why this rank refuses its batch; then every rank raises with it.
+            any_of: flags, equally many on every rank.
+            doing: this rank's activity, for errors.
 
-        Returns: of each of ``any_of``, whether it is so on any rank.
+        Returns:
+            for each of ``any_of``: True if it is set on any rank.
 
         Raises:
-            RefusedElsewhere: some rank of the ring refused. RanksDiffer: the first value that differs, of each rank.
+            RefusedElsewhere: a rank of the ring refused. RanksDiffer: the first value that differs, of each rank.
         """
         if self.size == 1:
             return list(any_of)
@@ -254,20 +253,20 @@ class Ring:
         return [any(line[1 + len(facts) + place] for line in table) for place in range(len(any_of))]
 
     def _objects(self, mine: object) -> list[Any]:
-        """Every rank's object. For errors, which all ranks raise."""
+        """All-gathers an object. For errors, which all ranks raise."""
         everyone: list[Any] = [None] * self.size
         with _following_peers("collected what ranks refuse", self):
             dist.all_gather_object(everyone, mine, group=self.group)
         return everyone
 
     def small_device(self, device: torch.device) -> torch.device:
-        """Where small facts must lie to travel: on the GPU for NCCL, which knows no CPU tensors."""
+        """The device for small messages: the GPU for NCCL, which cannot send CPU tensors."""
         if self.size > 1 and dist.get_backend(self.group) == "nccl":
             return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu") if self.size > 1 and dist.get_backend(self.group) == "gloo" else device
 
     def rows(self, numbers: Sequence[int | Tensor], device: torch.device, doing: str) -> list[list[int]]:
-        """Every rank's whole numbers. Rows are of one size and say what their rank does, so a mix-up is noticed.
+        """All-gathers integers. Messages have one size and name their rank's activity, so a mix-up is detected.
 
         Raises:
             RanksDiffer: the ranks are at different places of the program.
@@ -280,20 +279,20 @@ class Ring:
         return [line[8 : len(row)] for line in table]
 
     def numbers(self, number: int | Tensor, device: torch.device, doing: str) -> list[int]:
-        """Every rank's whole number."""
+        """All-gathers an integer."""
         return [line[0] for line in self.rows([number], device, doing)]
 
 
 ROW = 64
-"""Whole numbers in a small message, or a multiple of it."""
+"""Integers in a small message; longer ones have a multiple."""
 
 _WORDS = struct.Struct("<8q")
-"""The beginning of a small message: 64 letters that say what its rank does."""
+"""The start of a small message: 64 letters of its rank's activity."""
 
 _IN_STEP = "Every rank of a ring must call shard(), its model, reduce() and gather() as often, in the same order."
 
 TOGETHER = 2**24
-"""Numbers that `Ring.means` sends in one message: 64 MiB in float32."""
+"""Most numbers in one message of `Ring.means`: 64 MiB in float32."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -301,7 +300,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _together(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one device that are summed in one dtype, as many as fit in one message."""
+    """Splits tensors into runs of one device and one summation dtype that fit in one message."""
     run: list[Tensor] = []
     for x in tensors:
         like = not run or (_wide(x.dtype), x.device) == (_wide(run[0].dtype), run[0].device)
@@ -313,17 +312,17 @@ def _together(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def world_rank() -> int:
-    """This process's rank in the job; 0 where nothing is distributed."""
+    """This process's rank in the job; 0 if nothing is distributed."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Processes in the job; 1 where nothing is distributed."""
+    """Processes in the job; 1 if nothing is distributed."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-    """Sets how long operations of ``group`` wait for other ranks; None: as long as those of the world.
+    """Sets the timeout of a group's operations; None: that of the world's group.
 
     A mesh gives the groups of its axes the default of 30 (NCCL: 10) minutes, whatever the world's group has.
     """

@@ -143,13 +143,13 @@ class SelfCheckRaised(Refused):
 
 
 class GradientDiffers(Refused):
-    """The trial step's loss is right in the ring, and a gradient of it is not."""
+    """A gradient of the trial step differs from one process's, though its loss does not."""
 
     def __init__(self, model: str, weight: str, ring_size: int, error: float, tolerance: float) -> None:
         super().__init__(
             f"the self-check tried a step of {model} on a random row, in one process and in a ring of {ring_size}: the "
-            f"losses agree, and the gradients of {weight} differ by {error:.1e} relative, where rounding explains "
-            f"{tolerance:.1e}. {SELF_CHECK_TODO}"
+            f"losses agree, but the gradients of {weight} differ by {error:.1e} (rounding: {tolerance:.1e}). "
+            f"{SELF_CHECK_TODO}"
         )
 
 

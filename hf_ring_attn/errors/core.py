@@ -1,4 +1,4 @@
-"""Of the core: lengths, shapes, options, kernels, and ranks that disagree or disappear."""
+"""Errors of the core: lengths, shapes, options, kernels, and ranks that disagree or disappear."""
 
 from __future__ import annotations
 
@@ -177,10 +177,10 @@ class NotSendable(Refused):
 
 
 class RanksFailed(RingAttentionError, RuntimeError):
-    """A run on live ranks that did not end well on all of them.
+    """A run on live ranks that failed on some of them.
 
-    ``failures``: rank -> what happened, a traceback or an exit code, the first to fail first. ``silent``: rank -> the
-    stack of a rank that did not answer in time, the innermost call first ("" if it could not be had).
+    ``failures``: rank -> a traceback or an exit code, the first to fail first. ``silent``: rank -> the stack of a rank
+    that did not answer in time, the innermost call first ("" if unknown).
     """
 
     def __init__(self, world_size: int, failures: dict[int, str], silent: dict[int, str], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Of the hosts: patches, accelerate, command lines."""
+"""Errors of hosts: patches, accelerate, command lines."""
 
 from __future__ import annotations
 
@@ -10,30 +10,22 @@ from .base import Refused
 class ChangedHost(Refused):
     def __init__(self, target: str, found: str, needed: str, host: str, version: str, tested: str) -> None:
         super().__init__(
-            f"{target} of {host} {version} is not what hf_ring_attn was written for: found {found}, needed {needed}. "
+            f"{target} of {host} {version} is not what hf_ring_attn patches: found {found}, needed {needed}. "
             f"Use a tested version of {host} ({tested}), or a newer hf_ring_attn."
-        )
-
-
-class ImportedTooEarly(Refused):
-    def __init__(self, module: str) -> None:
-        super().__init__(
-            f"hf_ring_attn was imported while {module} was itself being imported, so {module} cannot be patched yet. "
-            f"Import hf_ring_attn before {module.partition('.')[0]} or after it."
         )
 
 
 class UntestedHost(UserWarning):
     def __init__(self, host: str, version: str, tested: str) -> None:
         super().__init__(
-            f"hf_ring_attn was tested with {host} {tested}, not with {version}. The functions that it patches have the "
-            f"parameters it needs, so it goes on; if results look wrong, compare them with a tested {host} first."
+            f"hf_ring_attn was tested with {host} {tested}, not with {version}. The patched functions have the right "
+            f"parameters, so it continues; if results look wrong, compare them with a tested {host} first."
         )
 
 
 class PatchedByOthers(UserWarning):
     def __init__(self, target: str) -> None:
-        super().__init__(f"{target} was patched again after hf_ring_attn; uninstall() takes both patches away.")
+        super().__init__(f"{target} was patched again after hf_ring_attn; uninstall() removes both patches.")
 
 
 # ---- hosts: accelerate ----------------------------------------------------------------------------------------------
@@ -56,7 +48,7 @@ class OneProcess(Refused):
         super().__init__(
             f"a ring_fp32 model got a single process, but {found}: it would train without a ring. Use accelerate "
             "launch and a config with distributed_type: MULTI_GPU or FSDP, as in recipes/accelerate (for MULTI_CPU or "
-            f"use_cpu: true accelerate starts one process). If one process is what you want, unset {variable}."
+            f"use_cpu: true accelerate starts one process). For a single process unset {variable}."
         )
 
 
@@ -76,14 +68,14 @@ class TorchHandlerWithRing(Refused):
 class ModelIsNoRing(Refused):
     def __init__(self, model: str, implementations: list[str], cp_size: int) -> None:
         super().__init__(
-            f'cp_backend is "ring" with cp_size={cp_size} (by the launch config, or because a ring_fp32 model was '
-            f"prepared before), but {model} has attn_implementation={' and '.join(implementations)}: each rank would "
-            'attend to its own tokens only. Load it with attn_implementation="ring_fp32", or set cp_size=1.'
+            f'cp_backend is "ring" with cp_size={cp_size} (by the launch config, or an earlier ring_fp32 model), but '
+            f"{model} has attn_implementation={' and '.join(implementations)}: each rank would attend to its own "
+            'tokens only. Load it with attn_implementation="ring_fp32", or set cp_size=1.'
         )
 
 
 class TorchContextParallelRefused(Refused):
-    """accelerate's own refusals, which wait until it is known that the model is not a ring_fp32 model."""
+    """accelerate's own refusals, deferred until a model without ring_fp32 is known."""
 
     def __init__(self, model: str, implementations: list[str], reasons: list[str]) -> None:
         listing = "\n".join(f"  {reason}" for reason in reasons)
@@ -107,8 +99,8 @@ class DispatchedBatches(Refused):
 class ModelNotPrepared(Refused):
     def __init__(self) -> None:
         super().__init__(
-            "maybe_context_parallel was entered before accelerate saw a model, so it is not known whether torch's "
-            "context parallelism or a ring is meant. Call accelerator.prepare(model, ...) first, or set "
+            "maybe_context_parallel was entered before accelerate got a model, so it may mean torch's context "
+            "parallelism or a ring. Call accelerator.prepare(model, ...) first, or set "
             'ParallelismConfig(cp_backend="ring").'
         )
 
@@ -123,16 +115,16 @@ class UnclearCount(Refused):
         super().__init__(
             f"maybe_context_parallel got num_items_in_batch={got} for a batch of {labels} labels. It reads the number "
             f"as {labels} (the whole batch) or {labels} / {size} (per rank), but {why}. Leave num_items_in_batch out, "
-            "or share each batch with hf_ring_attn.shard(batch): there it is the whole count of all batches of a step."
+            "or use hf_ring_attn.shard(batch): there it counts all batches of a step."
         )
 
 
 class UnclearScheduler(Refused):
     def __init__(self, why: str) -> None:
         super().__init__(
-            "a prepared scheduler steps once for each process if its numbers of steps are multiplied by "
+            "a prepared scheduler steps once for each process if its numbers of steps are multiples of "
             f"accelerator.num_processes, else once for each ring. Here {why}. Multiply all its numbers of steps by "
-            "accelerator.num_processes, or none, in whole numbers; or leave it out of prepare() and step it yourself."
+            "accelerator.num_processes, or none, in whole numbers; or step it yourself, without prepare()."
         )
 
 
@@ -149,9 +141,8 @@ class HeadReadPastFsdp(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(
             f"the output embedding of {model} is trained (modules_to_save), and FSDP2 sums its gradient over ranks "
-            "only where the head is called. TRL's fused head reads its weight instead, so each rank would train its "
-            "part by its own tokens alone. Use DDP (fsdp off), or transformers.Trainer with full logits (its loss not "
-            "chunked), or leave the head out."
+            "only if the head is called. TRL's fused head reads its weight instead, so each rank would train its part "
+            "by its own tokens alone. Use DDP, or transformers.Trainer with full logits, or leave the head out."
         )
 
 
@@ -159,7 +150,7 @@ class HeadReadPastFsdp(Refused):
 
 
 class BadCommand(Refused):
-    """Base of what `python -m hf_ring_attn.run` refuses: told in words, without a traceback."""
+    """Base of the errors of `python -m hf_ring_attn.run`, which prints them without a traceback."""
 
 
 class NothingToRun(BadCommand):
@@ -181,15 +172,15 @@ class NoSuchProgram(BadCommand):
 class LaunchedTwice(BadCommand):
     def __init__(self, program: str, options: list[str]) -> None:
         super().__init__(
-            f"this process is one rank of a launcher already, so {program} runs right here, but the command has "
-            f"options for a launcher of its own: {', '.join(options)}. Give them to the outer launcher, or start the "
-            "command once, without it: python -m hf_ring_attn.run COMMAND ..."
+            f"this process is a rank of a launcher already, so {program} runs in it, but the command has options for "
+            f"another launcher: {', '.join(options)}. Give them to the outer launcher, or start the command once, "
+            "without it: python -m hf_ring_attn.run COMMAND ..."
         )
 
 
 class NoPython(BadCommand):
     def __init__(self, program: str) -> None:
         super().__init__(
-            f"a launcher got --no_python, so it would start {program} as a program of its own, where hf_ring_attn is "
-            "not imported. Leave --no_python out: scripts, modules (-m) and console commands are all understood."
+            f"a launcher got --no_python, so it would start {program} without python, where hf_ring_attn is not "
+            "imported. Leave --no_python out: scripts, modules (-m) and console commands work without it."
         )

@@ -9,16 +9,17 @@ from .attention import masks
 from .attention.function import NAME, ring_attention_forward
 from .attention.masks import ring_mask
 from .context.model_record import forget_models
-from .hosts import accelerate, sft_trainer, trainer
+from .hosts import accelerate, sft_trainer, trainer, trainer_start
 from .model import structure
 from .patching import changes, hooks
 
-CHANGES = [
+CHANGES: list[changes.Change] = [
     changes.Registration("transformers.modeling_utils:AttentionInterface", NAME, ring_attention_forward),
     changes.Registration("transformers.masking_utils:AttentionMaskInterface", NAME, ring_mask),
     *masks.PATCHES,
     *structure.PATCHES,
     *accelerate.PATCHES,
+    *trainer_start.PATCHES,
     *trainer.PATCHES,
     *sft_trainer.PATCHES,
 ]
@@ -28,7 +29,7 @@ def install() -> None:
     """Registers "ring_fp32" and patches the hosts. Idempotent; `import hf_ring_attn` has called it already.
 
     Raises:
-        ChangedHost: a host library's function is not the one that its patch was written for.
+        ChangedHost: a host library's function has other parameters than its patch needs.
     """
     changes.install(CHANGES)
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from ..comm.ring import world_rank
 
 logger = logging.getLogger("hf_ring_attn")
-"""The package's logger. Its level is INFO unless a program sets one; the root logger's level is ignored.
+"""The package's logger. Its level is INFO unless a program sets one.
 
-Lines go to the program's handlers, including the root logger's, or to stderr if no handler accepts their level.
-`logging.getLogger("hf_ring_attn").setLevel(...)` silences lines.
+Lines go to the program's handlers, the root logger's too, or to stderr if no handler accepts their level.
 """
 _said: set[object] = set()
 """Keys of the lines logged so far."""

@@ -10,14 +10,14 @@ import torch
 
 from ..config import kernel_from_environment
 from ..errors import BadOption, UnsupportedAttention
-from .base import Asked, Gradients, Kernel, Params, Part, Place, Request, accumulate_dtype
+from .base import PART, Asked, Gradients, Kernel, Params, Part, Place, Request, accumulate_dtype
 from .flash2 import Flash2
 from .flash4 import Flash4
 from .flex import Flex
 from .reference import Reference
 from .score_mods.function_code import code_of
 from .score_mods.graph import text_of
-from .score_mods.score_mod import PART, ScoreFunction, ScoreMod, in_score_mod
+from .score_mods.score_mod import ScoreFunction, ScoreMod, in_score_mod
 from .triton import Triton
 
 KERNELS: dict[str, Kernel] = {
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def named(name: str) -> dict[str, Kernel]:
-    """Looks up a name: "auto" is every kernel but those by name only, or the kernel that the environment names.
+    """Looks up kernels by name. "auto": the kernel that the environment names, else all but those by name only.
 
     Raises:
         BadOption: there is no kernel of that name.
@@ -65,17 +65,17 @@ def named(name: str) -> dict[str, Kernel]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def asking(request: Request, mod: ScoreMod, scale: float, softcap: float | None, part: Callable[[], Part]) -> Request:
-    """The request with its score_mod in it, where a kernel that looks at functions could serve it but for that.
+    """Adds a score_mod to a request, if a kernel that inspects functions could serve the rest of it.
 
     Args:
-        part: makes what the function may be tried on.
+        part: makes the part of the attention that the function may be tried on.
     """
     flex = KERNELS["flex"]
     assert isinstance(flex, Flex)
     if flex.unsupported(request) and KERNELS["triton"].unsupported(request):
         return request
     graph = text_of(mod) + flex.text(mod, request.dtype, scale, softcap)
-    mod.kept[PART] = part
+    mod.once(PART, lambda: part)
     return replace(request, asked=Asked(graph, code_of(mod.function), scale, softcap, weakref.ref(mod)))
 
 
@@ -83,15 +83,15 @@ def asking(request: Request, mod: ScoreMod, scale: float, softcap: float | None,
 def choose(
     name: str, request: Request, fails: Callable[[str, Request], Sequence[str]] = lambda _name, _request: ()
 ) -> Kernel:
-    """The kernel for a request.
+    """Chooses the kernel for a request.
 
     Args:
-        name: "auto" takes the first that can serve the request; any other name takes that kernel alone.
-        fails: what a kernel of that name, which says that it can, gets wrong here all the same.
+        name: "auto" takes the first that supports the request; any other name takes that kernel alone.
+        fails: lists what a kernel computes wrong here although it supports the request.
 
     Raises:
         BadOption: there is no kernel of that name.
-        UnsupportedAttention: with every reason of every kernel that was asked.
+        UnsupportedAttention: with every reason of every kernel.
     """
     reasons: dict[str, list[str]] = {}
     for kernel in named(name).values():

@@ -28,12 +28,12 @@ def row_products(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def products_in_place(dout: Tensor, out: Tensor) -> Tensor:
-    """`row_products` for kernels that use it for the sinks' gradient alone: one copy in the wide dtype, not two."""
+    """`row_products` with one copy in the wide dtype instead of two, for kernels that need it for sinks only."""
     return dout.to(accumulate_dtype(out.dtype), copy=True).mul_(out).sum(3).transpose(1, 2).contiguous()
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """lse [B, T, H] with one more key for each head, without a value; out [B, T, H, Dv] shrinks by it, in place."""
+    """Adds sinks to a softmax: returns the new lse [B, T, H], and scales out [B, T, H, Dv] in place."""
     if sinks is None:
         return lse
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
@@ -46,7 +46,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def reasons_of_flash(request: Request) -> list[str]:
-    """Reasons that all flash attentions in 16 bits over whole ranges of keys share."""
+    """Lists the reasons that all flash attention libraries in 16 bits share."""
     reasons = []
     if request.device != "cuda":
         reasons.append(f"needs an NVIDIA GPU, got tensors on {request.device}")
@@ -60,7 +60,7 @@ def reasons_of_flash(request: Request) -> list[str]:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x`` or a copy of it that flash attention can read: 16 bytes at a time, each once."""
+    """Returns ``x``, or a copy that flash attention can read: aligned to 16 bytes, no element twice."""
     unit = 16 // x.element_size()
     strides = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
     if x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(stride and stride % unit == 0 for stride in strides[:-1]):
@@ -75,7 +75,7 @@ class Params:
     Args:
         scale: factor of q k^T.
         softcap: cap * tanh(score / cap) is applied to the scaled scores; None for none.
-        sinks: [H], one logit a query head that takes part in the softmax and has no value; None for none.
+        sinks: [H], one logit per query head that joins the softmax without a value; None for none.
         deterministic: the same bits from run to run.
         score_mod: applied to the scaled and capped scores; None for none.
     """
@@ -95,19 +95,19 @@ class Params:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Describes the tensor that an accumulator is for. Kernels that keep the order of their tensors do not use it.
+    """Describes the tensor of an accumulator, for kernels whose accumulators have an order other than the tensor's.
 
-    A segment is a run of tokens of one document at consecutive positions: the only places where an accumulator whose
-    memory is ordered by blocks may be cut. Accumulators of one kind travel, so they have one size on all ranks.
+    A segment is a run of tokens of one document at consecutive positions. An accumulator ordered by blocks may be cut
+    only between segments. Accumulators are sent to other ranks, so they have one size on all ranks.
 
     Args:
-        of: whose gradient it holds.
+        of: the tensor whose gradient it holds.
         shape: [B, T, heads, width] of that tensor.
         widths: D and Dv.
         segments: [N, 3] int64 on the CPU: batch row, offset and length of each segment, in that order, the same N for
-            the tensors of all ranks; segments of no tokens fill up.
+            the tensors of all ranks, with empty segments as padding.
         shared: every batch row, and every rank's tensor, has the same segments; the table is that of one row.
-        scale: the gradient is this times what was added.
+        scale: the gradient is this factor times the sum.
     """
 
     of: Literal["q", "k", "v"]
@@ -120,10 +120,10 @@ class Place:
 
 @dataclass(eq=False)
 class Gradients:
-    """Accumulators to add into, in place. They come from `Kernel.new_gradient` and are opaque to everyone else.
+    """Accumulators from `Kernel.new_gradient`, added to in place; opaque to everyone but their kernel.
 
-    ``places`` are those of dq, dk and dv. ``extra`` holds the gradients of what ``Params.score_mod`` captures, as its
-    `new_gradients` names them (this rank's share, as for any weight).
+    ``places``: of dq, dk and dv. ``extra``: gradients of the tensors that ``Params.score_mod`` captures, by the names
+    of its `new_gradients` (this rank's share, as for any weight).
     """
 
     dq: Tensor
@@ -135,12 +135,12 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A small part of an attention, to try a kernel on: no pair in it is seen that is not seen in the whole.
+    """A small part of an attention, to try a kernel on; it has no visible pair that the whole has not.
 
     Args:
-        rows, queries, keys: how many batch rows, queries and keys.
+        rows, queries, keys: numbers of batch rows, queries and keys.
         forward: tiles of all the queries and keys.
-        backward: the same keys in several pieces: where a piece begins and ends, and its tiles.
+        backward: the same keys in several pieces: start, stop and tiles of each.
     """
 
     rows: int
@@ -150,16 +150,19 @@ class Part:
     backward: tuple[tuple[int, int, Tensor], ...]
 
 
+PART = "part"
+"""The key in `ScoreMod.cache` of a function that makes the `Part`."""
+
+
 @dataclass(frozen=True)
 class Asked:
-    """A score_mod in a request for a kernel: equal to another of the same code and graph, whatever its tensors hold.
+    """A score_mod in a request; equal to another of the same code and graph, whatever their tensors hold.
 
     Args:
-        graph: the text of its graph, or why it has none.
-        code: `code.code_of` the function: a graph does not show where gradients are switched off, or made by hand.
-        scale, softcap: of the scores that it is given.
-        mod: the function; gone once its call of attention is over. It keeps the `Part` that it may be tried on: of
-            other positions its tensors may have nothing.
+        graph: the text of its graph, or the reason why it has none.
+        code: of the function, by `code_of`: a graph does not show that gradients are switched off or made by hand.
+        scale, softcap: of the scores that it gets.
+        mod: the function; gone once its call of attention is over, since requests are cached.
     """
 
     graph: str
@@ -168,13 +171,23 @@ class Asked:
     softcap: float | None
     mod: weakref.ref[ScoreMod] = field(compare=False)
 
+    def function(self) -> ScoreMod:
+        mod = self.mod()
+        assert mod is not None, "a function is asked about while its call lasts"
+        return mod
+
+    def part(self) -> Part:
+        """The part that the function may be tried on: its tensors may have nothing for other positions."""
+        made: Part = self.function().cache[PART]()
+        return made
+
 
 @dataclass(frozen=True)
 class Request:
-    """Describes an attention, so that a kernel can say whether it can compute it.
+    """Describes an attention, so that a kernel can say if it supports it.
 
-    ``holes``: some document's keys are in several runs, so that a query may meet several tiles of one row of keys.
-    ``asked``: the very score_mod, where a kernel must look at it; without it one of that kind is meant.
+    ``holes``: some document's keys are in several runs, so a query may meet several tiles of one row of keys.
+    ``asked``: the score_mod, for kernels that inspect it; None with ``score_mod``: any function.
     """
 
     device: str
@@ -192,7 +205,7 @@ class Request:
 
 
 class InOrder:
-    """Accumulators in the order of their tensors, for kernels that have no order of their own."""
+    """Accumulators in the order of their tensors, for kernels that need no other order."""
 
     two_streams = False
 
@@ -212,8 +225,7 @@ class Kernel(Protocol):
     """The contract of a kernel. `kernels.reference` is the definition the others are tested against.
 
     Attributes:
-        two_streams: it is faster if calls for some heads and for others overlap on two streams; whatever it caches
-            between calls is complete for both.
+        two_streams: it is faster if calls for different heads overlap on two streams, and its caches are safe then.
     """
 
     name: str
@@ -225,16 +237,16 @@ class Kernel(Protocol):
         """One softmax over all keys that the tiles show: out [B, T, H, Dv] in q's dtype, lse [B, H, T]; contiguous.
 
         Args:
-            out: where out is written: these heads of a tensor of more; None: a new tensor.
+            out: the buffer for out, a view of some heads of a larger tensor; None: a new tensor.
         """
         ...
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
-        """`row_products`, which is their definition: a kernel of its own saves copies in the accumulation dtype."""
+        """Computes `row_products`; a kernel may do it without copies in the accumulation dtype."""
         ...
 
     def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
-        """A zeroed, contiguous accumulator for the gradient of ``chunk``, in the kernel's own memory order."""
+        """Allocates a zeroed, contiguous accumulator for the gradient of ``chunk``, in the kernel's memory order."""
         ...
 
     def of_heads(self, accumulator: Tensor, heads: slice) -> Tensor:
@@ -247,24 +259,24 @@ class Kernel(Protocol):
     ) -> None:  # fmt: skip
         """Adds the gradients of these tiles into ``into``, given delta [B, H, T] = rowsum(dout * out).
 
-        ``out`` is the forward's: for libraries that make delta themselves. Other kernels do not look at it.
+        ``out`` is the forward's, for libraries that compute delta themselves.
         """
         ...
 
     def finish(
         self, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """The gradient in ``dtype`` and the order of its tensor, from its accumulator: the single rounding.
+        """Converts an accumulator to the gradient in ``dtype``, in its tensor's order: the single rounding.
 
         Args:
-            out: where it is written: these heads of a tensor of more, in ``dtype``; None: a new tensor.
+            out: the buffer, a view of some heads of a larger tensor in ``dtype``; None: a new tensor.
         """
         ...
 
     def unsupported(self, request: Request) -> list[str]:
-        """Every reason, in words, why this kernel cannot serve ``request``; empty means it can."""
+        """Lists every reason why this kernel cannot serve ``request``; empty if it can."""
         ...
 
     def rounds_gradients(self, request: Request) -> bool:
-        """Says if each contribution to a gradient is rounded to the inputs' dtype before it is added."""
+        """Returns True if each contribution to a gradient is rounded to the inputs' dtype before it is added."""
         ...

@@ -1,11 +1,11 @@
 """FlashAttention 2, torch's own or the flash-attn package, by name only: it rounds each contribution to a gradient.
 
-What a call of the library adds to a gradient is rounded to the inputs' dtype there and summed in float32 here: the more
-calls, the more error. "auto" takes triton, which is faster. The package is imported once a request could be served.
+The library returns each gradient in the inputs' dtype; these are summed in float32 here, so more calls make more error.
+"auto" takes triton, which is faster. The package is imported only when it could serve a request.
 
-Its masks are flash-attn-4's (`flash4.calls`), but for two traps (flash-attention's issue 895): a bound as wide as the
-keys or wider counts as none, and beside a bound on the other side none counts as one as wide as the keys. Either is
-wrong only where a bound hides something and queries outnumber keys by two or more, so such tiles are cut.
+Masks are flash-attn-4's (`flash4.calls`), with two exceptions (flash-attention's issue 895): a bound as wide as the
+keys counts as no bound, and if only one side has a bound, the other gets one as wide as the keys. Both are wrong only
+if a bound hides something and queries outnumber keys by two or more. Such tiles are cut in two.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LARGEST_HEAD, UNIT, LOWEST_CAPABILITY, NO_DROPOUT = 256, 8, (8, 0), 0.0
 TORCHES, PACKAGES = ("2.11.", "2.12.", "2.13."), ("2.7.", "2.8.")
 """The beginnings of known versions of torch and of flash-attn, whose private functions are called here."""
 JOINED_AT_MOST, MOST_ENTRIES = 8, 65535
-"""Rectangles of a batch row that are searched for neighbours; and of a packed call, where they are a grid's dim."""
+"""Most rectangles of a batch row that are joined, and most of a packed call (a dim of a CUDA grid)."""
 
 Tokens = slice | Tensor
 
 
 class How(NamedTuple):
-    """A packed call. ``lengths``: where its rectangles begin in q and k, and the end, [n + 1] int32; the longest."""
+    """Options of a packed call. ``lengths``: starts of rectangles in q and in k, [n + 1] int32, and both maxima."""
 
     params: Params
     bounds: Bounds
@@ -42,7 +42,7 @@ class How(NamedTuple):
 
 
 class Flash2(InOrder):
-    """See the module. ``libraries``: fakes, for tests; otherwise torch's own, and the package for what that lacks."""
+    """See the module. ``libraries``: fakes, for tests; by default torch's own, then the package."""
 
     name = "flash2"
 
@@ -107,7 +107,7 @@ def _without_gpu() -> list[str]:
 
 @lru_cache(maxsize=64)
 def _entries(call: Packed, device: torch.device) -> tuple[Tokens, Tokens, tuple[Tensor, Tensor, int, int]]:
-    """Finds the tokens of a call's queries and keys in tensors [B * T, ...], each once, and makes its lengths."""
+    """Computes the tokens of a call's queries and keys in tensors [B * T, ...], and its lengths."""
     of_q, of_k = (call.q_starts, call.q_lengths), (call.k_starts, call.k_lengths)
     q, k = (torch.tensor([0, *accumulate(some)], dtype=torch.int32).to(device) for _, some in (of_q, of_k))
     return _tokens(*of_q, device), _tokens(*of_k, device), (q, k, max(call.q_lengths), max(call.k_lengths))
@@ -130,7 +130,7 @@ def _rows(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def plan(table: bytes, queries: int, keys: int, softmax: bool = False) -> tuple[Packed, ...]:
-    """Makes the calls of a table for batch rows of so many queries and keys; none of them has a token twice."""
+    """Converts a table to calls for batch rows of these sizes; no call has a token twice."""
     tiles = sorted(read(table))
     twice = any(a.row == b.row and a.q_offset + a.q_length > b.q_offset for a, b in pairwise(tiles))
     assert not (softmax and twice), "a query met two tiles: unsupported() should have refused holes"
@@ -164,7 +164,7 @@ def _binding(bounds: Bounds, call: Sequence[Rectangle]) -> Bounds:
 
 
 def _cut(tile: Tile) -> Iterator[Tile]:
-    """Cuts a tile out of the traps: at most one query more than keys, or nothing hidden and no bounds."""
+    """Cuts a tile so that no part is an exception: at most one query more than keys, or no bounds at all."""
     if tile.q_length <= tile.k_length + 1:
         yield tile
         return

@@ -1,9 +1,9 @@
 """Attention of tiles in plain torch: any device, any shape, exact in float64. The definition of every other kernel.
 
-Forward: online softmax (Milakov & Gimelshein 2018) over blocks of keys. Backward: recomputation of the probabilities
-from lse (Dao et al. 2022, FlashAttention). Both hold one block of scores at a time, so memory is linear in S, and
-grouped queries are one matrix product a key head, so keys and values are never repeated. Inputs are widened to the
-accumulation dtype block by block; nothing is rounded until the end.
+Forward: online softmax (Milakov & Gimelshein 2018) over blocks of keys. Backward: recomputes probabilities from lse
+(Dao et al. 2022, FlashAttention). Both hold one block of scores at a time, so memory is linear in S. Grouped queries
+are one matrix product per key head, so keys and values are never repeated. Inputs are widened to the accumulation dtype
+block by block, and results are rounded once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..sharding.mask import Tile
-from .base import HALVES, Gradients, InOrder, Params, Request, accumulate_dtype, row_products
+from .base import HALVES, Gradients, InOrder, Kernel, Params, Request, accumulate_dtype, row_products
 from .score_mods.score_mod import Indices, Pull
 
 SCORES_PER_BLOCK = 2**21
@@ -26,9 +26,9 @@ SMALLEST_BLOCK = 64
 
 
 class Block(NamedTuple):
-    """Queries and keys of a few batch rows that are computed at once; ``visible`` [t, s] is None if all pairs are.
+    """Queries and keys of a few batch rows, computed at once; ``visible`` [t, s] is None if all pairs are.
 
-    ``q_position`` and ``k_position`` are those of the first query and key in the whole row.
+    ``q_position`` and ``k_position``: of the first query and key in the whole row.
     """
 
     rows: slice
@@ -96,8 +96,8 @@ class Reference(InOrder):
         groups, value_dim = k.shape[2], v.shape[3]
         dtype = accumulate_dtype(q.dtype)
         grouped = (batch, groups, heads // groups, tokens)
-        # The state of the online softmax: largest score, sum of exponentials, weighted sum of values. A sink is a key
-        # without a value, so it is where the state starts.
+        # State of the online softmax: largest score, sum of exponentials, weighted sum of values. A sink is a key
+        # without a value, so the state starts with it.
         if params.sinks is None:
             largest = q.new_full(grouped, -torch.inf, dtype=dtype)
             total = q.new_zeros(grouped, dtype=dtype)
@@ -163,14 +163,14 @@ class Reference(InOrder):
 
 
 def _queries(q: Tensor, block: Block, groups: int, dtype: torch.dtype) -> Tensor:
-    """[b, G, H / G, t, D]: the block's queries, grouped by the key head they read."""
+    """Copies the block's queries to [b, G, H / G, t, D], grouped by the key head they read."""
     part: Tensor = q[block.rows, block.queries]
     part = part.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
-    return part.to(dtype).contiguous()  # a product's last bits depend on how its factors lie in memory
+    return part.to(dtype).contiguous()  # a product's last bits depend on the strides of its factors
 
 
 def _keys(k: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """[b, G, s, D]: the block's keys (or values)."""
+    """Copies the block's keys (or values) to [b, G, s, D]."""
     return k[block.rows, block.keys].transpose(1, 2).to(dtype).contiguous()
 
 
@@ -179,18 +179,18 @@ def _add_keys(accumulator: Tensor, block: Block, gradient: Tensor) -> None:
 
 
 def _by_group(x: Tensor) -> Tensor:
-    """[b, G, H / G, t, ...] as [b, G, (H / G) t, ...]: all queries of a key head as the rows of one matrix."""
+    """Flattens [b, G, H / G, t, ...] to [b, G, (H / G) t, ...]: all queries of a key head in one matrix."""
     return x.flatten(2, 3)
 
 
 def _scores(
     queries: Tensor, keys: Tensor, block: Block, params: Params, extra: dict[str, Tensor] | None = None
 ) -> tuple[Tensor, Pull]:
-    """[b, G, H / G, t, s] scores with -inf where nothing is seen; and what makes, in place, the gradient of the scaled
-    scores from theirs and adds those of captured tensors to ``extra``. Without ``extra`` there is no such way back for
-    a score_mod."""
-    # Padded: a small product's last bits depend on its size, and the backward of a ring meets other blocks than the
-    # forward. A score of 1e6 that differs in its last bit makes a probability of 1 one of 1.06.
+    """Computes scores [b, G, H / G, t, s], -inf for invisible pairs, and their backward to the scaled scores, in place.
+
+    The backward adds gradients of captured tensors to ``extra``; without ``extra`` a score_mod has none."""
+    # Padded: a small product's last bits depend on its size, and forward and backward of a ring have different blocks.
+    # If the last bit of a score of 1e6 differs, a probability of 1 becomes 1.06.
     q, k = (torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % SMALLEST_BLOCK)) for x in (queries, keys))
     products = (_by_group(q) @ k.transpose(-1, -2)).view(*q.shape[:-1], k.shape[2])
     scores = products[..., : queries.shape[3], : keys.shape[2]] * params.scale
@@ -220,3 +220,13 @@ def _scores(
         return d_scores
 
     return scores, to_scaled
+
+
+def whole(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, tiles: Tensor, params: Params
+) -> dict[str, Tensor]:
+    """Runs both passes of a kernel: out, lse, and dq, dk, dv before their rounding, by name."""
+    out, lse = kernel.forward(q, k, v, tiles, params)
+    into = Gradients(kernel.new_gradient(q), kernel.new_gradient(k), kernel.new_gradient(v))
+    kernel.backward(dout, q, k, v, lse, kernel.delta(dout, out), tiles, params, into, out)
+    return {"out": out, "lse": lse, "dq": into.dq, "dk": into.dk, "dv": into.dv}

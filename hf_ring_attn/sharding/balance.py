@@ -48,7 +48,7 @@ def balanced(documents: Tensor, layout: Layout, pad: bool = True) -> Layout:
         if other.chunk < LEAST_CHUNK or not (pad or other.padded == layout.length):
             continue
         by_chunk = _by_chunk(work, other)
-        other = Layout(layout.length, size, layout.rank, _dealt(by_chunk, size))
+        other = Layout(layout.length, size, layout.rank, _assigned(by_chunk, size))
         tried.append((_most(other, by_chunk), other))
     return min(tried, key=lambda one: one[0])[1]
 
@@ -75,7 +75,7 @@ def _most(layout: Layout, by_chunk: list[int]) -> int:
     return max(sum(by_chunk[chunk] for chunk in held) for held in chunks_of(layout.world_size, layout.owners))
 
 
-def _dealt(by_chunk: list[int], size: int) -> Owners:
+def _assigned(by_chunk: list[int], size: int) -> Owners:
     each = len(by_chunk) // size
     owners, loads, counts = [0] * len(by_chunk), [0] * size, [0] * size
     for chunk in sorted(range(len(by_chunk)), key=lambda chunk: -by_chunk[chunk]):

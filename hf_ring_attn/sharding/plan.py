@@ -64,6 +64,14 @@ class Plan:
         stops = torch.tensor([*itertools.accumulate(lengths), most])
         return cls(ring.name, torch.cat(sections), stops, mask.holes)
 
+    @property
+    def tables(self) -> Tables:
+        """The sections, parsed once for the life of ``tiles``, so that kernels find what they cached for them."""
+        known: Tables | None = _KNOWN.get(self.tiles)
+        if known is None:
+            known = _KNOWN[self.tiles] = Tables.parse(self.tiles, self.stops)
+        return known
+
 
 class Segments(NamedTuple):
     """Segments as in `Place`: [n, 3], and a flag: shared by every batch row and every rank's tensor."""
@@ -100,24 +108,19 @@ class Tables:
     most: int = 0
 
     @classmethod
-    def of(cls, table: Tensor, stops: Tensor, ring_size: int) -> Tables:
-        """Parses a plan's table, once per plan, so that kernels find what they cached for these tensors."""
-        known: Tables | None = _KNOWN.get(table)
-        if known is None:
-            # Copies: a view would keep the table alive, and so this entry.
-            forward, of_queries, of_keys, *rest = (section.clone() for section in table.tensor_split(stops[:-2]))
-            queries, keys = Segments.of(of_queries), Segments.of(of_keys)
-            if ring_size == 1:
-                known = cls(forward, queries, keys, [forward], [keys])
-            elif stops[-1]:
-                exchange = Exchange.of(rest[0], rest[1], ring_size)
-                known = cls(forward, queries, keys, exchange=exchange, most=int(stops[-1]))
-            else:
-                *rest, owners = rest
-                of_ranks = [Segments.of(x) for x in rest[ring_size:]]
-                known = cls(forward, queries, keys, rest[:ring_size], of_ranks, owners=tuple(owners[:, 0].tolist()))
-            _KNOWN[table] = known
-        return known
+    def parse(cls, table: Tensor, stops: Tensor) -> Tables:
+        # Copies: a view would keep the table alive, and so its entry in `_KNOWN`.
+        forward, of_queries, of_keys, *rest = (section.clone() for section in table.tensor_split(stops[:-2]))
+        queries, keys = Segments.of(of_queries), Segments.of(of_keys)
+        ring_size = len(rest) // 2
+        if not rest:
+            return cls(forward, queries, keys, [forward], [keys])
+        if stops[-1]:
+            exchange = Exchange.of(rest[0], rest[1], ring_size)
+            return cls(forward, queries, keys, exchange=exchange, most=int(stops[-1]))
+        *rest, owners = rest
+        of_ranks = [Segments.of(x) for x in rest[ring_size:]]
+        return cls(forward, queries, keys, rest[:ring_size], of_ranks, owners=tuple(owners[:, 0].tolist()))
 
 
 _KNOWN = WeakIdKeyDictionary()

@@ -10,7 +10,7 @@ import torch
 
 from ..comm.ring import Ring
 from ..errors import CapturedGraph, NoPulls
-from .base import RingStep, Sums, Traffic, head_halves, visiting_order
+from .base import Gather, RingStep, Sums, Traffic, head_halves, visiting_order
 from .gathered_kv import ComparedKV, GatheredKV, LayerRole, gathered_kv_for
 from .head_groups import ring_pass_groups, seen_by_heads
 from .interrupted import interruption_guard
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ComparedKV",
+    "Gather",
     "GatheredKV",
     "LayerRole",
     "Messages",

@@ -18,6 +18,25 @@ PULLED = 64 * 2**20
 """`Traffic.bytes_per_gather` of P2P copies, which use no multiprocessors: measured, see recipes/results."""
 
 
+class Gather(NamedTuple):
+    """An all-gather of keys and values.
+
+    Args:
+        k, v: [B, T, G, ...] of this rank's tokens.
+        groups: of heads.
+        owners: of the row's chunks, as in `Layout`.
+        keep: give each group its own memory; otherwise later groups reuse it.
+        two_streams: groups may alternate between two streams, which join when the iterator ends or is closed.
+    """
+
+    k: Tensor
+    v: Tensor
+    groups: list[slice]
+    owners: Owners = ()
+    keep: bool = False
+    two_streams: bool = False
+
+
 class RingStep(NamedTuple):
     """One step of a ring pass: some key heads of one rank, and the accumulators of their gradients.
 
@@ -49,24 +68,11 @@ class Traffic(Protocol):
     groups: int
     bytes_per_gather: int
 
-    def gathered(
-        self,
-        k: Tensor,
-        v: Tensor,
-        groups: list[slice],
-        owners: Owners = (),
-        keep: bool = False,
-        two_streams: bool = False,
-    ) -> Generator[KVGroup]:
+    def gathered(self, request: Gather) -> Generator[KVGroup]:
         """All-gathers keys and values [B, S, heads, ...] of the row in order, one group of heads at a time.
 
         The transfer of the first group starts at once; that of each later group overlaps with the use of the one
         before it.
-
-        Args:
-            owners: of the row's chunks, as in `Layout`.
-            keep: give each group its own memory; otherwise later groups reuse it.
-            two_streams: groups may alternate between two streams, which join when the iterator ends or is closed.
         """
         ...
 
@@ -78,7 +84,7 @@ class Traffic(Protocol):
         The accumulators of a rank's keys start at the next rank as ``new(source, half)``. Each is sent on when the
         generator resumes, and the transfer of one half overlaps with the computation of the other. The owner adds to
         them last, so nothing is left to wait for. ``two_streams``: halves may alternate between streams, as in
-        `gathered`.
+        `Gather`.
         """
         ...
 

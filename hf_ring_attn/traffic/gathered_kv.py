@@ -75,7 +75,7 @@ class LayerRole(NamedTuple):
 class _Made(NamedTuple):
     k: Tensor
     v: Tensor
-    kept: GatheredKV
+    store: GatheredKV
 
 
 class ComparedKV:
@@ -97,7 +97,7 @@ class ComparedKV:
         """Frees everything stored."""
         self._made.clear()
 
-    def kept(self, role: int, ring: Ring, plan: object, k: Tensor, v: Tensor) -> GatheredKV | None:
+    def find(self, role: int, ring: Ring, plan: object, k: Tensor, v: Tensor) -> GatheredKV | None:
         """Returns the store of these keys and values [B, T, G, ...], filled or to fill; None: no store. Collective.
 
         Args:
@@ -109,15 +109,15 @@ class ComparedKV:
         like = plan, k.shape, v.shape, k.dtype
         if role == MAKES:
             made = self._made[like] = _Made(k.clone(), v.clone(), GatheredKV())
-            return made.kept
+            return made.store
         known = self._made.get(like)
         if role == LAST:
             self.clear()
         same = k.new_zeros(1, dtype=torch.int64)
-        if known is not None and known.kept.parts is not None:
+        if known is not None and known.store.parts is not None:
             same += _same_bits(k, known.k) & _same_bits(v, known.v)
         everywhere = ring.gather(same, COMPARED).wait()[0]
-        return known.kept if known is not None and everywhere.all() else None
+        return known.store if known is not None and everywhere.all() else None
 
 
 def gathered_kv_for(
@@ -126,7 +126,7 @@ def gathered_kv_for(
     """Looks up an op's store for these keys and values; None: the op gathers and stores nothing."""
     keeper = None if number is None else _ALIVE.get(int(number))
     if isinstance(keeper, ComparedKV):
-        return None if role is None else keeper.kept(int(role), ring, plan, k, v)
+        return None if role is None else keeper.find(int(role), ring, plan, k, v)
     return keeper
 
 

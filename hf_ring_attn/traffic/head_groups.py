@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..comm.ring import Ring
 from ..comm.sparse_exchange import Exchange
-from ..sharding.layout import Owners, chunks_of
-from .base import Traffic
+from ..sharding.layout import chunks_of
+from ..sharding.plan import Tables
+from .base import Gather, Traffic
 from .gathered_kv import GatheredKV, KVGroup
 from .interrupted import interruption_guard
 
@@ -71,25 +72,25 @@ def _to_launch(queries_per_head: int, keys: int) -> int:
 
 
 def seen_by_heads(
-    traffic: Traffic, exchange: Exchange | None, owners: Owners, q: Tensor, k: Tensor, v: Tensor,
-    heads_per_gather: int, kept: GatheredKV | None = None, *, most: int = 0, two_streams: bool = False,
+    traffic: Traffic, tables: Tables, q: Tensor, k: Tensor, v: Tensor, heads_per_gather: int,
+    shared: GatheredKV | None = None, two_streams: bool = False,
 ) -> Generator[KVGroup]:  # fmt: skip
     """Yields the keys and values [B, S, heads, ...] of a plan's forward, one group of heads at a time.
 
-    These are the whole row's, or only those that this rank's queries see (at most ``most`` on any rank). A filled
-    ``kept`` is reused without communication, an empty one is filled. ``two_streams``: as in `Traffic.gathered`; close
-    the generator then, also after an error."""
-    if kept is not None and kept.parts is not None:
-        return (part for part in kept.parts)
-    ring, tokens = traffic.ring, k.shape[1]
-    keys = ring.size * tokens if exchange is None else most
+    These are the whole row's, or only those that this rank's queries see. A filled ``shared`` is reused without
+    communication, an empty one is filled. ``two_streams``: as in `Gather`; close the generator then, also
+    after an error."""
+    if shared is not None and shared.parts is not None:
+        return (part for part in shared.parts)
+    ring, tokens, owners = traffic.ring, k.shape[1], tables.owners
+    keys = ring.size * tokens if tables.exchange is None else tables.most
     chunk = tokens // len(chunks_of(ring.size, owners)[ring.rank])
     groups = head_groups(q, k, v, traffic, heads_per_gather, keys, chunk)
-    if exchange is None:
-        parts = traffic.gathered(k, v, groups, owners, keep=kept is not None, two_streams=two_streams)
+    if tables.exchange is None:
+        parts = traffic.gathered(Gather(k, v, groups, owners, shared is not None, two_streams))
     else:
-        parts = _exchanged(ring, exchange, k, v, groups)
-    return parts if kept is None else kept.filling(parts)
+        parts = _exchanged(ring, tables.exchange, k, v, groups)
+    return parts if shared is None else shared.filling(parts)
 
 
 def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]) -> Generator[KVGroup]:

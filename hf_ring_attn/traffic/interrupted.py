@@ -58,7 +58,7 @@ class InterruptionGuard:
         self.inside = True
 
     @contextmanager
-    def walk(self, number: int, walks: int) -> Iterator[None]:
+    def ring_pass(self, number: int, passes: int) -> Iterator[None]:
         """Runs one of several passes of an attention; between two of them the exchange is unfinished, too."""
         if number:
             self.inside = False
@@ -67,9 +67,9 @@ class InterruptionGuard:
             yield
         except BaseException:
             # Other ranks continue with this pass, or with the next one.
-            self.inside = self.inside or (number + 1 < walks if self.begun else number > 0)
+            self.inside = self.inside or (number + 1 < passes if self.begun else number > 0)
             raise
-        self.inside = number + 1 < walks
+        self.inside = number + 1 < passes
 
     def check(self) -> None:
         """Refuses to begin after an interrupted exchange.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator
 from torch import Tensor
 
 from ..comm.ring import Pending, Ring
-from ..sharding.layout import Layout, Owners
-from .base import RingStep, Sums, visiting_order
+from ..sharding.layout import Layout
+from .base import Gather, RingStep, Sums, visiting_order
 from .gathered_kv import KVGroup
 from .interrupted import interruption_guard
 
@@ -23,15 +23,8 @@ class Messages:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
 
-    def gathered(
-        self,
-        k: Tensor,
-        v: Tensor,
-        groups: list[slice],
-        owners: Owners = (),
-        keep: bool = False,
-        two_streams: bool = False,
-    ) -> Generator[KVGroup]:
+    def gathered(self, request: Gather) -> Generator[KVGroup]:
+        k, v, groups, owners, *_ = request
         layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank, owners)
         guard = interruption_guard(self.ring)
         sent = self.ring.by_heads((k, v), groups, guard.sending(self.ring.gather))

@@ -26,12 +26,12 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ..comm.ring import Ring
-from ..sharding.layout import Owners, chunks_of
-from .base import PULLED, RingStep, Sums, visiting_order
+from ..sharding.layout import chunks_of
+from .base import PULLED, Gather, RingStep, Sums, visiting_order
 from .gathered_kv import KVGroup
 from .interrupted import interruption_guard
 from .packing import Packing
-from .two_streams import Abreast
+from .two_streams import TwoStreams
 
 LOST_AFTER_MS = 600_000
 """`Pulls.lost_after_ms` if a process group's timeout cannot be read; NCCL's default."""
@@ -78,7 +78,7 @@ class Pulls:
         self.keys_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.sums_stream: Any = torch.cuda.Stream(device, priority=-1)
         self.ops = itertools.count()
-        self.halfway = interruption_guard(ring)
+        self.guard = interruption_guard(ring)
         self.lost_after_ms = _lost_after_ms(ring, device)
         self.held: dict[object, object] = {}
         self.keys: list[Shared] = []
@@ -105,15 +105,8 @@ class Pulls:
 
     # ---- keys and values -------------------------------------------------------------------------------------------
 
-    def gathered(
-        self,
-        k: Tensor,
-        v: Tensor,
-        groups: list[slice],
-        owners: Owners = (),
-        keep: bool = False,
-        two_streams: bool = False,
-    ) -> Generator[KVGroup]:
+    def gathered(self, request: Gather) -> Generator[KVGroup]:
+        k, v, groups, owners, keep, two_streams = request
         size = self.ring.size
         held = chunks_of(size, owners)
         packing = Packing.of(k, v, groups, len(held[0]))
@@ -150,8 +143,8 @@ class Pulls:
 
     def _publish(self, k: Tensor, v: Tensor, packing: Packing) -> list[list[tuple[Tensor, ...]]]:
         """Writes keys and values to the shared buffer. Returns views of every rank's, readable on `keys_stream`."""
-        self.halfway.begin()
-        self._make_room(packing.stops[-1], 0)
+        self.guard.begin()
+        self._grow_buffers(packing.stops[-1], 0)
         shared = self.keys[next(self.ops) % 2]
         if packing not in shared.views:
             if len(shared.views) >= PACKINGS:
@@ -167,7 +160,7 @@ class Pulls:
 
     def _end(self) -> None:
         self.held.clear()
-        self.halfway.end()
+        self.guard.end()
 
     # ---- the ring --------------------------------------------------------------------------------------------------
 
@@ -195,9 +188,9 @@ class Pulls:
         def steps() -> Generator[RingStep]:
             first = others[0] if others else own
             # A double buffer per half: accumulators to add to, and a receive buffer; they swap at each step.
-            sums = [_with_room(new(first, half)) for half in halves]
+            sums = [_with_receive_buffers(new(first, half)) for half in halves]
             self.held["sums"] = sums
-            room = self._room(sums[0][0], len(halves)) if others else 0
+            outbox_bytes = self._outbox_bytes(sums[0][0], len(halves)) if others else 0
             arrived: list[Any] = [None] * len(halves)
             with self._streams(two_streams) as streams:
                 turns = [(number, half, streams.turn(number)) for number, half in enumerate(halves)]
@@ -213,7 +206,7 @@ class Pulls:
                             read[step, number] = self._event(self._compute())
                             if step + 2 < len(others):
                                 keys[step + 2, number] = pull(step + 2, number)
-                            arrived[number] = self._moved_on(here, there, number, room, first=step == 0)
+                            arrived[number] = self._moved_on(here, there, number, outbox_bytes, first=step == 0)
                 for number, half, at in turns:
                     with at:
                         self._wait_for(arrived[number])
@@ -226,17 +219,17 @@ class Pulls:
 
         return steps()
 
-    def _room(self, sums: Sums, halves: int) -> int:
+    def _outbox_bytes(self, sums: Sums, halves: int) -> int:
         """Returns the outbox bytes per head half, from the accumulators of the first half, which has the most heads."""
-        room = -(-sum(x.nbytes for x in sums) // ROUND) * ROUND
-        self._make_room(0, room * halves)
-        return room
+        outbox_bytes = -(-sum(x.nbytes for x in sums) // ROUND) * ROUND
+        self._grow_buffers(0, outbox_bytes * halves)
+        return outbox_bytes
 
-    def _moved_on(self, sums: Sums, arriving: Sums, half: int, room: int, first: bool) -> Any:
+    def _moved_on(self, sums: Sums, arriving: Sums, half: int, outbox_bytes: int, first: bool) -> Any:
         """Sends accumulators on and receives those of the next keys; returns the event of their arrival."""
         size = sum(x.nbytes for x in sums)
-        assert self.outboxes is not None and size <= room, "halves would write over each other's sums"
-        box = slice(half * room, half * room + size)
+        assert self.outboxes is not None and size <= outbox_bytes, "halves would write over each other's sums"
+        box = slice(half * outbox_bytes, half * outbox_bytes + size)
         self.sums_stream.wait_stream(self._compute())
         with torch.cuda.stream(self.sums_stream):
             if not first:
@@ -268,8 +261,8 @@ class Pulls:
     def _previous(self) -> int:
         return (self.ring.rank - 1) % self.ring.size
 
-    def _streams(self, two_streams: bool) -> Abreast:
-        return Abreast(self.other_stream if two_streams else None, self.device)
+    def _streams(self, two_streams: bool) -> TwoStreams:
+        return TwoStreams(self.other_stream if two_streams else None, self.device)
 
     def _compute(self) -> Any:
         return torch.cuda.current_stream(self.device)
@@ -279,7 +272,7 @@ class Pulls:
         event.record(stream)
         return event
 
-    def _make_room(self, keys: int, sums: int) -> None:
+    def _grow_buffers(self, keys: int, sums: int) -> None:
         """Allocates larger buffers if needed. Sizes are the same on every rank, so all ranks do this together."""
         if keys and (not self.keys or self.keys[0].size < keys):
             self._settle()
@@ -294,11 +287,11 @@ class Pulls:
     def _settle(self) -> None:
         """Waits until no rank reads a buffer any more."""
         torch.cuda.synchronize(self.device)
-        self.ring.numbers(0, self.ring.small_device(self.device), "made room for keys and values")
+        self.ring.numbers(0, self.ring.small_device(self.device), "grew its buffers")
         torch.cuda.synchronize(self.device)
 
 
-def _with_room(sums: Sums) -> tuple[Sums, Sums]:
+def _with_receive_buffers(sums: Sums) -> tuple[Sums, Sums]:
     first, second = sums
     return sums, (torch.empty_like(first), torch.empty_like(second))
 

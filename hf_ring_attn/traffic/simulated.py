@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator, Sequence
 from torch import Tensor
 
 from ..comm.ring import Ring
-from ..sharding.layout import Layout, Owners
-from .base import RingStep, Sums, visiting_order
+from ..sharding.layout import Layout
+from .base import Gather, RingStep, Sums, visiting_order
 from .gathered_kv import KVGroup
 
 
@@ -26,19 +26,11 @@ class SimulatedTraffic:
         self._row = row
         self._of_ranks = [layout.split(x) for x in row]
 
-    def gathered(
-        self,
-        k: Tensor,
-        v: Tensor,
-        groups: list[slice],
-        owners: Owners = (),
-        keep: bool = False,
-        two_streams: bool = False,
-    ) -> Generator[KVGroup]:
-        for group in groups:
+    def gathered(self, request: Gather) -> Generator[KVGroup]:
+        for group in request.groups:
             yield KVGroup(group, self._row[0][:, :, group], self._row[1][:, :, group])
 
-    def walk(self, halves: list[slice], sums: Callable[[int, slice], Sums]) -> Generator[RingStep]:
+    def steps(self, halves: list[slice], sums: Callable[[int, slice], Sums]) -> Generator[RingStep]:
         """Yields the steps of a ring pass, with ``sums(source, half)`` as accumulators."""
         for source in visiting_order(self.ring):
             for half in halves:

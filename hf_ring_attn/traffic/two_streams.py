@@ -19,7 +19,7 @@ CURRENT_STREAM: StreamContext = nullcontext()
 """Leaves the current stream as it is."""
 
 
-class Abreast:
+class TwoStreams:
     """Alternates between the current stream and a side stream: forks on entering the context, joins on leaving it.
 
     Work queued in a turn must not depend on another turn, only on work queued before the context. Tensors allocated in
@@ -34,7 +34,7 @@ class Abreast:
         self._device = device
         self._current: Any = None
 
-    def __enter__(self) -> Abreast:
+    def __enter__(self) -> TwoStreams:
         if self._other is not None:
             self._current = torch.cuda.current_stream(self._device)
             self._other.wait_stream(self._current)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
+from hf_ring_attn.attention.call import RingOptions
 from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.bench import contenders, results
 from hf_ring_attn.bench.provenance import facts
@@ -86,9 +87,9 @@ def relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
     return max(float((got.double() - want).norm() / want.norm()) for got, want in pairs)
 
 
-def road_of(work: Workload, ring: Ring, kernel: str, ring_size: int) -> contenders.Contender:
+def contender_of(work: Workload, ring: Ring, kernel: str, ring_size: int) -> contenders.Contender:
     if ring.size > 1:
-        return contenders.in_ring(work, ring, kernel, contenders.Options())
+        return contenders.in_ring(work, ring, kernel, RingOptions(kernel))
     return contenders.without_traffic(work, ring_size, ring_size // 2, kernel)
 
 
@@ -109,8 +110,8 @@ def timed(run: Callable[[], object], device: torch.device, largest: Callable[[fl
 
 def measured(work: Workload, ring: Ring, given: argparse.Namespace) -> dict[str, Any]:
     kernel, largest = kernel_for(ring.name, given.kernel, work.request()), largest_over(ring, work.device)
-    road_of(replace(work, tokens=min(WARM_UP, work.tokens)), ring, kernel, given.ring).both.run()
-    contender = road_of(work, ring, kernel, given.ring)
+    contender_of(replace(work, tokens=min(WARM_UP, work.tokens)), ring, kernel, given.ring).both.run()
+    contender = contender_of(work, ring, kernel, given.ring)
     forward, backward = work.flops()
     result: dict[str, Any] = {"kernel": kernel, "ring": ring.size if ring.size > 1 else given.ring, "ranks": ring.size}
     for name, run, flops in (

@@ -27,12 +27,11 @@ from torch import Tensor
 
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
-from hf_ring_attn.bench.traffic import tokens_received
-from hf_ring_attn.bench.workload import visible_pairs
+from hf_ring_attn.bench.workload import tokens_received, visible_pairs
 from hf_ring_attn.sharding.balance import balanced
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask
-from hf_ring_attn.sharding.plan import Plan, Tables
+from hf_ring_attn.sharding.plan import Plan
 
 WIDTH = 8 * 2 * 128
 """Numbers that a token's key and value have together."""
@@ -96,7 +95,7 @@ def counted(mask: Mask, zigzag: Layout, documents: Tensor | None) -> dict[str, A
         plan = Plan.of(here, layout, mask)
         seconds.append(time.perf_counter() - start)
         tiles.append(len(plan.tiles[: plan.stops[0]]))
-        tables = Tables.of(plan.tiles, plan.stops, ring)
+        tables = plan.tables
         work.append(visible_pairs(tables.forward))
         sparse = sparse or tables.exchange is not None
         keys, sums = tokens_received(tables, layout)

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 4 recipes/benchmarks/where.py --tokens 32768 65536 131072 [--one-stream] [--save FOLDER]
 
-Three roads in turns, forward and backward: the ring; one rank's work without traffic, on all GPUs at once (what the
-ring would take if nothing had to travel); and Ulysses. From torch's profiler, for each road: milliseconds a call, those
-in which an attention kernel of the forward or of the backward ran, those in which none did but copies and small
+Contenders in turns, forward and backward: the ring; one rank's work without traffic, on all GPUs at once (what the
+ring would take if nothing had to travel); and Ulysses. From torch's profiler, for each: milliseconds a call, those in
+which an attention kernel of the forward or of the backward ran, those in which none did but copies and small
 kernels, those of NCCL alone, and those of waiting. Attention kernels that take longer than alone share their chip, its
 memory or its power with something; gaps are waits.
 """
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from hf_ring_attn.attention.call import RingOptions
 from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.bench import contenders, results
 from hf_ring_attn.bench.peers import PEERS
@@ -102,10 +103,10 @@ def measured(contender: contenders.Contender, ring: Ring, device: torch.device) 
 
 
 def compared(work: Workload, ring: Ring, rounds: int) -> list[dict[str, Any]]:
-    """One row for each road and rank, medians of rounds. A collective."""
+    """One row for each contender and rank, medians of rounds. A collective."""
     kernel = kernel_for(ring.name, "flash4", work.request())
     by_name = {
-        "ring": contenders.in_ring(work, ring, kernel, contenders.Options()),
+        "ring": contenders.in_ring(work, ring, kernel, RingOptions(kernel)),
         "without traffic": contenders.without_traffic(work, ring.size, ring.rank, kernel),
         **{name: make() for name, make in PEERS["ulysses"](work) if "flash" in name},
     }
@@ -114,14 +115,14 @@ def compared(work: Workload, ring: Ring, rounds: int) -> list[dict[str, Any]]:
         for name, contender in by_name.items():
             found[name].append(measured(contender, ring, work.device))
     mine = [
-        {"tokens": work.tokens, "road": name, "rank": ring.rank}
+        {"tokens": work.tokens, "contender": name, "rank": ring.rank}
         | {field: statistics.median(getattr(one, field) for one in some) for field in Spent._fields}
         for name, some in found.items()
     ]
     rows: list[list[dict[str, Any]]] = [[]] * ring.size
     dist.all_gather_object(rows, mine)
     order = list(by_name)
-    return sorted(itertools.chain(*rows), key=lambda row: (order.index(row["road"]), row["rank"]))
+    return sorted(itertools.chain(*rows), key=lambda row: (order.index(row["contender"]), row["rank"]))
 
 
 def main() -> None:
@@ -139,13 +140,14 @@ def main() -> None:
         KERNELS["flash4"].two_streams = not given.one_stream
         head, rows = facts(), []
         for tokens in given.tokens:
-            work = Workload(tokens, device, *given.heads, given.width, given.width)
+            heads, kv_heads = given.heads
+            work = Workload(tokens, device, heads, kv_heads, given.width, given.width)
             found = compared(work, ring, given.rounds)
             rows += found
             if ring.rank == 0:
                 for row in found:
                     spent_here = ", ".join(f"{field} {row[field]:.2f}" for field in Spent._fields)
-                    print(f"{tokens:>9,} {row['road']:24s} rank {row['rank']}: {spent_here} ms", flush=True)
+                    print(f"{tokens:>9,} {row['contender']:24s} rank {row['rank']}: {spent_here} ms", flush=True)
                 if given.save:
                     name = f"where_{ring.size}{'_one_stream' if given.one_stream else ''}"
                     results.save(given.save, name, {**head, "calls": CALLS}, rows)

@@ -10,8 +10,9 @@ import torch._dynamo.testing
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_ring_attn.attention.op import attend
-from hf_ring_attn.comm.ring import LOCAL, Ring
+from hf_ring_attn.attention.call import Call, RingOptions
+from hf_ring_attn.attention.op import attend, flatten
+from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
@@ -22,19 +23,19 @@ from tests.helpers.checks import Ranks
 from tests.helpers.rank_functions import held
 
 LENGTH = 24
-PARAMS = Params(0.3, softcap=4.0)
+PARAMS, REFERENCE = Params(0.3, softcap=4.0), RingOptions("reference")
 
 Function = Callable[[Tensor, Tensor, Tensor, Plan], tuple[Tensor, Tensor]]
 
 
 def layer(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """Something before the op and something after it, as in a model."""
-    out, lse = attend(q * 2, k + 1, v, plan, PARAMS, kernel="reference")
+    out, lse = attend(Call(q * 2, k + 1, v, plan, PARAMS, REFERENCE))
     return torch.nn.functional.silu(out), lse
 
 
 def layer_by_gather(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, plan, PARAMS, kernel="reference", backward="gather", heads_per_gather=1)
+    return attend(Call(q, k, v, plan, PARAMS, RingOptions("reference", "gather", heads_per_gather=1)))
 
 
 def plan_of(documents: list[int]) -> Plan:
@@ -97,13 +98,13 @@ def test_the_ops_keep_what_they_promise_to_a_compiler(kv_heads: int, sinks: bool
     q, k, v = torch.randn(2, LENGTH, 4, 8), torch.randn(2, LENGTH, kv_heads, 8), torch.randn(2, LENGTH, kv_heads, 6)
     q, k, v, dout = (x.to(dtype) for x in (q, k, v, torch.randn(2, LENGTH, 4, 6)))
     sink = torch.randn(4, dtype=dtype) if sinks else None
-    tables = (plan.tiles, plan.stops, 0.3, None, False, LOCAL, "reference", "ring", 0, "auto")
-    leaves = [x if x is None else x.clone().requires_grad_() for x in (q, k, v, sink)]
+    flat = flatten(Call(q, k, v, plan, Params(0.3, sinks=sink), REFERENCE))
+    leaves = [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in flat]
     ops = torch.ops.hf_ring_attn
-    shares = (ComparedKV().number, small(MAKES))
-    forward = torch.library.opcheck(ops.ring_flash_attn_fwd, (*leaves, *tables, *(shares if sinks else ())))
-    out, lse = ops.ring_flash_attn_fwd(q, k, v, sink, *tables)
-    backward = torch.library.opcheck(ops.ring_flash_attn_bwd, (dout, q, k, v, out, lse, sink, *tables))
+    shares = (ComparedKV().number, small(MAKES)) if sinks else (None, None)
+    forward = torch.library.opcheck(ops.ring_flash_attn_fwd, (*leaves, *shares))
+    out, lse = ops.ring_flash_attn_fwd(*flat, None, None)
+    backward = torch.library.opcheck(ops.ring_flash_attn_bwd, (out, lse, dout, *flat))
     assert set(forward.values()) | set(backward.values()) == {"SUCCESS"}
 
 
@@ -117,7 +118,7 @@ def gradients_of_a_sparse_plan() -> list[bool]:
     shapes = ((4, 8), (1, 8), (1, 6))
     leaves = [torch.randn(2, layout.local_length, *shape).requires_grad_() for shape in shapes]
     q, k, v = leaves
-    out, _ = attend(q, k, v, plan, Params(1.0), kernel="reference")
+    out, _ = attend(Call(q, k, v, plan, Params(1.0), REFERENCE))
     return [x.is_contiguous() for x in (out, *torch.autograd.grad(out.square().sum(), leaves))]
 
 
@@ -130,7 +131,7 @@ def test_fakes_tell_shapes_without_a_process_group() -> None:
     """Tracing on one machine for a ring that only exists on others."""
     q, k, v = (torch.empty(2, 8, *shape, device="meta", dtype=torch.bfloat16) for shape in ((4, 8), (2, 8), (2, 6)))
     plan = Plan("a ring that is not here", torch.empty(3, 9, dtype=torch.int64), torch.tensor([1, 2, 3]))
-    out, lse = attend(q, k, v, plan, Params(1.0), kernel="reference")
+    out, lse = attend(Call(q, k, v, plan, Params(1.0), REFERENCE))
     assert (out.shape, out.dtype) == ((2, 8, 4, 6), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 8), torch.float32)
 

@@ -22,8 +22,8 @@ def test_the_ops_tell_inductor_to_leave_them_out_of_its_graphs(name: str) -> Non
     assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.hf_ring_attn, name).default.tags
 
 
-@pytest.mark.parametrize("road", ["auto", "messages", "pulls"])
-def test_a_ring_in_a_graph_is_refused_before_anything_is_queued(road: str) -> None:
+@pytest.mark.parametrize("transport", ["auto", "messages", "pulls"])
+def test_a_ring_in_a_graph_is_refused_before_anything_is_queued(transport: str) -> None:
     ring = Ring("a ring that is not here")  # whoever asks for its process group fails
     ring.__dict__.update(size=4, rank=0)
     text = (
@@ -33,7 +33,7 @@ def test_a_ring_in_a_graph_is_refused_before_anything_is_queued(road: str) -> No
     )
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         with pytest.raises(CapturedGraph, match=f"^{re.escape(text)}$"):
-            traffic_of(ring, GPU, road)
-        assert isinstance(traffic_of(Ring(LOCAL), GPU, road), Messages), "a ring of one sends nothing"
+            traffic_of(ring, GPU, transport)
+        assert isinstance(traffic_of(Ring(LOCAL), GPU, transport), Messages), "a ring of one sends nothing"
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
         assert isinstance(traffic_of(ring, GPU, "messages"), Messages)

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_ring_attn.attention import op as of_ring
-from hf_ring_attn.attention import score_mod_op
+from hf_ring_attn.attention import call
 from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.biases import Alibi
 from hf_ring_attn.comm.ring import Ring
@@ -209,8 +208,8 @@ def test_no_tokens_and_no_rows(ranks: Ranks, size: int, batch: int, documents: b
     assert ranks(size).run(nothing, batch, documents, config) == [want] * size
 
 
-def sizes_of_roads(batch: int, tokens: int, score_mod: Any) -> set[int]:
-    """The sizes of the rings whose roads an attention of nothing takes, forward and backward."""
+def sizes_of_transports(batch: int, tokens: int, score_mod: Any) -> set[int]:
+    """The sizes of the rings whose transports an attention of nothing takes, forward and backward."""
     sizes = set[int]()
 
     def noted(ring: Ring, *args: Any) -> Any:
@@ -220,7 +219,7 @@ def sizes_of_roads(batch: int, tokens: int, score_mod: Any) -> set[int]:
     mine = held(tokens, dist.get_rank(), dist.get_world_size())
     x = {name: row[:, mine].requires_grad_() for name, row in qkv(tokens, batch=batch).items()}
     ids = torch.zeros(batch, tokens, dtype=torch.int64)
-    with mock.patch.object(of_ring, "traffic_of", noted), mock.patch.object(score_mod_op, "traffic_of", noted):
+    with mock.patch.object(call, "traffic_of", noted):
         out = out_of(**x, documents=ids, score_mod=score_mod)
         gradients = torch.autograd.grad(out.sum(), list(x.values()))
     assert [g.shape for g in gradients] == [row.shape for row in x.values()] and out.shape[:2] == (batch, len(mine))
@@ -231,7 +230,7 @@ def sizes_of_roads(batch: int, tokens: int, score_mod: Any) -> set[int]:
 @pytest.mark.parametrize(("batch", "tokens"), [(2, 0), (0, 8), (0, 7)])
 def test_nothing_is_sent_of_nothing(ranks: Ranks, batch: int, tokens: int, score_mod: Any) -> None:
     """Pulls have no memory for it, and raised an IndexError."""
-    assert ranks(2).run(sizes_of_roads, batch, tokens, score_mod) == [{1}] * 2
+    assert ranks(2).run(sizes_of_transports, batch, tokens, score_mod) == [{1}] * 2
 
 
 def spoiled(case: Case, token: int, config: RingConfig) -> dict[str, Tensor]:

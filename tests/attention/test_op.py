@@ -21,8 +21,9 @@ from hf_ring_attn.layers.collectives import gather_sequence
 from hf_ring_attn.sharding import plan as plan_module
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, tiles
-from hf_ring_attn.sharding.plan import KEY_BLOCK, Plan, Tables
-from hf_ring_attn.testing import CASES, WORLD_SIZES, Case, mismatch, packed, relative_error, sliding
+from hf_ring_attn.sharding.plan import KEY_BLOCK, Plan
+from hf_ring_attn.testing import Case, mismatch, packed, relative_error, sliding
+from tests.helpers.cases import CASES, WORLD_SIZES
 from tests.helpers.checks import EXACT, UNROUNDED, Ranks, float64_errors, narrow, narrow_answer, same_bits, worst
 from tests.helpers.rank_functions import held
 
@@ -242,7 +243,7 @@ def planned() -> list[list[list[int]]]:
     ring = Ring.of(None)
     layout, mask = Layout(20, ring.size, ring.rank), Mask.of(Band(0, 7), 2, 20)
     plan = Plan.of(ring, layout, mask, sparse_share=0)
-    found = Tables.of(plan.tiles, plan.stops, ring.size)
+    found = plan.tables
     want = [tiles(mask, layout.runs(), layout.whole(), KEY_BLOCK)]
     want += [tiles(mask, layout.runs(), layout.runs(source)) for source in range(ring.size)]
     return [[table.tolist() for table in tables] for tables in ((found.forward, *found.backward), want)]
@@ -260,7 +261,7 @@ def test_ranks_are_sent_what_they_see_and_no_more(mask: Mask, monkeypatch: pytes
     """What a rank receives is what the others send it, and each token of it is in a tile."""
     monkeypatch.setattr(plan_module, "KEY_BLOCK", 4)
     found = [sparse_plan(64, 4, rank, mask, 0.5) for rank in range(4)]
-    plans = [Tables.of(*tables_of(plan), 4) for plan in found]
+    plans = [plan.tables for plan in found]
     for rank, plan in enumerate(plans):
         assert plan.exchange is not None and not plan.backward
         seen = torch.zeros(len(plan.exchange.received), dtype=torch.bool)
@@ -273,18 +274,14 @@ def test_ranks_are_sent_what_they_see_and_no_more(mask: Mask, monkeypatch: pytes
 
 
 def test_where_one_rank_sees_much_all_get_everything() -> None:
-    assert Tables.of(*tables_of(sparse_plan(64, 4, 3, Mask.of(CAUSAL, 1, 64), 0.99)), 4).exchange is None
-    assert Tables.of(*tables_of(sparse_plan(64, 4, 3, Mask.of(CAUSAL, 1, 64), 1.0)), 4).exchange is not None
-
-
-def tables_of(plan: Plan) -> tuple[Tensor, Tensor]:
-    return plan.tiles, plan.stops
+    assert sparse_plan(64, 4, 3, Mask.of(CAUSAL, 1, 64), 0.99).tables.exchange is None
+    assert sparse_plan(64, 4, 3, Mask.of(CAUSAL, 1, 64), 1.0).tables.exchange is not None
 
 
 def test_tables_are_read_once_and_forgotten_with_their_plan() -> None:
     plan = sparse_plan(64, 4, 0, WINDOW, 0.5)
-    found = Tables.of(*tables_of(plan), 4)
-    assert Tables.of(*tables_of(plan), 4) is found
+    found = plan.tables
+    assert plan.tables is found
     watch = weakref.ref(found)
     del plan, found
     gc.collect()
@@ -292,7 +289,7 @@ def test_tables_are_read_once_and_forgotten_with_their_plan() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_plan_holds_the_tiles_of_both_roads(ranks: Ranks, size: int) -> None:
+def test_a_plan_holds_the_tiles_of_both_transfers(ranks: Ranks, size: int) -> None:
     for got, want in ranks(size).run(planned):
         assert got == want
         assert len(got) == 1 + size

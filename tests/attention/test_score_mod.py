@@ -18,7 +18,7 @@ from hf_ring_attn.kernels import reference
 from hf_ring_attn.kernels.score_mods import score_mod
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
-from hf_ring_attn.sharding.plan import Plan, Tables
+from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, Inputs, inputs, packed, relative_error, sliding, visible
 from tests.helpers.checks import EXACT, UNROUNDED, Errors, Ranks, distance, worst
 from tests.helpers.defects import planted
@@ -99,7 +99,7 @@ def errors_of(
 def test_a_case_is_of_ranks_that_exchange_what_they_see() -> None:
     mask = Mask.of(CAUSAL, 1, 64, inputs(CASES[2])["documents"])
     plan = Plan.of(SimpleNamespace(size=4, name="", rank=1), Layout(64, 4, 1), mask)  # type: ignore[arg-type]
-    assert Tables.of(plan.tiles, plan.stops, 4).exchange is not None
+    assert plan.tables.exchange is not None
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from hf_ring_attn import cli
-from hf_ring_attn.bench import errors, plot, results
-from hf_ring_attn.bench.contenders import Options
+from hf_ring_attn.bench import contenders, errors, plot, results
 from hf_ring_attn.bench.replay import replay
 from hf_ring_attn.bench.rounding import WAYS, Way, merged_forward, rounded
 from hf_ring_attn.bench.workload import Workload
@@ -23,7 +22,8 @@ from hf_ring_attn.errors import NoMatplotlib, NotAResult
 from hf_ring_attn.kernels import KERNELS, Params
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask, tiles
-from hf_ring_attn.testing import LiveRanks, relative_error
+from hf_ring_attn.testing import relative_error
+from tests.helpers.live_ranks import LiveRanks
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes/benchmarks"))  # last: examples share names with it
 
@@ -142,7 +142,7 @@ def test_the_pull_requests_case_stands_beside_its_figures(monkeypatch: pytest.Mo
 
 
 def live_rows() -> list[dict[str, Any]]:
-    chosen = [Options("ring"), Options("gather")]
+    chosen = contenders.options(["ring", "gather"], ["auto"], [0])
     return list(errors.measure([SMALL], Ring.of(None), ["rings"], [2], "auto", chosen))
 
 
@@ -151,7 +151,7 @@ def test_a_launched_ring_is_measured_as_it_is(ranks: Callable[[int], LiveRanks])
     assert second == []
     live = [row for row in first if row["live"]]
     assert [(row["way"], row["inputs"]) for row in live] == [
-        (f"ring_fp32 {road}", name) for name in ("outliers", "biased V") for road in ("ring", "gather")
+        (f"ring_fp32 {contender}", name) for name in ("outliers", "biased V") for contender in ("ring", "gather")
     ]
     for row in live:
         assert row["ring_size"] == 2
@@ -224,14 +224,14 @@ def test_a_stack_has_the_gradient_of_plain_torch() -> None:
 # ---- plots ----------------------------------------------------------------------------------------------------------
 
 SPEED = [
-    {"road": "one device", "tokens": 64, "both": {"share": 1.0}},
-    {"road": "one device", "tokens": 32, "both": {"share": 1.0}},
-    {"road": "ring_fp32 ring", "tokens": 64, "both": {"share": 0.9}},
-    {"road": "ring_fp32 ring", "tokens": 32, "failed": "no memory"},
+    {"contender": "one device", "tokens": 64, "both": {"share": 1.0}},
+    {"contender": "one device", "tokens": 32, "both": {"share": 1.0}},
+    {"contender": "ring_fp32 ring", "tokens": 64, "both": {"share": 0.9}},
+    {"contender": "ring_fp32 ring", "tokens": 32, "failed": "no memory"},
 ]
 
 
-def test_throughput_has_a_line_for_each_road() -> None:
+def test_throughput_has_a_line_for_each_contender() -> None:
     *_, lines = plot.throughput(SPEED)
     assert lines == [("one device", [32, 64], [1.0, 1.0]), ("ring_fp32 ring", [64], [0.9])]
 
@@ -275,8 +275,8 @@ def test_a_plot_stands_beside_its_file(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{}", "[]", "not JSON", '{"road": "x"}', '{"rows": [{"road": "x"}]}', '{"run": "speed"}',
-        '{"run": "x"}\n{"else": 1}', '{"run": "speed"}\n{"road": "x"}',
+        "", "{}", "[]", "not JSON", '{"contender": "x"}', '{"rows": [{"contender": "x"}]}', '{"run": "speed"}',
+        '{"run": "x"}\n{"else": 1}', '{"run": "speed"}\n{"contender": "x"}',
     ],
 )  # fmt: skip
 def test_what_holds_no_result_is_told(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

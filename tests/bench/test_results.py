@@ -60,8 +60,8 @@ def test_bench_saves_its_rows_after_one_head(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["bench", *given, *more]) == 0
     (run,) = results.read(tmp_path / results.FILE)
     assert run.name == "speed" and set(PROVENANCE) <= set(run.head) and run.head["rounds"] == 1
-    assert [(row["tokens"], row["road"]) for row in run.rows] == [
-        (tokens, road) for tokens in (32, 64) for road in ("one device", "rank 1 of 2")
+    assert [(row["tokens"], row["contender"]) for row in run.rows] == [
+        (tokens, contender) for tokens in (32, 64) for contender in ("one device", "rank 1 of 2")
     ]
     assert "rank 1 of 2" in capsys.readouterr().out
 

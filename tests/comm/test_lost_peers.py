@@ -25,7 +25,7 @@ OPERATIONS: dict[str, Callable[[Ring], object]] = {
     "summed gradients of keys and values": lambda ring: ring.reduce_scatter(torch.ones(ring.size, 4)),
     "averaged over the ring": lambda ring: ring.mean(torch.ones(4)),
     "compared its batch with the other ranks": lambda ring: ring.agree({"rows": 1}, CPU, ""),
-    "told its length": lambda ring: ring.numbers(1, CPU, "told its length"),
+    "compared lengths": lambda ring: ring.numbers(1, CPU, "compared lengths"),
 }
 
 

@@ -15,7 +15,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.fsdp import StateDictType
 
-from hf_ring_attn.integration.hosts import accelerate as ours
+from hf_ring_attn.integration.context.mesh import ring_enabled
+from hf_ring_attn.integration.hosts.parallelism_config import promote
 from tests.helpers.patience import patient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -54,9 +55,9 @@ def test_a_launch_config_means_its_mesh(name: str, monkeypatch: pytest.MonkeyPat
 
     parallel = ParallelismConfig()
     assert parallel.total_size == config.num_processes
-    assert ours.promote(parallel)
+    assert promote(parallel)
     assert parallel._get_mesh() == (dims, sizes)
-    assert parallel.ring_enabled
+    assert ring_enabled(parallel)
     if kind == "FSDP":
         plugin = FullyShardedDataParallelPlugin()
         assert plugin.fsdp_version == 2
@@ -70,7 +71,7 @@ SHOW = """
 import torch
 from accelerate import Accelerator
 import hf_ring_attn
-from hf_ring_attn.integration.hosts.accelerate import ring_group
+from hf_ring_attn.integration.context.mesh import ring_group
 config = Accelerator().parallelism_config
 world, backend = torch.distributed.get_world_size(), torch.distributed.get_backend()
 line = f"rank {torch.distributed.get_rank()} of {world} {backend} cp_size {config.cp_size} ring {ring_group().size()}"

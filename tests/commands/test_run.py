@@ -221,12 +221,12 @@ def test_a_rank_of_a_launcher_launches_nothing(
     assert told(capsys)["argv"] == ["train.py", "--lr", "1"]
     assert run.main(["accelerate", "launch", "--num_processes", "2", "train.py"]) == 2
     error = capsys.readouterr().err
-    assert "this process is one rank of a launcher already, so train.py runs right here" in error
-    assert "options for a launcher of its own: num_processes. Give them to the outer launcher" in error
+    assert "this process is a rank of a launcher already, so train.py runs in it" in error
+    assert "options for another launcher: num_processes. Give them to the outer launcher" in error
     assert started == []
 
 
 def test_a_program_without_python_is_refused(started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["accelerate", "launch", "--cpu", "--no_python", "shout"]) == 2
-    assert "--no_python, so it would start shout as a program of its own" in capsys.readouterr().err
+    assert "--no_python, so it would start shout without python" in capsys.readouterr().err
     assert started == []

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hf_ring_attn.errors import batches, core
+from hf_ring_attn.errors import batches, core, hosts
 
-FILES: list[ModuleType] = [batches, core]
+FILES: list[ModuleType] = [batches, core, hosts]
 """The files of errors that are held to this."""
 
 MOST_WORDS = 60
@@ -29,6 +29,11 @@ ARGUMENTS: dict[str, Any] = {
     "kind": "LlamaAttention", "error": 0.1, "tolerance": 1e-3, "where": "model.layers.0.self_attn", "output": "pooler",
     "module": "LlamaAttention", "scored": 1, "plain": 2, "use": ".shape", "call": "called attention with",
     "waited": 30.0, "text": "ProcessGroupGloo does not support float8_e4m3fn", "weight": "lm_head.weight",
+    "target": "trl.trainer.sft_trainer:SFTTrainer.compute_loss", "found": "(self, model, inputs)",
+    "needed": "(self, model, inputs, return_outputs=, num_items_in_batch=)", "host": "trl", "version": "1.17.0",
+    "tested": "1.16", "sizes": {"dp_replicate": 1, "dp_shard": 2, "cp": 4, "sp": 1, "tp": 1}, "processes": 4,
+    "variable": "ACCELERATE_USE_PARALLELISM_CONFIG", "handler": object(), "implementations": ["sdpa"], "cp_size": 4,
+    "how": "dispatch_batches=True", "labels": 4000, "program": "train.py", "options": ["--num_processes"],
     "trainer": "MyTrainer", "method": "MyTrainer.compute_loss", "option": "dispatch_batches=True",
 }  # fmt: skip
 """What a class is given, by the names of its parameters."""

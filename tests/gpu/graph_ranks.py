@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_ring_attn.attention.call import Call, RingOptions
 from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.attention.op import attend
 from hf_ring_attn.comm.ring import Ring
@@ -38,8 +39,8 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.projections(x).unflatten(-1, (-1, WIDTH)).split([HEADS, KV_HEADS, KV_HEADS], 2)
-        params = Params(WIDTH**-0.5, deterministic=True)
-        out = attend(q.contiguous(), k.contiguous(), v.contiguous(), self.plan, params, kernel=self.kernel)[0]
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out, _ = attend(Call(q, k, v, self.plan, Params(WIDTH**-0.5, deterministic=True), RingOptions(self.kernel)))
         found: Tensor = self.last(torch.nn.functional.gelu(out.flatten(2)))
         return found
 

@@ -19,12 +19,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from hf_ring_attn.attention.call import Call, RingOptions
 from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.attention.op import attend
 from hf_ring_attn.bench.world import ranks_per_gpu, world
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels import KERNELS, Params, Request
-from hf_ring_attn.kernels.whole import whole
+from hf_ring_attn.kernels.reference import whole
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, tiles
 from hf_ring_attn.sharding.plan import Plan
@@ -50,7 +51,7 @@ class Case(NamedTuple):
     kernel: str = "auto"
     sparse: bool = False
     apart: bool = False
-    """Whether heads walk the ring one after the other, as where their sums would be large."""
+    """Heads have ring passes one after the other, as where their sums would be large."""
     chunks: int = 0
     """Chunks that each rank holds, dealt at random; 0 for the zigzag."""
 
@@ -112,10 +113,8 @@ def answer(case: Case, ring: Ring, traffic: str) -> list[Tensor]:
     )
     kernel = kernel_for(ring.name, case.kernel, request)
     params = Params(case.width**-0.5, deterministic=True)
-    out, lse = attend(
-        q, k, v, plan, params, kernel=kernel, backward=case.backward, heads_per_gather=case.heads_per_gather,
-        traffic=traffic,
-    )  # fmt: skip
+    options = RingOptions(kernel, case.backward, case.heads_per_gather, traffic)
+    out, lse = attend(Call(q, k, v, plan, params, options))
     least = mock.patch.multiple(head_groups, SUMS=1, QUERIES=1, SCORES=1) if case.apart else nullcontext()
     with least:
         return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)]
@@ -158,8 +157,8 @@ def tried(ring: Ring, device: torch.device) -> bool:
         wrong += [f"{case}: far from float64: {far}"] if far else []
 
     repeated = (Case(8192, heads=16, kv_heads=8), Case(8192, heads=6, kv_heads=3))
-    roads = ("pulls", "messages") if messages else ("pulls",)
-    for traffic, case in itertools.product(roads, repeated):
+    transports = ("pulls", "messages") if messages else ("pulls",)
+    for traffic, case in itertools.product(transports, repeated):
         first = None
         generator = torch.Generator().manual_seed(ring.rank)
         noise = torch.randn(2048, 2048, device=device)
@@ -173,7 +172,7 @@ def tried(ring: Ring, device: torch.device) -> bool:
             if not all(torch.equal(x, y) for x, y in zip(found, first, strict=True)):
                 wrong.append(f"{traffic}, {case}: pass {repeat} has other bits than the first")
                 break
-    return told(ring, wrong, f"{len(cases)} cases and {2 * len(roads)} x {REPEATS} passes")
+    return told(ring, wrong, f"{len(cases)} cases and {2 * len(transports)} x {REPEATS} passes")
 
 
 if __name__ == "__main__":

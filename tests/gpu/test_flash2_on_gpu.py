@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.attention.function import ring_attention
-from hf_ring_attn.bench.replay import Answer, Road, replay
+from hf_ring_attn.bench.replay import Answer, Transfer, replay
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Params, Request
 from hf_ring_attn.kernels.flash2 import Flash2, How, Package, Torch
@@ -78,14 +78,14 @@ def given(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def answer(
-    kernel: Any, case: Case, size: int, dtype: torch.dtype, mask: Mask, road: Road = "ring", exact: bool = False,
+    kernel: Any, case: Case, size: int, dtype: torch.dtype, mask: Mask, path: Transfer = "ring", exact: bool = False,
     deterministic: bool = False,
 ) -> Answer:  # fmt: skip
     x = given(case, dtype)
     q, k, v, dout = (x[name].cuda().to(torch.float64 if exact else dtype) for name in ("q", "k", "v", "dout"))
     sinks = None if x["sinks"] is None else x["sinks"].cuda()
     params = Params(case.head_dim**-0.5, case.softcap, sinks, deterministic)
-    return replay(kernel, q, k, v, dout, mask, size, params, road=road)
+    return replay(kernel, q, k, v, dout, mask, size, params, path=path)
 
 
 def plain_mask(case: Case, dtype: torch.dtype = torch.bfloat16) -> Mask:
@@ -146,9 +146,9 @@ def test_a_ring_is_as_near_to_float64_as_16_bits_allow(case: Case, size: int) ->
 
 
 @pytest.mark.parametrize("case", CASES[1::3], ids=lambda case: case.why)
-@pytest.mark.parametrize("road", ["gather", "sparse"])
-def test_another_road_is_as_near(case: Case, road: Road) -> None:
-    got = answer(FLASH2, case, 4, torch.bfloat16, plain_mask(case), road)
+@pytest.mark.parametrize("path", ["gather", "sparse"])
+def test_another_path_is_as_near(case: Case, path: Transfer) -> None:
+    got = answer(FLASH2, case, 4, torch.bfloat16, plain_mask(case), path)
     errors = far(got, exact(case, torch.bfloat16), torch.bfloat16)
     assert max(errors.values()) < 1, errors
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.attention.function import ring_attention
-from hf_ring_attn.bench.replay import Answer, Road, replay
+from hf_ring_attn.bench.replay import Answer, Transfer, replay
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Params, Request
 from hf_ring_attn.kernels.flash4 import Flash4
@@ -73,14 +73,14 @@ def mask_of(case: Case, documents: Tensor | None) -> Mask:
 
 
 @cache
-def answer(case: Case, size: int, dtype: torch.dtype, road: Road = "ring", exact: bool = False) -> Answer:
+def answer(case: Case, size: int, dtype: torch.dtype, path: Transfer = "ring", exact: bool = False) -> Answer:
     """On the GPU; ``exact``: in float64 by the reference, from the same rounded inputs."""
     x = inputs(case, dtype)
     q, k, v, dout = (x[name].cuda().to(torch.float64 if exact else dtype) for name in ("q", "k", "v", "dout"))
     sinks = None if x["sinks"] is None else x["sinks"].cuda()
     params = Params(case.head_dim**-0.5, case.softcap, sinks)
     kernel = REFERENCE if exact else FLASH4
-    return replay(kernel, q, k, v, dout, mask_of(case, x["documents"]), size, params, road=road)
+    return replay(kernel, q, k, v, dout, mask_of(case, x["documents"]), size, params, path=path)
 
 
 def errors(got: Answer, want: Answer) -> dict[str, float]:
@@ -130,9 +130,9 @@ def test_a_ring_is_one_gpu(case: Case, size: int) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.length > 2048][::3], ids=lambda case: case.why)
-@pytest.mark.parametrize("road", ["gather", "sparse"])
-def test_another_road_is_one_gpu(case: Case, road: Road) -> None:
-    one, many = answer(case, 1, torch.bfloat16), answer(case, 4, torch.bfloat16, road)
+@pytest.mark.parametrize("path", ["gather", "sparse"])
+def test_another_path_is_one_gpu(case: Case, path: Transfer) -> None:
+    one, many = answer(case, 1, torch.bfloat16), answer(case, 4, torch.bfloat16, path)
     assert torch.equal(many.out, one.out)
     assert torch.equal(many.lse, one.lse)
     for name in ("dq", "dk", "dv"):
@@ -155,7 +155,7 @@ def test_deterministic_gives_the_same_bits(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_gradients_before_the_rounding_round_to_those_after(case: Case) -> None:
-    """The two roads out of the accumulators, flash-attn-4's own and ours, agree."""
+    """The two paths out of the accumulators, flash-attn-4's own and ours, agree."""
     x = inputs(case, torch.bfloat16)
     q, k, v, dout = (x[name].cuda() for name in ("q", "k", "v", "dout"))
     sinks = None if x["sinks"] is None else x["sinks"].cuda()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.attention.kernel_choice import part_of
-from hf_ring_attn.bench.replay import Answer, Road, replay
+from hf_ring_attn.bench.replay import Answer, Transfer, replay
 from hf_ring_attn.biases import Alibi, RelativeBias
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking, choose
@@ -82,7 +82,7 @@ class SimulatedTraffic:
 
 
 def simulated(
-    kernel: Any, case: Case, function: nn.Module, dtype: torch.dtype, size: int, road: Road = "ring"
+    kernel: Any, case: Case, function: nn.Module, dtype: torch.dtype, size: int, path: Transfer = "ring"
 ) -> SimulatedTraffic:
     """``dtype``: of the inputs that are rounded; the reference widens them to float64."""
     x = inputs(case, dtype)
@@ -100,7 +100,7 @@ def simulated(
     mod = mod.with_values(mod.captured, [y.requires_grad for y in mod.captured])
     sinks = None if x["sinks"] is None else x["sinks"].cuda().to(wide)
     params, extra = Params(case.head_dim**-0.5, case.softcap, sinks, False, mod), mod.new_gradients()
-    got = replay(kernel, q, k, v, dout, mask_of(case, x["documents"]), size, params, road=road, extra=extra)
+    got = replay(kernel, q, k, v, dout, mask_of(case, x["documents"]), size, params, path=path, extra=extra)
     return SimulatedTraffic(got, list(extra.values()))
 
 
@@ -122,11 +122,11 @@ def far(got: SimulatedTraffic, want: SimulatedTraffic, dtype: torch.dtype) -> di
 def test_alone_and_in_a_ring_it_is_as_near_to_float64_as_16_bits_allow(case: Case, kernel: Any, name: str) -> None:
     function = FUNCTIONS[name](case).cuda()
     want = simulated(REFERENCE, case, function, torch.bfloat16, 1)
-    ways: list[tuple[int, Road]] = [(1, "ring"), (4, "ring"), (4, "gather")]
-    for size, road in ways:
-        errors = far(simulated(kernel, case, function, torch.bfloat16, size, road), want, torch.bfloat16)
-        print(kernel.name, name, case.why, size, road, {key: f"{error:.2f}" for key, error in errors.items()})  # noqa: T201  # for -rP
-        assert max(errors.values()) < 1, (size, road, errors)
+    ways: list[tuple[int, Transfer]] = [(1, "ring"), (4, "ring"), (4, "gather")]
+    for size, path in ways:
+        errors = far(simulated(kernel, case, function, torch.bfloat16, size, path), want, torch.bfloat16)
+        print(kernel.name, name, case.why, size, path, {key: f"{error:.2f}" for key, error in errors.items()})  # noqa: T201  # for -rP
+        assert max(errors.values()) < 1, (size, path, errors)
 
 
 @pytest.mark.parametrize(("kernel", "name"), SERVED, ids=of_kernel)

@@ -19,7 +19,8 @@ from hf_ring_attn.kernels.triton import launch
 from hf_ring_attn.kernels.triton.blocks import TABLE, widest_head
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import tiles
-from hf_ring_attn.testing import BIDIRECTIONAL, CASES, CAUSAL, Case, Inputs, inputs, packed, relative_error, sliding
+from hf_ring_attn.testing import BIDIRECTIONAL, CAUSAL, Case, Inputs, inputs, packed, relative_error, sliding
+from tests.helpers.cases import CASES
 from tests.helpers.checks import same_bits
 from tests.helpers.kernel_answers import Answer, computed, mask_of, on, params_of, table_of, unit, vanishing, wanted
 from tests.helpers.rank_functions import poisoned_memory

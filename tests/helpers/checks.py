@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.sharding.plan import SPARSE_SHARE
-from hf_ring_attn.testing import Case, LiveRanks, gradient_oracle, oracle, relative_error
+from hf_ring_attn.testing import Case, gradient_oracle, oracle, relative_error
+from tests.helpers.live_ranks import LiveRanks
 from tests.helpers.rank_functions import Answer, accumulated, attentions, narrow_inputs, whole
 
 Ranks = Callable[[int], LiveRanks]

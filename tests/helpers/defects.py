@@ -70,21 +70,21 @@ def contiguous_chunks() -> Patch:
 def _hops_are(changed: Callable[[Messages, RingStep, Tensor, Tensor], RingStep]) -> Patch:
     ring_pass = Messages.ring_pass
 
-    def walked(self: Messages, k: Tensor, v: Tensor, *more: Any) -> Iterator[RingStep]:
+    def changed_steps(self: Messages, k: Tensor, v: Tensor, *more: Any) -> Iterator[RingStep]:
         for hop in ring_pass(self, k, v, *more):
             yield changed(self, hop, k, v)
 
-    return mock.patch.object(Messages, "ring_pass", walked)
+    return mock.patch.object(Messages, "ring_pass", changed_steps)
 
 
 def ring_turned() -> Patch:
     """Keys are taken to be those of the rank that they will go to, not of the one that they came from."""
-    return _hops_are(lambda road, hop, k, v: hop._replace(source=(2 * road.ring.rank - hop.source) % road.ring.size))
+    return _hops_are(lambda by, hop, k, v: hop._replace(source=(2 * by.ring.rank - hop.source) % by.ring.size))
 
 
 def keys_stay() -> Patch:
     """Keys and values are not passed on: every step sees this rank's own."""
-    return _hops_are(lambda road, hop, k, v: hop._replace(k=k[:, :, hop.heads], v=v[:, :, hop.heads]))
+    return _hops_are(lambda transport, hop, k, v: hop._replace(k=k[:, :, hop.heads], v=v[:, :, hop.heads]))
 
 
 def window_off_by_one() -> Patch:

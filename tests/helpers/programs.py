@@ -25,7 +25,7 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from hf_ring_attn.testing.ranks import start_fork_server
+from tests.helpers.live_ranks import start_fork_server
 from tests.helpers.patience import patient
 
 REPOSITORY = Path(__file__).resolve().parents[2]

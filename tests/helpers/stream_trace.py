@@ -279,8 +279,8 @@ def rank(trace: Trace, number: int, ranks: int) -> Iterator[pulls.Pulls]:
         )
         trace.current.append(main)
         try:
-            road = pulls.Pulls(ring, torch.device("cpu"))
+            transport = pulls.Pulls(ring, torch.device("cpu"))
             with trace:
-                yield road
+                yield transport
         finally:
             trace.current.pop()

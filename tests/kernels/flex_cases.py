@@ -11,7 +11,7 @@ import torch
 import torch.nn.attention.flex_attention as flex_attention
 from torch import Tensor
 
-from hf_ring_attn.bench.replay import Answer, Road, replay
+from hf_ring_attn.bench.replay import Answer, Transfer, replay
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Kernel, ScoreMod
 from hf_ring_attn.kernels.flex import Flex
@@ -55,13 +55,13 @@ class Played:
     captured: list[Tensor]
 
 
-def simulated(kernel: Kernel, case: Case, mod: Mod, size: int, road: Road = "ring") -> Played:
+def simulated(kernel: Kernel, case: Case, mod: Mod, size: int, path: Transfer = "ring") -> Played:
     x = inputs(case)
     function = ScoreMod.of(mod.function, torch.device("cpu"))
     function = function.with_values(function.captured, [y.requires_grad for y in function.captured])
     params, extra = replace(params_of(case, x), score_mod=function), function.new_gradients()
     got = replay(
-        kernel, x["q"], x["k"], x["v"], x["dout"], mask_of(case, x["documents"]), size, params, road=road, extra=extra
+        kernel, x["q"], x["k"], x["v"], x["dout"], mask_of(case, x["documents"]), size, params, path=path, extra=extra
     )
     return Played(got, list(extra.values()))
 

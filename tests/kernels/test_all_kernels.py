@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.bench import replay
-from hf_ring_attn.bench.replay import Answer, Road, places
+from hf_ring_attn.bench.replay import Answer, Transfer, places
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Place, Request, ScoreMod, accumulate_dtype, choose
 from hf_ring_attn.kernels.flash2 import Flash2
@@ -29,9 +29,10 @@ from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.kernels.triton import Triton
 from hf_ring_attn.sharding import plan as plan_module
 from hf_ring_attn.sharding.layout import Layout
-from hf_ring_attn.sharding.plan import Plan, Tables
-from hf_ring_attn.testing import CASES, Case, Inputs, inputs, packed, relative_error, sliding
+from hf_ring_attn.sharding.plan import Plan
+from hf_ring_attn.testing import Case, Inputs, inputs, packed, relative_error, sliding
 from hf_ring_attn.traffic import head_halves
+from tests.helpers.cases import CASES
 from tests.helpers.checks import UNROUNDED, same_bits
 from tests.helpers.fake_flash4 import Fake as FakeFlash4
 from tests.helpers.kernel_answers import (
@@ -129,7 +130,7 @@ class Problem:
     def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Place, Place, Place]:
         layout = Layout(self.case.length, 1, 0)
         plan = Plan.of(Ring.simulated(1, 0), layout, mask_of(self.case, self.x["documents"]))
-        known = Tables.of(plan.tiles, plan.stops, 1)
+        known = plan.tables
         return places(q, k, v, known.queries, known.segments[0], self.params.scale)
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -285,13 +286,13 @@ def test_a_table_without_tiles(with_sinks: bool, name: str) -> None:
 
 # ---- a ring --------------------------------------------------------------------------------------------------------
 
-ZIGZAG: list[tuple[int, int, Road]] = [
+ZIGZAG: list[tuple[int, int, Transfer]] = [
     *((size, 0, "ring") for size in (1, 2, 4, 8)), (2, 0, "gather"), (8, 0, "gather"), (2, 0, "sparse"),
     (4, 0, "sparse"),
 ]  # fmt: skip
-BALANCED: list[tuple[int, int, Road]] = [(4, 3, "ring"), (2, 8, "gather"), (4, 4, "sparse")]
+BALANCED: list[tuple[int, int, Transfer]] = [(4, 3, "ring"), (2, 8, "gather"), (4, 4, "sparse")]
 """Ring size, chunks of a rank at random (0: the zigzag's two), and the transport of keys and gradients."""
-MORE: list[tuple[int, int, Road]] = [(2, 4, "ring"), (8, 2, "ring")]
+MORE: list[tuple[int, int, Transfer]] = [(2, 4, "ring"), (8, 2, "ring")]
 WAYS = [
     *product(("flash2", "flash4"), ZIGZAG), *product(("flash2", "flash4", "reference"), BALANCED),
     ("flash4, square blocks", (2, 0, "ring")),
@@ -314,10 +315,10 @@ def alone(case: Case) -> Answer:
 )
 @pytest.mark.parametrize("case", NO_HOLES, ids=lambda case: case.why)
 def test_a_ring_is_one_process(
-    case: Case, name: str, way: tuple[int, int, Road], monkeypatch: pytest.MonkeyPatch
+    case: Case, name: str, way: tuple[int, int, Transfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums that other ranks began, some heads at a time; whichever chunks a rank holds."""
-    size, chunks, road = way
+    size, chunks, path = way
     case = without_padding(case, size * max(chunks, 2) // 2)
     if case.length == 0:
         pytest.skip("nothing is left of it")
@@ -335,7 +336,7 @@ def test_a_ring_is_one_process(
         monkeypatch.setattr(replay, "Layout", layout)
         monkeypatch.setattr(replay, "ranks_of", replay.ranks_of.__wrapped__)
     tensors, mask = (x["q"], x["k"], x["v"], x["dout"]), mask_of(case, x["documents"])
-    got = replay.replay(RINGS[name](), *tensors, mask, size, params_of(case, x), torch.float32, road)
+    got = replay.replay(RINGS[name](), *tensors, mask, size, params_of(case, x), torch.float32, path)
     assert bool(made) == bool(chunks)
     assert_same(got, want)
 

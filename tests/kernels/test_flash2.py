@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_ring_attn.bench.replay import Road, replay
+from hf_ring_attn.bench.replay import Transfer, replay
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Request, flash2
 from hf_ring_attn.kernels.flash2 import Flash2, How, Package, Torch, plan
@@ -22,8 +22,9 @@ from hf_ring_attn.kernels.flash4.calls import Bounds
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, Tile, tiles
 from hf_ring_attn.sharding.mask import UNBOUNDED as FAR
-from hf_ring_attn.testing import CASES, Case, inputs, packed
+from hf_ring_attn.testing import Case, inputs, packed
 from hf_ring_attn.traffic import head_halves
+from tests.helpers.cases import CASES
 from tests.helpers.checks import Ranks, distance, narrow_answer, worst
 from tests.helpers.kernel_answers import NO_HOLES, assert_same, mask_of, params_of
 from tests.helpers.rank_functions import Answer as Answers
@@ -60,12 +61,12 @@ def masks(draw: st.DrawFn) -> Mask:
 
 @given(masks(), st.sampled_from([1, 2, 4]), st.sampled_from(["ring", "gather", "sparse"]))
 @settings(max_examples=150, deadline=None)
-def test_any_band_over_hidden_keys(mask: Mask, size: int, road: Road) -> None:
+def test_any_band_over_hidden_keys(mask: Mask, size: int, path: Transfer) -> None:
     assert not mask.holes
     generator = torch.Generator().manual_seed(0)
     batch = len(mask.terms[0][1])
     q, k, v, dout = (torch.randn(batch, 32, heads, 4, generator=generator) for heads in (4, 2, 2, 4))
-    got = replay(ours(Fake()), q, k, v, dout, mask, size, Params(0.5), torch.float32, road)
+    got = replay(ours(Fake()), q, k, v, dout, mask, size, Params(0.5), torch.float32, path)
     assert_same(got, replay(KERNELS["reference"], q, k, v, dout, mask, 1, Params(0.5), torch.float32))
 
 

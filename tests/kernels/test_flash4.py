@@ -14,8 +14,9 @@ from hf_ring_attn.kernels import KERNELS, Params, Place, choose, flash4
 from hf_ring_attn.kernels.flash4 import Flash4, library
 from hf_ring_attn.kernels.flash4.blocks import Blocks, Sides
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
-from hf_ring_attn.testing import CASES, Case, inputs, packed, relative_error
+from hf_ring_attn.testing import Case, inputs, packed, relative_error
 from hf_ring_attn.traffic import head_halves
+from tests.helpers.cases import CASES
 from tests.helpers.fake_flash4 import Fake
 from tests.helpers.kernel_answers import NO_HOLES, mask_of, params_of
 from tests.kernels.test_all_kernels import REQUEST

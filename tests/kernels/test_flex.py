@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from hf_ring_attn.attention.function import ring_attention
-from hf_ring_attn.bench.replay import Road
+from hf_ring_attn.bench.replay import Transfer
 from hf_ring_attn.biases import Alibi
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.errors import UnsupportedAttention
@@ -56,7 +56,7 @@ def test_functions_give_the_reference(name: str) -> None:
     assert max(errors.values()) < EXACT, errors
 
 
-WAYS: list[tuple[int, Road]] = [(1, "ring"), (2, "ring"), (2, "gather"), (2, "sparse")]
+WAYS: list[tuple[int, Transfer]] = [(1, "ring"), (2, "ring"), (2, "gather"), (2, "sparse")]
 MASKS = [case for case in NO_HOLES if case.documents or case.band not in ((0, None), (None, None))][::3]
 
 
@@ -69,16 +69,16 @@ def test_masks_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     before = counters["stats"]["unique_graphs"]
     with on_cpu() as flex:
         for turn, case in enumerate(MASKS):
-            size, road = WAYS[turn % len(WAYS)]
+            size, path = WAYS[turn % len(WAYS)]
             cut = without_padding(replace(case, **same), size)  # type: ignore[arg-type]
             if not cut.length:
                 continue
             errors = distances(
-                simulated(flex, cut, mixed(Builder(cut, torch.float64)), size, road),
+                simulated(flex, cut, mixed(Builder(cut, torch.float64)), size, path),
                 simulated(KERNELS["reference"], cut, mixed(Builder(cut, torch.float64)), 1),
             )
             # What is given back by gathers is summed in float32 by the replay.
-            worst[case.why, size, road] = max(errors.values()) * (1 if road == "ring" else 1e-6)
+            worst[case.why, size, path] = max(errors.values()) * (1 if path == "ring" else 1e-6)
         graphs = counters["stats"]["unique_graphs"] - before
     assert max(worst.values()) < EXACT, max(worst.items(), key=lambda item: item[1])
     assert graphs <= 12, "each length compiled for itself"

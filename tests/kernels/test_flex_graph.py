@@ -17,7 +17,7 @@ from hf_ring_attn.kernels import Params, ScoreMod
 from hf_ring_attn.kernels.flex import calls
 from hf_ring_attn.kernels.flex.graph import Graph
 from hf_ring_attn.kernels.flex.leaves import Copies, gathered, spread
-from hf_ring_attn.kernels.score_mods.graph import Unfit
+from hf_ring_attn.kernels.score_mods.score_mod import Unfit
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
 from tests.helpers.rank_functions import qkv
 from tests.kernels.flex_cases import on_cpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -208,3 +210,16 @@ def test_a_function_of_the_same_graph_and_other_code_is_tried_too() -> None:
         with pytest.raises(UnsupportedAttention, match="came out wrong here"):
             choose("flex", other)
         assert asked(honest) == one
+
+
+def test_a_request_holds_nothing_of_a_call_that_is_over() -> None:
+    """Requests are cached for the life of a process; a mask of many documents takes megabytes."""
+    mask = Mask.of(CAUSAL, 1, 8)
+    gone = weakref.ref(mask)
+    with on_cpu(tried=False):
+        mod = ScoreMod.of(Alibi(4), CPU)
+        request = replace(REQUEST, device="cpu", dtype=torch.float32)
+        asked = asking(request, mod, 0.4, None, partial(part_of, mask, 1, 8)).asked
+    del mod, mask
+    gc.collect()
+    assert asked is not None and asked.mod() is None and gone() is None

@@ -20,7 +20,8 @@ from torch import Tensor
 from hf_ring_attn.kernels import KERNELS, Request, triton
 from hf_ring_attn.kernels.triton.schedule import bounds, schedule
 from hf_ring_attn.sharding.mask import tiles
-from hf_ring_attn.testing import BIDIRECTIONAL, CASES, CAUSAL, Case, inputs, sliding, visible
+from hf_ring_attn.testing import BIDIRECTIONAL, CAUSAL, Case, inputs, sliding, visible
+from tests.helpers.cases import CASES
 from tests.helpers.kernel_answers import mask_of, pieces
 from tests.helpers.patience import patient
 

@@ -16,7 +16,8 @@ from hf_ring_attn.kernels import Kernel
 from hf_ring_attn.kernels.triton import Triton, launch
 from hf_ring_attn.sharding.layout import Layout, Owners
 from hf_ring_attn.sharding.mask import tiles
-from hf_ring_attn.testing import CASES, Case, Inputs, inputs, packed, relative_error, sliding
+from hf_ring_attn.testing import Case, Inputs, inputs, packed, relative_error, sliding
+from tests.helpers.cases import CASES
 from tests.helpers.checks import UNROUNDED, same_bits
 from tests.helpers.kernel_answers import Answer, computed, mask_of, on, params_of, table_of, unit, vanishing, wanted
 from tests.helpers.rank_functions import poisoned_memory

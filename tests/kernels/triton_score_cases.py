@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.attention.kernel_choice import part_of
-from hf_ring_attn.bench.replay import Road, replay
+from hf_ring_attn.bench.replay import Transfer, replay
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Kernel, Request, ScoreMod, asking
 from hf_ring_attn.testing import Case, inputs, packed, relative_error, sliding
@@ -62,7 +62,7 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-def simulated(kernel: Kernel, case: Case, name: str, size: int, road: Road = "ring") -> Played:
+def simulated(kernel: Kernel, case: Case, name: str, size: int, path: Transfer = "ring") -> Played:
     """In float32, or for the reference from the same inputs in float64."""
     dtype = torch.float64 if kernel is REFERENCE else torch.float32
     x = on(DEVICE.type, inputs(case, torch.float32))
@@ -71,18 +71,18 @@ def simulated(kernel: Kernel, case: Case, name: str, size: int, road: Road = "ri
     mod = ScoreMod.of(made.function, DEVICE)
     mod = mod.with_values(mod.captured, [y.requires_grad for y in mod.captured])
     params, extra = replace(params_of(case, x), score_mod=mod), mod.new_gradients()
-    got = replay(kernel, q, k, v, dout, mask_of(case, x["documents"]), size, params, road=road, extra=extra)
+    got = replay(kernel, q, k, v, dout, mask_of(case, x["documents"]), size, params, path=path, extra=extra)
     return Played(got, [extra[key] for key in sorted(extra)])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize(
-    ("case", "size", "road"),
+    ("case", "size", "path"),
     [(ALL, 2, "ring"), (HOLES, 2, "gather"), (LONG, 1, "ring"), (replace(LONG, length=108), 3, "sparse")],
     ids=["all", "holes", "long", "long, sparse"],
 )  # fmt: skip
-def test_it_is_the_reference(case: Case, size: int, road: Road, name: str) -> None:
-    errors = distances(simulated(TRITON, case, name, size, road), simulated(REFERENCE, case, name, 1))
+def test_it_is_the_reference(case: Case, size: int, path: Transfer, name: str) -> None:
+    errors = distances(simulated(TRITON, case, name, size, path), simulated(REFERENCE, case, name, 1))
     learned = [errors.pop(key) for key in list(errors) if key.startswith("captured")]
     assert max(errors.values()) < UNROUNDED, errors
     assert learned and max(learned) < CANCELLED, learned

@@ -18,7 +18,7 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.bench import provenance
 from hf_ring_attn.bench.workload import Workload
 from hf_ring_attn.sharding.layout import Layout
-from hf_ring_attn.testing import LiveRanks
+from tests.helpers.live_ranks import LiveRanks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "recipes/benchmarks"

@@ -13,13 +13,6 @@ import hf_ring_attn
 PACKAGE = Path(hf_ring_attn.__file__).parent
 RIDDLES = re.compile(r"(What|Whether|Of|Where|Which)\b")
 
-# Rooms (or files) whose docstrings are not rewritten yet. Take them out as they are done.
-NOT_YET = {
-    "comm/ring.py", "errors/core.py", "errors/hosts.py", "integration/batch", "integration/hosts/sft_trainer.py",
-    "integration/hosts/trainer.py", "integration/hosts/trainer_overrides.py", "integration/model",
-    "integration/selfcheck", "kernels",
-}  # fmt: skip
-
 
 def docstrings(source: str) -> list[tuple[int, str]]:
     """Every docstring, also of attributes and constants: (line, text)."""
@@ -31,8 +24,7 @@ def docstrings(source: str) -> list[tuple[int, str]]:
 
 
 def files() -> list[str]:
-    names = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-    return [name for name in names if not any(name == room or name.startswith(f"{room}/") for room in NOT_YET)]
+    return sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 
 @pytest.mark.parametrize("file", files())
@@ -44,7 +36,3 @@ def test_a_docstring_begins_with_a_verb_or_a_noun(file: str) -> None:
 def test_a_riddle_is_seen() -> None:
     source = 'def f() -> None:\n    """Whether it is."""\n\nX = 1\n"""Of a rank."""\nY = 2\n"""Offsets."""\n'
     assert {line for line, text in docstrings(source) if RIDDLES.match(text)} == {2, 5}
-
-
-def test_the_rooms_that_are_not_done_exist() -> None:
-    assert all((PACKAGE / room).exists() for room in NOT_YET)

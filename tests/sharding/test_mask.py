@@ -136,7 +136,7 @@ def test_tiles_stand_where_their_tokens_are_and_in_order(problem: tuple[Mask, Te
 def test_the_ranks_of_a_ring_cover_the_mask_together(
     problem: tuple[Band, Tensor | None, Tensor | None, int, int], world_size: int
 ) -> None:
-    """Both roads: queries against the gathered row, and queries against each rank's keys in turn."""
+    """Both passes: queries against the gathered row, and queries against each rank's keys in turn."""
     band, documents, hidden, batch, length = problem
     everyone = [Layout(length, world_size, rank) for rank in range(world_size)]
     padded = everyone[0].padded

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_ring_attn.attention.call import Call, RingOptions
 from hf_ring_attn.attention.op import attend
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels import Params
@@ -157,7 +158,7 @@ def solve(seed: int) -> dict[str, Tensor]:
     with mock.patch.object(plan_module, "KEY_BLOCK", problem.key_block):
         plan = Plan.of(ring, layout, problem.mask(layout), problem.share)
         backward = "gather" if seed % 3 == 0 else "ring"
-        out, _ = attend(q, k, v, plan, Params(0.5), kernel="reference", backward=backward)
+        out, _ = attend(Call(q, k, v, plan, Params(0.5), RingOptions("reference", backward)))
     gradients = torch.autograd.grad(out, (q, k, v), dout)
     mine = torch.nonzero(layout.positions() < problem.length).flatten()
     found = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from hf_ring_attn.errors import RanksFailed
-from hf_ring_attn.testing import LiveRanks
+from tests.helpers.live_ranks import LiveRanks
 
 from . import table
 from .alone import alone, inert

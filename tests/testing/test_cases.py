@@ -9,19 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_ring_attn.testing import (
-    BIDIRECTIONAL,
-    CASES,
-    CAUSAL,
-    PADDING,
-    WORLD_SIZES,
-    Case,
-    inputs,
-    oracle,
-    packed,
-    sliding,
-    visible,
-)
+from hf_ring_attn.testing import BIDIRECTIONAL, CAUSAL, PADDING, Case, inputs, oracle, packed, sliding, visible
+from tests.helpers.cases import CASES, WORLD_SIZES
 
 RINGS = [size for size in WORLD_SIZES if size > 1]
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_ring_attn.testing import CASES, PADDING, Case, gradient_oracle, inputs, oracle, packed, relative_error, visible
+from hf_ring_attn.testing import PADDING, Case, gradient_oracle, inputs, oracle, packed, relative_error, visible
+from tests.helpers.cases import CASES
 
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 PLAIN = [case for case in CASES if not case.sinks and case.softcap is None]

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_ring_attn.errors import RanksFailed
-from hf_ring_attn.testing import WORLD_SIZES, LiveRanks
+from tests.helpers.cases import WORLD_SIZES
+from tests.helpers.live_ranks import LiveRanks
 from tests.helpers.patience import patient
 
 Ranks = Callable[[int], LiveRanks]
@@ -141,7 +142,7 @@ def test_an_exception_on_one_rank_while_the_others_return(ranks: Ranks) -> None:
 
 
 def test_an_exception_on_one_rank_while_the_others_wait_for_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_ring_attn.testing.ranks.GRACE_SECONDS", 1.0)
+    monkeypatch.setattr("tests.helpers.live_ranks.GRACE_SECONDS", 1.0)
     started = time.monotonic()
     with pytest.raises(RanksFailed, match=r"(?s)rank 0 raised.*rank 1 did not answer.*in refuse") as error:
         ranks(2).run(refuse, [0], then="wait")
@@ -212,7 +213,7 @@ def alive(pid: int) -> bool:
 ORPHANS = """
 import os
 from tests.testing import test_ranks
-from hf_ring_attn.testing import LiveRanks
+from tests.helpers.live_ranks import LiveRanks
 pair = LiveRanks(2)
 print(*(pid for pid, *_ in pair.run(test_ranks.summed, 1)), flush=True)
 pair._world.members[0].wire.send_bytes(__import__("pickle").dumps((test_ranks.hang, (0,), {})))

@@ -14,6 +14,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_ring_attn.attention.call import Call, RingOptions
 from hf_ring_attn.attention.op import attend
 from hf_ring_attn.comm.ring import LOCAL, Pending, Ring
 from hf_ring_attn.kernels import Params
@@ -62,7 +63,7 @@ def layers(
     for number, role in enumerate(roles):
         if number == 2:
             k, v = between(k, v)
-        q, lse = attend(q, k, v, plan, Params(0.3), kernel="reference", kept=role)
+        q, lse = attend(Call(q, k, v, plan, Params(0.3), RingOptions("reference")), role)
         q = torch.nn.functional.pad(q, (0, 2))
     return q, lse
 
@@ -138,7 +139,7 @@ def made(dtype: torch.dtype = torch.float32) -> tuple[ComparedKV, Tensor, Tensor
     """Of one that has gathered: its keys, values and what it kept."""
     compared, k, v = ComparedKV(), torch.randn(2, 3, 2, 4).to(dtype), torch.randn(2, 3, 2, 5).to(dtype)
     k[0, 0, 0, 0] = 0
-    kept = compared.kept(MAKES, RING, PLAN, k, v)
+    kept = compared.find(MAKES, RING, PLAN, k, v)
     assert kept is not None
     list(kept.filling([KVGroup(slice(0, 2), k, v)]))
     return compared, k, v, kept
@@ -147,8 +148,8 @@ def made(dtype: torch.dtype = torch.float32) -> tuple[ComparedKV, Tensor, Tensor
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_the_same_bits_are_the_same(dtype: torch.dtype) -> None:
     compared, k, v, kept = made(dtype)
-    assert compared.kept(TAKES, RING, PLAN, k, v) is kept
-    assert compared.kept(TAKES, RING, PLAN, k.clone(), v.transpose(1, 2).contiguous().transpose(1, 2)) is kept
+    assert compared.find(TAKES, RING, PLAN, k, v) is kept
+    assert compared.find(TAKES, RING, PLAN, k.clone(), v.transpose(1, 2).contiguous().transpose(1, 2)) is kept
 
 
 def test_other_bits_are_not() -> None:
@@ -160,40 +161,40 @@ def test_other_bits_are_not() -> None:
         (PLAN, zero, v), (PLAN, k * 2, v), (PLAN, k, v * 2), (object(), k, v), (PLAN, k.double(), v.double()),
         (PLAN, k[:, :2], v[:, :2]), (PLAN, k, v[..., :4]), (PLAN, k[:, :, :1], v[:, :, :1]),
     ]  # fmt: skip
-    assert [compared.kept(TAKES, RING, *other) for other in others] == [None] * len(others)
-    assert compared.kept(TAKES, RING, PLAN, k, v) is kept
+    assert [compared.find(TAKES, RING, *other) for other in others] == [None] * len(others)
+    assert compared.find(TAKES, RING, PLAN, k, v) is kept
 
 
 @pytest.mark.parametrize("which", ["keys", "values"])
 def test_what_was_changed_in_place_is_not(which: str) -> None:
     compared, k, v, _ = made()
     {"keys": k, "values": v}[which].data.mul_(2)  # as a compiler's code does it: no count of changes tells
-    assert compared.kept(TAKES, RING, PLAN, k, v) is None
+    assert compared.find(TAKES, RING, PLAN, k, v) is None
 
 
 def test_what_has_not_come_is_not_taken() -> None:
     compared, k, v = ComparedKV(), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
-    assert compared.kept(TAKES, RING, PLAN, k, v) is None
-    assert compared.kept(MAKES, RING, PLAN, k, v) is not None  # whose gather an error ended
-    assert compared.kept(TAKES, RING, PLAN, k, v) is None
+    assert compared.find(TAKES, RING, PLAN, k, v) is None
+    assert compared.find(MAKES, RING, PLAN, k, v) is not None  # whose gather an error ended
+    assert compared.find(TAKES, RING, PLAN, k, v) is None
 
 
 def test_it_goes_with_the_last_layer_whatever_that_attends_to() -> None:
     compared, k, v, kept = made()
     gone = weakref.ref(kept)
     del kept
-    assert compared.kept(LAST, RING, PLAN, k, v) is gone() is not None
+    assert compared.find(LAST, RING, PLAN, k, v) is gone() is not None
     assert gone() is None
     compared, k, v, _ = made()
-    assert compared.kept(LAST, RING, PLAN, k * 2, v) is None
-    assert compared.kept(TAKES, RING, PLAN, k, v) is None
+    assert compared.find(LAST, RING, PLAN, k * 2, v) is None
+    assert compared.find(TAKES, RING, PLAN, k, v) is None
 
 
 def test_it_goes_in_a_backward() -> None:
     compared, k, v, _ = made()
     found: list[Any] = []
     x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda _: found.extend(compared.kept(role, RING, PLAN, k, v) for role in (MAKES, TAKES)))
+    x.register_hook(lambda _: found.extend(compared.find(role, RING, PLAN, k, v) for role in (MAKES, TAKES)))
     x.sum().backward()
     assert found == [None, None]
-    assert compared.kept(TAKES, RING, PLAN, k, v) is None
+    assert compared.find(TAKES, RING, PLAN, k, v) is None

@@ -19,11 +19,13 @@ from hf_ring_attn.comm.sparse_exchange import Exchange
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.errors import LeftHalfway, PeerLost
 from hf_ring_attn.kernels.reference import Reference
-from hf_ring_attn.traffic import Messages, seen_by_heads
+from hf_ring_attn.sharding.plan import Segments, Tables
+from hf_ring_attn.traffic import Gather, Messages, seen_by_heads
 from hf_ring_attn.traffic.interrupted import InterruptionGuard
 from tests.helpers.checks import Ranks
 from tests.helpers.rank_functions import held, qkv
 
+NOTHING = torch.empty(0)
 TOKENS, HALVES = 4, [slice(0, 2), slice(2, 3)]
 
 Way = Callable[[Ring, Tensor], Iterator[Any]]
@@ -39,10 +41,10 @@ def ring_of_its_own() -> Iterator[Ring]:
 
 
 def gather(ring: Ring, k: Tensor) -> Iterator[Any]:
-    return Messages(ring).gathered(k, k, HALVES)
+    return Messages(ring).gathered(Gather(k, k, HALVES))
 
 
-def walk(ring: Ring, k: Tensor) -> Iterator[Any]:
+def ring_pass(ring: Ring, k: Tensor) -> Iterator[Any]:
     return Messages(ring).ring_pass(k, k, HALVES, lambda _source, lane: (k[:, :, lane].clone(), k[:, :, lane].clone()))
 
 
@@ -50,10 +52,13 @@ def exchange(ring: Ring, k: Tensor) -> Iterator[Any]:
     """Every rank sends all its tokens to everyone."""
     all_of = [TOKENS] * ring.size
     everyone = Exchange(all_of, all_of, torch.arange(TOKENS).repeat(ring.size), torch.arange(TOKENS * ring.size))
-    return seen_by_heads(Messages(ring), everyone, (), k, k, k, 2, most=TOKENS * ring.size)
+    tables = Tables(
+        NOTHING, Segments(NOTHING, False), Segments(NOTHING, False), exchange=everyone, most=TOKENS * ring.size
+    )
+    return seen_by_heads(Messages(ring), tables, k, k, k, 2)
 
 
-WAYS: dict[str, Way] = {"a gather": gather, "a walk": walk, "an exchange": exchange}
+WAYS: dict[str, Way] = {"a gather": gather, "a ring pass": ring_pass, "an exchange": exchange}
 
 
 def refused(way: Way, ring: Ring, k: Tensor) -> bool:
@@ -85,12 +90,12 @@ def test_after_messages_that_ended_halfway_the_ring_is_refused_and_a_new_one_is_
 
 def test_a_ring_of_one_sends_nothing() -> None:
     k, ring = torch.randn(1, TOKENS, 3, 2), Ring(LOCAL)
-    for way in (gather, walk):
+    for way in (gather, ring_pass):
         next(way(ring, k))
         assert not refused(way, ring, k)
 
 
-SENDS = {"a gather": "gather", "a walk": "send_on", "an exchange": "all_to_all"}
+SENDS = {"a gather": "gather", "a ring pass": "send_on", "an exchange": "all_to_all"}
 
 
 def failing_at(way: str, turn: int, error: type[Exception]) -> bool:
@@ -174,14 +179,14 @@ def test_attention_that_ended_halfway_is_not_tried_again(ranks: Ranks, failure: 
     assert ranks(2).run(caught, failure) == [True, True]
 
 
-# ---- several walks of one attention ----------------------------------------------------------------------------------
+# ---- several passes of one attention ---------------------------------------------------------------------------------
 
 
 BEFORE, AMID, AFTER = "before its first message", "amid its messages", "after its last one"
 
 
-def walks_of(halfway: InterruptionGuard, count: int, fails: int, when: str, sends: bool) -> None:
-    """Of that many walks the one of this number fails. ``sends``: begins with a message, not with the walk."""
+def passes_of(guard: InterruptionGuard, count: int, fails: int, when: str, sends: bool) -> None:
+    """Of that many passes the one of this number fails. ``sends``: begins with a message, not with the ring pass."""
 
     def at(moment: str) -> None:
         if number == fails and moment == when:
@@ -189,24 +194,24 @@ def walks_of(halfway: InterruptionGuard, count: int, fails: int, when: str, send
 
     pending = Pending(Ring(LOCAL), "", [], ())
     for number in range(count):
-        with halfway.walk(number, count):
+        with guard.ring_pass(number, count):
             at(BEFORE)
-            halfway.sending(lambda: pending)() if sends else halfway.begin()
+            guard.sending(lambda: pending)() if sends else guard.begin()
             at(AMID)
-            halfway.end()
+            guard.end()
             at(AFTER)
 
 
 @pytest.mark.parametrize("sends", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_an_attention_of_several_walks_is_half_way_between_them(count: int, sends: bool) -> None:
-    """Others go on with the next walk, and would take the next attention for it."""
-    halfway = InterruptionGuard()
-    walks_of(halfway, count, count, BEFORE, sends)
-    halfway.check()
+def test_an_attention_of_several_passes_is_half_way_between_them(count: int, sends: bool) -> None:
+    """Others go on with the next ring pass, and would take the next attention for it."""
+    guard = InterruptionGuard()
+    passes_of(guard, count, count, BEFORE, sends)
+    guard.check()
     for fails, when in itertools.product(range(count), (BEFORE, AMID, AFTER)):
-        halfway = InterruptionGuard()
+        guard = InterruptionGuard()
         with pytest.raises(torch.OutOfMemoryError):
-            walks_of(halfway, count, fails, when, sends)
+            passes_of(guard, count, fails, when, sends)
         over = (fails, when) in ((0, BEFORE), (count - 1, AFTER))  # nothing has left, or all has come
-        assert halfway.inside is not over, (fails, when)
+        assert guard.inside is not over, (fails, when)

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.attention.backward import gradients
+from hf_ring_attn.attention.call import Call, Results, RingOptions
 from hf_ring_attn.attention.op import forward
 from hf_ring_attn.kernels import KERNELS, Params
-from hf_ring_attn.kernels.whole import whole
+from hf_ring_attn.kernels.reference import whole
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask, tiles
-from hf_ring_attn.sharding.plan import Plan, Tables
+from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.testing import relative_error
 from hf_ring_attn.traffic import head_groups as of_heads
 from hf_ring_attn.traffic import pulls
@@ -89,34 +90,36 @@ def row(length: int, heads: int, kv_heads: int) -> list[Tensor]:
     return [torch.randn(2, length, *shape, dtype=torch.float64) for shape in shapes]
 
 
-def share(road: pulls.Pulls, given: list[Tensor], heads_per_gather: int) -> list[Tensor]:
+def share(transport: pulls.Pulls, given: list[Tensor], heads_per_gather: int) -> list[Tensor]:
     """One rank's answer."""
     kernel = copy.copy(KERNELS["reference"])
     kernel.two_streams = True
-    layout = Layout(given[0].shape[1], road.ring.size, road.ring.rank)
-    plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 2, layout.padded), sparse_share=0)
-    tables, params = Tables.of(plan.tiles, plan.stops, road.ring.size), Params(0.3)
+    layout = Layout(given[0].shape[1], transport.ring.size, transport.ring.rank)
+    plan = Plan.of(transport.ring, layout, Mask.of(CAUSAL, 2, layout.padded), sparse_share=0)
     q, k, v, dout = (layout.shard(x, 1) for x in given)
-    out, lse = forward(road, kernel, q, k, v, tables, params, heads_per_gather)
-    return [out, *gradients(road, kernel, dout, q, k, v, out, lse, tables, params, "ring", 0, {})[:3]]
+    call = Call(q, k, v, plan, Params(0.3), RingOptions("reference", heads_per_gather=heads_per_gather))
+    out, lse = forward(call, transport, kernel)
+    return [out, *gradients(call, Results(out, lse, dout), transport, kernel)[:3]]
 
 
-@pytest.mark.parametrize("walks", ["together", "apart"])
+@pytest.mark.parametrize("passes", ["together", "apart"])
 @pytest.mark.parametrize(("ranks", "kv_heads", "heads_per_gather"), [(2, 3, 0), (3, 2, 1), (4, 3, 1), (5, 1, 0)])
 def test_the_answer_is_that_of_the_whole_row(
-    ranks: int, kv_heads: int, heads_per_gather: int, walks: str, monkeypatch: pytest.MonkeyPatch
+    ranks: int, kv_heads: int, heads_per_gather: int, passes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows one after the other, so that buffers and signals are used again, the second one in larger buffers."""
     torch.manual_seed(ranks)
-    for name in ("SUMS", "QUERIES", "SCORES") if walks == "apart" else ():
+    for name in ("SUMS", "QUERIES", "SCORES") if passes == "apart" else ():
         monkeypatch.setattr(of_heads, name, 1)
-    with threads(ranks) as roads, ThreadPoolExecutor(ranks) as pool:
+    with threads(ranks) as transports, ThreadPoolExecutor(ranks) as pool:
         for length in (4 * ranks, 8 * ranks, 8 * ranks, 4 * ranks):
             given = q, k, v, dout = row(length, 2 * kv_heads, kv_heads)
             alone = Layout(length, 1, 0).whole()
             table = tiles(Mask.of(CAUSAL, 2, length), alone, alone)
             want = whole(KERNELS["reference"], q, k, v, dout, table, Params(0.3))
-            shares = list(pool.map(lambda road, given=given: share(road, given, heads_per_gather), roads))
+            shares = list(
+                pool.map(lambda transport, given=given: share(transport, given, heads_per_gather), transports)
+            )
             for name, parts in zip(NAMES, zip(*shares, strict=True), strict=True):
                 got = Layout(length, ranks, 0).merge(torch.stack(parts))
                 assert relative_error(got, want[name]) < EXACT, (length, name)

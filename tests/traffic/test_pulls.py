@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_ring_attn.attention.backward import gradients
+from hf_ring_attn.attention.call import Call, Results, RingOptions
 from hf_ring_attn.comm.ring import LOCAL, Ring
 from hf_ring_attn.errors import LeftHalfway
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.base import InOrder, row_products
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
-from hf_ring_attn.sharding.plan import Plan, Tables
-from hf_ring_attn.traffic import GatheredKV, Sums, gathered_kv_for, pulls, seen_by_heads
+from hf_ring_attn.sharding.plan import Plan
+from hf_ring_attn.traffic import Gather, GatheredKV, Sums, gathered_kv_for, pulls, seen_by_heads
 from hf_ring_attn.traffic import head_groups as traffic_heads
 from hf_ring_attn.traffic.packing import Packing
 from hf_ring_attn.traffic.pulls import LOST_AFTER_MS, Pulls
@@ -31,6 +32,7 @@ from tests.helpers.checks import Ranks
 from tests.helpers.live_bytes import peak_bytes
 
 CPU = torch.device("cpu")
+EVERYTHING = Plan.of(Ring(LOCAL), Layout(4, 1, 0), Mask.of(CAUSAL, 1, 4)).tables
 
 
 @contextmanager
@@ -46,36 +48,36 @@ def without_a_gpu(ranks: int = 1) -> Iterator[Pulls]:
 
     cuda = {name: mock.MagicMock() for name in ("Stream", "stream", "current_stream", "Event", "synchronize")}
     with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(pulls, "Shared", Memory):
-        road = Pulls(Ring(LOCAL), CPU)
+        transport = Pulls(Ring(LOCAL), CPU)
         if ranks > 1:
-            road.ring = mock.MagicMock(rank=0, size=ranks)
-        road.outboxes = Memory(Ring(LOCAL), 1, CPU)  # type: ignore[assignment]
-        yield road
+            transport.ring = mock.MagicMock(rank=0, size=ranks)
+        transport.outboxes = Memory(Ring(LOCAL), 1, CPU)  # type: ignore[assignment]
+        yield transport
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_what_is_to_be_kept_is_not_written_over(keep: bool) -> None:
     """A gather pulls into two rooms by turns, unless all that it brings is to stay."""
     k = torch.arange(24.0).view(1, 4, 3, 2)
-    with without_a_gpu() as road:
-        parts = list(road.gathered(k, -k, [slice(head, head + 1) for head in range(3)], keep=keep))
+    with without_a_gpu() as transport:
+        parts = list(transport.gathered(Gather(k, -k, [slice(head, head + 1) for head in range(3)], keep=keep)))
     same = [torch.equal(part.k, k[:, :, part.heads]) and torch.equal(part.v, -k[:, :, part.heads]) for part in parts]
     assert same == [keep, True, True]
 
 
 def test_a_gather_is_kept_once_all_of_it_has_come() -> None:
     k = torch.arange(24.0).view(1, 4, 3, 2)
-    with without_a_gpu() as road:
+    with without_a_gpu() as transport:
         kept = GatheredKV()
-        half = seen_by_heads(road, None, (), k, k, -k, 1, kept)
+        half = seen_by_heads(transport, EVERYTHING, k, k, -k, 1, kept)
         next(half)
         assert kept.parts is None
         first = [next(half), *half]
         assert kept.parts is not None and kept.parts[1:] == first
-        road.gathered = mock.MagicMock(side_effect=AssertionError)
-        assert list(seen_by_heads(road, None, (), k, k, -k, 1, kept)) == kept.parts
-        assert gathered_kv_for(kept.number, kept.role, road.ring, None, k, -k) is kept
-        assert gathered_kv_for(None, None, road.ring, None, k, -k) is None
+        transport.gathered = mock.MagicMock(side_effect=AssertionError)
+        assert list(seen_by_heads(transport, EVERYTHING, k, k, -k, 1, kept)) == kept.parts
+        assert gathered_kv_for(kept.number, kept.role, transport.ring, None, k, -k) is kept
+        assert gathered_kv_for(None, None, transport.ring, None, k, -k) is None
 
 
 def test_lanes_of_unequal_heads_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +85,11 @@ def test_lanes_of_unequal_heads_have_room_of_their_own(monkeypatch: pytest.Monke
     monkeypatch.setattr(pulls, "ROUND", 64)
     k, lanes = torch.randn(1, 40, 3, 2), [slice(0, 2), slice(2, 3)]
     left = []
-    with without_a_gpu(ranks=2) as road:
-        for hop in road.ring_pass(k, k, lanes, lambda _source, lane: (torch.randn_like(k[:, :, lane]),) * 2):
+    with without_a_gpu(ranks=2) as transport:
+        for hop in transport.ring_pass(k, k, lanes, lambda _source, lane: (torch.randn_like(k[:, :, lane]),) * 2):
             left += [hop.sums] if hop.source == 1 else []
-        assert road.outboxes is not None
-        memory = road.outboxes.mine
+        assert transport.outboxes is not None
+        memory = transport.outboxes.mine
     assert len(left) == 2
     begin = 0
     for dk, dv in left:
@@ -97,7 +99,7 @@ def test_lanes_of_unequal_heads_have_room_of_their_own(monkeypatch: pytest.Monke
         begin = len(memory) // 2
 
 
-@pytest.mark.parametrize("way", ["a gather", "a walk"])
+@pytest.mark.parametrize("way", ["a gather", "a ring pass"])
 def test_after_a_pull_that_ended_halfway_the_next_is_refused(way: str) -> None:
     """Signals of the one would be taken for those of the other, and memory be read too early."""
     k = torch.arange(24.0).view(1, 4, 3, 2)
@@ -106,29 +108,29 @@ def test_after_a_pull_that_ended_halfway_the_next_is_refused(way: str) -> None:
     def new(source: int, lane: slice) -> Sums:
         return torch.zeros(1), torch.zeros(1)
 
-    def start(road: Pulls) -> Iterator[tuple[Tensor, Tensor]]:
+    def start(transport: Pulls) -> Iterator[tuple[Tensor, Tensor]]:
         if way == "a gather":
-            return ((part.k, part.v) for part in road.gathered(k, -k, halves))
-        return ((hop.k, hop.v) for hop in road.ring_pass(k, -k, halves, new))
+            return ((part.k, part.v) for part in transport.gathered(Gather(k, -k, halves)))
+        return ((hop.k, hop.v) for hop in transport.ring_pass(k, -k, halves, new))
 
-    with without_a_gpu() as road:
+    with without_a_gpu() as transport:
         for _ in range(3):
-            pairs = list(start(road))
+            pairs = list(start(transport))
             assert torch.equal(torch.cat([keys for keys, _ in pairs], 2), k)
             assert torch.equal(torch.cat([values for _, values in pairs], 2), -k)
-        next(start(road))
+        next(start(transport))
         with pytest.raises(LeftHalfway, match=r"exception that was caught .* interrupted an earlier attention"):
-            start(road)
-    with without_a_gpu() as road:
-        start(road)  # as if the first allocation after it failed
+            start(transport)
+    with without_a_gpu() as transport:
+        start(transport)  # as if the first allocation after it failed
         with pytest.raises(LeftHalfway):
-            start(road)
+            start(transport)
 
 
 # ---- memory of an op that ended half-way -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["a gather", "a walk"])
+@pytest.mark.parametrize("way", ["a gather", "a ring pass"])
 def test_memory_of_queued_copies_stays_after_an_error_and_goes_at_the_end(way: str) -> None:
     """It went back to the allocator with copies into it still queued: they would write over whoever got it next."""
     k, halves = torch.randn(1, 40, 3, 2), [slice(0, 2), slice(2, 3)]
@@ -140,28 +142,30 @@ def test_memory_of_queued_copies_stays_after_an_error_and_goes_at_the_end(way: s
         rooms.append(weakref.ref(room))
         return room
 
-    def attend(road: Pulls, failing: bool) -> None:
+    def attend(transport: Pulls, failing: bool) -> None:
         if way == "a gather":
-            for _ in road.gathered(k, k, halves):
+            for _ in transport.gathered(Gather(k, k, halves)):
                 if failing:
                     raise torch.OutOfMemoryError
             return
-        for hop in road.ring_pass(k, k, halves, lambda _source, lane: (k[:, :, lane].clone(), k[:, :, lane].clone())):
+        for hop in transport.ring_pass(
+            k, k, halves, lambda _source, lane: (k[:, :, lane].clone(), k[:, :, lane].clone())
+        ):
             rooms.extend(weakref.ref(x) for x in hop.sums)  # at the last hop those that left and those that came
             if failing and hop.source == 0:
                 raise torch.OutOfMemoryError
 
-    with without_a_gpu(ranks=1 if way == "a gather" else 2) as road, mock.patch.object(Packing, "empty", noted):
-        attend(road, failing=False)
+    with without_a_gpu(ranks=1 if way == "a gather" else 2) as transport, mock.patch.object(Packing, "empty", noted):
+        attend(transport, failing=False)
         assert rooms and not any(room() is not None for room in rooms)
         rooms.clear()
         with pytest.raises(torch.OutOfMemoryError):
-            attend(road, failing=True)
+            attend(transport, failing=True)
         held = list(rooms)
         with pytest.raises(LeftHalfway):
-            attend(road, failing=False)
+            attend(transport, failing=False)
         gc.collect()
-        # Two groups' or lanes' keys; and of a walk the sums of two lanes that left, and those of one that came.
+        # Two groups' or lanes' keys; and of a ring pass the sums of two lanes that left, and those of one that came.
         assert len(held) == (2 if way == "a gather" else 2 + 4 + 2)
         assert all(room() is not None for room in held)
 
@@ -179,25 +183,23 @@ class Nothing(InOrder):
 
 
 def peak_of_a_backward(groups: int) -> int:
-    """Bytes, buffers too, with 32 heads on one rank of four that walk the ring in so many groups."""
+    """Bytes, buffers too, with 32 heads on one rank of four that pass around the ring in so many groups."""
     tokens, heads, width = 64, 32, 128
     sums = tokens * heads * 2 * width * 4 // groups
     q, k, v, out, dout = (torch.zeros(1, tokens, heads, width, dtype=torch.bfloat16) for _ in range(5))
-    with without_a_gpu(ranks=4) as road, mock.patch.multiple(traffic_heads, SUMS=sums, QUERIES=1, SCORES=1):
+    with without_a_gpu(ranks=4) as transport, mock.patch.multiple(traffic_heads, SUMS=sums, QUERIES=1, SCORES=1):
         layout = Layout(4 * tokens, 4, 0)
-        plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 1, 4 * tokens), sparse_share=0)
-        tables = Tables.of(plan.tiles, plan.stops, 4)
+        plan = Plan.of(transport.ring, layout, Mask.of(CAUSAL, 1, 4 * tokens), sparse_share=0)
         lse = torch.zeros(1, heads, tokens)
+        call = Call(q, k, v, plan, Params(1.0), RingOptions("nothing"))
         kernel: Any = Nothing()
         found: list[object] = []
         return peak_bytes(
-            lambda: found.append(
-                gradients(road, kernel, dout, q, k, v, out, lse, tables, Params(1.0), "ring", 0, {})
-            )
+            lambda: found.append(gradients(call, Results(out, lse, dout), transport, kernel))
         )  # fmt: skip
 
 
-def test_heads_that_walk_apart_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_in_several_ring_passes_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each query head has keys of its own, float32 sums are most of what a backward holds."""
     monkeypatch.setattr(pulls, "ROUND", 64)
     together = peak_of_a_backward(1)
@@ -209,7 +211,7 @@ def test_heads_that_walk_apart_take_less_memory(monkeypatch: pytest.MonkeyPatch)
 
 
 @contextmanager
-def queueing(road: Pulls) -> Iterator[list[str]]:
+def queueing(transport: Pulls) -> Iterator[list[str]]:
     """Notes what the compute stream waits for and writes."""
     log: list[str] = []
     compute: Any = torch.cuda.current_stream()
@@ -220,7 +222,7 @@ def queueing(road: Pulls) -> Iterator[list[str]]:
         write(self, mine, k, v)
 
     def followed(stream: object) -> None:
-        log.append("waited for pulls" if stream is road.keys_stream else "waited")
+        log.append("waited for pulls" if stream is transport.keys_stream else "waited")
 
     with (
         mock.patch.object(compute, "wait_stream", followed),
@@ -233,22 +235,22 @@ def queueing(road: Pulls) -> Iterator[list[str]]:
 def test_a_buffer_is_written_after_the_pulls_of_an_attention_on_another_stream() -> None:
     """A teacher's, say: the barrier that says that all have read this buffer was waited for by its stream alone."""
     k = torch.randn(1, 4, 3, 2)
-    with without_a_gpu() as road:
-        road.keys_stream = mock.MagicMock()  # one of its own: all others are one mock
-        with queueing(road) as log:
-            list(road.gathered(k, k, [slice(0, 3)]))
+    with without_a_gpu() as transport:
+        transport.keys_stream = mock.MagicMock()  # one of its own: all others are one mock
+        with queueing(transport) as log:
+            list(transport.gathered(Gather(k, k, [slice(0, 3)])))
     assert log == ["waited for pulls", "wrote", "waited for an event"]
 
 
 def test_new_sums_are_cleared_while_the_first_keys_are_on_their_way() -> None:
     k = torch.randn(1, 4, 1, 2)
-    with without_a_gpu(ranks=2) as road, queueing(road) as log:
+    with without_a_gpu(ranks=2) as transport, queueing(transport) as log:
 
         def new(source: int, lane: slice) -> Sums:
             log.append("new sums")
             return k.clone(), k.clone()
 
-        list(road.ring_pass(k, k, [slice(0, 1)], new))
+        list(transport.ring_pass(k, k, [slice(0, 1)], new))
     assert log[log.index("wrote") + 1 :] == ["new sums", "waited for an event", "waited for an event"]
 
 
@@ -259,13 +261,13 @@ def patience() -> tuple[int, list[int]]:
     """Of a ring with two hours; and what its barriers and signals are told."""
     ring = Ring.of(dist.new_group(timeout=timedelta(hours=2)))
     k = torch.randn(1, 4, 1, 2)
-    with without_a_gpu(ranks=2) as road:
-        road.lost_after_ms = Pulls(ring, CPU).lost_after_ms
-        list(road.ring_pass(k, k, [slice(0, 1)], lambda _source, _lane: (k.clone(), k.clone())))
-        handles: list[Any] = [shared.handle for shared in (*road.keys, road.outboxes) if shared is not None]
+    with without_a_gpu(ranks=2) as transport:
+        transport.lost_after_ms = Pulls(ring, CPU).lost_after_ms
+        list(transport.ring_pass(k, k, [slice(0, 1)], lambda _source, _lane: (k.clone(), k.clone())))
+        handles: list[Any] = [shared.handle for shared in (*transport.keys, transport.outboxes) if shared is not None]
     told = [call.args[-1] for handle in handles for call in handle.method_calls]
     dist.destroy_process_group(ring.group)
-    return road.lost_after_ms, told
+    return transport.lost_after_ms, told
 
 
 def test_pulls_wait_as_long_as_the_process_group_does(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""The roads of a ring: who meets whose keys, and sums that come home complete. Messages; test_pulls.py has pulls."""
+"""Messages of a ring: who meets whose keys, and sums that come home complete. test_pulls.py has pulls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_ring_attn.comm.ring import LOCAL, Pending, Ring
 from hf_ring_attn.errors import NoPulls
 from hf_ring_attn.sharding.layout import Layout, Owners, chunks_of
-from hf_ring_attn.traffic import Messages, Sums, head_halves, ring_pass_groups, traffic_of, visiting_order
+from hf_ring_attn.traffic import Gather, Messages, Sums, head_halves, ring_pass_groups, traffic_of, visiting_order
 from hf_ring_attn.traffic.head_groups import LARGEST, QUERIES, SCORES, SUMS, head_groups
 from hf_ring_attn.traffic.packing import Packing
 from tests.helpers.checks import Ranks
@@ -36,11 +36,11 @@ def sending(log: list[str]) -> Iterator[None]:
         yield
 
 
-Walk = list[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]
+Steps = list[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]
 
 
-def walked(heads: int, dtype: torch.dtype, members: list[int] | None = None) -> tuple[list[str], Walk]:
-    """Every hop of a walk around the ring of these ranks: rank r adds 2**12 r + source + 1/16 to the sums of each
+def ring_steps(heads: int, dtype: torch.dtype, members: list[int] | None = None) -> tuple[list[str], Steps]:
+    """Every hop of a pass around the ring of these ranks: rank r adds 2**12 r + source + 1/16 to the sums of each
     source, which bfloat16 could not hold. Nothing on the other ranks."""
     group = None if members is None else dist.new_group(members)
     if members is not None and dist.get_rank() not in members:
@@ -63,9 +63,9 @@ def walked(heads: int, dtype: torch.dtype, members: list[int] | None = None) -> 
 
 @pytest.mark.parametrize("heads", [1, 2, 5])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_a_walk_meets_every_ranks_keys_once_its_own_last(ranks: Ranks, size: int, heads: int) -> None:
+def test_a_ring_pass_meets_every_ranks_keys_once_its_own_last(ranks: Ranks, size: int, heads: int) -> None:
     starts = [lane.start for lane in head_halves(heads, size)]
-    for rank, (_, seen) in enumerate(ranks(size).run(walked, heads, torch.float32)):
+    for rank, (_, seen) in enumerate(ranks(size).run(ring_steps, heads, torch.float32)):
         order = [(rank - 1 - step) % size for step in range(size)]
         assert order[-1] == rank
         assert [(source, start) for source, start, *_ in seen] == [(s, start) for s in order for start in starts]
@@ -77,7 +77,7 @@ def test_a_walk_meets_every_ranks_keys_once_its_own_last(ranks: Ranks, size: int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_sums_are_complete_when_their_owner_has_added_its_share(ranks: Ranks, size: int, dtype: torch.dtype) -> None:
-    for rank, (_, seen) in enumerate(ranks(size).run(walked, 2, dtype)):
+    for rank, (_, seen) in enumerate(ranks(size).run(ring_steps, 2, dtype)):
         home = [sums for source, _, _, _, *sums in seen if source == rank]
         assert len(home) == len(head_halves(2, size))
         for sums in home:
@@ -88,7 +88,7 @@ def test_sums_are_complete_when_their_owner_has_added_its_share(ranks: Ranks, si
 
 def test_keys_and_sums_travel_while_others_are_computed(ranks: Ranks) -> None:
     keys, sums = "passed keys and values on", "passed gradients on"
-    for rank, (log, _) in enumerate(ranks(3).run(walked, 2, torch.float32)):
+    for rank, (log, _) in enumerate(ranks(3).run(ring_steps, 2, torch.float32)):
         first, second = (f"computed {(rank - 1 - step) % 3}" for step in range(2))
         own = f"computed {rank}"
         # the next keys leave before these are computed, and the sums of one lane before the other lane is
@@ -96,8 +96,8 @@ def test_keys_and_sums_travel_while_others_are_computed(ranks: Ranks) -> None:
 
 
 def test_a_ring_can_be_a_part_of_the_world(ranks: Ranks) -> None:
-    walks = ranks(4).run(walked, 1, torch.float32, [1, 3])
-    assert [[source for source, *_ in seen] for _, seen in walks] == [[], [1, 0], [], [0, 1]]
+    passes = ranks(4).run(ring_steps, 1, torch.float32, [1, 3])
+    assert [[source for source, *_ in seen] for _, seen in passes] == [[], [1, 0], [], [0, 1]]
 
 
 def gathered(heads: int, groups: list[slice], more: bool) -> list[tuple[slice, Tensor, Tensor]]:
@@ -105,7 +105,7 @@ def gathered(heads: int, groups: list[slice], more: bool) -> list[tuple[slice, T
     owners = (*range(ring.size), *range(ring.size), *reversed(range(ring.size)), *range(ring.size)) if more else ()
     layout = Layout(24, ring.size, ring.rank, owners)
     k = (layout.positions()[None, :, None, None] + torch.arange(heads)[:, None] * 100).float()
-    parts = Messages(ring).gathered(k, -k[..., :1], groups, owners)
+    parts = Messages(ring).gathered(Gather(k, -k[..., :1], groups, owners))
     return [(part.heads, part.k.clone(), part.v.clone()) for part in parts]
 
 
@@ -129,14 +129,14 @@ def test_lanes_share_out_the_heads() -> None:
 def test_groups_are_large_enough_to_launch_and_small_enough_to_hide() -> None:
     ring = Ring(LOCAL)
     ring.__dict__.update(size=4)
-    road = Messages(ring)
-    assert (road.groups, road.bytes_per_gather) == (2, 2**28)
+    transport = Messages(ring)
+    assert (transport.groups, transport.bytes_per_gather) == (2, 2**28)
     k = torch.empty(1, 2**20, 128, 128, dtype=torch.bfloat16, device="meta")
 
     def largest(length: int, heads: int = 8, asked: int = 0, each: int = 4, chunks: int = 2, seen: int = 0) -> int:
         """``each``: query heads of a key head; ``seen``: of the row's keys, if not all."""
         part, q = k[:, :length, :heads], k[:, :length, :1].expand(-1, -1, each * heads, -1)
-        groups = head_groups(q, part, part, road, asked, seen or 4 * length, length // chunks)
+        groups = head_groups(q, part, part, transport, asked, seen or 4 * length, length // chunks)
         assert groups[0].start == 0 and groups[-1].stop == heads
         assert all(one.stop == other.start for one, other in itertools.pairwise(groups))
         return max(int(group.stop - group.start) for group in groups)
@@ -146,7 +146,7 @@ def test_groups_are_large_enough_to_launch_and_small_enough_to_hide() -> None:
     assert largest(2**20) == 1 and largest(0) == 4
     assert largest(2**10, asked=3) == 3 and largest(2**20, asked=8) == 8
 
-    road.bytes_per_gather = 2**26
+    transport.bytes_per_gather = 2**26
     assert largest(2**15) == 1 and largest(2**13) == 4, "by bytes"
     # With one query head for each key head, or with more chunks, so few bytes would leave little to a launch.
     assert largest(2**14, heads=128, each=1) == QUERIES // 2**13 == 4 > 2**26 // (4 * 2**14 * 256 * 2)
@@ -156,7 +156,7 @@ def test_groups_are_large_enough_to_launch_and_small_enough_to_hide() -> None:
     assert largest(2**15, seen=2**15) == 2**26 // (2**15 * 256 * 2) == 4, "of a sparse plan the keys that arrive count"
 
 
-def test_heads_walk_together_as_far_as_their_sums_are_small_and_launches_would_be() -> None:
+def test_heads_share_a_ring_pass_as_far_as_their_sums_are_small_and_launches_would_be() -> None:
     k = torch.empty(1, 2**20, 128, 128, dtype=torch.bfloat16, device="meta")
 
     def sizes(length: int, heads: int = 8, each: int = 4, chunks: int = 2) -> list[int]:
@@ -186,7 +186,7 @@ def sent_before_and_after() -> tuple[int, int]:
     """How many gathers have left when keys and values are to be gathered, and when they have been asked for."""
     k, heads = torch.randn(1, 4, 2, 3), [slice(0, 1), slice(1, 2)]
     with mock.patch.object(Ring, "gather", autospec=True, side_effect=Ring.gather) as gather:
-        parts = Messages(Ring.of(None)).gathered(k, k, heads)
+        parts = Messages(Ring.of(None)).gathered(Gather(k, k, heads))
         before = gather.call_count
         assert len(list(parts)) == 2
     return before, gather.call_count

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from hf_ring_attn.attention.backward import gradients
+from hf_ring_attn.attention.call import Call, Results, RingOptions
 from hf_ring_attn.attention.op import forward
 from hf_ring_attn.comm.ring import LOCAL, Ring
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.flash4 import Flash4
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
-from hf_ring_attn.sharding.plan import Plan, Tables
+from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.traffic import Messages, Traffic, pulls
 from hf_ring_attn.traffic import head_groups as of_heads
 from tests.helpers.fake_flash4 import Fake
@@ -36,18 +37,18 @@ def flash4() -> Flash4:
 
 
 def attend(
-    trace: Trace, road: Traffic, kernel: Flash4, length: int, heads_per_gather: int = 0, kv_heads: int = KV_HEADS
+    trace: Trace, transport: Traffic, kernel: Flash4, length: int, heads_per_gather: int = 0, kv_heads: int = KV_HEADS
 ) -> None:
     """Forward and backward of a row."""
     with trace.unnoted():
-        layout = Layout(length, road.ring.size, road.ring.rank)
-        plan = Plan.of(road.ring, layout, Mask.of(CAUSAL, 1, length), sparse_share=0)
-        tables = Tables.of(plan.tiles, plan.stops, road.ring.size)
+        layout = Layout(length, transport.ring.size, transport.ring.rank)
+        plan = Plan.of(transport.ring, layout, Mask.of(CAUSAL, 1, length), sparse_share=0)
+        assert plan.tables is plan.tables, "parsed here, and noted nowhere"
     shapes = [(1, layout.local_length, heads, WIDTH) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
     q, k, v, dout = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
-    params = Params(0.5)
-    out, lse = forward(road, kernel, q, k, v, tables, params, heads_per_gather)
-    gradients(road, kernel, dout, q, k, v, out, lse, tables, params, "ring", 0, {})
+    call = Call(q, k, v, plan, Params(0.5), RingOptions("flash4", heads_per_gather=heads_per_gather))
+    out, lse = forward(call, transport, kernel)
+    gradients(call, Results(out, lse, dout), transport, kernel)
 
 
 def races(
@@ -59,11 +60,11 @@ def races(
     for number in range(ranks):
         kernel = copy.copy(flash4())
         kernel.two_streams = two_streams
-        with rank(trace, number, ranks) as road:
+        with rank(trace, number, ranks) as transport:
             made = [None, *(trace.new_stream() for _ in range(streams - 1))]
             for turn, length in enumerate(lengths):
                 with trace.on(made[turn % streams]):
-                    attend(trace, road, kernel, length, heads_per_gather, kv_heads)
+                    attend(trace, transport, kernel, length, heads_per_gather, kv_heads)
                 trace.reuse()
     return trace.races()
 
@@ -89,7 +90,7 @@ def test_also_where_a_program_has_two_streams() -> None:
     assert not races(2, (24, 24, 24, 24), streams=2)
 
 
-def test_also_where_heads_walk_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_also_where_heads_have_ring_passes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SUMS", "QUERIES", "SCORES"):
         monkeypatch.setattr(of_heads, name, 1)
     assert not races(3, (24, 24))
@@ -106,9 +107,9 @@ def test_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Flash4, "backward", failing)
     trace = Trace()
-    with rank(trace, 0, 3) as road:
+    with rank(trace, 0, 3) as transport:
         with pytest.raises(torch.OutOfMemoryError):
-            attend(trace, road, kernel, 24)
+            attend(trace, transport, kernel, 24)
         trace.reuse()
     assert not trace.races()
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ... import errors
+from ...attention.call import Call, RingOptions
 from ...attention.kernel_choice import agree_on_scores, kernel_for, kernel_for_scores
 from ...attention.op import attend
 from ...attention.score_mod_op import attend_scored
@@ -96,11 +97,8 @@ def ring_attention_forward(
     if score_mod is not None:
         out = _scored(spec, trains, score_mod, params, q, k, v)
     else:
-        out, _ = attend(
-            q, k, v, spec.plan, params, kernel=_kernel(spec, trains, params, q, k, v), backward=spec.config.backward,
-            heads_per_gather=spec.config.heads_per_gather, traffic=spec.config.traffic,
-            kept=_kept(spec, module, key, value, k.dtype),
-        )  # fmt: skip
+        options = RingOptions.of(spec.config, _kernel(spec, trains, params, q, k, v))
+        out, _ = attend(Call(q, k, v, spec.plan, params, options), _shared(spec, module, key, value, k.dtype))
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
 
 
@@ -125,14 +123,11 @@ def _scored(
     request = replace(Request(*_facts(spec, params, q, k, v)), score_mod=True)
     kernel = kernel_for_scores(spec.plan.ring, config.kernel, request, params, spec.mask, q.shape[0], length)
     _note(spec.context is not None, trains, kernel, request)
-    out: Tensor = attend_scored(
-        q, k, v, spec.plan, params, kernel=kernel, backward=config.backward, heads_per_gather=config.heads_per_gather,
-        traffic=config.traffic,
-    )[0]  # fmt: skip
+    out: Tensor = attend_scored(Call(q, k, v, spec.plan, params, RingOptions.of(config, kernel)))[0]
     return out
 
 
-def _kept(
+def _shared(
     spec: MaskSpec, module: nn.Module, key: Tensor, value: Tensor, dtype: torch.dtype
 ) -> GatheredKV | LayerRole | None:
     """The gathered K/V that layers with these keys and values share; None: each layer gathers by itself."""

@@ -12,7 +12,7 @@ from ..selfcheck.row import SelfCheckState
 
 
 def features(context: BatchContext) -> set[str]:
-    """What a batch's attention had beyond one causal sequence, in words."""
+    """The features of a batch's attention beyond one causal sequence, in words."""
     documents = context.facts.documents
     facts = [part for seen in context.kinds for part in parts_of(seen)]
     present = {
@@ -21,7 +21,7 @@ def features(context: BatchContext) -> set[str]:
         "blocks": any(isinstance(fact, SameGroup) and fact.kind == "blocks" for fact in facts),
         "bidirectional": BIDIRECTIONAL in context.kinds,
         "documents": documents is not None and int(documents.max()) > 0,
-        f"{context.layout.chunks} chunks a rank, dealt by their work": bool(context.layout.owners),
+        f"{context.layout.chunks} chunks a rank, balanced by work": bool(context.layout.owners),
     }
     return context.log.features | {name for name, is_there in present.items() if is_there}
 
@@ -35,7 +35,7 @@ def loss_in_words(context: BatchContext) -> str:
 
 
 def announce(context: BatchContext) -> None:
-    """Says what was active in a sharded batch, once per ring size, kernel and set of features."""
+    """Logs what was active in a sharded batch, once per ring size, kernel and set of features."""
     if not context.log.kernel:
         return
     present = sorted(features(context))

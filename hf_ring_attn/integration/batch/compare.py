@@ -1,4 +1,4 @@
-"""Inputs and options that the ranks of a ring compare before they cut a batch, by names that say what differs."""
+"""The inputs and options of a batch that the ranks of a ring compare, by name."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from ...config import RingConfig
 from ..context.whole_batch import KERNEL_HINTS
 
 TODO = (
-    "Every rank of a ring must be given the same whole batch: with your own DataLoader, seed its "
+    "Every rank of a ring must get the same whole batch: with your own DataLoader, seed its "
     "shuffling and leave out a DistributedSampler over these ranks; with an IterableDataset set dispatch_batches=False."
 )
 _OWN_EMBEDDINGS = (
-    " These inputs_embeds require a gradient, so something that trains has made them: unless the model does it, its "
-    "gradients are averaged by nobody, and it differs from rank to rank after a step. Call "
-    "sharded.reduce_gradients(module) with it too, after backward and before each step."
+    " These inputs_embeds require a gradient. If a module outside the model made them, nobody averages its gradients, "
+    "and it differs between ranks after a step. Call sharded.reduce_gradients(module) with it, too, after backward and "
+    "before each step."
 )
-TOLD = (
+NAMED = (
     "labels", "shift_labels", "position_ids", "attention_mask", "block_sequence_ids", "token_type_ids",
     "mm_token_type_ids", "num_items_in_batch", "pixel_values", "pixel_values_videos", "image_grid_thw",
     "video_grid_thw", "input_features", "second_per_grid_ts", "image_sizes", "pixel_attention_mask",
 )  # fmt: skip
-"""Inputs that ranks compare one by one, so that the one that differs can be named."""
+"""Inputs that ranks compare one by one, so that an error can name the one that differs."""
 REST = "other inputs"
 
 
 def empty_facts(config: RingConfig, batch: Mapping[str, Any]) -> dict[str, object]:
-    """All that is compared, as many on every rank: the options, and None for what is found out later."""
+    """All compared facts, the same number on every rank: the options, and None for facts that are not known yet."""
     options = {f"RingConfig.{field.name}": getattr(config, field.name) for field in fields(config)}
-    return {**options, **dict.fromkeys(("rows", "tokens", _tokens(batch), *TOLD, REST, "layout"))}
+    return {**options, **dict.fromkeys(("rows", "tokens", _tokens(batch), *NAMED, REST, "layout"))}
 
 
 def inputs_of(batch: Mapping[str, Any], tokens: Tensor) -> dict[str, object]:
     """The batch's inputs, as `empty_facts` names them."""
-    told = {name: batch.get(name) for name in TOLD}
-    return {_tokens(batch): tokens, **told, REST: {name: _without_words(batch[name]) for name in _others(batch)}}
+    named = {name: batch.get(name) for name in NAMED}
+    known = {"input_ids", _tokens(batch), *NAMED, *KERNEL_HINTS}  # hints are not passed on
+    others = sorted(name for name, x in batch.items() if name not in known and x is not None)
+    return {_tokens(batch): tokens, **named, REST: {name: _without_words(batch[name]) for name in others}}
 
 
 def todo(batch: Mapping[str, Any]) -> str:
-    """What to do if they differ."""
+    """The advice if they differ."""
     embeddings = batch.get("inputs_embeds")
     return TODO + _OWN_EMBEDDINGS * (isinstance(embeddings, Tensor) and embeddings.requires_grad)
 
@@ -52,14 +54,8 @@ def _tokens(batch: Mapping[str, Any]) -> str:
     return "inputs_embeds" if batch.get("input_ids") is None else "input_ids"
 
 
-def _others(batch: Mapping[str, Any]) -> list[str]:
-    """The other inputs that ranks must hold alike: all but hints, which are not passed on."""
-    known = {"input_ids", _tokens(batch), *TOLD, *KERNEL_HINTS}
-    return sorted(name for name, x in batch.items() if name not in known and x is not None)
-
-
 def _without_words(x: Any) -> Any:
-    """A nested input without its strings, which no model computes with: names of files, prompts."""
+    """A nested input without its strings (names of files, prompts), with which no model computes."""
     if isinstance(x, Mapping):
         return {name: _without_words(part) for name, part in x.items()}
     if isinstance(x, (tuple, list)):

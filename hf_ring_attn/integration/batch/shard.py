@@ -1,4 +1,4 @@
-"""Sharding a batch by name, and what follows from it: the loss of the whole batch, and whole sequences back."""
+"""Shards a batch by name, and reduces losses and gathers sequences of sharded batches."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from ...traffic import interruption_guard
 from ..attention import masks
 from ..context import batch_context, introspect, model_record, ring_random, shared_kv
 from ..context.batch_context import BatchContext
-from ..context.cut import cut
+from ..context.cut import TrialStep, cut
 from ..context.mesh import find_ring
 from ..context.shared_kv import SharedKV
-from ..context.tracked_input import TrackedInputs, track
-from ..context.trial_step import TrialStep
 from ..context.whole_batch import tokens_of, whole_rows
 from ..model import agreement, call_inputs, fsdp, replicas
+from ..model.call_inputs import TrackedInputs, track
 from ..model.chunked import lazy_heads
 from ..selfcheck import check, row
 from . import compare
@@ -42,11 +41,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Sharded:
-    """A batch of which this rank holds its share. See `shard`.
+    """This rank's share of a batch. See `shard`.
 
     Attributes:
-        inputs: what to pass to the model: ``model(**sharded.inputs)``.
-        ring: the ring that shares the batch; layout: who holds which token.
+        inputs: the model's inputs: ``model(**sharded.inputs)``.
+        ring: the ring that shares the batch. layout: the rank of each token.
     """
 
     inputs: dict[str, Any]
@@ -63,9 +62,8 @@ class Sharded:
 
     @property
     def positions(self) -> Tensor:
-        """[T] int64: the place in the row of each token that this rank holds, in the order of ``inputs`` (with images
-        and sound: in the order in which the text model gets them); places from S on are padding. It is right in every
-        layout; `hf_ring_attn.positions` describes the zigzag alone."""
+        """[T] int64: the place in the row of each token of ``inputs`` (with images: of the text model's inputs), in any
+        layout; places from S on are padding."""
         return self.layout.positions()
 
     def __enter__(self) -> Sharded:
@@ -79,19 +77,19 @@ class Sharded:
         context.__exit__(*error)
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """The loss of the whole batch from each rank's ``out.loss``: their mean, detached, the same on every rank."""
+        """The loss of the whole batch: the mean of all ranks' ``out.loss``, detached, the same on every rank."""
         self._refuse_unused("reduce")
         return replicas.mean_loss(loss.detach(), self.ring)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Whole sequences in their original order from every rank's share.
+        """Gathers whole sequences, in their original order, from every rank's share.
 
         Args:
             x: [B, T, ...], such as ``out.logits``.
 
         Returns:
-            [B, S, ...] without the ring's padding, the same on every rank. Differentiable: a loss that every rank
-            computes on it gives the right gradient once gradients are averaged over ranks. Memory: S x ... on each.
+            [B, S, ...] without the ring's padding, the same on every rank. Differentiable: if every rank computes a
+            loss on it, the mean of gradients over ranks is right.
         """
         if x.dim() < 2 or x.shape[1] != self.layout.local_length:
             raise errors.BadShape("x", tuple(x.shape), f"it must be [B, {self.layout.local_length}, ...]")
@@ -100,12 +98,11 @@ class Sharded:
     def reduce_gradients(self, model: nn.Module) -> None:
         """Averages gradients over the ring, in float32, for a model that neither DDP nor FSDP wraps.
 
-        Call it after backward, before gradients are clipped and before optimizer.step(). Gradients that were scaled
-        may be averaged, if every rank scaled them by the same factor.
+        Call it after backward, before gradients are clipped and before optimizer.step().
 
         Raises:
-            GradientsChanged: weights changed since the forward, or ranks scaled a gradient by different factors. One
-                weight is looked at, the smallest; what clips other weights alone is not noticed.
+            GradientsChanged: weights changed since the forward, or ranks scaled a gradient by different factors. Only
+                the smallest weight is checked.
         """
         self._refuse_unused("reduce_gradients")
         if self.ring.size > 1:
@@ -123,7 +120,7 @@ def shard(
     config: RingConfig | None = None,
     model: nn.Module | None = None,
 ) -> Sharded:
-    """This rank's share of a batch, and the context in which a model computes it.
+    """Shards a batch: returns this rank's share, which is also the context for the model's forward.
 
     >>> sharded = hf_ring_attn.shard(batch)
     >>> with sharded:
@@ -131,30 +128,28 @@ def shard(
     >>> out.loss.backward()                       # DDP or FSDP averages gradients; else sharded.reduce_gradients(model)
     >>> loss = sharded.reduce(out.loss)           # of the whole batch
 
-    Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents are
-    read from the restarts of position_ids, if there is no attention_mask; cu_seq_lens_q must tell the same ones. With
-    RingConfig(layout="balanced"), where a zigzag gives some rank much more work than others, ranks hold other chunks
-    (`Sharded.positions` shows which). A batch with images or sound keeps the zigzag and is cut later, where the text
-    model inside begins: towers see all on every rank. In its context ranks draw the same random numbers, but for that
-    text model. With labels, shift_labels are made from the whole row before it is cut, and num_items_in_batch is the
-    batch's own or the number of labelled tokens of the whole batch, over W, so that out.loss is this rank's share times
-    W; a Python number, unless a ``model`` is given that is not under FSDP2 (which would round a tensor).
+    Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents begin
+    where position_ids restart, if there is no attention_mask. With RingConfig(layout="balanced") ranks hold other
+    chunks if the zigzag is uneven (see `Sharded.positions`). A batch with images or sound keeps the zigzag, and is
+    sharded at the input of the inner text model; outside of that, ranks draw the same random numbers. With labels,
+    shift_labels are made from the whole row, and num_items_in_batch is the batch's or its number of labelled tokens,
+    over W: so out.loss is this rank's share times W. It is a Python number, unless a ``model`` without FSDP2 is given.
 
     Args:
-        batch: what the model would get, whole: input_ids or inputs_embeds, and any of labels, shift_labels,
-            attention_mask [B, S], position_ids [B, S], num_items_in_batch (of all the batches that a step adds up) ...
-            The same on every rank of the ring; it is not changed.
+        batch: the model's whole inputs: input_ids or inputs_embeds, and any of labels, shift_labels, attention_mask
+            [B, S], position_ids [B, S], num_items_in_batch (of all batches of a step) ... The same on every rank of
+            the ring; it is not changed.
         group: the process group of the ring; None: accelerate's "cp" axis, else the world.
         config: options; None: those set on the model (`configure`), else the defaults.
-        model: the model that will run; only needed where it is compiled as a whole, to prepare it without hooks.
+        model: the model that will run; needed only if it is compiled as a whole, to prepare it without hooks.
 
     Raises:
         BadBatch, UnevenLength: on every rank, if any rank's batch cannot be sharded exactly.
         RanksDiffer: on every rank, if the ranks hold different batches.
-        LeftHalfway: an error ended an earlier attention of this ring half-way.
+        LeftHalfway: an error interrupted an earlier attention of this ring.
     """
     sharded = shard_for(batch, group, config, model)
-    counted = track(sharded.inputs, call_inputs.COUNTED)  # not in trainers, which count by themselves
+    counted = track(sharded.inputs, call_inputs.COUNTED)  # trainers count by themselves
     sharded.context.state(TrackedInputs).update(counted)
     return sharded
 
@@ -170,18 +165,15 @@ def shard_for(
     """`shard`, for hosts.
 
     Args:
-        whole_loss: the caller keeps labels from the model, and computes the loss by `loss.gathered`.
-        step: how the caller computes its loss, which the self-check tries; None: the model's own loss.
+        whole_loss: the model gets no labels; the caller computes the gathered loss.
+        step: the caller's loss, for the self-check; None: the model's.
     """
     check_type("batch", batch, Mapping, "a dict of the model's inputs")
     check_type("model", model, (nn.Module, type(None)), "a torch.nn.Module, or None")
     check_type("config", config, (RingConfig, type(None)), "a RingConfig, or None")
     ring = find_ring(group)
-    interruption_guard(ring).check()  # what is compared below would be taken for the rest of that attention
-    if config is None:
-        options = RingConfig() if model is None else model_record.options_of(model)
-    else:
-        options = config
+    interruption_guard(ring).check()  # else the comparison below would be taken for the rest of that attention
+    options = config or (RingConfig() if model is None else model_record.options_of(model))
     refusal: errors.Refused | None = None
     facts = compare.empty_facts(options, batch)
     device = torch.device("cpu")
@@ -218,7 +210,7 @@ def shard_for(
     if whole.layout.owners:
         note_balanced(context, ring.size)
     if context.text is not None and ring.size > 1:
-        seeds = ring.numbers(ring_random.drawn(), ring.small_device(device), "told its seed")
+        seeds = ring.numbers(ring_random.drawn(), ring.small_device(device), "sent its seed")
         context.text.random = ring_random.RingRandomness(seeds[0], ring.rank)
     context.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, context)
     if model is not None:
@@ -230,7 +222,7 @@ _NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=mod
 
 
 def _admit(model: nn.Module, context: BatchContext) -> None:
-    """Everything that is done with an outermost model before it runs in a ring."""
+    """Admits an outermost model before it runs in a ring."""
     record = agreement.admit(model, context)
     replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
     check.check(model, context, record)
@@ -239,17 +231,15 @@ def _admit(model: nn.Module, context: BatchContext) -> None:
 
 @contextmanager
 def ring_context(context: BatchContext) -> Iterator[None]:
-    """The context of a sharded batch: makes its ring active, and binds every model at its first call inside."""
-
+    """Activates the ring of a sharded batch, and binds every model at its first call inside."""
     handles: list[RemovableHandle] = []
     watched: list[call_inputs.Undo] = []
     lazy = ExitStack()
 
-    # Not compiled: a model that is compiled in place, and not named to `shard`, would trace them.
+    # Not compiled: a model that is compiled in place, and not given to `shard`, would trace them.
     @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
     def before(module: nn.Module, _inputs: Any) -> None:
-        # A module without weights is no model: the activation that a layer makes anew for each call, a loss. Nor is
-        # what a score_mod is made of.
+        # Not a model: modules without weights (a loss, an activation made in a call), and parts of a score_mod.
         known = id(module) in context.log.seen or in_score_mod()
         if not known and next(module.parameters(), None) is not None:
             _admit(module, context)
@@ -257,7 +247,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
             watched.extend(call_inputs.watch(module, context, inside=True))
             watched.append(_note_failure(module, context))
             lazy.enter_context(lazy_heads(module))
-            if _holds_compiled(module):  # which would trace the hook, and compile anew for that of each batch
+            if _holds_compiled(module):  # it would trace the hook, and compile again for each batch
                 handles.pop().remove()
                 handles.append(module.register_forward_hook(after, always_call=True))
 
@@ -271,7 +261,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
 
     replicas.warn_if_not_reduced()
     context.log.entered = True
-    if not context.log.seen:  # a model that was bound by name needs no hooks
+    if not context.log.seen:  # a model given to `shard` needs no hooks
         watch()
     for model in context.log.models:
         replicas.note_trained(model, context)
@@ -297,14 +287,16 @@ def ring_context(context: BatchContext) -> Iterator[None]:
 
 
 def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
-    """Notes a forward of ``model`` that an error ends, though the program may catch it. Returns what undoes it."""
+    """Hooks ``model`` to note a forward that an error ends, though the program may catch it. Returns the undo."""
 
     @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
     def after(_model: nn.Module, _args: Any, output: Any) -> None:
-        error = sys.exc_info()[1] if output is None else None  # a hook that is always called has no other sign
-        # Refusals are those of all ranks, and so are mostly errors before the first attention: bad arguments.
+        error = sys.exc_info()[1] if output is None else None  # the only sign in a hook that is always called
+        # All ranks raise refusals, and mostly errors before the first attention (bad arguments), too.
         alone = attentions() > context.log.before or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if error is not None and alone and not isinstance(error, errors.Refused):
+        # Checkpointing ends the forward that it runs again by an exception, on every rank.
+        ended = isinstance(error, errors.Refused) or type(error).__module__ == "torch.utils.checkpoint"
+        if error is not None and alone and not ended:
             interruption_guard(context.ring).abandon()
 
     if "_compiled_call_impl" in model.__dict__ or context.ring.size == 1 or not introspect.uses_ring(model):
@@ -313,7 +305,7 @@ def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
 
 
 def _holds_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile was called on ``model`` or on a part of it."""
+    """Returns True if torch.compile was called on ``model`` or on a part of it."""
     return any(
         module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
         for module in model.modules()

@@ -1,7 +1,7 @@
 """The active sharded batch, and the mask that its attention layers read.
 
-The stack of active batches is process-wide, not thread-local, since backward runs in other threads. The `MaskSpec`
-carries everything that a backward or a recompute needs, so the context may be left before backward.
+The stack of active batches is process-wide, since backward runs in other threads. The `MaskSpec` has everything that a
+backward or a recompute needs, so the context may be left before backward.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ... import errors
 from ...attention.op import attentions
@@ -23,9 +23,9 @@ from ...sharding.layout import Layout
 from ...sharding.mask import Mask
 from ...sharding.plan import Plan
 from .mask_functions import MaskExpr
-from .not_a_tensor import Opaque
 from .ring_random import RingRandomness
 from .shared_kv import SharedKV
+from .whole_batch import MaskFacts
 
 S = TypeVar("S")
 
@@ -40,20 +40,40 @@ def live_batches() -> list[BatchContext]:
     return [context for context in LIVE if context.ring.size > 1]
 
 
-class MaskSpec(Opaque):
-    """The mask of an attention layer: the plan of its ring, and its origin.
+class Opaque:
+    """Refuses all tensor operations: arithmetic, indexing, torch's functions, a tensor's attributes."""
 
-    Not a dataclass: FSDP2 rebuilds dataclasses among a layer's inputs field by field, and this object must stay opaque
-    (its context refers back to it).
+    def __getattr__(self, name: str) -> NoReturn:
+        # hasattr() must return False, so the refusal is an AttributeError, too.
+        raise errors.MaskIsNoTensor(f".{name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise errors.MaskIsNoTensor(f" in {getattr(function, '__name__', function)}()")
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise errors.MaskIsNoTensor(" in arithmetic or indexing")
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns itself for a full slice, as Gemma 4 takes before its layers with shared keys."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(part in (slice(None), slice(0, None), ...) for part in parts):
+            return self
+        return self._refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = __neg__ = _refuse
+    __and__ = __or__ = __lt__ = __gt__ = __le__ = __ge__ = __iter__ = _refuse
+
+
+class MaskSpec(Opaque):
+    """The mask of an attention layer. Not a dataclass: FSDP2 would rebuild one field by field.
 
     Args:
-        mask: of the whole rows.
-        seen: the mask expression that the model asked for.
-        context: the sharded batch it belongs to; None for a ring of one that needs none.
+        mask: of the whole rows. seen: the mask expression that the model asked for.
+        context: its sharded batch; None for a ring of one that needs none.
 
     Attributes:
-        places: [T] int64, positions of this rank's tokens in the row; a tensor, since a compiler makes a new graph for
-            each layout object.
+        places: [T] int64, positions of this rank's tokens in the row, for compilers as a tensor.
         shared: gathered K/V that several layers share; None: each layer gathers by itself.
     """
 
@@ -80,26 +100,17 @@ class CompiledMasks:
     """The masks prepared for a compiled model, as attributes: see `compiled_masks`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchFacts:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchFacts(MaskFacts):
     """Facts about a batch, known before its model runs.
 
     Args:
-        documents: [B, S padded] ids on the CPU, -1 for padding to the ring; None: one document, causal masks only.
-        hidden: [B, S padded] bool on the CPU, keys that a 2-D padding mask hides; None: none.
-        positions: [B, S padded] on the CPU, the position ids of documents; None: indices in the row.
-        blocks: [B, S padded] on the CPU, ids of spans that attend both ways (images), -1 for other tokens.
-        max_position: the largest position id of the batch, for RoPE that depends on it.
-        rows: B.
-        has_labels: the batch holds labels, so the model computes a loss on its shard.
+        max_position: the largest position id of the batch, for RoPE that depends on it. rows: B.
+        has_labels: the batch has labels, so the model computes a loss on its shard.
         numbered: the batch had no position_ids, so each row is numbered 0, 1, 2, ...
-        explicit: the options were given to `shard`, which override those of the model.
+        explicit: `shard` got options, which override those of the model.
     """
 
-    documents: Tensor | None = None
-    hidden: Tensor | None = None
-    positions: Tensor | None = None
-    blocks: Tensor | None = None
     max_position: int | None = None
     rows: int = 0
     has_labels: bool = False
@@ -109,25 +120,27 @@ class BatchFacts:
 
 @dataclass
 class RunLog:
-    """Events in a batch's context, for the log line at the start and the checks at the end."""
+    """Events in a batch's context, for the log line at the start and the checks at the end.
+
+    Args:
+        plain, scored: ring attentions without and with a score_mod; compiled ones without are not counted.
+        before: attentions before this batch, or of another batch nested in its context.
+        attends: False for a model that is known to have no attention.
+        models: the outermost models that were called. configs: their transformers configs.
+        seen: identities of the modules and configs that were admitted.
+    """
 
     kernel: str = ""
     features: set[str] = field(default_factory=set)
     plain: int = 0
     scored: int = 0
-    """Ring attentions in this context, without and with a score_mod; compiled ones without are not counted."""
     before: int = 0
-    """Attentions before this batch, or of another batch nested in its context."""
     entered: bool = False
     called: bool = False
     attends: bool = True
-    """False for a model that is known to have no attention."""
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    """The outermost models that were called."""
     configs: list[Any] = field(default_factory=list)
-    """Their transformers configs."""
     seen: set[int] = field(default_factory=set)
-    """Identities of the modules and configs that were admitted."""
 
 
 @dataclass
@@ -135,9 +148,7 @@ class TextModel:
     """The text model of a batch with images or sound, at whose input the batch is sharded (`multimodal`).
 
     Args:
-        config: its transformers config.
-        running: it is being called.
-        random: synchronizes random numbers around it; None in a ring of one.
+        running: it is being called. random: synchronizes random numbers around it; None in a ring of one.
     """
 
     config: Any = None

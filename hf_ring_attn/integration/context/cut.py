@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...comm.ring import Ring
 from ...config import RingConfig
@@ -21,12 +22,24 @@ class Share(NamedTuple):
     context: BatchContext
 
 
-def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) -> Share:
-    """Shards a batch known to be the same on all ranks, without comparing it.
+@dataclass
+class TrialStep:
+    """The loss of a batch's host: a state of the batch, set before a model is admitted.
 
     Args:
-        late: shard it at the text model's input, as a batch with images, though it has none.
+        loss: called with the model, a whole row and a share of it, in the share's context; None: the model's loss.
+        trains: the host sets the model to training mode first.
+        name: the user's function that computes the loss, if any. key: identifies the step among steps of a model.
     """
+
+    loss: Callable[[nn.Module, Mapping[str, Any], Share], Any] | None = None
+    trains: bool = False
+    name: str = ""
+    key: tuple[Any, ...] = ()
+
+
+def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) -> Share:
+    """Shards a batch known to be the same on all ranks. ``late``: at the text model's input, as one with images."""
     tokens = tokens_of(batch)
     whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), config, late)
     return cut(batch, whole, ring, config)
@@ -35,16 +48,11 @@ def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) 
 def cut(
     batch: Mapping[str, Any], whole: WholeBatch, ring: Ring, config: RingConfig, count_as_number: bool = True
 ) -> Share:
-    """Shards whole rows.
-
-    Args:
-        count_as_number: make num_items_in_batch a Python number. FSDP2 in 16 bits casts every floating input, so 1250
-            becomes 1248 in bfloat16. A tensor saves a compiler one graph.
-    """
+    """Shards whole rows. ``count_as_number``: make num_items_in_batch a Python number (see `fsdp.uncast`)."""
     layout, seen = whole.layout, MaskFacts() if whole.facts is None else whole.facts
     facts = BatchFacts(
-        documents=seen.documents, hidden=seen.hidden, positions=seen.positions, blocks=seen.blocks,
-        max_position=whole.max_position, rows=tokens_of(batch).shape[0], has_labels=whole.items is not None,
+        **vars(seen), max_position=whole.max_position, rows=tokens_of(batch).shape[0],
+        has_labels=whole.items is not None,
         numbered=whole.facts is not None and batch.get("position_ids") is None,
     )  # fmt: skip
     context = BatchContext(ring, layout, config, facts, TextModel() if whole.facts is None else None)

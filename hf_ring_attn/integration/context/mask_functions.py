@@ -1,8 +1,8 @@
-"""Recognises the mask functions of transformers' masking_utils by reading their closures, without probing them.
+"""Recognises the mask functions of transformers' masking_utils by reading their closures.
 
 A mask function becomes an expression of bands of distances, groups (documents, chunks, blocks), and their unions and
-intersections. Probing some indices would prove nothing about the others. A function from elsewhere is known only if its
-code equals that of one written here; all others are refused by name.
+intersections. Probing some indices would prove nothing about others. A function from elsewhere is known only if its
+code equals that of one in this file.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class SameGroup:
     """A query sees the keys of its group: its document, its chunk of ``size`` positions, or its block.
 
     Args:
-        tensor: the closure's tensor: ids [B, T] of documents or blocks (-1: none), or the left padding [B] of chunks.
-            It covers one rank's shard only, so comparisons of expressions ignore it.
+        tensor: ids [B, T] of documents or blocks (-1: none), or the left padding [B] of chunks, of one rank's shard.
         positions: [B, T], the positions by which chunks are counted, if not the indices in the row.
     """
 
@@ -75,9 +74,7 @@ def terms_of(seen: MaskExpr, alike: Callable[[SameGroup], Terms]) -> Terms:
 
 
 def recognise(function: Callable[..., Any], positions: Tensor | None = None) -> MaskExpr:
-    """The expression of a mask function that transformers' masking_utils made.
-
-    Functions of masking_utils are recognised by their qualified name, a model's own by their code.
+    """The expression of a mask function, by its qualified name in masking_utils, or by its code.
 
     Args:
         positions: [B, T], to which an enclosing function maps the indices.
@@ -156,8 +153,7 @@ _OWN: list[tuple[Callable[..., Any], Callable[[Closure, Tensor | None], MaskExpr
 
 
 def _same(function: Any, known: Callable[..., Any]) -> bool:
-    """Returns True if two functions have the same instructions, parameters and global objects, and closures of the same
-    types."""
+    """Returns True for functions with the same instructions, parameters, globals and types in closures."""
     code, other = getattr(function, "__code__", None), known.__code__
     stars = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
     if code is None or code.co_argcount != other.co_argcount or code.co_flags & stars != other.co_flags & stars:

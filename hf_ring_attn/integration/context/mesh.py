@@ -37,12 +37,12 @@ def ring_group(accelerator: Any = None) -> ProcessGroup | None:
 
 
 def mixed_precision() -> str:
-    """The dtype in which accelerate has a prepared model's forward computed; "no" where it has none."""
+    """The mixed precision of accelerate for a prepared model's forward; "no" without it."""
     return str(_shared_state("_mixed_precision") or "no")
 
 
 def _shared_state(name: str) -> Any:
-    """A value of the `Accelerator` of this process; None where there is none."""
+    """A value of the `Accelerator` of this process; None if there is none."""
     state = sys.modules.get("accelerate.state")
     return None if state is None else state.AcceleratorState._shared_state.get(name)
 
@@ -62,14 +62,14 @@ def warn_without_ring() -> None:
 
 
 _NOT_SHARED = (
-    "a ring_fp32 model trains in a ring of {0}, but its batch is not shared: each rank computes every row whole. The "
-    "numbers are right, and no memory is saved. Share each batch in one of two ways: with "
+    "a ring_fp32 model trains in a ring of {0}, but its batch is not sharded: each rank computes whole rows. The "
+    "numbers are right, but no memory is saved. Shard each batch with "
     "accelerator.maybe_context_parallel(buffers=[...], buffer_seq_dims=[...]) around the forward, or with sharded = "
     "hf_ring_attn.shard(batch) and model(**sharded.inputs) inside `with sharded`."
 )
 _WITHOUT_RING = (
     "a ring_fp32 model trains on {0} processes without a ring: each computes whole rows, as in plain data parallelism. "
-    "The numbers are right, and no memory is saved. For a ring, give accelerate launch a config with "
-    "parallelism_config_cp_size (on a command line --use_parallelism_config belongs to it), or Accelerator a "
-    'ParallelismConfig(cp_size={0}, cp_backend="ring"), or share each batch with hf_ring_attn.shard(batch).'
+    "The numbers are right, but no memory is saved. For a ring, give accelerate launch a config with "
+    "parallelism_config_cp_size (on a command line with --use_parallelism_config), or Accelerator a "
+    'ParallelismConfig(cp_size={0}, cp_backend="ring"), or shard each batch with hf_ring_attn.shard(batch).'
 )

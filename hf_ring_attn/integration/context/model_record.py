@@ -17,11 +17,8 @@ from .introspect import configs_of, inside
 
 S = TypeVar("S")
 
-# ---- options ---------------------------------------------------------------------------------------------------------
-
 _OPTIONS = WeakIdKeyDictionary()
-"""Options by identity of a model's config, which is all that a mask function gets. Configs are saved as JSON, so they
-cannot hold the options."""
+"""Options by identity of a model's config, which a mask function gets, and which cannot store them in its JSON."""
 
 
 def configure(model: nn.Module, config: RingConfig) -> None:
@@ -41,8 +38,7 @@ def configure(model: nn.Module, config: RingConfig) -> None:
 
 def ring_config(config: Any) -> RingConfig:
     """The options set for the model that has this transformers config; the defaults if none were set."""
-    options: RingConfig | None = None if config is None else _OPTIONS.get(config)
-    return RingConfig() if options is None else options
+    return configured([config]) or RingConfig()
 
 
 def configured(configs: Iterable[Any]) -> RingConfig | None:
@@ -55,18 +51,14 @@ def options_of(model: nn.Module) -> RingConfig:
     return configured(configs_of(model)) or RingConfig()
 
 
-# ---- records ---------------------------------------------------------------------------------------------------------
+_SAVED = {"architectures", "dtype", "torch_dtype", "transformers_version"}
+"""Fields that save_pretrained sets, on the one rank that saves."""
 
 Stamp = tuple[list[weakref.ref[nn.Module]], list[tuple[Any, ...]], list[object]]
 
 
 class ModelRecord:
-    """Facts about a model with its current structure; each feature stores its state here.
-
-    Attributes:
-        configs: the transformers configs in the model.
-        ids: the identities of its modules and configs.
-    """
+    """Facts about a model with its current structure; each feature stores its state here."""
 
     def __init__(self, stamp: Stamp, configs: list[Any]) -> None:
         self.stamp, self.configs = stamp, configs
@@ -108,12 +100,14 @@ def forget_models() -> None:
 
 
 def _stamp(model: nn.Module, configs: list[Any]) -> Stamp:
-    """The structure of a model: its modules, their attributes, hooks and weights, and its configs.
-
-    Training flags are excluded: a model alternates between training and evaluation.
-    """
+    """The structure of a model: its modules, their hooks and weights, and its configs; no training flags."""
     modules = list(model.modules())
-    return [weakref.ref(module) for module in modules], [_facts(module) for module in modules], _values(configs)
+    plain = (bool, int, float, str, type(None), list, tuple, dict)  # nested configs count separately
+    values: list[object] = [
+        (id(config), [(n, repr(x)) for n, x in vars(config).items() if isinstance(x, plain) and n not in _SAVED])
+        for config in configs
+    ]
+    return [weakref.ref(module) for module in modules], [_facts(module) for module in modules], values
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
@@ -123,15 +117,6 @@ def _facts(module: nn.Module) -> tuple[Any, ...]:
     trained = sum(1 for weight in weights if weight is not None and weight.requires_grad)
     forward = own.get("forward")
     return type(module), sum(not is_ours(hook) for hook in hooks), id(forward), len(weights), trained
-
-
-def _values(configs: list[Any]) -> list[object]:
-    """The values of every transformers config; nested configs separately."""
-    plain = (bool, int, float, str, type(None), list, tuple, dict)
-    return [
-        (id(config), [(name, repr(value)) for name, value in vars(config).items() if isinstance(value, plain)])
-        for config in configs
-    ]
 
 
 def _same(one: Stamp, other: Stamp) -> bool:

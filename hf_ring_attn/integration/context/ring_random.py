@@ -1,11 +1,9 @@
 """Random numbers in modules that are replicated on every rank: a vision tower's dropout must match on all ranks.
 
-Each rank computes all images, then its shard of the row, and contributes its share of a tower's gradient. The shares
-add up to one tower's gradient only if all ranks drew the same: dropout (LoRA's too), skipped layers, masked spans of
-sound. So in a batch's context ranks draw from a shared seed, except in the text model, which has different tokens on
-each rank: its seed combines the rank with a number that all draw when it begins. A checkpoint that restores the
-generators and runs again thus gets the same numbers. After the text model (a head, a loss) ranks draw alike again.
-A seed gives other numbers on another kind of GPU, so a ring of several kinds draws alike only within a kind.
+Each rank contributes its share of a tower's gradient. The shares add up only if all ranks drew the same: dropout
+(LoRA's, too), skipped layers, masked spans of sound. So in a batch's context ranks draw from a shared seed, except in
+the text model: its seed combines the rank with a number that all draw when it begins, so that a checkpoint's recompute
+gets the same numbers. A ring of several kinds of GPUs draws the same only within a kind.
 """
 
 from __future__ import annotations
@@ -29,12 +27,7 @@ def drawn() -> int:
 
 
 class RingRandomness:
-    """Switches random generators in the context of a batch with images.
-
-    Args:
-        seed: the same on every rank of the ring.
-        rank: this process's rank in the ring.
-    """
+    """Switches random generators in the context of a batch with images. All ranks give the same seed."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self._seeds, self._rank = random.Random(seed), rank

@@ -1,12 +1,11 @@
 """Gathered K/V shared by layers, as in Gemma 3n and Gemma 4: gathered once per forward, stored until the last use.
 
-transformers marks such layers in every model. The marks decide what to store and how long. A layer reuses stored K/V
-only if its tensors match: the same objects, unchanged, under the same plan; in compiled code, where tensors have no
-identity, the same bits (`ComparedKV`). So a wrong mark costs traffic or memory, never the answer.
+transformers marks such layers in every model. A layer reuses stored K/V only if its tensors match: the same objects,
+unchanged, under the same plan; in compiled code, where tensors have no identity, the same bits (`ComparedKV`). So a
+wrong mark costs traffic or memory, never the answer.
 
-Comparing objects is free; comparing bits takes a small collective, in which all ranks must take part. A compiler may
-fall back to eager on one rank only. So if any rank compiled anything before a batch, or traced a layer with a role
-since, all layers of all ranks compare bits.
+Comparing bits takes a small collective of all ranks, and a compiler may fall back to eager on one rank only. So if any
+rank compiled anything before a batch, or traced a layer with a role since, all layers of all ranks compare bits.
 """
 
 from __future__ import annotations
@@ -20,18 +19,30 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...sharding.plan import Plan
 from ...traffic import ComparedKV, GatheredKV, LayerRole
-from ...traffic.gathered_kv import LAST, MAKES, recomputing
+from ...traffic.gathered_kv import LAST, MAKES, TAKES, recomputing, small
 
 ROLE = "_hf_ring_attn_role"
 """Our attribute of attention modules: a tensor [1], since a compiler makes a new graph for each number."""
 
 
+_MAKES, _TAKES = "store_full_length_kv", "is_kv_shared_layer"
+"""transformers' attributes of attention modules that have these roles."""
+
+
+def mark_layers(model: nn.Module, _context: object) -> None:
+    """Marks the layers of ``model`` that share keys and values with their roles."""
+    layers = [module for module in model.modules() if {_MAKES, _TAKES} <= vars(module).keys()]
+    takers = [module for module in layers if getattr(module, _TAKES)]
+    for module in layers if takers else []:
+        if module in takers:
+            vars(module)[ROLE] = small(LAST if module is takers[-1] else TAKES)
+        elif getattr(module, _MAKES):
+            vars(module)[ROLE] = small(MAKES)
+
+
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """A layer's K/V, and what another layer must match to reuse them.
-
-    ``dtype``: the gathered dtype, which autocast may change.
-    """
+    """A layer's K/V, and the facts that another layer must match to reuse them. ``dtype``: the gathered dtype."""
 
     value: Tensor
     versions: tuple[int, int]
@@ -43,8 +54,7 @@ class _Made:
 class SharedKV:
     """The gathered K/V of one batch that layers share.
 
-    Freed by the last layer that uses them. If that never runs: by the batch's context, by the first recompute of a
-    checkpoint, or with their keys (unless compared by bits).
+    The last layer that uses them frees them; else the batch's context, or the first recompute of a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -59,10 +69,7 @@ class SharedKV:
     def kept(
         self, module: nn.Module, key: Tensor, value: Tensor, plan: Plan, dtype: torch.dtype
     ) -> GatheredKV | LayerRole | None:
-        """Returns the store of a layer's keys and values, filled or to fill; None: there is none.
-
-        The same on each rank of a ring: it depends on structure and identity, which cannot differ.
-        """
+        """Returns the store of a layer's keys and values, filled or to fill, the same on each rank; None: none."""
         if _traced:
             return self._role(module)
         if recomputing():  # nothing is stored through a backward

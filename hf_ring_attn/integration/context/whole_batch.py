@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ PADDING = {
     "labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1, "input_ids": None, "inputs_embeds": None,
     "per_layer_inputs": None,
 }  # fmt: skip
-"""Values of padding tokens by input; 0 for others. None repeats the row's last token: one with a zero embedding makes
-gradients nan (0 * inf) in models that divide by its norm."""
+"""Values of padding tokens by input; 0 for others. None repeats the row's last token, since a zero embedding makes
+gradients nan in models that divide by its norm."""
 KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """Inputs that describe documents to kernels; valid for the whole row only, so they are not passed on."""
 FEATURES = re.compile(
@@ -34,9 +34,16 @@ DENSE = {"labels", "shift_labels", "position_ids", "attention_mask"}
 FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MaskFacts:
-    """Facts about whole rows that a mask needs, padded, on the CPU: see `BatchContext`."""
+    """Facts about whole rows that a mask needs, padded, on the CPU.
+
+    Args:
+        documents: [B, S padded] ids, -1 for padding to the ring; None: one document, causal masks only.
+        hidden: [B, S padded] bool, keys that a 2-D padding mask hides; None: none.
+        positions: [B, S padded], the position ids of documents; None: indices in the row.
+        blocks: [B, S padded], ids of spans that attend both ways (images), -1 for other tokens.
+    """
 
     documents: Tensor | None = None
     hidden: Tensor | None = None
@@ -49,10 +56,9 @@ class WholeBatch:
     """A batch ready to be sharded.
 
     Args:
-        inputs: the model's inputs; names: those with an entry per token.
-        layout: the layout to shard by.
-        facts: None in a batch with images or sound: known only from the text model's inputs, once it is called.
-        items: labelled tokens; None without labels.
+        inputs: the model's inputs. names: those with an entry per token.
+        facts: None in a batch with images or sound, until its text model is called.
+        items: the number of labelled tokens; None without labels.
     """
 
     inputs: dict[str, Any]
@@ -85,11 +91,7 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
 def whole_rows(
     batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config: RingConfig, late: bool = False
 ) -> WholeBatch:
-    """Reads a batch before sharding.
-
-    Args:
-        layout: the zigzag.
-        late: shard at the text model's input, though there are no images.
+    """Reads a batch before sharding. ``layout``: the zigzag. ``late``: shard at the text model's input.
 
     Raises:
         BadBatch, BadShape, UnevenLength: it cannot be sharded exactly.
@@ -99,10 +101,10 @@ def whole_rows(
         raise errors.UnevenLength(length, layout.world_size)
     inputs = {name: x for name, x in batch.items() if x is not None and name not in KERNEL_HINTS}
     attention_mask = inputs.get("attention_mask")
-    for name in DENSE & inputs.keys():
-        if name != "attention_mask" or isinstance(attention_mask, Tensor):
-            check_tensor(name, inputs[name], (*INTEGERS, *FLOATS, torch.bool))
     masked = isinstance(attention_mask, Tensor)
+    for name in DENSE & inputs.keys():
+        if name != "attention_mask" or masked:
+            check_tensor(name, inputs[name], (*INTEGERS, *FLOATS, torch.bool))
     if attention_mask is not None and (not masked or attention_mask.shape != (rows, length)):
         what = f"has shape {tuple(attention_mask.shape)}" if masked else "is no tensor"
         raise errors.BadBatch(
@@ -110,12 +112,12 @@ def whole_rows(
             "token: pass the 2-D mask of the tokenizer, or position_ids that restart at each document."
         )
     items = _labels(inputs, rows, length)
-    hint, ids = batch.get("cu_seq_lens_q"), batch.get("seq_idx")
+    hinted = any(batch.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx"))  # they are not passed on
     if late or any(map(FEATURES.search, inputs)):
-        if hint is not None or ids is not None:  # they are not passed on, so only this can check them
+        if hinted:
             text = text_positions(inputs.get("position_ids"))
             counted = torch.arange(length)[None] if text is None else text
-            _check_ids(ids, mask_facts(layout, rows, counted, attention_mask, hint).documents, rows, length)
+            _check_hints(batch, mask_facts(layout, rows, counted, attention_mask).documents, rows, length)
         # Its documents are not known yet, so it stays in the zigzag layout.
         return WholeBatch(inputs, {"labels", "shift_labels"} & inputs.keys(), layout, None, None, items)
     given = inputs.get("position_ids")
@@ -125,32 +127,35 @@ def whole_rows(
         raise errors.BadShape("position_ids", tuple(given.shape), f"it must be [{rows}, {length}]")
     position_ids = inputs["position_ids"] = given.expand(rows, -1).contiguous()
 
-    facts = mask_facts(layout, rows, position_ids, attention_mask, hint)
-    _check_ids(ids, facts.documents, rows, length)
-    blocks = _blocks(batch, rows, length)
-    facts.blocks = None if blocks is None else layout.pad(blocks, 1, -1)
+    facts = mask_facts(layout, rows, position_ids, attention_mask)
+    if hinted:
+        _check_hints(batch, facts.documents, rows, length)
+    if (blocks := batch.get("block_sequence_ids")) is not None:
+        if tuple(blocks.shape) != (rows, length):
+            raise errors.BadShape("block_sequence_ids", tuple(blocks.shape), f"it must be [{rows}, {length}]")
+        facts = replace(facts, blocks=layout.pad(blocks.to("cpu", torch.int64), 1, -1))
     # 1 for every real token: with a 2-D mask present, masking_utils looks for no documents in a shard's positions.
     if attention_mask is None:
         inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
 
     per_token = {n for n, x in inputs.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
-    arranged = _arranged(facts, layout, config)
+    arranged, facts = _arranged(facts, layout, config)
     return WholeBatch(inputs, per_token, arranged, facts, int(position_ids.max()) if length else 0, items)
 
 
-def _arranged(facts: MaskFacts, layout: Layout, config: RingConfig) -> Layout:
+def _arranged(facts: MaskFacts, layout: Layout, config: RingConfig) -> tuple[Layout, MaskFacts]:
     """Returns the layout of a batch: the zigzag ``layout``, or a balanced one, to which the facts are padded."""
     if config.layout != "balanced" or layout.world_size == 1 or facts.documents is None:
-        return layout
+        return layout, facts
     documents = facts.documents[:, : layout.length]
     if bool((documents == documents[:, :1]).all()):
-        return layout
+        return layout, facts
     chosen = balanced(documents, layout, config.pad)
-    if chosen.padded != layout.padded:
-        for name, value in (("documents", -1), ("hidden", False), ("positions", 0), ("blocks", -1)):
-            x = getattr(facts, name)
-            setattr(facts, name, None if x is None else chosen.pad(x[:, : layout.length], 1, value))
-    return chosen
+    if chosen.padded == layout.padded:
+        return chosen, facts
+    values = {"documents": -1, "hidden": False, "positions": 0, "blocks": -1}
+    known = {name: x for name, x in vars(facts).items() if x is not None}
+    return chosen, MaskFacts(**{n: chosen.pad(x[:, : layout.length], 1, values[n]) for n, x in known.items()})
 
 
 def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
@@ -160,8 +165,8 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
         if tuple(labels.shape) != (rows, length):
             need = (
                 f"a ring needs one label a token, [{rows}, {length}]: a causal language model's. One label a row "
-                "(sequence classification, reward models) is of one token or of a mean of all, which each rank would "
-                "take of its own: compute it in your own loop from sharded.gather(out.last_hidden_state)"
+                "(sequence classification, reward models) belongs to one token or to a mean of all: compute that loss "
+                "in your own loop from sharded.gather(out.last_hidden_state)"
             )
             raise errors.BadShape("labels", tuple(labels.shape), need)
         if "shift_labels" not in inputs:
@@ -174,53 +179,29 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """The [B, S] position ids that define documents, as transformers takes them in a model with images.
-
-    Args:
-        position_ids: [B, S]; [4, B, S], of which the first are the text's; or [3, B, S], which define none.
-    """
+    """The [B, S] position ids that define documents: the first of [4, B, S], none of [3, B, S]."""
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
     return position_ids[0] if len(position_ids) == 4 else None
 
 
-def mask_facts(
-    layout: Layout, rows: int, position_ids: Tensor | None, attention_mask: Tensor | None, hint: Tensor | None = None
-) -> MaskFacts:
-    """Documents and padding of rows [B, S].
-
-    Args:
-        position_ids: [B, S], which restart at each document; None: one document a row.
-        attention_mask: [B, S], 0 for padding; None for none.
-        hint: cu_seq_lens_q, which must define the same documents.
-    """
-    found = MaskFacts()
+def mask_facts(layout: Layout, rows: int, position_ids: Tensor | None, attention_mask: Tensor | None) -> MaskFacts:
+    """Documents, by restarts of position_ids [B, S], and padding, by zeros of attention_mask [B, S]."""
+    documents = positions = hidden = None
     if position_ids is not None:
         position_ids = position_ids.expand(rows, -1).cpu()
-        found.documents = _documents(position_ids, attention_mask, hint)
-        found.positions = None if found.documents is None else layout.pad(position_ids, 1)
+        documents = _documents(position_ids, attention_mask)
+        positions = None if documents is None else layout.pad(position_ids, 1)
     if attention_mask is not None and not bool(attention_mask.all()):
-        found.hidden = layout.pad(attention_mask.to("cpu", torch.bool).logical_not(), 1, False)
-    if layout.padded != layout.length or found.documents is not None:
-        if found.documents is None:
-            found.documents = torch.zeros(rows, layout.length, dtype=torch.int64)
-        found.documents = layout.pad(found.documents, 1, -1)
-    return found
+        hidden = layout.pad(attention_mask.to("cpu", torch.bool).logical_not(), 1, False)
+    if documents is None and layout.padded != layout.length:
+        documents = torch.zeros(rows, layout.length, dtype=torch.int64)
+    documents = None if documents is None else layout.pad(documents, 1, -1)
+    return MaskFacts(documents=documents, hidden=hidden, positions=positions)
 
 
-def _blocks(batch: Mapping[str, Any], rows: int, length: int) -> Tensor | None:
-    """[B, S] ids on the CPU of the blocks that attend both ways, -1 for all other tokens; None for none."""
-    blocks = batch.get("block_sequence_ids")
-    if blocks is None:
-        return None
-    if tuple(blocks.shape) != (rows, length):
-        raise errors.BadShape("block_sequence_ids", tuple(blocks.shape), f"it must be [{rows}, {length}]")
-    ids: Tensor = blocks.to("cpu", torch.int64)
-    return ids
-
-
-def _documents(positions: Tensor, attention_mask: Tensor | None, hint: Tensor | None) -> Tensor | None:
-    """[B, S] ids on the CPU as transformers finds them, or None for one document a row."""
+def _documents(positions: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """[B, S] ids on the CPU, as transformers finds them; None for one document a row."""
     restart = torch.diff(positions, dim=1) != 1
     if attention_mask is not None:
         # Position ids of padding are arbitrary; only a restart between two real tokens begins a document.
@@ -229,39 +210,31 @@ def _documents(positions: Tensor, attention_mask: Tensor | None, hint: Tensor | 
         if bool(restart.any()):
             row, token = restart.nonzero()[0].tolist()
             raise errors.MixedDocuments(row, token + 1)
-        if hint is not None:
-            _check_hint(hint.cpu(), None, positions)
         return None
-    ids = torch.nn.functional.pad(restart.cumsum(1), (1, 0)) if bool(restart.any()) else None
-    if hint is not None:
-        _check_hint(hint.cpu(), ids, positions)
-    return ids
+    return torch.nn.functional.pad(restart.cumsum(1), (1, 0)) if bool(restart.any()) else None
 
 
-def _check_hint(cu_seq_lens: Tensor, ids: Tensor | None, positions: Tensor) -> None:
-    """Checks that cu_seq_lens_q and position_ids define the same documents: kernels use the one, masks the other."""
-    starts = {0} if ids is None else {0, *(torch.diff(ids.flatten()).nonzero().flatten() + 1).tolist()}
-    starts |= set(range(0, positions.numel(), positions.shape[1]))
-    starts_given = set(cu_seq_lens.tolist()) - {positions.numel()}
-    if starts_given != starts:
-        odd = sorted(starts_given ^ starts)[:5]
-        raise errors.BadBatch(
-            f"cu_seq_lens_q and position_ids tell different documents (first difference at token {odd[0]}). Let "
-            "position_ids restart at 0 with every document, as DataCollatorWithFlattening does."
-        )
+def _check_hints(batch: Mapping[str, Any], documents: Tensor | None, rows: int, length: int) -> None:
+    """Refuses hints of documents that differ from position_ids: kernels use the hints, masks the positions."""
+    known = _starts(torch.zeros(rows, length) if documents is None else documents[:, :length])
+    given = {}
+    if (hint := batch.get("cu_seq_lens_q")) is not None:
+        given["cu_seq_lens_q"] = set(hint.tolist()) - {rows * length}
+    if (ids := batch.get("seq_idx")) is not None:
+        if tuple(ids.shape) not in ((rows, length), (1, length)):
+            raise errors.BadShape("seq_idx", tuple(ids.shape), f"it must be [{rows}, {length}]")
+        given["seq_idx"] = _starts(ids.cpu().expand(rows, -1))
+    for name, starts in given.items():
+        if odd := starts ^ known:
+            row, token = divmod(min(odd), length)
+            raise errors.BadBatch(
+                f"{name} and position_ids define different documents (first difference at token {token} of row {row}). "
+                "Let position_ids restart at 0 with every document, as DataCollatorWithFlattening does."
+            )
 
 
-def _check_ids(seq_idx: Tensor | None, documents: Tensor | None, rows: int, length: int) -> None:
-    """Checks that seq_idx, if given, defines the same documents as position_ids."""
-    if seq_idx is None:
-        return
-    if tuple(seq_idx.shape) not in ((rows, length), (1, length)):
-        raise errors.BadShape("seq_idx", tuple(seq_idx.shape), f"it must be [{rows}, {length}]")
-    given = seq_idx.cpu().expand(rows, -1).diff(dim=1) != 0
-    known = torch.zeros_like(given) if documents is None else documents[:, :length].diff(dim=1) != 0
-    if not torch.equal(given, known):
-        row, token = (given != known).nonzero()[0].tolist()
-        raise errors.BadBatch(
-            f"seq_idx and position_ids tell different documents (first difference at token {token + 1} of row {row}). "
-            "Let position_ids restart at 0 with every document, as DataCollatorWithFlattening does."
-        )
+def _starts(documents: Tensor) -> set[int]:
+    """The places in the flattened rows [B, S] at which documents begin."""
+    rows, length = documents.shape
+    borders = torch.diff(documents.flatten()).nonzero().flatten() + 1
+    return {*borders.tolist(), *(row * length for row in range(rows))}

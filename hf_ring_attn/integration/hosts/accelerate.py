@@ -1,8 +1,7 @@
 """Patches of accelerate's `Accelerator`: preparing models and loaders for a ring, and its context-parallel context.
 
-A plain loop makes its `Accelerator` before its model. So `settle` decides if a stock config with cp_size > 1 means a
-ring, when `Accelerator.prepare` gets the model. accelerate's refusals for torch's context parallelism are deferred, and
-raised there for another model.
+A plain loop makes its `Accelerator` before its model. So `settle` decides in `Accelerator.prepare` if a stock config
+with cp_size > 1 means a ring; for another model it raises accelerate's deferred refusals.
 """
 
 from __future__ import annotations
@@ -19,35 +18,13 @@ from torch import Tensor, nn
 from ... import errors
 from ...comm.ring import set_timeout
 from ..context.introspect import uses_ring
-from ..context.mesh import RING, ring_enabled, ring_group
+from ..context.mesh import RING, ring_enabled
 from ..model import fsdp
 from ..patching.changes import Patch
 from . import parallelism_config, schedulers
-from .buffers import prepared, shard_buffers_in_place, sharded_buffers
-from .gather_for_metrics import gather_once_per_ring, gather_sums_per_ring
-from .parallelism_config import (
-    constructing_for,
-    decide,
-    deferring_cp_checks,
-    implementations,
-    promote,
-    refuse_host,
-    refuse_one_process,
-    torch_refusals,
-    undecided,
-)
-
-__all__ = [
-    "PATCHES",
-    "deferring_cp_checks",
-    "gather_once_per_ring",
-    "gather_sums_per_ring",
-    "promote",
-    "ring_enabled",
-    "ring_group",
-    "settle",
-    "shard_buffers_in_place",
-]
+from .buffers import prepared, sharded_buffers
+from .gather_for_metrics import gather_once_per_ring
+from .parallelism_config import constructing_for, undecided
 
 
 def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
@@ -59,50 +36,39 @@ def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
 def settle(accelerator: Any, *objects: object) -> None:
     """Decides from the models among ``objects`` if the accelerator's cp_size means a ring. Idempotent.
 
-    A ring_fp32 model promotes a stock config to cp_backend "ring". `Accelerator.prepare` and `prepare_model` call this
-    first; a host that never calls them may call it directly. The ring's group gets the requested timeout.
+    A ring_fp32 model promotes a stock config to cp_backend "ring". The ring's group gets the requested timeout.
 
     Raises:
-        OneProcess: a ring_fp32 model in one process, though several were requested.
-        ModelIsNoRing: the backend is "ring", but a model uses another attention.
-        TorchContextParallelRefused: accelerate's own refusal of torch's context parallelism, for another model.
-        UntestedParallelism: a ring under DeepSpeed, FSDP1, Megatron-LM or XLA, or beside tp_size or sp_size.
-        DispatchedBatches: a loader prepared earlier gives each rank of the ring a different batch.
+        OneProcess, ModelIsNoRing, TorchContextParallelRefused, UntestedParallelism, DispatchedBatches.
     """
     config = accelerator.parallelism_config
-    models = [obj for obj in objects if isinstance(obj, nn.Module)]
-    ours = [uses_ring(model) for model in models]
-    if not models:
+    models = {obj: uses_ring(obj) for obj in objects if isinstance(obj, nn.Module)}
+    if any(models.values()):
+        if config is None:
+            parallelism_config.refuse_one_process(accelerator)
+        parallelism_config.promote(config)
+    if config is None or not models:
         return
-    if config is None:
-        if any(ours):
-            refuse_one_process(accelerator)
-        return
-    if any(ours):
-        promote(config)
     if ring_enabled(config):
-        refuse_host(accelerator)
+        parallelism_config.refuse_host(accelerator)
         if any(type(loader).__name__ == "DataLoaderDispatcher" for loader in accelerator._dataloaders):
             raise errors.DispatchedBatches("a DataLoader was prepared with dispatch_batches=True")
         if accelerator.state.device_mesh is not None:
             asked = None if accelerator.init_handler is None else accelerator.init_handler.timeout
             set_timeout(accelerator.state.device_mesh["cp"].get_group(), asked)
-    for model, is_ring in zip(models, ours, strict=True):
-        names = implementations(model)
+    for model, is_ring in models.items():
+        names = parallelism_config.implementations(model)
         if ring_enabled(config) and names and not is_ring:
             raise errors.ModelIsNoRing(type(model).__name__, names, config.cp_size)
-        if undecided(config) and (reasons := torch_refusals(config, accelerator)):
+        if undecided(config) and (reasons := parallelism_config.torch_refusals(config, accelerator)):
             raise errors.TorchContextParallelRefused(type(model).__name__, names, reasons)
-
-
-# ---- the patches ---------------------------------------------------------------------------------------------------
 
 
 def _state_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(self, *args, **kwargs)
         given: Any = bound.arguments.get("parallelism_config")
-        if not undecided(given) or decide(given):
+        if not undecided(given) or parallelism_config.decide(given):
             original(self, *args, **kwargs)
         else:
             # cp_enabled only triggers refusals of torch's context parallelism here; the mesh comes later.
@@ -111,8 +77,10 @@ def _state_init(original: Callable[..., None]) -> Callable[..., None]:
                 original(self, *args, **kwargs)
             finally:
                 given.cp_backend = backend
-        if given is not None and given.cp_size > 1 and not constructing_for:  # a Trainer steps its own scheduler
-            schedulers.mark(self)
+        if given is not None and given.cp_size > 1:
+            parallelism_config.refuse_mismatch(given, self.num_processes)
+            if not constructing_for:  # a Trainer steps its own scheduler
+                schedulers.mark(self)
 
     return __init__
 

@@ -1,13 +1,11 @@
 """accelerate's own loop, `with accelerator.maybe_context_parallel(buffers, ...)`, on a ring.
 
 That interface shards unnamed tensors in place. When a prepared model is called inside the context, its arguments are
-matched with the buffers by identity, which gives their names, and the whole rows go through `batch.shard`. So
-documents, padding, positions and the loss are the same as everywhere else.
+matched with the buffers by identity, which gives their names, and the whole rows go through `batch.shard`.
 
-A call may pass num_items_in_batch. Under torch's context parallelism a rank divides the loss of its own tokens by it,
-so loops pass count / cp_size; a loop of one process passes the count. Both are supported if the number is one of the
-two for this batch. Sums over several batches are ambiguous (two batches of n labels on two ranks give n again), and are
-refused: `shard` defines the number as the whole count.
+A call may pass num_items_in_batch: the count of labels, or count / cp_size, by which a rank divides under torch's
+context parallelism. Sums over several batches are ambiguous (two batches of n labels on two ranks give n again), and
+are refused; `shard` defines the number as the whole count.
 """
 
 from __future__ import annotations
@@ -39,15 +37,12 @@ prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def shard_buffers_in_place(
     buffers: Sequence[Tensor], dims: Sequence[int], layout: Layout, no_restore: Collection[Tensor] = ()
 ) -> Callable[[], None]:
-    """Shards each buffer in place: the same tensor object, with this rank's zigzag shard.
+    """Shards each buffer in place: the same tensor object, with new memory for this rank's zigzag shard.
 
-    Unlike torch's context_parallel, which writes into the buffers' memory, each buffer gets new memory. So other views
-    of the old memory do not change, and restoring brings back the old memory.
+    Other views of the old memory do not change.
 
     Args:
-        buffers: tensors of any dtype without gradient, each ``layout.length`` long along its dimension.
-        dims: the sequence dimension of each buffer.
-        layout: the layout of tokens, without padding.
+        buffers: tensors without gradient, each ``layout.length`` long along its sequence dimension, which ``dims`` has.
         no_restore: the buffers that stay sharded.
 
     Returns:
@@ -66,7 +61,7 @@ def shard_buffers_in_place(
             )
         if buffer.requires_grad:
             raise errors.BadBuffers(f"buffer {index} that requires a gradient", "it cannot be sharded in place")
-    kept = {id(buffer) for buffer in no_restore}
+    stay = {id(buffer) for buffer in no_restore}
     wholes: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for buffer, dim in zip(buffers, dims, strict=True):
@@ -77,7 +72,7 @@ def shard_buffers_in_place(
     def restore() -> None:
         with torch.no_grad():
             for key, (buffer, whole) in wholes.items():
-                if key not in kept:
+                if key not in stay:
                     buffer.set_(whole)  # type: ignore[call-overload]
 
     return restore
@@ -93,8 +88,7 @@ def sharded_buffers(
     """Implements `Accelerator.maybe_context_parallel` for a ring: shards buffers, runs prepared models in the ring.
 
     Raises:
-        UnevenLength, BadBuffers: see `shard_buffers_in_place`; also if a model call does not take its tokens from the
-            buffers. UnclearCount: an ambiguous num_items_in_batch. BadBatch, RanksDiffer: see `batch.shard`.
+        UnevenLength, BadBuffers, UnclearCount (an ambiguous num_items_in_batch), and the errors of `batch.shard`.
     """
     buffers, dims, no_restore = list(buffers or ()), list(dims or ()), no_restore or set()
     if not buffers or len(buffers) != len(dims):
@@ -143,7 +137,8 @@ class _Calls:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.running is not None:  # a submodule of the running model
             return None
-        named = {**self._by_name(module, args), **kwargs}
+        forward = self.accelerator.unwrap_model(module).forward
+        named = {**inspect.signature(forward).bind_partial(*args).arguments, **kwargs} if args else kwargs
         if not any(id(value) in self.wholes for value in named.values()):
             return None
         whole = {name: self.wholes.get(id(value), value) for name, value in named.items()}
@@ -186,12 +181,11 @@ class _Calls:
 
     def _reading(self, whole: dict[str, Any], count: float) -> tuple[int, int]:
         """Returns the number of labels, and the factor from ``count`` to the whole count; 0: ambiguous."""
-        labels, size = whole.get("labels"), self.accelerator.parallelism_config.cp_size
-        shifted = whole.get("shift_labels")
-        tensors = [
-            x for x in (labels, labels[:, 1:] if shifted is None and labels is not None else shifted) if x is not None
-        ]
-        counts = {int((x != IGNORED).sum()) for x in tensors}
+        labels, shifted = whole.get("labels"), whole.get("shift_labels")
+        if shifted is None and labels is not None:
+            shifted = labels[:, 1:]
+        size = self.accelerator.parallelism_config.cp_size
+        counts = {int((x != IGNORED).sum()) for x in (labels, shifted) if x is not None}
         if not counts:  # no loss uses it
             return 0, 1
         is_whole = any(math.isclose(count, n, rel_tol=1e-6) for n in counts)
@@ -204,12 +198,6 @@ class _Calls:
         scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
         if float(gradient) * accelerator.gradient_accumulation_steps / scale == accelerator.num_processes:
             raise errors.UnclearCount(count, labels, size, _MULTIPLIED)
-
-    def _by_name(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-        if not args:
-            return {}
-        forward = self.accelerator.unwrap_model(module).forward
-        return dict(inspect.signature(forward).bind_partial(*args).arguments)
 
 
 _SEVERAL = "this step adds up several batches"

@@ -23,14 +23,14 @@ _CHECKED_VALUES = 1 << 18
 def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = False) -> Any:
     """Implements `Accelerator.gather_for_metrics` with one entry per ring instead of one per rank.
 
+    Every rank sends 1/W of its tensor, so memory and traffic are those of one entry per ring.
+
     Args:
-        data: a tensor [N, ...] (or a scalar, taken as [1]), or nested tuples, lists and dicts of them, the same on all
-            ranks of a ring; or any picklable list, gathered as objects.
+        data: nested tensors [N, ...] (or scalars, taken as [1]), the same on all ranks of a ring; or a picklable list.
 
     Returns:
-        The same structure; each tensor is [rings * N, ...] in the order of data parallel ranks, on every rank. At the
-        end of a dataloader it is cut to the samples that are left, as gather_for_metrics does. Every rank sends 1/W of
-        its tensor, so memory and traffic are those of one entry per ring.
+        The same structure of tensors [rings * N, ...] in the order of data parallel ranks, on every rank; at the end of
+        a dataloader cut to the samples that are left.
 
     Raises:
         RanksDiffer: the ranks of a ring hold different values, such as shards that were never gathered.
@@ -40,7 +40,7 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
     from accelerate.utils import gather_object
     from accelerate.utils.operations import recursively_apply
 
-    ring, tensors = _ring(accelerator), _tensors(data)
+    ring, tensors = Ring.of(accelerator.torch_device_mesh["cp"].get_group()), _tensors(data)
     if use_gather_object or tensors is None:
         everyone: list[Any] = gather_object([data])
         rings = [everyone[first : first + ring.size] for first in range(0, len(everyone), ring.size)]
@@ -65,15 +65,7 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
 
 
 def gather_sums_per_ring(accelerator: Any, tensor: Tensor) -> Tensor:
-    """Sums over the ranks of each ring, one entry per ring.
-
-    Args:
-        tensor: [N, ...] numbers, or a scalar, taken as [1]; the same shape on every rank.
-
-    Returns:
-        [rings * N, ...] in tensor's dtype, floats summed in float64, in the order of data parallel ranks, on every
-        rank; at the end of a dataloader cut to the samples that are left, as gather_for_metrics does.
-    """
+    """Sums numbers [N, ...] over the ranks of each ring, floats in float64; shapes as in `gather_once_per_ring`."""
     rows = tensor if tensor.dim() else tensor[None]
     entries: Tensor
     if not ring_enabled(accelerator.parallelism_config):
@@ -89,10 +81,6 @@ def gather_sums_per_ring(accelerator: Any, tensor: Tensor) -> Tensor:
 def _accelerates_own(accelerator: Any) -> Any:
     """The class's method: a trainer may have replaced it on the instance by a function of this module."""
     return type(accelerator).gather_for_metrics.__get__(accelerator)
-
-
-def _ring(accelerator: Any) -> Ring:
-    return Ring.of(accelerator.torch_device_mesh["cp"].get_group())
 
 
 def _tensors(data: Any) -> list[Tensor] | None:
@@ -118,7 +106,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _checked(tensor: Tensor) -> object:
-    """A tensor, or of a large one its shape and a sample: enough to tell shards from the whole, without a copy."""
+    """A tensor, or the shape and a sample of a large one, which distinguish shards without a copy."""
     step = max(1, tensor.numel() // _CHECKED_VALUES)
     return tensor if step == 1 else {"shape": list(tensor.shape), f"each {step}": tensor.reshape(-1)[::step]}
 

@@ -13,18 +13,10 @@ from torch import nn
 
 from ... import errors
 from ..batch.shard import Sharded
-from ..context import batch_context
+from ..context import batch_context, introspect
 
 HANDED_OVER = ("labels", "shift_labels", "num_items_in_batch")
-"""Inputs that the model must not get, since it would compute a loss of its shard from them."""
-
-
-def causal_language_model(model: nn.Module) -> Any:
-    """The transformers model inside wrappers (DDP, FSDP, PEFT) that has the loss function, or None."""
-    for module in model.modules():
-        if hasattr(module, "loss_function") and hasattr(module, "config"):
-            return module
-    return None
+"""Inputs from which the model would compute a loss of its shard; it does not get them."""
 
 
 @contextmanager
@@ -34,9 +26,9 @@ def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
     These labels must be the whole row's. Memory: S x V logits on every rank.
 
     Raises:
-        LossNotSharded, on the call: a replaced forward returns no logits.
+        NoLogits: on the call, if it returns no logits.
     """
-    head = causal_language_model(model)
+    head = introspect.head_of(model)
     withheld: dict[str, Any] = {}
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,11 +1,11 @@
-"""Launchers that hf_ring_attn.run may start: accelerate's, which TRL's command uses too, and torch's.
+"""Launchers that hf_ring_attn.run may start: accelerate's, which TRL's command uses, too, and torch's.
 
-They start a new python per rank, which would lack the plugin. So they are changed to start hf_ring_attn.run, which runs
-their program.
+They start a new python per rank without the plugin. So they are patched to start hf_ring_attn.run with their program.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,12 +41,13 @@ def carry_plugin(run: Callable[[Sequence[str]], None]) -> None:
     def run_torch(original: Callable[[Any], None]) -> Callable[[Any], None]:
         return lambda args: original(_through_us(args))
 
-    changes.install(
-        (
-            Patch("accelerate.commands.launch:launch_command", "(args)", launch_command),
-            Patch("torch.distributed.run:run", "(args)", run_torch),
-        )
+    patches = (
+        Patch("accelerate.commands.launch:launch_command", "(args)", launch_command),
+        Patch("torch.distributed.run:run", "(args)", run_torch),
     )
+    for patch in patches:
+        importlib.import_module(patch.module)
+    changes.install(patches)
 
 
 def _program(args: Any) -> list[str]:

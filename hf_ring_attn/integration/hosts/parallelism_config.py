@@ -1,13 +1,12 @@
 """The backend "ring" of accelerate's `ParallelismConfig`: its meaning, its choice and its refusals.
 
-The class is patched in place, not subclassed, so that a pickled TrainingArguments loads without this package. With
-cp_backend "ring", ``cp_enabled`` is False, which disables every special case for torch's context parallelism.
-``cp_size`` still defines the mesh, the same batch on all ranks of a ring, and the counts of tokens and batches.
+The class is patched in place, so that a pickled TrainingArguments loads without this package. With cp_backend "ring",
+``cp_enabled`` is False, which disables every special case for torch's context parallelism. ``cp_size`` still defines
+the mesh, the same batch on all ranks of a ring, and the counts of tokens and batches.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,21 +24,12 @@ constructing_for: list[nn.Module | None] = []
 
 
 def undecided(config: Any) -> bool:
-    """Returns True if a `ParallelismConfig` (or None) asks for torch's context parallelism, as stock configs do.
-
-    It is promoted to a ring once a ring_fp32 model is seen.
-    """
+    """Returns True for a stock config with cp_size > 1, which becomes a ring's for a ring_fp32 model."""
     return config is not None and config.cp_size > 1 and config.cp_backend != RING
 
 
 def promote(config: Any) -> bool:
-    """Turns a stock config with cp_size > 1 into one with cp_backend "ring", in place; call it for a ring_fp32 model.
-
-    Args:
-        config: a `ParallelismConfig`, or None.
-
-    Returns:
-        True if it was changed; False for None, for cp_size=1 and for a ring.
+    """Turns a `ParallelismConfig` with cp_size > 1 into a ring's, in place. Returns True if it was changed.
 
     Raises:
         UntestedParallelism: tensor or sequence parallelism together with the ring.
@@ -62,11 +52,9 @@ def promote(config: Any) -> bool:
 
 @contextmanager
 def deferring_cp_checks(model: nn.Module | None = None) -> Iterator[None]:
-    """Names the model for which an `Accelerator` is constructed, if known already.
+    """Names the model for which an `Accelerator` is constructed, so that `decide` knows it at once.
 
-    Inside, a stock config with cp_size > 1 is promoted for a ring_fp32 model; for another model accelerate refuses at
-    once, as always. With None, and outside this context, `settle` raises accelerate's refusals for torch's context
-    parallelism when it sees the model.
+    With None, and outside this context, `settle` decides when it gets the model.
     """
     constructing_for.append(model)
     try:
@@ -75,25 +63,28 @@ def deferring_cp_checks(model: nn.Module | None = None) -> Iterator[None]:
         constructing_for.pop()
 
 
-def decide(config: Any) -> bool:
-    """Promotes or refuses by the model of `deferring_cp_checks`; returns False if no model is known."""
+def decide(config: Any, accelerator: Any = None) -> bool:
+    """Promotes or refuses by the model of `deferring_cp_checks`; returns False if no model is known.
+
+    accelerate's refusals come here with the model's attention, since its own name the device or the mesh alone.
+    """
     model = constructing_for[-1] if constructing_for else None
     if model is None:
         return False
     if uses_ring(model):
         promote(config)
-    elif _is_ddp_x_cp(config):
-        raise errors.TorchContextParallelRefused(type(model).__name__, implementations(model), torch_refusals(config))
+    elif reasons := torch_refusals(config, accelerator):
+        raise errors.TorchContextParallelRefused(type(model).__name__, implementations(model), reasons)
     return True
 
 
 def implementations(model: nn.Module) -> list[str]:
-    """Every attn_implementation in ``model`` and its wrapped models; [] for a model not of transformers."""
+    """Every attn_implementation in ``model``; [] for a model not of transformers."""
     return sorted({str(config._attn_implementation) for config in configs_of(model)})
 
 
 def torch_refusals(config: Any, accelerator: Any = None) -> list[str]:
-    """accelerate's own refusals of torch's context parallelism, which it would have raised at construction."""
+    """The refusals of torch's context parallelism that accelerate would raise at construction."""
     reasons = []
     if _is_ddp_x_cp(config):
         reasons.append("cp_size > 1 with dp_replicate_size > 1 needs dp_shard_size > 1 too")
@@ -109,11 +100,7 @@ def torch_refusals(config: Any, accelerator: Any = None) -> list[str]:
 
 
 def refuse_host(accelerator: Any) -> None:
-    """Refuses setups that a ring was never tested with.
-
-    Raises:
-        UntestedParallelism: DeepSpeed, FSDP1, Megatron-LM or XLA.
-    """
+    """Raises UntestedParallelism for DeepSpeed, FSDP1, Megatron-LM and XLA."""
     others = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
     kind = accelerator.distributed_type.name
     if kind in others:
@@ -123,14 +110,8 @@ def refuse_host(accelerator: Any) -> None:
 
 
 def refuse_one_process(accelerator: Any) -> None:
-    """Refuses a single process if a ring or several processes were requested, but no config arrived.
-
-    Raises:
-        OneProcess: with the sign found in the environment.
-    """
-    if accelerator.num_processes > 1:
-        return
-    found = several_asked_for()
+    """Raises OneProcess in a single process if the environment asks for a ring or for several processes."""
+    found = several_asked_for() if accelerator.num_processes == 1 else None
     if found is not None:
         raise errors.OneProcess(*found)
 
@@ -151,12 +132,10 @@ def _sizes(config: Any) -> dict[str, int]:
     return {name: getattr(config, f"{name}_size") for name in names}
 
 
-def _refuse_mismatch(config: Any, processes: int) -> None:
+def refuse_mismatch(config: Any, processes: int) -> None:
+    """Raises MeshMismatch before torch or accelerate, whose errors lack the sizes."""
     if config.total_size != processes:
         raise errors.MeshMismatch(_sizes(config), processes)
-
-
-# ---- the patches ---------------------------------------------------------------------------------------------------
 
 
 def _post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -199,34 +178,12 @@ def _cp_enabled(original: property) -> property:
     return property(lambda self: original.__get__(self) and self.cp_backend != RING, doc=original.__doc__)
 
 
-def _build_device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
-    def build_device_mesh(self: Any, device_type: str) -> Any:
-        # Before torch, whose error lacks the sizes. PartialState is only read: creating one starts process groups.
-        state = sys.modules["accelerate.state"].PartialState._shared_state
-        if self.cp_size > 1 and "num_processes" in state:
-            _refuse_mismatch(self, state["num_processes"])
-        return original(self, device_type)
-
-    return build_device_mesh
-
-
-def _refuse_cpu(config: Any, accelerator: Any) -> None:
-    """Refuses a known model on the CPU by its attention: accelerate's own refusal names only the device."""
-    model = constructing_for[-1] if constructing_for else None
-    if undecided(config) and model is not None and accelerator.distributed_type.name == "MULTI_CPU":
-        reasons = torch_refusals(config, accelerator)
-        raise errors.TorchContextParallelRefused(type(model).__name__, implementations(model), reasons)
-
-
 def _validate_accelerator(original: Callable[..., None]) -> Callable[..., None]:
     def _validate_accelerator(self: Any, accelerator: Any) -> None:
-        if self.cp_size > 1:
-            _refuse_mismatch(self, accelerator.num_processes)
-        waits = undecided(self) and not decide(self)
+        waits = undecided(self) and not decide(self, accelerator)
         if ring_enabled(self):
             refuse_host(accelerator)
         elif not (waits and torch_refusals(self, accelerator)):
-            _refuse_cpu(self, accelerator)
             original(self, accelerator)
 
     return _validate_accelerator
@@ -235,11 +192,9 @@ def _validate_accelerator(original: Callable[..., None]) -> Callable[..., None]:
 CONFIG = "accelerate.parallelism_config:ParallelismConfig."
 PATCHES = (
     Patch(CONFIG + "__post_init__", "(self)", _post_init),
-    Patch(CONFIG + "ring_enabled", None, lambda _: property(ring_enabled, doc="True if cp_backend is a ring.")),
     Patch(CONFIG + "cp_enabled", "(self)", _cp_enabled),
     Patch(CONFIG + "non_dp_dim_names", "(self)", _dimensions),
     Patch(CONFIG + "dp_shard_cp_dim_names", "(self)", _dimensions),
     Patch(CONFIG + "dp_cp_dim_names", "(self)", _dimensions),
-    Patch(CONFIG + "build_device_mesh", "(self, device_type)", _build_device_mesh),
     Patch(CONFIG + "_validate_accelerator", "(self, accelerator)", _validate_accelerator),
 )

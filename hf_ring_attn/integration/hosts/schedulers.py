@@ -1,9 +1,8 @@
 """Steps of schedulers that accelerate prepared, per batch of a ring.
 
-accelerate steps a scheduler once per process, since each process has its own batch. A ring shares one batch. Programs
-that follow accelerate's rule multiply their numbers of steps by accelerator.num_processes, and their scheduler steps
-once per process here, too. Others count batches, and step once per ring. The numbers in a scheduler decide: with
-cp_size > 1, num_processes is a `ProcessCount`, and so are its multiples.
+accelerate steps a scheduler once per process. Programs that follow its rule multiply their numbers of steps by
+accelerator.num_processes, and their scheduler steps once per process here, too. Others count batches, and step once per
+ring. The numbers in a scheduler decide: with cp_size > 1, num_processes is a `ProcessCount`, and so are its multiples.
 
 Not detected: a number of processes from elsewhere (torch.distributed, an environment variable), and a product with a
 float on the left. Such a scheduler counts batches, and a log line at its first step says so.
@@ -16,7 +15,6 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 from ... import errors
@@ -32,18 +30,6 @@ class ProcessCount(int):
     lost = False
     """True if a program converted a count to a plain number, which a scheduler may use."""
 
-    def __int__(self) -> int:
-        _lose(sys._getframe(1))
-        return int.__int__(self)
-
-    def __float__(self) -> float:
-        _lose(sys._getframe(1))
-        return int.__float__(self)
-
-    def __truediv__(self, other: Any) -> Any:
-        _lose(sys._getframe(1))
-        return int.__truediv__(self, other)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int.__int__(self),)
 
@@ -58,14 +44,22 @@ def _counting(name: str) -> Callable[..., Any]:
     return operation
 
 
+def _converting(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def operation(self: int, *others: Any) -> Any:
+        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if caller not in {"torch", "transformers", "accelerate"}:  # their schedulers compute with floats
+            ProcessCount.lost = True
+        return plain(self, *others)
+
+    return operation
+
+
 for _name in ("mul", "rmul", "add", "radd", "sub", "rsub", "floordiv", "ceil", "floor", "round", "trunc", "pos"):
     setattr(ProcessCount, f"__{_name}__", _counting(f"__{_name}__"))
-
-
-def _lose(caller: FrameType) -> None:
-    """Records a conversion, except by a host, whose schedulers compute with floats."""
-    if str(caller.f_globals.get("__name__")).partition(".")[0] not in {"torch", "transformers", "accelerate"}:
-        ProcessCount.lost = True
+for _name in ("int", "float", "truediv"):
+    setattr(ProcessCount, f"__{_name}__", _converting(f"__{_name}__"))
 
 
 def mark(state: Any) -> None:
@@ -75,11 +69,9 @@ def mark(state: Any) -> None:
         values["num_processes"] = ProcessCount(int.__int__(values["num_processes"]))
 
 
-# ---- what a scheduler was made with ----------------------------------------------------------------------------------
-
 _NO_STEPS = {"last_epoch", "_step_count", "optimizer", "verbose", "T_cur", "T_mult", "num_cycles", "power"}
 """Attributes of a scheduler that hold no numbers of steps."""
-_LOOKED_INTO = "torch.optim.lr_scheduler"
+_SCHEDULERS = "torch.optim.lr_scheduler"
 
 
 def _numbers(x: Any, seen: set[int]) -> Iterator[int]:
@@ -102,7 +94,7 @@ def _numbers(x: Any, seen: set[int]) -> Iterator[int]:
         parts = [_named(holds.nonlocals), _named(globals_), x.__defaults__, _named(x.__kwdefaults__ or {})]
     elif inspect.ismethod(x):
         parts = [x.__self__]
-    elif type(x).__module__ == _LOOKED_INTO or (callable(x) and not inspect.isclass(x)) or _is_scheduler(x):
+    elif (callable(x) and not inspect.isclass(x)) or any(kind.__module__ == _SCHEDULERS for kind in type(x).__mro__):
         parts = [_named(getattr(x, "__dict__", {}))]
     for part in parts:
         yield from _numbers(part, seen)
@@ -110,10 +102,6 @@ def _numbers(x: Any, seen: set[int]) -> Iterator[int]:
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in _NO_STEPS}
-
-
-def _is_scheduler(x: Any) -> bool:
-    return any(kind.__module__ == _LOOKED_INTO for kind in type(x).__mro__)
 
 
 _READ: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -139,10 +127,8 @@ def counts_processes(prepared: Any) -> bool:
     return _READ[prepared]
 
 
-# ---- the patch -------------------------------------------------------------------------------------------------------
-
 _COUNTS_RINGS = (
-    "a scheduler that accelerate prepared steps {0} for each batch, once for each ring: its numbers of steps are no "
+    "a scheduler that accelerate prepared steps {0} for each batch, once for each ring: its numbers of steps are not "
     "multiples of accelerator.num_processes, which is {1}"
 )
 _COUNTS_PROCESSES = (

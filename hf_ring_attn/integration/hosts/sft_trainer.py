@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer in a ring: its evaluation is sharded too, and its metrics are sums over each ring."""
+"""TRL's SFTTrainer in a ring: its evaluation is sharded, too, and its metrics are sums over each ring."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ..context.whole_batch import IGNORED
 from ..model import adapters
 from ..model.experts import AuxiliaryLoss
 from ..patching.changes import Patch
-from . import accelerate, trainer
+from . import trainer
+from .gather_for_metrics import gather_sums_per_ring
 
 _STEPS = "current_gradient_accumulation_steps"
-"""By which SFTTrainer divides the auxiliary loss of experts, wherever it is given a count of tokens."""
+"""SFTTrainer's divisor of the auxiliary loss of experts, if it gets a count of tokens."""
 
 
 def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +32,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         context, group = batch_context.current(), trainer.group_of(self)
         if context is None:
-            if group is not None and num_items_in_batch is not None:  # whole rows, which every rank computes alike
+            if group is not None and num_items_in_batch is not None:  # every rank computes whole rows
                 num_items_in_batch = num_items_in_batch * group.size()
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         ring_size = context.ring.size if group is None else group.size()
@@ -39,18 +40,17 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             raise errors.NoLogits()
         if self.model.training and adapters.head_read_past_fsdp(self.model):
             raise errors.HeadReadPastFsdp(introspect.name_of(self.model))
-        one_mean = not self.model.training  # of a batch; in training a step's batches have one mean of their tokens
+        one_mean = not self.model.training  # in training all batches of a step have one mean
         if num_items_in_batch is None and (count := inputs.get("num_items_in_batch")) is not None:
             # For a model with accepts_loss_kwargs=False: SFTTrainer would divide by this rank's count of labels.
             num_items_in_batch, one_mean, ring_size = count * _multiplied(self), True, context.ring.size
         accelerator, tokens = self.accelerator, self._total_train_tokens
         steps = getattr(self, _STEPS, 1)  # none before the first training step
         # Entropy and accuracy are sums over tokens, and a ring's tokens are one row's.
-        accelerator.gather_for_metrics = functools.partial(accelerate.gather_sums_per_ring, accelerator)
+        accelerator.gather_for_metrics = functools.partial(gather_sums_per_ring, accelerator)
         if one_mean:  # then the trainer divides the whole loss, or nothing, by the batches of a step
             setattr(self, _STEPS, 1)
-        # SFTTrainer takes a count below 1 for 1, as a share of it may be: it gets the whole one, and its loss, to which
-        # it adds that of experts, is multiplied here.
+        # SFTTrainer clamps a count to at least 1, so it gets the whole count, and its loss is multiplied here.
         shared = num_items_in_batch is not None and not self.args.average_tokens_across_devices
         times = context.ring.size if shared else 1
         context.state(AuxiliaryLoss).share = 1 / times
@@ -63,14 +63,14 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             del accelerator.gather_for_metrics
             setattr(self, _STEPS, steps)
         if self.model.training and getattr(self, "_is_vlm", True):
-            # With images each rank has counted the whole rows that it was given; other rings' batches may have none.
+            # With images each rank counted whole rows; other rings' batches may have none.
             mask = inputs.get("attention_mask")
             counted = int(mask.sum()) if mask is not None else inputs["position_ids"].size(1)
             mine = counted if context.text is None or context.ring.rank == 0 else 0
             of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device))
             self._total_train_tokens = tokens + int(of_all.sum())
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
-        if self.aux_loss_enabled:  # which is no sum: each rank has that of the whole row
+        if self.aux_loss_enabled:  # no sum: each rank has that of the whole row
             self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] *= times / context.ring.size
         return (result[0] * times, result[1]) if return_outputs else result * times
 
@@ -87,7 +87,7 @@ def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if trainer.group_of(self) is None:
             return original(self, model, inputs, prediction_loss_only, ignore_keys)
-        # SFTTrainer does not ask label_names: it always has labels, and a loss.
+        # SFTTrainer ignores label_names: it always has labels, and a loss.
         return trainer.predict(
             self, model, inputs, prediction_loss_only, ignore_keys, _count_of_ring, ["labels"], "logits"
         )
@@ -96,17 +96,16 @@ def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_of_ring(sft: Any, inputs: dict[str, Any]) -> Any:
-    """SFTTrainer evaluates with the mean over the tokens of one data-parallel rank, here of one ring.
+    """The count for an evaluation: SFTTrainer's mean is over one data-parallel rank's tokens, here over one ring's.
 
-    Its compute_loss multiplies by the number of processes where tokens are averaged across devices, and the mean over
-    the ring divides by the ring's size: the count makes up for both.
+    It cancels SFTTrainer's multiplication by the number of processes, and the mean over the ring.
     """
     labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
     return labels.ne(IGNORED).sum() * _multiplied(sft) / sft.get_cp_size()
 
 
 def _multiplied(sft: Any) -> int:
-    """By what SFTTrainer multiplies a loss that it divided by a count of tokens."""
+    """SFTTrainer's factor of a loss that it divided by a count of tokens."""
     return int(sft.accelerator.num_processes) if sft.args.average_tokens_across_devices else 1
 
 

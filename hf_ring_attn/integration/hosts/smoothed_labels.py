@@ -35,10 +35,9 @@ def smoothed_in_model(trainer: Any, context: BatchContext) -> Iterator[None]:
 
 @contextmanager
 def smoothed(trainer: Any, model: nn.Module) -> Iterator[None]:
-    """Inside, the trainer smooths labels of causal language models as the next tokens, as it does unwrapped.
+    """Lets the trainer smooth shifted labels of a wrapped causal language model, too.
 
-    It knows them by their class's name, and `fully_shard` and torch.compile make other classes ("FSDPLlamaForCausalLM",
-    "OptimizedModule"): there each token's logits were scored with that token itself.
+    It recognizes such models by the name of their class, which `fully_shard` and torch.compile change.
     """
     smoother, head = trainer.label_smoother, introspect.head_of(model)
     shifted = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,52 +14,41 @@ from torch import Tensor, nn
 
 from ... import errors
 from ..batch.shard import Sharded, shard_for
-from ..context import batch_context, model_record
-from ..context.cut import Share
-from ..context.trial_step import TrialStep
+from ..context import batch_context, introspect, model_record
+from ..context.cut import Share, TrialStep
+from ..context.mesh import ring_enabled, ring_group
 from ..log import warn
 from ..model import admission, fsdp
 from ..model.lazy_logits import ChunkedLoss
 from ..patching.changes import Patch
-from . import accelerate, trainer_overrides
+from . import trainer_overrides
 from .gathered_loss import gathered
 from .smoothed_labels import smoothed, smoothed_in_model
 from .trainer_state import preserved_trainer
 
 
 def group_of(trainer: Any) -> Any:
-    """The process group of the trainer's ring, or None where it trains without one."""
+    """The process group of the trainer's ring; None if it trains without one."""
     config = getattr(trainer.accelerator, "parallelism_config", None)
-    return accelerate.ring_group(trainer.accelerator) if accelerate.ring_enabled(config) else None
+    return ring_group(trainer.accelerator) if ring_enabled(config) else None
 
 
-# ---- at the start ----------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    def create_accelerator_and_postprocess(self: Any) -> None:
-        with accelerate.deferring_cp_checks(self.model):
-            original(self)
-        accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)
-        accelerate.settle(self.accelerator, self.model)  # also where an Accelerator existed before the trainer
-        if group_of(self) is not None:
-            _refuse_trainer(self)
-
-    return create_accelerator_and_postprocess
-
-
-def _refuse_trainer(trainer: Any) -> None:
+def refuse_trainer(trainer: Any) -> None:
+    """Refuses a trainer by its class and its arguments."""
     trainer_overrides.refuse_unknown(trainer)
     if trainer.args.use_liger_kernel:
         raise errors.UnsupportedOption(
             "use_liger_kernel=True",
-            "its fused loss reads a head that FSDP2 may have sharded; set it to False (for a loss without logits take "
-            "TRL's fused head, which SFTTrainer has by itself, and recipes/long_context_lora gives to Trainer)",
+            "its fused loss reads a head that FSDP2 may have sharded; set it to False (for a loss without logits use "
+            "TRL's fused head, as SFTTrainer does, and Trainer in recipes/long_context_lora)",
         )
 
 
 def _refuse_loss(trainer: Any, options: Any) -> None:
-    """Before the first step, once all of the trainer is set up."""
+    """Refuses a model or a loss before the first step, when the trainer is complete."""
     admission.refuse_always(trainer.model)
     if options.loss != "gathered":
         # SFTTrainer has a loss of its own, which smooths no labels.
@@ -69,23 +57,18 @@ def _refuse_loss(trainer: Any, options: Any) -> None:
             raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
         if trainer.compute_loss_func is not None:
             raise errors.LossNotSharded("compute_loss_func", gathers=True)
-    if not trainer.model_accepts_loss_kwargs and not _takes_any(trainer):
-        raise errors.LossNotSharded(f"the loss of {type(trainer.model).__name__}, which takes no num_items_in_batch,")
+    count = "num_items_in_batch"
+    if not trainer.model_accepts_loss_kwargs and count not in introspect.parameters_of(trainer.model, [count]):
+        raise errors.LossNotSharded(f"the loss of {type(trainer.model).__name__}, which takes no {count},")
     if trainer.label_smoother is not None and not _counts(trainer):
         name = type(trainer.model).__name__
-        todo = f"{name} has accepts_loss_kwargs=False, with which it is neither a mean nor a sum; set it to 0.0"
+        todo = f"{name} has accepts_loss_kwargs=False, so the loss is neither a mean nor a sum; set it to 0.0"
         raise errors.UnsupportedOption("label_smoothing_factor", todo)
 
 
 def _counts(trainer: Any) -> bool:
-    """Whether the trainer divides losses by a count of tokens over all batches of a step; else each loss is a mean."""
+    """Returns True if the trainer divides losses by a count of tokens of all batches of a step; else each is a mean."""
     return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
-
-
-def _takes_any(trainer: Any) -> bool:
-    """Whether the model's forward takes arguments of any name, which those of transformers hand on to their loss."""
-    forward = inspect.signature(trainer.accelerator.unwrap_model(trainer.model).forward)
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in forward.parameters.values())
 
 
 # ---- a batch ---------------------------------------------------------------------------------------------------------
@@ -103,12 +86,12 @@ def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 def _share(
     trainer: Any, model: nn.Module, whole: Any, trains: bool, count: Callable[[Any, dict[str, Any]], Any]
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """Shards a whole batch that the trainer has prepared: the context of its step, and this rank's share in a new dict.
+    """Shards a whole batch that the trainer has prepared. Returns the context of its step, and a dict of inputs.
 
     Args:
-        trains: it is a step of training. count: gives the num_items_in_batch of a batch, for the trial step.
+        trains: it is a training step. count: computes the num_items_in_batch of a batch, for the trial step.
     """
-    _refuse_trainer(trainer)  # again: one that makes its model later (model_init) was not known to be in a ring
+    refuse_trainer(trainer)  # again: with model_init the ring was not known at the start
     options = model_record.options_of(model)
     _refuse_loss(trainer, options)
     if options.layout == "auto":
@@ -120,7 +103,7 @@ def _share(
 
 
 def _inputs(trainer: Any, whole: Any, sharded: Sharded) -> dict[str, Any]:
-    """The inputs with which the trainer's step goes on, in a new dict."""
+    """The inputs for the trainer's step, in a new dict."""
     local, is_gathered = dict(sharded.inputs), sharded.context.config.loss == "gathered"
     if _counts(trainer) or is_gathered:  # the trainer counts, or the model sees all labels
         local.pop("num_items_in_batch", None)
@@ -133,12 +116,11 @@ def _inputs(trainer: Any, whole: Any, sharded: Sharded) -> dict[str, Any]:
 
 
 def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]], Any]) -> TrialStep:
-    """The trainer's loss of another row, for the self-check: whatever its subclass has made of compute_loss."""
+    """The trainer's compute_loss, or its subclass's, of another row, for the self-check."""
 
     def loss(model: nn.Module, row: Mapping[str, Any], share: Share) -> Any:
         sharded, whole = Sharded(share.inputs, share.context), dict(row)
-        is_gathered = sharded.context.config.loss == "gathered"
-        with preserved_trainer(trainer), gathered(model, sharded) if is_gathered else nullcontext():
+        with preserved_trainer(trainer), _gathering(model, sharded):
             items = count(trainer, whole)
             with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
@@ -151,21 +133,17 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
 
 @contextmanager
 def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
-    """``local``: the dict with which the trainer's step goes on."""
-    with sharded, _prepared(trainer, local):
-        if sharded.context.config.loss == "gathered":
-            with gathered(model, sharded):
-                yield sharded
-        else:
-            yield sharded
+    with sharded, _prepared(trainer, local), _gathering(model, sharded):
+        yield sharded
+
+
+def _gathering(model: nn.Module, sharded: Sharded) -> AbstractContextManager[None]:
+    return gathered(model, sharded) if sharded.context.config.loss == "gathered" else nullcontext()
 
 
 @contextmanager
 def _prepared(trainer: Any, local: dict[str, Any]) -> Iterator[None]:
-    """Inside, the trainer prepares ``local`` no more: it has prepared the whole batch, and would see one rank's tokens.
-
-    A subclass that counts positions there, say, would number each rank's tokens anew.
-    """
+    """Keeps the trainer from preparing ``local`` again: a subclass might number each rank's tokens anew."""
     own, prepare = vars(trainer), trainer._prepare_inputs
     before = own.get("_prepare_inputs")
     trainer._prepare_inputs = lambda inputs: inputs if inputs is local else prepare(inputs)
@@ -177,37 +155,26 @@ def _prepared(trainer: Any, local: dict[str, Any]) -> Iterator[None]:
             trainer._prepare_inputs = before
 
 
-def _track_num_input_tokens(original: Callable[..., None]) -> Callable[..., None]:
-    def _track_num_input_tokens(self: Any, inputs: dict[str, Any]) -> None:
-        original(self, _counted(self, inputs))
+def _count_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches a method that counts a batch for a sum over all ranks: only the first rank of a ring counts its rows."""
 
-    return _track_num_input_tokens
+    def count(self: Any, inputs: dict[str, Any]) -> Any:
+        group = group_of(self)
+        if group is not None and group.rank() > 0:
+            inputs = {name: x[:0] if isinstance(x, Tensor) and x.dim() else x for name, x in inputs.items()}
+        return original(self, inputs)
 
-
-def _floating_point_ops(original: Callable[..., Any]) -> Callable[..., Any]:
-    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> Any:
-        return original(self, _counted(self, inputs))
-
-    return floating_point_ops
-
-
-def _counted(trainer: Any, whole: Any) -> Any:
-    """What this rank counts of a whole batch, for sums over all ranks: the first rank of a ring all, others no row."""
-    group = group_of(trainer)
-    if group is None or group.rank() == 0:
-        return whole
-    return {name: x[:0] if isinstance(x, Tensor) and x.dim() else x for name, x in whole.items()}
+    return count
 
 
 def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
         group = group_of(self)
         if group is not None:
-            _refuse_trainer(self)  # a training_step that was set on it since may share no batch
+            refuse_trainer(self)  # methods may have been set on it since
         if group is None or self.args.average_tokens_across_devices:
             return original(self, batch_samples, device)
-        # transformers 5.17 divides by the ring size and drops the remainder: 19 tokens over 2 ranks were 9 each. Of
-        # batches counted as often as there are ranks nothing remains.
+        # transformers 5.17 divides by the ring size and drops the remainder, which is 0 for repeated batches.
         size = group.size()
         count = original(self, list(batch_samples) * size, device)
         return count / size if isinstance(count, Tensor) else count
@@ -228,9 +195,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
         if group is None or num_items_in_batch is None or not _counts(self):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
-        # As in a loop with `shard`: a rank's loss is its share times W, and a term that all ranks have alike is itself;
-        # the mean over ranks is the loss of the whole batch. A trainer that averages over devices counts whole batches
-        # and multiplies losses by all ranks: so the count is divided by W on its way in, the loss on its way out.
+        # As with `shard`, a rank's loss is its share times W, and the mean over ranks is the loss of the whole batch. A
+        # trainer that averages over devices multiplies losses by all ranks: so count and loss are divided by W here.
         # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
         averaged, ring_size = self.args.average_tokens_across_devices, group.size()
         size = 1 if context is None else context.ring.size
@@ -282,10 +248,7 @@ def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _prepared_for_evaluation(trainer: Any) -> Iterator[None]:
-    """Undoes on exit what an evaluation before training does to a model: Trainer takes it for one that is wrapped.
-
-    accelerate marks it as prepared, so `train` would wrap it neither in DDP nor in FSDP.
-    """
+    """Undoes on exit accelerate's preparation for an evaluation, after which `train` would not wrap the model."""
     model, wrapped, own = trainer.model, trainer.model_wrapped, vars(trainer.model)
     before = {name: own[name] for name in _PREPARED if name in own}
     try:
@@ -300,11 +263,11 @@ def _prepared_for_evaluation(trainer: Any) -> Iterator[None]:
 
 
 _PREPARED = ("_is_accelerate_prepared", "_original_forward", "forward")
-"""Attributes that accelerate sets on a model which it prepares."""
+"""Attributes that accelerate sets on a model."""
 
 
 def count_over_all(trainer: Any, inputs: dict[str, Any]) -> Any:
-    """Trainer's own count: labelled tokens of this evaluation batch over all data-parallel ranks."""
+    """Trainer's count of the labelled tokens of this evaluation batch over all data-parallel ranks."""
     return trainer._get_num_items_in_batch([inputs], trainer.args.device)
 
 
@@ -320,8 +283,9 @@ def predict(
 ) -> tuple[Any, Any, Any]:
     """`Trainer.prediction_step` on a sharded batch: loss, and logits and labels of whole sequences in their order.
 
-    ``count`` gives the num_items_in_batch with which the trainer's compute_loss is to divide; ``names`` are the inputs
-    that are labels. ``only`` is the one output that is wanted; "" for all.
+    Args:
+        count: computes num_items_in_batch for the trainer's compute_loss. names: the inputs that are labels.
+        only: the one output to return; "" for all.
     """
     inputs = trainer._prepare_inputs(inputs)
     has_labels = len(names) > 0 and all(inputs.get(name) is not None for name in names)
@@ -353,18 +317,18 @@ def predict(
 
 
 def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
-    """A model's output with every tensor of it in whole sequences."""
+    """Gathers a model's output to whole sequences."""
     if isinstance(x, (tuple, list)):
         return type(x)(whole_sequences(sharded, name, part) for part in x)
     layout = sharded.layout
-    if name == "aux_loss" and isinstance(x, Tensor) and x.dim() == 0:  # of whole rows, on every rank
+    if name == "aux_loss" and isinstance(x, Tensor) and x.dim() == 0:  # that of whole rows, on every rank
         return x.detach()
     if name == "router_logits" and isinstance(x, Tensor) and x.dim() == 2 and len(x) % layout.local_length == 0:
         return sharded.gather(x.detach().unflatten(0, (-1, layout.local_length))).flatten(0, 1)
     if isinstance(x, Tensor) and x.dim() >= 2:
         if x.shape[1] == layout.local_length:
             return sharded.gather(x.detach())
-        if x.shape[1] == layout.length:  # the gathered loss has gathered it
+        if x.shape[1] == layout.length:  # gathered already, for the gathered loss
             return x.detach()
     raise errors.UnknownOutput(name, tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, layout.local_length)
 
@@ -372,10 +336,9 @@ def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
 _EVALUATION = "(self, dataloader, description, prediction_loss_only=, ignore_keys=, metric_key_prefix=)"
 TRAINER = "transformers.trainer:Trainer"
 PATCHES = [
-    Patch(f"{TRAINER}.create_accelerator_and_postprocess", "(self)", _create_accelerator),
     Patch(f"{TRAINER}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
-    Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _track_num_input_tokens),
-    Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _floating_point_ops),
+    Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _count_once),
+    Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _count_once),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
     Patch(f"{TRAINER}.evaluation_loop", _EVALUATION, _evaluation_loop),

@@ -1,4 +1,4 @@
-"""Trainers that a ring cannot serve: refused by their class, or by a method that no trial step can judge."""
+"""Refuses trainers by their class, or by a method that no trial step can judge."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from transformers import Trainer
 from ... import errors
 
 OF_TRL = {"SFTTrainer", "_BaseTrainer"}
-"""Trainers of TRL whose loss is a sum over tokens. The others compare whole sequences, or models."""
+"""TRL's trainers with a sum over tokens as their loss. The others compare whole sequences, or models."""
 COUNTS = ("get_batch_samples", "_get_num_items_in_batch", "_prepare_context_parallel_inputs")
-"""Methods that say what a loss is divided by, and what a rank holds. All others are right as they are, or are tried:
-whatever is called with whole rows computes them on every rank alike."""
+"""Methods that define a loss's divisor and a rank's inputs. Other overrides get whole rows, or are tried."""
 
 
 def refuse_unknown(trainer: Any) -> None:
-    """Refuses a trainer of TRL that is no SFTTrainer, and one that counts or shards batches in its own way.
+    """Refuses TRL's trainers except SFTTrainer, and trainers that override `COUNTS`, unless ``ring_fp32_exact``.
 
     Raises:
-        UnsupportedTrainer. UnknownTrainer: unless its attribute ``ring_fp32_exact`` is true.
+        UnsupportedTrainer, UnknownTrainer.
     """
     kind = type(trainer)
     for cls in kind.__mro__:

@@ -1,4 +1,4 @@
-"""Running a trainer's methods on the side: its metrics and counters are put back, and nothing is gathered."""
+"""Runs a trainer's methods on the side: restores its metrics and counters, and gathers nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 LONGEST = 1000
-"""Containers that are longer are data, into which a step does not write: their entries are not looked through."""
+"""The most entries of a container that is searched: longer ones are data, which a step does not change."""
 
 
 class _Alone:
-    """An `Accelerator` that stands for all processes: each is taken to hold what this one holds.
+    """An `Accelerator` that sends nothing: it takes this process's values for those of all.
 
-    Other rings may be at another place in their program, so nothing may be sent to them.
+    Other rings may be at another place in their program.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -40,7 +40,7 @@ class _Alone:
 
 @contextmanager
 def preserved_trainer(trainer: Any) -> Iterator[None]:
-    """Restores on exit the attributes of a trainer, its state and its control, and what its containers hold."""
+    """Restores on exit the attributes of a trainer, its state and its control, and the contents of containers."""
     objects = [trainer, *(x for name in ("state", "control") if (x := getattr(trainer, name, None)) is not None)]
     attributes = [(vars(one), dict(vars(one))) for one in objects]
     contents = [(x, x.copy()) for own, _ in attributes for value in own.values() for x in _containers(value)]

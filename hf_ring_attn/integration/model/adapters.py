@@ -1,4 +1,4 @@
-"""Which adapters of PEFT a ring trains exactly: those that treat every token by itself, each measured (test_peft)."""
+"""The adapters of PEFT that a ring trains exactly: they treat every token by itself, each measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXACT = frozenset({
     "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA", "ROAD", "SHIRA",
     "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT",
 })  # fmt: skip
-"""The names of PEFT's types whose loss and gradients on a ring's ranks are those of one process."""
+"""PEFT's types whose loss and gradients in a ring are those of one process."""
 
 INEXACT = {
     "ADALORA": "adds a penalty on its weights to every rank's loss, where trainers would count it once a rank",
@@ -25,19 +25,19 @@ INEXACT = {
     "SHADOW": "runs a second model, and adds its loss to every rank's loss",
     "XLORA": "runs the model a second time to mix its experts",
 }
-"""Why others are refused; a type that is in neither table was never measured."""
+"""The reasons against other types. A type in neither table was never measured."""
 
 INEXACT_LORA = {
     "alora_invocation_tokens": "(aLoRA) looks for its invocation tokens in each rank's tokens alone",
     "arrow_config": "(Arrow) was never tested in a ring",
-    "monteclora_config": "(MonteCLoRA) draws noise of its own on each rank, and needs a loss of its own",
+    "monteclora_config": "(MonteCLoRA) draws other noise on each rank, and needs another loss",
     "velora_config": "(VeLoRA) compresses activations by an average over the tokens of each rank",
 }
-"""Options of `LoraConfig` that make another method of it."""
+"""Options of `LoraConfig` that turn it into another method."""
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Why the adapters of ``model``, active or not, cannot be trained in a ring exactly; nothing if they can."""
+    """Yields the reasons why the adapters of ``model``, active or not, are not exact in a ring."""
     for module in model.modules() if context.ring.size > 1 else ():
         adapters: Any = getattr(module, "peft_config", None)
         if adapters:
@@ -58,11 +58,11 @@ def _adapter_reasons(which: str, adapter: object) -> Iterator[str]:
 
 
 def head_read_past_fsdp(model: nn.Module) -> bool:
-    """Whether reading the weight of ``model``'s head without calling it, as TRL's fused head does, trains it wrong.
+    """Returns True if TRL's fused head, which reads the head's weight without calling it, would train it wrong.
 
-    accelerate's FSDP2 makes each trained module of a PEFT model a unit of its own. Such a weight, gathered by hand,
-    leaves each rank the gradient of its own tokens. In other models the norm before the head gathers it with itself.
-    Asked of the units, not of the weight: that may be gathered for now, as after the self-check's forward.
+    accelerate's FSDP2 makes each trained module of a PEFT model a separate unit. If its weight is gathered by hand,
+    each rank has the gradient of its own tokens. In other models the norm before the head gathers both. This looks at
+    units, not at the weight, which the self-check's forward may have gathered.
     """
     if not any(getattr(module, "peft_config", None) for module in model.modules()):
         return False
@@ -71,7 +71,3 @@ def head_read_past_fsdp(model: nn.Module) -> bool:
         return False
     weight = getattr(head, "weight", None)
     return weight is not None and bool(weight.requires_grad)
-
-
-def prepare(_model: nn.Module, _context: BatchContext) -> None:
-    """Adapters need nothing."""

@@ -1,15 +1,17 @@
-"""Admits a model to a ring: each kind of model says what it does not support, and prepares what it does."""
+"""Admits a model to a ring: lists what is unsupported of each kind of model, and prepares the rest."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from ... import errors
 from ...config import RingConfig
+from ..context import shared_kv
 from ..context.batch_context import BatchContext
 from ..context.introspect import configs_of, name_of, unwrapped
 from ..context.model_record import ModelRecord, configured, record_of
@@ -23,7 +25,6 @@ from . import (
     multimodal,
     recurrent,
     rope,
-    shared_layers,
     structure,
     temperature,
     training_mode,
@@ -32,36 +33,43 @@ from . import (
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
-class ModelSupport(Protocol):
-    """One kind of model, layer or wrapper. Both functions are called before the first batch of a kind."""
+@dataclass(frozen=True)
+class Support:
+    """The support of several kinds of models, layers and wrappers.
 
-    def unsupported(self, model: nn.Module, context: BatchContext) -> Iterator[str]:
-        """Every reason, in words, why ``model`` would not be exact in this batch; none means that it is."""
-        ...
+    Args:
+        reasons: each yields, in words, why a model would not be exact in a batch.
+        prepare: each hooks modules or patches functions, idempotent and inert outside a sharded batch.
+    """
 
-    def prepare(self, model: nn.Module, context: BatchContext) -> None:
-        """Hooks modules or patches functions, idempotent and inert outside a sharded batch."""
-        ...
+    reasons: tuple[Callable[[nn.Module, BatchContext], Iterator[str]], ...]
+    prepare: tuple[Callable[[nn.Module, BatchContext], None], ...]
 
 
-SUPPORT: tuple[ModelSupport, ...] = (
-    fsdp, structure, recurrent, temperature, experts, adapters, rope, shared_layers, loss,
+ONCE = Support(
+    (
+        fsdp.unsupported, structure.unsupported, recurrent.unsupported, temperature.unsupported, experts.unsupported,
+        adapters.unsupported, loss.unsupported,
+    ),
+    (
+        recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,
+    ),
 )  # fmt: skip
-"""Asked once for each structure of a model and kind of batch."""
+"""Called once for each structure of a model and kind of batch."""
 
-EACH_BATCH: tuple[ModelSupport, ...] = (training_mode, checkpointing, multimodal)
-"""Asked for every batch: a mode or a rate changes without a change of structure."""
+EACH_BATCH = Support((training_mode.unsupported, multimodal.unsupported), (checkpointing.prepare, multimodal.prepare))
+"""Called for every batch: a mode or a rate changes without a change of structure."""
 
 
 class _Admitted(set[tuple[object, ...]]):
-    """The kinds of batches with which a model was found exact."""
+    """The kinds of batches that a model was admitted for."""
 
 
 def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
-    """Refuses what is not exact of an outermost model that runs in a ring, and prepares the rest.
+    """Binds an outermost model to a batch: refuses it with every reason, or prepares it.
 
     Raises:
-        UnsupportedModel: with every reason. LossNotSharded: see `loss`.
+        UnsupportedModel. LossNotSharded: see `loss`.
     """
     record, log, facts = record_of(model), context.log, context.facts
     options = configured(record.configs)
@@ -79,31 +87,33 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
         context.text is not None, "trl" in sys.modules,
     )  # fmt: skip
     admitted = record.state(_Admitted)
-    asked = EACH_BATCH if case in admitted else (*SUPPORT, *EACH_BATCH)
-    reasons = [reason for support in asked for reason in support.unsupported(model, context)]
+    asked = [EACH_BATCH] if case in admitted else [ONCE, EACH_BATCH]
+    reasons = [reason for support in asked for find in support.reasons for reason in find(model, context)]
     if case not in admitted:
-        known = _known_layers(model)
+        found = recurrent.recurrent_of(model)
+        known = ATTENTION_LAYERS | (recurrent.LAYERS if found.layers and found.unknown is None else set())
         reasons += [reason for config in record.configs for reason in _config_reasons(config, context, known)]
     if reasons:
         raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
-    for support in asked:
-        support.prepare(model, context)
+    for prepare in (prepare for support in asked for prepare in support.prepare):
+        prepare(model, context)
     if not recurrent.recurrent_of(model).attends:
         log.attends = False
         log.kernel = log.kernel or "none, since nothing attends"
-    if case not in admitted and context.ring.size > 1 and model.training:
-        training_mode.say_dropout(model)
-    if case not in admitted and any(getattr(config, "output_attentions", False) for config in record.configs):
-        warn("output_attentions=True gives no attention weights with ring_fp32: they never exist.")
+    if case not in admitted:
+        if context.ring.size > 1 and model.training:
+            training_mode.say_dropout(model)
+        if any(getattr(config, "output_attentions", False) for config in record.configs):
+            warn("output_attentions=True gives no attention weights with ring_fp32: they never exist.")
     admitted.add(case)
     return record
 
 
 def _adopt(options: RingConfig, context: BatchContext) -> None:
-    """Takes the options of a model whose batch was sharded before anyone knew which model it is for.
+    """Takes the options of a model whose batch was sharded without it.
 
     Raises:
-        UnevenLength: the batch was padded, and they forbid it. LateLayout: they want another layout.
+        UnevenLength: the batch was padded, and they forbid it. LateLayout: they ask for another layout.
     """
     layout = context.layout
     if not options.pad and layout.padded != layout.length:
@@ -114,7 +124,7 @@ def _adopt(options: RingConfig, context: BatchContext) -> None:
 
 
 def refuse(config: Any, context: BatchContext) -> None:
-    """Refuses a model that was not bound by its transformers config alone."""
+    """Refuses a model that was not bound, by its transformers config alone."""
     if config is None or id(config) in context.log.seen:
         return
     context.log.seen.add(id(config))
@@ -124,19 +134,10 @@ def refuse(config: Any, context: BatchContext) -> None:
 
 
 def refuse_always(model: nn.Module) -> None:
-    """Refuses a model that is to be trained, whatever its batches hold: before the first is looked at.
-
-    Its trainer will set it for training, but it may still be in the mode of evaluation (from_pretrained).
-    """
+    """Refuses a model that a trainer is about to train, with any batch."""
     reasons = [reason for config in configs_of(model) for reason in _decoder_reasons(config)]
-    reasons += training_mode.noise_reasons(model)
     if reasons:
         raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
-
-
-def _known_layers(model: nn.Module) -> set[str]:
-    found = recurrent.recurrent_of(model)
-    return ATTENTION_LAYERS | (recurrent.LAYERS if found.layers and found.unknown is None else set())
 
 
 def _decoder_reasons(config: Any) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The ranks' agreement on the model that is about to run: one small message for each model and batch.
 
-Structure, dtypes, mode and options decide which messages are sent, so ranks must have them alike. Replicas that drift
-apart are no longer one model, so each batch compares a sample of one weight.
+Structure, dtypes, mode and options decide which messages are sent, so they must be the same on all ranks. Replicas may
+drift apart, so each batch compares a sample of one weight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..context.model_record import ModelRecord, configured, forget_model, latest
 from . import admission
 
 SAMPLE = 2**14
-"""Most values of a weight that a batch compares."""
+"""The most values of a weight that a batch compares."""
 
 ALIKE = "Load the same model on every rank, and set its mode, dtype and options there alike."
 _DRIFT = (
@@ -35,8 +35,8 @@ class _Known:
     """The part of the agreement that lasts as long as a model's structure.
 
     Attributes:
-        details: by name, what decides which messages are sent; structure: a number that stands for them.
-        names: of its weights. rings: the names of those that agreed on it.
+        details: facts that decide which messages are sent, by name. structure: their fingerprint.
+        names: the names of the weights. rings: the names of the rings that agreed on it.
     """
 
     def __init__(self) -> None:
@@ -47,14 +47,14 @@ class _Known:
 
 
 _TURNS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""Batches that each model trained on in a ring: they choose the weight to compare, alike on all ranks."""
+"""The number of batches that each model trained on in a ring: it selects the weight to compare."""
 
 
 def admit(model: nn.Module, context: BatchContext) -> ModelRecord:
-    """Binds an outermost model to a batch on all ranks alike: `admission.bind`, and the agreement on it.
+    """Binds an outermost model to a batch (`admission.bind`), and compares it with the other ranks' model.
 
     Raises:
-        UnsupportedModel, LossNotSharded: as `admission.bind`. RefusedElsewhere: another rank raised one of them.
+        UnsupportedModel, LossNotSharded: see `admission.bind`. RefusedElsewhere: another rank raised one of them.
         RanksDiffer: on every rank, with the name of what differs.
     """
     refusal: errors.Refused | None = None
@@ -63,10 +63,10 @@ def admit(model: nn.Module, context: BatchContext) -> ModelRecord:
     except errors.Refused as error:
         refusal = error
     record = latest_record(model)
-    # What is called beside the model (a loss, a head) may be called on some ranks only.
+    # A module beside the model (a loss, a head) may be called on some ranks only.
     if context.ring.size > 1 and any(config._attn_implementation == "ring_fp32" for config in record.configs):
         changed_elsewhere = _agree(model, record, context, refusal)
-        if changed_elsewhere:  # then that rank looks at the model again, with messages: so do all
+        if changed_elsewhere:  # that rank examines the model anew, with messages, so all must
             forget_model(model)
             record = admission.bind(model, context)
         record.state(_Known).rings.add(context.ring.name)
@@ -81,7 +81,7 @@ def _agree(model: nn.Module, record: ModelRecord, context: BatchContext, refusal
     modules = [module for reference in record.stamp[0] if (module := reference()) is not None]
     weights = [x for module in modules for x in module._parameters.values() if x is not None]
     if not known.details:
-        _look(inside(model), record, known)
+        _examine(inside(model), record, known)
     facts = _facts(model, modules, weights, record, context)
     device = weights[0].device
     try:
@@ -92,19 +92,24 @@ def _agree(model: nn.Module, record: ModelRecord, context: BatchContext, refusal
         )  # fmt: skip
     except errors.RefusedElsewhere as elsewhere:
         raise refusal or elsewhere from None
-    except errors.RanksDiffer:  # on all ranks: anything but a weight is named better so
+    except errors.RanksDiffer:  # on all ranks: find a better name than the fingerprint's
         ring.agree({**facts, **known.details}, ring.small_device(device), ALIKE, doing=_DOING)
         raise
     return renewed and ring.name in known.rings
 
 
-def _look(model: nn.Module, record: ModelRecord, known: _Known) -> None:
-    known.names = [f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in _own(module)]
+def _examine(model: nn.Module, record: ModelRecord, known: _Known) -> None:
+    known.names = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, x in module._parameters.items()
+        if x is not None
+    ]
     weights = {name: model.get_parameter(name) for name in known.names}
     configs: list[Any] = record.stamp[2]
     known.details = {
         "class": type(model).__name__,
-        # A name that begins with _ is the host's: a path, say.
+        # Names that begin with _ are the host's, for example of a path.
         "config": [{name: x for name, x in values if name[0] != "_"} for _, values in configs],
         "modules": {name: type(module).__name__ for name, module in model.named_modules()},
         "weights": {name: f"{list(x.shape)}{', trained' * x.requires_grad}" for name, x in weights.items()},
@@ -112,14 +117,10 @@ def _look(model: nn.Module, record: ModelRecord, known: _Known) -> None:
     known.structure = number_of(repr(known.details))
 
 
-def _own(module: nn.Module) -> list[str]:
-    return [name for name, x in module._parameters.items() if x is not None]
-
-
 def _facts(
     model: nn.Module, modules: list[nn.Module], weights: list[Any], record: ModelRecord, context: BatchContext
 ) -> dict[str, object]:
-    """What a model's batch is computed with, which may change from batch to batch."""
+    """Facts about the computation that may change from batch to batch."""
     kind = weights[0].device.type
     return {
         "mode": "training" if model.training else "evaluation",
@@ -133,13 +134,13 @@ def _facts(
 
 
 def _sample(model: nn.Module, weights: list[Any], known: _Known, context: BatchContext) -> dict[str, object]:
-    """Some values of the trained weight whose turn it is, by its name, where every rank holds all of it."""
+    """Some values of one trained weight, in turn, by its name, if every rank holds all of it."""
     trained = [(name, x) for name, x in zip(known.names, weights, strict=True) if x.requires_grad]
     sharded = any(type(x).__name__ == "DTensor" for x in weights)
     if not trained or sharded or not model.training or not context.config.self_check:
         return {"no weight": None}
     turn = _TURNS[inside(model)] = _TURNS.get(inside(model), -1) + 1
-    if turn == 0:  # they are compared before it trains, or DDP hands them out
+    if turn == 0:  # `replicas.compare` or DDP made them the same
         return {"no weight": None}
     name, weight = trained[turn % len(trained)]
     stride = -(-weight.numel() // SAMPLE)

@@ -1,14 +1,13 @@
-"""The call of a model: it must be given what `shard` made, what it is given must reach its attention, and the loss that
-it returns must be of the whole row.
+"""Checks of a model's call: its inputs are `shard`'s, its attention gets the score_mod, its loss is the whole row's.
 
-One rank's tokens do not tell their places, nor how many labels the whole batch has: a call that leaves these out, or
-changes them, has an answer of its own on each rank. Some models do not hand a score_mod on; and some compute a loss of
-other inputs than labels, which nobody shared out.
+One rank's tokens do not determine their places, nor the number of labels in the whole batch. Some models drop a
+score_mod, and some compute a loss from other inputs than labels, which are not sharded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,73 +18,109 @@ from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import name_of, parameters_of, uses_ring
-from ..context.tracked_input import TrackedInputs
 
 Undo = Callable[[], None]
 
 PLACES = ("position_ids", "attention_mask")
+"""Inputs that a model must get unchanged from `shard`."""
 COUNTED = ("labels", "shift_labels", "num_items_in_batch")
-"""Inputs that a model must be given as `shard` made them; the second ones, where it is to compute a loss."""
+"""Inputs that it must get unchanged to compute a loss."""
 TOKENS = ("input_ids", "inputs_embeds")
-KEPT = ("logits_to_keep", "num_logits_to_keep")
-"""Arguments that choose tokens by their place among those that a model is given."""
-_KEPT = "each rank would keep some of its own tokens. Leave it out, and choose from sharded.gather(out.logits)"
+SELECTING = ("logits_to_keep", "num_logits_to_keep")
+"""Arguments that select tokens by their place in the model's input."""
+_SELECTS = "each rank would select from its own tokens. Leave it out, and select from sharded.gather(out.logits)"
+
+
+@dataclass(frozen=True, eq=False)
+class TrackedInput:
+    """An input of a sharded batch, and its version counter when the batch was made."""
+
+    value: Any
+    version: int
+
+    def is_(self, other: Any) -> bool | None:
+        """Compares identity, without reading values; None: a copy, perhaps."""
+        mine = self.value
+        if isinstance(mine, Tensor) or isinstance(other, Tensor):
+            return self.version == _version(mine) if self.same_memory(other) else None
+        return bool(mine == other)
+
+    def same_memory(self, other: Any) -> bool:
+        """Returns True if ``other`` is this tensor or a view of all of it, such as detach() returns."""
+        mine = self.value
+        if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
+            return False
+        return mine is other or _facts(mine) == _facts(other)
+
+    def equals(self, other: Any) -> bool:
+        """Compares values. Synchronizes if they are on a GPU."""
+        mine, other = torch.as_tensor(self.value), torch.as_tensor(other)
+        unwritten = self.version == _version(self.value)
+        return unwritten and mine.shape == other.shape and torch.equal(mine, other.to(mine.device, mine.dtype))
+
+
+def _version(x: Any) -> int:
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+
+
+def _facts(x: Tensor) -> tuple[Any, ...]:
+    return x.device, x.dtype, x.shape, x.stride(), x.data_ptr()
+
+
+def track(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, TrackedInput]:
+    """Tracks the inputs that a model must get unchanged."""
+    return {name: TrackedInput(inputs[name], _version(inputs[name])) for name in names if name in inputs}
+
+
+class TrackedInputs(dict[str, TrackedInput]):
+    """The inputs of one batch that a model must get unchanged, by name."""
 
 
 def refuse_outside(given: Sequence[Any], refusal: errors.Refused | None = None) -> None:
-    """Refuses a model that runs in no ring, but with what `shard` made for one.
+    """Refuses a share of a batch outside its ring.
 
     Args:
-        given: what its mask is about to be made of.
-        refusal: what to raise; None: NotEntered.
-
-    Raises:
-        NotEntered: on every rank alike.
+        given: the inputs of a mask, or of a model.
+        refusal: the error to raise; None: NotEntered.
     """
-    # Batches with images are not cut yet: what they hold is of the whole row, and may be the program's own.
-    shares = [
-        handed
-        for context in batch_context.live_batches()
-        if context.text is None
-        for handed in context.state(TrackedInputs).values()
-    ]
-    if any(handed.same_memory(x) for handed in shares for x in given):
-        raise refusal or errors.NotEntered("a model was called with what shard() made")
+    # Batches with images are not sharded yet: their inputs are whole rows, perhaps the program's own tensors.
+    batches = [context for context in batch_context.live_batches() if context.text is None]
+    shares = [tracked for context in batches for tracked in context.state(TrackedInputs).values()]
+    if any(tracked.same_memory(x) for tracked in shares for x in given):
+        raise refusal or errors.NotEntered("a model was called with inputs from shard()")
 
 
 def _refuse_others(
     model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], context: BatchContext, has_loss: bool
 ) -> None:
-    """Refuses a call of ``model`` without what `shard` made, or with something else, on every rank alike.
-
-    What a copy holds may differ on some ranks only, so they tell each other.
+    """Refuses a call of ``model`` with missing or changed inputs, on every rank.
 
     Args:
-        has_loss: whether the model returned one.
+        has_loss: the model returned a loss.
     """
     names = parameters_of(model, context.state(TrackedInputs))
     given = {**dict(zip(names, args, strict=False)), **given}
-    for name in KEPT:
+    for name in SELECTING:
         if isinstance(x := given.get(name), Tensor) or x:
-            raise errors.UnsupportedArgument(name_of(model), name, _KEPT, "was called in a ring with")
+            raise errors.UnsupportedArgument(name_of(model), name, _SELECTS, "was called in a ring with")
     counts = {name for name in COUNTED[:2] if given.get(name) is not None}
     counted = COUNTED[1:] if "labels" in counts else COUNTED[2:] if counts and has_loss else ()
     needed = {*PLACES, *counted}
     missing, other, copies = [], [], []
-    for name, handed in context.state(TrackedInputs).items():
+    for name, tracked in context.state(TrackedInputs).items():
         x = given.get(name)
         if x is None:
             if name in needed and name in names:
                 missing.append(name)
         elif name in needed or name in counts:
-            same = handed.is_(x) if isinstance(x, (Tensor, float, int)) else True  # a mask made in this ring
+            same = tracked.is_(x) if isinstance(x, (Tensor, float, int)) else True  # a mask made in this ring
             if same is False:
                 other.append(name)
             elif same is None:
                 copies.append(name)
     if missing or other:
         raise errors.OtherInputs(name_of(model), missing, other)
-    if copies:
+    if copies:  # their values may differ on some ranks only
         other = [name for name in copies if not context.state(TrackedInputs)[name].equals(given[name])]
         refusal = errors.OtherInputs(name_of(model), [], other) if other else None
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), torch.device("cpu"))
@@ -96,10 +131,9 @@ def _refuse_others(
 
 
 def _has_loss(output: Any) -> bool:
-    """Whether a model's output is a loss or begins with one, or holds one by its name or under any other: a number that
-    can be differentiated. The auxiliary loss of experts is of whole rows (`experts`)."""
+    """Returns True if a model's output is a loss or holds one: first, by name, or as a differentiable number."""
     if isinstance(output, Mapping):
-        others = (x for name, x in output.items() if name != "aux_loss" and _is_number(x))
+        others = (x for name, x in output.items() if name != "aux_loss" and _is_number(x))  # that is of whole rows
         return output.get("loss") is not None or any(x.requires_grad for x in others)
     return _is_number(output[0] if isinstance(output, (tuple, list)) and output else output)
 
@@ -108,17 +142,17 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
 
 
-_BY_HOST = "hf_ring_attn looks at what a model's call was given"
+_BY_HOST = "hf_ring_attn checks the inputs of a model's call"
 
 
 def watch(model: nn.Module, context: BatchContext, inside: bool = False) -> list[Undo]:
-    """Refuses a call of ``model`` with other inputs than the sharded ones, one whose score_mod did not reach all of its
-    attentions, and one that returns a loss though the batch has no labels. Returns what undoes it.
+    """Hooks ``model`` to check its calls after they ran, so that a call in progress is checked, too.
 
-    All once the model has run: a call that was under way when it was met is seen then, too.
+    Refused: missing or changed inputs, a score_mod that some attention did not get, and a loss though the batch has no
+    labels. Returns functions that remove the hooks.
 
     Args:
-        inside: it is in its call already.
+        inside: the model is running already.
     """
     began = [(context.log.plain, context.log.scored)]
     looks = context.ring.size > 1 and uses_ring(model)
@@ -150,6 +184,6 @@ def watch(model: nn.Module, context: BatchContext, inside: bool = False) -> list
 
         model.__dict__["_compiled_call_impl"] = call
         return [partial(model.__dict__.__setitem__, "_compiled_call_impl", compiled)]
-    # First: accelerate's loop leaves the context, and so takes these hooks away, in a hook after the forward.
+    # First: in accelerate's loop a later hook leaves the context, which removes these hooks.
     first = model.register_forward_hook(after, with_kwargs=True, prepend=True)
     return [model.register_forward_pre_hook(before).remove, first.remove]

@@ -1,13 +1,12 @@
-"""Gradient checkpointing that keeps what attention computed, so that a layer's recompute neither gathers nor attends.
+"""Gradient checkpointing that saves attention, so that a layer's recompute neither gathers nor attends.
 
-A selective-checkpoint policy on the forward op of the ring: its output and log-sum-exp stay, B x T x H x (Dv + 1 or 2)
-numbers a layer; all else is computed again. Only non-reentrant checkpointing can be selective.
+A selective-checkpoint policy on the forward op of the ring saves its output and log-sum-exp, B x T x H x (Dv + 1 or 2)
+numbers a layer; all else is recomputed. Only non-reentrant checkpointing can be selective.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,11 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ..context.batch_context import BatchContext
 from ..log import warn
-
-
-def unsupported(_model: nn.Module, _context: BatchContext) -> Iterator[str]:
-    """Every kind of checkpointing is exact."""
-    yield from ()
 
 
 def prepare(model: nn.Module, context: BatchContext) -> None:
@@ -34,14 +28,14 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     ]
     if not functions and model.training:
         warn(
-            "save_attention=True has no effect where no layer of the model is checkpointed by transformers: set "
+            "save_attention=True has no effect: transformers checkpoints no layer of the model. Set "
             "gradient_checkpointing=True (and FSDP's own activation checkpointing to False), or leave it out."
         )
     for module, function in functions:
         policy = function.keywords.get("context_fn")
         if policy is not None:
             if policy is not contexts:
-                warn("save_attention=True has no effect beside another context_fn, whose policy stays: leave one out.")
+                warn("save_attention=True has no effect beside another context_fn: leave one of them out.")
             continue
         if function.keywords.get("use_reentrant") is not False:
             warn(
@@ -49,15 +43,15 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
                 "gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
             return
-        kept = functools.partial(function.func, *function.args, **function.keywords, context_fn=contexts)
-        module.__dict__["_gradient_checkpointing_func"] = kept
+        selective = functools.partial(function.func, *function.args, **function.keywords, context_fn=contexts)
+        module.__dict__["_gradient_checkpointing_func"] = selective
 
 
 def contexts() -> Any:
-    """What `torch.utils.checkpoint.checkpoint` takes as context_fn."""
+    """Makes the contexts that `torch.utils.checkpoint.checkpoint` takes as context_fn."""
     return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    kept = op is torch.ops.hf_ring_attn.ring_flash_attn_fwd.default
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_attention = op is torch.ops.hf_ring_attn.ring_flash_attn_fwd.default
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE

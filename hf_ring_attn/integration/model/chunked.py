@@ -82,7 +82,9 @@ def _check(owner: nn.Module, _args: Any, output: Any) -> None:
     if isinstance(logits, LazyLogits) and output.get("loss") is None:
         with logits.head.unsharded():
             logits.tensor("forward without labels")
-    elif (context.config.loss == "chunked" or state.smoothing) and logits is not None:
+    elif state.smoothing and logits is not None:
+        raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
+    elif context.config.loss == "chunked" and logits is not None:
         raise errors.LossNotChunked(name_of(owner), state.why or "it computes no cross entropy of them")
 
 

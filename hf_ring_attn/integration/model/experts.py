@@ -1,8 +1,8 @@
 """The auxiliary loss of mixtures of experts: its means are over the tokens of whole rows, the same on every rank.
 
-transformers has one function for it under one name in the file of every model, and TRL's fused head takes Mixtral's.
-Whether a file's function is that one is found out by what it computes. The means are made of sums over tokens, so ranks
-add theirs up before the product; the gradient of that sum is the sum of all ranks' gradients of it.
+transformers has one function for it in the file of every model, and TRL's fused head uses Mixtral's. A file's function
+is recognized by its results. Its means are sums over tokens, so ranks add these up before the product; the gradient of
+that sum is the sum of all ranks' gradients of it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from ..patching.changes import Patch, install, render
 
 @dataclass
 class AuxiliaryLoss:
-    """The part of the auxiliary loss, which every rank has whole, that each rank returns."""
+    """The part of the auxiliary loss that each rank returns; every rank has the whole one."""
 
     share: float = 1.0
 
 
 FUNCTION = "load_balancing_loss_func"
 SHARED = "transformers.models.mixtral.modeling_mixtral"
-"""Whose function TRL's fused head calls, for models of every kind."""
+"""The file whose function TRL's fused head calls, for all models."""
 _TODO = "set output_router_logits=False (SFTConfig: router_aux_loss_coef=0.0)"
+_UNKNOWN = f"its MoE auxiliary loss is not a known one, so it is not exact on one rank's tokens; {_TODO}"
 
 
 def balance(
@@ -46,9 +47,8 @@ def balance(
     """experts * sum over experts of (choices of it a token) * (its mean probability): Switch Transformer, 4 to 6.
 
     Args:
-        gate_logits: of each layer [tokens, experts].
-        weights: [tokens], float32: 1 for a token that counts, 0 for another.
-        sum_up: from sums over the tokens given, those over all tokens; differentiable.
+        gate_logits: of each layer [tokens, experts]. weights: [tokens], float32: 1 for a token that counts, else 0.
+        sum_up: maps sums over these tokens to sums over all tokens; differentiable.
     """
     sums = weights.new_zeros(2 * experts + 1)
     for logits in gate_logits:
@@ -64,14 +64,14 @@ def balance(
 
 @functools.lru_cache(maxsize=256)
 def known(function: Callable[..., Any]) -> bool:
-    """Whether a model's function is `balance`, by its answers and gradients with a mask and without one."""
+    """Returns True if a model's function gives the results and gradients of `balance`, with a mask and without."""
     generator = torch.Generator().manual_seed(0)
     layers = [torch.randn(12, 5, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)]
     mask = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]], device="cpu")
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for given in (None, mask):
             weights = torch.ones(12, device="cpu") if given is None else given.flatten().float()
-            want = _answer(functools.partial(balance, experts=5, top_k=2, weights=weights, sum_up=_all_there), layers)
+            want = _answer(functools.partial(balance, experts=5, top_k=2, weights=weights, sum_up=lambda x: x), layers)
             try:
                 got = _answer(functools.partial(function, num_experts=5, top_k=2, attention_mask=given), layers)
             except Exception:  # noqa: BLE001  a function of another kind may fail in any way
@@ -81,10 +81,6 @@ def known(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _all_there(sums: Tensor) -> Tensor:
-    return sums
-
-
 def _answer(loss_of: Callable[[tuple[Tensor, ...]], Tensor], layers: Sequence[Tensor]) -> list[Tensor]:
     leaves = tuple(x.clone().requires_grad_() for x in layers)
     loss = loss_of(leaves)
@@ -92,38 +88,29 @@ def _answer(loss_of: Callable[[tuple[Tensor, ...]], Tensor], layers: Sequence[Te
 
 
 def _files(model: nn.Module) -> dict[str, Any]:
-    """The function of each file that a model of transformers inside ``model`` is from."""
+    """The function in each file of the transformers models inside ``model``."""
     names = {type(module).__module__ for module in model.modules() if isinstance(module, PreTrainedModel)}
     functions = {name: getattr(sys.modules.get(name), FUNCTION, None) for name in sorted(names)}
     return {name: function for name, function in functions.items() if function is not None}
 
 
-def _may_ask(model: nn.Module) -> bool:
-    """Whether TRL's fused head may be asked for the loss: then it takes that of a model that has none itself."""
-    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    return any(hasattr(module.config, "output_router_logits") for module in models)
-
-
-def asks(configs: Sequence[Any]) -> bool:
-    """Whether models with these configs add the auxiliary loss to theirs."""
-    return any(getattr(config, "output_router_logits", False) for config in configs)
-
-
 def prepare(model: nn.Module, _context: BatchContext) -> None:
     """Changes the function in the files of ``model``; the change does nothing outside a sharded batch."""
     files = _files(model)
-    if "trl" in sys.modules and (files or _may_ask(model)):
+    # TRL's fused head may be asked for the loss of a model whose file has none.
+    if "trl" in sys.modules and (files or any(hasattr(x, "output_router_logits") for x in configs_of(model))):
         files[SHARED] = getattr(import_module(SHARED), FUNCTION)
     install([Patch(f"{name}:{FUNCTION}", render(function), _in_a_ring) for name, function in files.items()])
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Reasons why the auxiliary loss would not be that of whole rows. A model without the function adds none."""
+    """Yields the reason why the auxiliary loss would not be that of whole rows."""
     functions = _files(model)
-    if context.ring.size == 1 or not functions or not asks(list(configs_of(model))):
+    adds_it = any(getattr(config, "output_router_logits", False) for config in configs_of(model))
+    if context.ring.size == 1 or not functions or not adds_it:
         return
     if not all(known(inspect.unwrap(function)) for function in functions.values()):
-        yield f"its MoE auxiliary loss is none that is known here, and not exact on one rank's tokens; {_TODO}"
+        yield _UNKNOWN
     elif context.config.loss == "gathered":
         yield f"a gathered loss leaves the MoE auxiliary loss out; take loss='sharded', or {_TODO}"
 
@@ -135,8 +122,7 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
         if context is None or context.ring.size == 1:
             return original(*args, **kwargs)
         if not known(inspect.unwrap(original)):
-            why = f"its MoE auxiliary loss is none that is known here, and not exact on one rank's tokens; {_TODO}"
-            raise errors.UnsupportedArgument("the model", "output_router_logits=True", why, "was called with")
+            raise errors.UnsupportedArgument("the model", "output_router_logits=True", _UNKNOWN, "was called with")
         gate_logits, num_experts, top_k, attention_mask = _arguments(*args, **kwargs)
         if not isinstance(gate_logits, tuple):
             return original(*args, **kwargs)
@@ -154,12 +140,12 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
 def _arguments(
     gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
 ) -> tuple[Any, int | None, int, Tensor | None]:
-    """Of the functions that are known."""
+    """The arguments of a known function."""
     return gate_logits, num_experts, top_k, attention_mask
 
 
 def _weights(context: BatchContext, masked: bool) -> Tensor:
-    """[B * T] float32: which of this rank's tokens count: not the ring's padding, nor what a mask hides."""
+    """[B * T] float32: 1 for tokens of this rank that count, 0 for the ring's padding and tokens that a mask hides."""
     layout = context.layout
     real = (torch.arange(layout.padded) < layout.length).expand(context.facts.rows, -1)
     if masked and context.facts.hidden is not None:

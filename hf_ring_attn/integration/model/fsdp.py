@@ -1,4 +1,4 @@
-"""FSDP2 in a ring: it must neither sum gradients nor return the loss in 16 bits, nor round the count of tokens."""
+"""FSDP2 in a ring: prevents that it sums gradients, returns the loss or passes the count of tokens in 16 bits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def keep_float32(accelerator: Any) -> None:
-    """Call it before the model is sharded, where there is a ring; it changes nothing but accelerate's own default.
+    """Changes accelerate's default policy so that gradients are reduced in float32, and outputs keep their dtype.
 
-    For mixed_precision "bf16" accelerate makes FSDP2's policy of one dtype: parameters are computed with in it, each
-    rank's gradients are rounded to it and summed in it, and what the model returns is rounded to it, the loss too
-    (5.5476 becomes 5.5469). Every rank of a ring has a share of the same row's gradient, so rounded sums would differ
-    by ring size. Here gradients are reduced in float32, and outputs keep their dtype, as under DDP. A policy of several
-    dtypes is a choice that somebody made, and stays.
+    Call it before the model is sharded. For mixed_precision "bf16" accelerate's policy has one dtype, in which each
+    rank's gradients are summed and to which outputs are rounded, the loss too (5.5476 becomes 5.5469). Ranks of a ring
+    have shares of one row's gradient, so rounded sums would depend on the ring. A policy of several dtypes stays.
     """
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     policy = getattr(plugin, "mixed_precision_policy", None)
@@ -40,11 +38,10 @@ def keep_float32(accelerator: Any) -> None:
 
 
 def uncast(count: Any, model: nn.Module | None) -> Any:
-    """The number by which ``model`` divides its loss, as what FSDP2 hands on as it is; None: a model not known yet.
+    """Returns a count of tokens in a form that FSDP2 does not round. ``model``: None if it is not known yet.
 
-    In 16 bits FSDP2 casts every floating tensor that a model is called with (``cast_forward_inputs``, which
-    inputs_embeds and pixels need): of 1250 tokens it makes 1248 in bfloat16, of 131071 infinity in float16. A Python
-    number passes. Other models keep the tensor: a number costs one more graph where a whole model is compiled.
+    In 16 bits FSDP2 casts every floating tensor among a model's inputs: 1250 tokens become 1248 in bfloat16, 131071
+    infinity in float16. A Python number passes. Without FSDP2 a tensor saves a compiled model one graph.
     """
     if not isinstance(count, Tensor):
         return count
@@ -57,9 +54,6 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Yields the wrappers that were never tested."""
     kinds = {type(module).__name__ for module in model.modules()} if context.ring.size > 1 else set()
     yield from (UNTESTED[kind] for kind in sorted(kinds & UNTESTED.keys()))
-
-
-def prepare(_model: nn.Module, _context: BatchContext) -> None:
-    """Wrappers need nothing here: accelerate's policy is set before it shards a model (`keep_float32`)."""

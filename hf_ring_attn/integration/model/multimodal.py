@@ -1,10 +1,9 @@
-"""Models of images and sound: these are read whole on every rank, and the row is cut where the text model begins.
+"""Models of images and sound: every rank reads these whole, and the row is sharded at the input of the text model.
 
-Placeholders of images are counted and filled in whole rows, and positions of images are numbered there, so such a batch
-cannot be cut before the model is called. A hook on the text model cuts what it is given; what lies before it, the
-vision tower among it, runs on every rank alike, outside the ring, with the same random numbers (`randomness`). Labels
-are cut beforehand, since logits are this rank's. A gradient that flows back to the towers is this rank's share, as that
-of any weight.
+Placeholders of images are counted and filled in whole rows, and positions numbered there, so such a batch cannot be
+sharded before the model is called. A hook on the text model shards its inputs. All modules before it, such as the
+vision tower, run outside the ring on every rank, with the same random numbers (`ring_random`). Labels are sharded
+beforehand. The gradient of a tower is this rank's share, as that of any weight.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from . import structure
 
 CUT_BEFORE = {"labels", "shift_labels", "num_items_in_batch"}
 PER_TOKEN = {"input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs"}
-"""Of a text model's inputs, [B, S, ...], those that are cut along the row."""
+"""The inputs [B, S, ...] of a text model that are sharded along the row."""
 _CALLED = "was called with"
 _ALONE = "train this model without a ring, or its text model alone"
 
 
 def _text_of(model: nn.Module) -> Any:
-    """The text model inside ``model`` that could be called with a part of the row; None if there is none."""
+    """The text model inside ``model`` that can be called with a part of the row; None if there is none."""
     outer: Any = next((module for module in model.modules() if "config" in module.__dict__), model)
     text = outer.get_decoder() if hasattr(outer, "get_decoder") else None
     if text is None or text.config is outer.config or text.config is not outer.config.get_text_config():
@@ -42,8 +41,9 @@ def _text_of(model: nn.Module) -> Any:
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Yields a reason if a batch holds images or sound, and the model has no text model."""
     if context.text is not None and _text_of(model) is None:
-        yield "it is given images or sound, but has no text model inside it that could take a part of the row"
+        yield "its batch holds images or sound, but it has no inner text model that could take a part of the row"
 
 
 def prepare(model: nn.Module, context: BatchContext) -> None:
@@ -77,12 +77,12 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def cut(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[str, Any]:
-    """This rank's share of what a text model was called with, whole.
+    """This rank's share of the inputs of a text model.
 
     Raises:
-        UnsupportedArgument: for a tensor of one entry a token whose meaning is not known here; for a mask of another
-            kind than the batch may hold, which the model around made by itself; for a cache to be filled.
-        UnsupportedModel: nobody gave position_ids, and the text model would not number its tokens 0, 1, 2, ...
+        UnsupportedArgument: an unknown tensor with an entry per token, a mask that the outer model made by itself, or a
+            cache.
+        UnsupportedModel: it got no position_ids, and the text model would not number its tokens 0, 1, 2, ...
     """
     where = type(text).__name__
     layout, embeds = context.layout, named.get("inputs_embeds")
@@ -94,7 +94,7 @@ def cut(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[s
     if named.get("use_cache"):
         why = "a cache would hold this rank's tokens only; leave use_cache=False, as sharded.inputs has it"
         raise errors.UnsupportedArgument(where, "use_cache=True", why, _CALLED)
-    if not isinstance(mask, dict | MaskSpec):  # else made of the whole row, by the model around
+    if not isinstance(mask, dict | MaskSpec):  # else the outer model made it of the whole row
         _refuse_mask(where, mask, rows, length)
         facts = mask_facts(layout, rows, text_positions(positions), mask)
         context.learn(documents=facts.documents, hidden=facts.hidden, positions=facts.positions)
@@ -126,13 +126,13 @@ def cut(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[s
 
 
 def _refuse_mask(where: str, mask: Any, rows: int, length: int) -> None:
-    """What hides single pairs of tokens, or none of this row's, cannot be told by one entry a token."""
+    """Refuses a mask without one entry for each token."""
     if mask is None or (isinstance(mask, Tensor) and tuple(mask.shape) == (rows, length)):
         return
     got = f"has shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
     why = (
-        f"it {got}, but a ring takes [{rows}, {length}], one entry a token, or what transformers.masking_utils makes "
-        f"of that, and this model made a mask of its own; {_ALONE}"
+        f"it {got}, but a ring takes [{rows}, {length}], one entry a token, or a mask that transformers.masking_utils "
+        f"makes of it; {_ALONE}"
     )
     raise errors.UnsupportedArgument(where, "attention_mask", why, _CALLED)
 
@@ -142,7 +142,7 @@ def _share(layout: Layout, x: Tensor, dim: int, value: int | None = 0) -> Tensor
 
 
 def _of_images(layout: Layout, places: Tensor, features: list[Tensor]) -> list[Tensor]:
-    """Of features [N, width] of the N tokens in ``places`` [B, S], those of this rank's tokens, in its order."""
+    """This rank's part, in its order, of features [N, width] of the N tokens in ``places`` [B, S]."""
     numbers = torch.full(places.shape, -1, device=places.device)
     numbers[places] = torch.arange(int(places.sum()), device=places.device)
     mine = layout.shard(layout.pad(numbers, 1, -1), 1)

@@ -1,8 +1,8 @@
 """Hybrid models: layers that carry state along the sequence, or mix neighbouring tokens, exact in a ring.
 
-transformers computes them by a few functions of each model's file, those of `operations`; all else in such a layer is
-of one token. So a layer is known by what its forward calls. What it needs to know in a ring hangs on its padding mask,
-which reaches it in a checkpoint's recompute too.
+transformers computes them by a few functions of each model's file (`recurrent_ops`); the rest of such a layer treats
+each token by itself. So the functions that its forward calls identify a layer. Its padding mask carries what it needs
+in a ring, also in a checkpoint's recompute.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,6 @@ def _forward(module: nn.Module) -> Any:
 
 @functools.cache
 def _names(code: Any) -> frozenset[str]:
-    """The names that a function looks up in its file."""
     return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
 
 
@@ -57,21 +56,18 @@ def names_of(module: nn.Module) -> frozenset[str]:
     return frozenset() if code is None else _names(code)
 
 
-def _takes_mask(module: nn.Module) -> bool:
-    return "attention_mask" in inspect.signature(_forward(module)).parameters
-
-
 def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of ``model`` that look along the sequence by functions known here alone, by name."""
+    """The layers of ``model`` that look along the sequence by known functions only, by name."""
     found = {}
     for name, module in model.named_modules():
         names = names_of(module)
         if not (used := names & {CONVOLUTION, *OPERATIONS}):
             continue
-        file = _forward(module).__globals__
-        others = names - used - {*FUSED, *DECODING}
-        told = MASK in file or ("ALL_ATTENTION_FUNCTIONS" not in file and _takes_mask(module))
-        if told and all(known(file, x) for x in used) and not any(replaceable(file.get(x)) for x in others):
+        forward = _forward(module)
+        file, others = forward.__globals__, names - used - {*FUSED, *DECODING}
+        takes_mask = "attention_mask" in inspect.signature(forward).parameters
+        gets_mask = MASK in file or ("ALL_ATTENTION_FUNCTIONS" not in file and takes_mask)
+        if gets_mask and all(known(file, x) for x in used) and not any(replaceable(file.get(x)) for x in others):
             found[name] = module
     return found
 
@@ -81,9 +77,9 @@ class Recurrent:
     """The recurrent layers of one model.
 
     Args:
-        layers: those that are known here, by name.
+        layers: the known ones, by name.
         unknown: the path of the first module that carries state in another way; None if there is none.
-        attends: False where all layers of the model are recurrences that are known here.
+        attends: False if all layers of the model are known recurrences.
     """
 
     layers: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
@@ -93,14 +89,15 @@ class Recurrent:
 
 
 def recurrent_of(model: nn.Module) -> Recurrent:
-    """The recurrent layers of ``model``, looked for once for each of its structures."""
+    """The recurrent layers of ``model``, found once for each structure."""
     known = latest_record(model).state(Recurrent)
     if not known.found:
         layers = recurrent_layers(model)
         known.layers = {name: weakref.ref(module) for name, module in layers.items()}
         known.unknown = _unknown(model, layers)
-        alone = len(layers) > 0 and known.unknown is None and not uses_interface(model)
-        known.attends = not (alone and _without_attention(list(configs_of(model))))
+        types = [set(getattr(config, "layer_types", None) or ()) for config in configs_of(model)]
+        no_attention = any(types) and all(kinds <= {"linear_attention", "mamba"} for kinds in types)  # as in Mamba
+        known.attends = not (layers and known.unknown is None and not uses_interface(model) and no_attention)
         known.found = True
     return known
 
@@ -116,16 +113,11 @@ def _unknown(model: nn.Module, layers: Mapping[str, nn.Module]) -> str | None:
     return None
 
 
-def _without_attention(configs: Collection[Any]) -> bool:
-    """Returns True if models with these configs say of all their layers that none attends, as Mamba does."""
-    types = [set(getattr(config, "layer_types", None) or ()) for config in configs]
-    return any(types) and all(kinds <= {"linear_attention", "mamba"} for kinds in types)
-
-
 # ---- the changes to a model and its file -----------------------------------------------------------------------------
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Yields the first layer that carries state in an unknown way."""
     name = recurrent_of(model).unknown
     if name is None:
         return
@@ -137,7 +129,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
 
 
 def prepare(model: nn.Module, _context: BatchContext) -> None:
-    """Hooks the layers of ``model`` that are known here, and changes the functions that they use."""
+    """Hooks the known layers of ``model``, and patches the functions that they use."""
     layers = [layer for reference in recurrent_of(model).layers.values() if (layer := reference()) is not None]
     files = {file["__name__"]: file for file in (_forward(module).__globals__ for module in layers)}
     install([patch for name, file in files.items() for patch in _patches(name, file)])
@@ -158,7 +150,7 @@ def _marked(make: Callable[[Any], Any], original: Any) -> Any:
 
 
 def _replaced(module: nn.Module) -> str | None:
-    """The first function of the layer's file that somebody has replaced since it was changed here; None if none."""
+    """The first function of the layer's file that was replaced after our patch; None if none was."""
     file = _forward(module).__globals__
     used = sorted(names_of(module) & {CONVOLUTION, *FUSED, *OPERATIONS})
     return next((name for name in used if not hasattr(file.get(name), _MARK)), None)
@@ -168,7 +160,7 @@ def _replaced(module: nn.Module) -> str | None:
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given, recomputed = [*args, *kwargs.values()], torch._C._current_graph_task_id() != -1
     if (context := _shared_scope()) is not None and MASK not in _forward(module).__globals__ and not recomputed:
-        _tell(given, context)
+        _mark_mask(given, context)
     rows: RowShare | None = next(
         (getattr(x, _MARK) for x in given if isinstance(x, Tensor) and hasattr(x, _MARK)), None
     )
@@ -178,16 +170,16 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             why = "its state would be one rank's; leave use_cache=False, as sharded.inputs has it"
             raise errors.UnsupportedArgument(type(module).__name__, "a cache", why, "was called with")
         if (name := _replaced(module)) is not None:
-            why = f"{name} of its file was replaced after hf_ring_attn had changed it: replace it before"
+            why = f"{name} of its file was replaced after hf_ring_attn patched it: replace it before"
             raise errors.UnsupportedModel(type(module).__name__, [why])
-    # A recompute whose checkpoint copied the mask has lost what hung on it.
+    # A checkpoint that copied the mask lost its attribute.
     elif context is not None or (_RAN in module.__dict__ and recomputed):
         raise errors.RecurrentLayerWithoutMask(type(module).__name__)
     RUNNING.append((module, rows))
 
 
-def _tell(given: list[Any], context: batch_context.BatchContext) -> None:
-    """Of a model without attention, whose layers are given this rank's share of the padding mask as it came."""
+def _mark_mask(given: list[Any], context: batch_context.BatchContext) -> None:
+    """Marks the padding mask of a model without attention, whose layers get this rank's share of it unchanged."""
     share = (context.facts.rows, context.layout.local_length)
     mask = next((x for x in given if isinstance(x, Tensor) and tuple(x.shape) == share), None)
     if mask is not None:
@@ -201,7 +193,7 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def _shared_scope() -> batch_context.BatchContext | None:
-    """The sharded batch in which such layers need help: in a ring, or where a row holds several documents."""
+    """The sharded batch in which such layers need help: in a ring, or with several documents in a row."""
     context = batch_context.current()
     if context is None or context.before_text or (context.ring.size == 1 and context.facts.documents is None):
         return None
@@ -213,7 +205,7 @@ def _mask(original: Callable[..., Any]) -> Any:
     def create_recurrent_attention_mask(
         config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor | None:
-        """This rank's share of the padding mask, with what the layers that get it need to know hung on it."""
+        """This rank's share of the padding mask, with the facts for its layers as an attribute."""
         context = _shared_scope()
         if context is None:
             mask: Tensor | None = original(config, inputs_embeds, attention_mask, *args, **kwargs)
@@ -221,11 +213,8 @@ def _mask(original: Callable[..., Any]) -> Any:
         rows, length = inputs_embeds.shape[:2]
         if length != context.layout.local_length:
             raise errors.UnshardedInput(length, length, context.layout.local_length, context.layout.length)
-        real = (
-            torch.ones(rows, context.layout.padded)
-            if context.facts.hidden is None
-            else context.facts.hidden.logical_not()
-        )
+        hidden = context.facts.hidden
+        real = torch.ones(rows, context.layout.padded) if hidden is None else hidden.logical_not()
         share = context.layout.shard(real, 1).to(inputs_embeds.device, torch.int64)
         setattr(share, _MARK, RowShare(context.ring, context.layout, context.facts.documents))
         return share

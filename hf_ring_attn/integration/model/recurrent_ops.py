@@ -1,7 +1,7 @@
-"""The functions by which transformers' layers look along the sequence, and what takes their place in a ring.
+"""The functions by which transformers' layers look along the sequence, and their replacements in a ring.
 
-They have the same names and parameters in the file of every model. A function that is not known here leaves its model
-refused; a new recurrence is a row of `OPERATIONS`.
+They have the same names and parameters in the file of every model. An unknown function leaves its model refused; a new
+recurrence is a row of `OPERATIONS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...layers.head_parallel import by_heads
 
 CONVOLUTION = "causal_conv1d_fn"
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-"""A whole layer at once, where a package is installed; None where it is not, and the layer goes the long way."""
+"""A whole layer in one call of an installed package; a result of None makes the layer use the other functions."""
 DECODING = (
     "causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention",
     "mamba2_selective_state_update", "mamba_selective_state_update",
@@ -64,7 +64,7 @@ OPERATIONS = {
 
 
 def known(file: dict[str, Any], name: str) -> bool:
-    """Whether a file has this function, with the parameters that are needed here."""
+    """Returns True if a file has this function, with the needed parameters."""
     function = file.get(name)
     if not callable(function):
         return False
@@ -76,17 +76,15 @@ def known(file: dict[str, Any], name: str) -> bool:
 
 
 def _parameters(function: Any) -> list[str]:
-    """The names of a function's parameters; where the package kernels is installed, it is a module."""
+    """The names of a function's parameters; with the package kernels it is a module."""
     function = inspect.unwrap(function)
     return list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters)
 
 
 def replaceable(function: Any) -> bool:
-    """Whether transformers lets packages take a function's place, as it does with all that look along the sequence."""
+    """Returns True if transformers lets packages replace a function, as all that look along the sequence."""
     return isinstance(function, nn.Module) or hasattr(function, "__wrapped__")
 
-
-# ---- in their place --------------------------------------------------------------------------------------------------
 
 RUNNING: list[tuple[nn.Module, RowShare | None]] = []
 """The layers that run now, the innermost last, with their rows; None outside a sharded batch."""
@@ -137,8 +135,7 @@ def _scan(name: str, original: Callable[..., Any]) -> Any:
             {at: given[at] for at in names if given.get(at) is not None}
             for names in (scan.heads, scan.shared, scan.weights)
         )
-        # Tensors of other names are inputs of the model that come this far. Packages take none of them but documents
-        # (cu_seqlens, seq_idx), which are computed one by one here.
+        # Other tensors are inputs of the model, of which packages use documents only; these are computed one by one.
         others = {at: x for at, x in kwargs.items() if not isinstance(x, Tensor)}
 
         def compute(a: list[Tensor], b: list[Tensor], c: list[Tensor]) -> Tensor:
@@ -170,4 +167,4 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(FUSED, _fused),
     **{name: functools.partial(_scan, name) for name in OPERATIONS},
 }
-"""What makes of each function of a file the one that takes its place."""
+"""Makers of replacements, by the name of the function in a model's file."""

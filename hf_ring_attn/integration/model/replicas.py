@@ -1,15 +1,15 @@
-"""Telling a plain loop whose model nothing wraps that its replicas drift apart, or were never the same.
+"""Replicas of a model in a plain loop: averages their gradients, and detects that they differ.
 
-DDP and FSDP average gradients over the ranks of a ring; a bare model needs `Sharded.reduce_gradients`. Whether that was
-called is known only when the next batch comes. And they hand out the first rank's weights; those of a bare model are
-compared before it trains. The self-check's answers do not tell: the weights that LoRA draws are multiplied by zero.
+DDP and FSDP average gradients over the ranks of a ring; a bare model needs `Sharded.reduce_gradients`, whose absence
+shows at the next batch. They also broadcast weights; those of a bare model are compared before it trains. The
+self-check does not see these: LoRA multiplies random weights by zero.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from ..context.model_record import latest_record
 from ..log import warn
 
 SAME_WEIGHTS = (
-    "Build or load the model alike on every rank (seed before what is initialised at random, LoRA's weights too); DDP "
-    "and FSDP see to it by themselves."
+    "Build or load the same model on every rank (seed before random initialisation, LoRA's too), or wrap it in DDP or "
+    "FSDP."
 )
 
 AVERAGING = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}
@@ -34,11 +34,11 @@ class ReducedGradients(set[int]):
 
 
 _last: list[tuple[str, list[weakref.ref[Tensor]], BatchContext, int]] = []
-"""What trains in the last batch, by its name and its tensors, and how often these had been written until then."""
+"""Modules that train in the last batch: name, weights, batch, and the sum of the weights' version counters."""
 
 
 def averages_gradients(model: nn.Module) -> bool:
-    """Whether some wrapper in or around ``model`` combines gradients over ranks."""
+    """Returns True if a wrapper in or around ``model`` combines gradients over ranks."""
     if AVERAGING & _classes(model):
         return True
     return any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
@@ -49,24 +49,25 @@ def _classes(model: nn.Module) -> set[str]:
 
 
 def note_trained(model: nn.Module, context: BatchContext) -> None:
-    """Notes a model that trains in a ring with nothing that would average its gradients, and compares its weights."""
+    """Notes a bare model that trains in a ring, and compares its weights."""
     if context.ring.size > 1 and model.training and not averages_gradients(model):
         compare(model, context)
         _note(type(model).__name__, model.parameters(), context)
-        trained = [x for x in model.parameters() if x.requires_grad]
-        if trained:
-            _watch_gradient(_smallest(trained))
+        # The last of the smallest: LoRA's first factor has no gradient at first, the second one has.
+        weight = min((x for x in reversed([*model.parameters()]) if x.requires_grad), key=Tensor.numel, default=None)
+        if weight is not None and weight not in _GRADIENTS:
+            _GRADIENTS[weight] = _Gradient(weight)
 
 
 # ---- averaging by hand -----------------------------------------------------------------------------------------------
 
 
 class _Versions(dict[int, int]):
-    """How often each trained weight had been written when its batch's forward began, by identity."""
+    """The version counter of each trained weight at the start of its batch's forward, by identity."""
 
 
 class _Gradient:
-    """A weight's gradient as backward left it, until ranks average it."""
+    """A copy of a weight's gradient after backward, until ranks average it."""
 
     def __init__(self, weight: Tensor) -> None:
         self.left: tuple[Tensor, int, Tensor] | None = None
@@ -77,7 +78,7 @@ class _Gradient:
             self.left = weight.grad, weight.grad._version, weight.grad.detach().clone()
 
     def factor(self, weight: Tensor) -> Tensor | None:
-        """The factor by which the gradient was scaled since backward; None: nobody touched it."""
+        """The factor by which the gradient was scaled since backward; None: it is unchanged."""
         if self.left is None or weight.grad is None:
             return None
         gradient, version, before = self.left
@@ -91,21 +92,11 @@ _GRADIENTS = WeakIdKeyDictionary()
 """The smallest trained weight of each model that trains unwrapped, and its `_Gradient`, until ranks average it."""
 
 _SAME_FACTOR = 1e-3
-"""Relative bound of how far factors differ that are the same but for rounding."""
-
-
-def _smallest(weights: Sequence[Tensor]) -> Tensor:
-    """The last of the smallest: LoRA's first factor has no gradient at first, the second one has."""
-    return min(reversed(weights), key=Tensor.numel)
-
-
-def _watch_gradient(weight: Tensor) -> None:
-    if weight not in _GRADIENTS:
-        _GRADIENTS[weight] = _Gradient(weight)
+"""The relative difference of factors that rounding explains."""
 
 
 def average_gradients(model: nn.Module, context: BatchContext) -> None:
-    """`Sharded.reduce_gradients`."""
+    """Implements `Sharded.reduce_gradients`."""
     ring, versions = context.ring, context.state(_Versions)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(versions.get(id(x), x._version) != x._version for x in trained):
@@ -120,14 +111,14 @@ def average_gradients(model: nn.Module, context: BatchContext) -> None:
         factor = watched.factor(weight)
     factors = torch.zeros(ring.size, device=weight.device)
     factors[ring.rank] = 1.0 if factor is None else factor
-    # A rank without a gradient (an unused expert, say) still has to take part in the sum.
+    # A rank without a gradient (of an unused expert) still takes part in the sum.
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
     *averaged, factors = ring.means([*gradients, factors])
     if factor is not None:  # else the host need not wait for them
         each = [f for f in (factors * ring.size).tolist() if f and math.isfinite(f)]
         if each and max(each) - min(each) > _SAME_FACTOR * max(map(abs, each)):
             raise errors.GradientsChanged(
-                f"each rank has scaled its gradients by another factor (from {min(each):.3g} to {max(each):.3g})",
+                f"each rank scaled its gradients by another factor (from {min(each):.3g} to {max(each):.3g})",
                 "The norm of a rank's gradients is not that of the batch's: clip gradients after it.",
             )
     context.state(ReducedGradients).update(map(id, trained))
@@ -143,9 +134,7 @@ class _Compared(set[str]):
 
 
 def compare(model: nn.Module, context: BatchContext) -> None:
-    """Refuses a model that trains in a ring, and that nothing wraps, if its ranks begin with different weights.
-
-    Reads what is trained, once for each model and ring.
+    """Compares the trained weights of a bare model over the ring, once for each model and ring.
 
     Raises:
         RanksDiffer: on every rank, with the name of the first weight that differs.
@@ -179,7 +168,7 @@ def mean_loss(loss: Tensor, ring: Ring) -> Tensor:
 
 
 def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) -> None:
-    """Notes what a score_mod learns that belongs to no model: a wrapper of a model does not average its gradient."""
+    """Notes weights of a score_mod that belong to no model, so that no wrapper averages their gradients."""
     own = [x for x in captured if x.is_leaf and x.requires_grad]
     if context.ring.size == 1 or not own:
         return
@@ -188,7 +177,7 @@ def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) 
     own = [x for x in own if id(x) not in known]
     # FSDP's weights have no identity while they are gathered.
     if own and not any("FSDPModule" in _classes(model) for model in models):
-        _note(f"what the score_mod {name} learns", own, context)
+        _note(f"the score_mod {name}", own, context)
 
 
 def _note(name: str, tensors: Iterable[Tensor], context: BatchContext) -> None:
@@ -209,7 +198,7 @@ def warn_if_not_reduced() -> None:
     while _last:
         name, references, context, written = _last.pop()
         trained = [x for x in (reference() for reference in references) if x is not None]
-        # Weights that nobody has written since: gradients are still being added up, or there is no training.
+        # Without a step since, gradients are still being added up, or there is no training.
         if sum(x._version for x in trained) == written or all(
             id(x) in context.state(ReducedGradients) for x in trained
         ):

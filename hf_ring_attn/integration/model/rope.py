@@ -1,13 +1,11 @@
 """RoPE whose frequencies depend on the longest position of the batch ("dynamic" NTK, "longrope").
 
-transformers takes that longest position from the position_ids a rank was given, so each rank would choose its own
-frequencies. A pair of hooks shows such a module the largest position of the whole batch as one more position, and drops
-the row that this adds to cos and sin.
+transformers takes that position from a rank's position_ids, so each rank would choose other frequencies. A pair of
+hooks appends the largest position of the whole batch, and drops the row that this adds to cos and sin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,11 +14,6 @@ from torch import Tensor, nn
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..patching.hooks import attach
-
-
-def unsupported(_model: nn.Module, _context: BatchContext) -> Iterator[str]:
-    """Every RoPE is supported."""
-    yield from ()
 
 
 def prepare(model: nn.Module, _context: BatchContext) -> None:

@@ -1,7 +1,7 @@
-"""What a model's structure says against sharding its sequence: reasons in words, found by mechanism and not by name.
+"""Reasons in a model's structure against sharding its sequence, found by mechanism and not by name.
 
-A rank sees its own tokens only, so a model is exact there if attention alone looks along the sequence, and if each
-token is told its position. What breaks this is looked for in modules and signatures, so newer models are seen too.
+A rank sees its own tokens only, so a model is exact if only attention looks along the sequence, and if each token gets
+its position. Modules and signatures show exceptions, so newer models are covered, too.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ TEXT = ("input_ids", "inputs_embeds")
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Every reason why ``model``, of which each rank sees a part of the sequence, would not be exact."""
+    """Yields every reason why ``model`` would not be exact on a part of the sequence."""
     if context.ring.size > 1:
         yield from _attention_reasons(model, list(configs_of(model)))
         yield from _token_reasons(model)
-    if context.facts.numbered:  # also in a ring of one, whose rows `shard` has numbered too
+    if context.facts.numbered:  # also in a ring of one: `shard` numbered its rows
         yield from position_reasons(model, context.facts.hidden is not None)
-
-
-def prepare(_model: nn.Module, _context: BatchContext) -> None:
-    """The structure of a model needs nothing."""
 
 
 def _attention_reasons(model: nn.Module, configs: list[Any]) -> Iterator[str]:
@@ -55,18 +51,18 @@ def _token_reasons(model: nn.Module) -> Iterator[str]:
         if any(name.startswith(f"{layer}.") for layer in known):
             continue
         if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
-            yield f"{where} mixes neighbouring tokens, which lie on other ranks"
+            yield f"{where} mixes neighbouring tokens, which are on other ranks"
             break
         if getattr(module, "trigram_input", False) is True:
-            yield f"{where} joins each token's embedding with its neighbours', which lie on other ranks (trigram_input)"
+            yield f"{where} joins each token's embedding with its neighbours', which are on other ranks (trigram_input)"
             break
 
 
 def position_reasons(model: nn.Module, hidden: bool) -> Iterator[str]:
-    """Why ``model`` without position_ids would not number its tokens 0, 1, 2, ..., as a ring then does.
+    """Yields the modules that would not number tokens 0, 1, 2, ..., as a ring does without position_ids.
 
     Args:
-        hidden: whether a padding mask hides tokens.
+        hidden: a padding mask hides tokens.
     """
     for name, module in model.named_modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -80,7 +76,7 @@ def position_reasons(model: nn.Module, hidden: bool) -> Iterator[str]:
 
 
 def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules but those inside towers that take images or sound: no batch of a ring holds any."""
+    """All modules except those in towers for images or sound, which see whole inputs."""
     towers: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(tower) for tower in towers):
@@ -95,13 +91,10 @@ def _takes_tokens(model: PreTrainedModel) -> bool:
     return model.main_input_name in TEXT and getattr(model.config.get_text_config(), "vocab_size", None) is not None
 
 
-# ---- models that choose their attention from a table of their own ----------------------------------------------------
-
-
 def _attention_of(original: Callable[..., str]) -> Callable[..., str]:
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention == NAME and (table := _table(type(self))) is not None:
-            why = f"its code takes its attention from a table of its own ({table}), not from transformers' interface"
+            why = f"its code takes its attention from its own table ({table}), not from transformers' interface"
             raise errors.UnsupportedModel(type(self).__name__, [why])
         return original(self, requested_attention, is_init_check)
 
@@ -109,7 +102,7 @@ def _attention_of(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def _table(model_class: type) -> str | None:
-    """The name of a table of attention classes in the model's own file, towers for images left out; None if none."""
+    """The name of a table of attention classes in the model's file, except for vision; None if there is none."""
     for name, value in vars(sys.modules[model_class.__module__]).items():
         if isinstance(value, dict) and "eager" in value and isinstance(value["eager"], type) and "VISION" not in name:
             return name

@@ -1,8 +1,8 @@
-"""Llama 4's temperature tuning: queries of layers without RoPE grow with their place in the row.
+"""Llama 4's temperature tuning: layers without RoPE scale queries by their place in the row.
 
-transformers counts that place from the start of the tensor a rank was given (Llama4TextAttention.forward). In a ring
-such a layer is told not to, and `ring_attention_forward` does it instead, by the same formula, with the places that
-the rank's tokens have in the whole row. A layer knows that it runs in a ring by its mask, in a recompute too.
+transformers counts that place from the start of the rank's tensor (Llama4TextAttention.forward). In a ring hooks turn
+this off, and `ring_attention_forward` scales by the same formula with the places in the whole row. A layer's mask shows
+that it runs in a ring, in a recompute too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Why a model with temperature tuning is not exact: its layers are not those that this file knows."""
+    """Yields the layers whose temperature tuning is unknown."""
     for name, module in _tuned(model) if context.ring.size > 1 else ():
         if not all(hasattr(module, attribute) for attribute in _NEEDS):
             yield f"{name} ({type(module).__name__}) has a temperature tuning that is not Llama 4's"
@@ -37,21 +37,21 @@ def prepare(model: nn.Module, _context: BatchContext) -> None:
     """Hooks the layers that scale their queries by place."""
     for _, module in _tuned(model):
         if not getattr(module, "use_rope", True):
-            attach(module, _KEY, _leave_it_out, _put_it_back)
+            attach(module, _KEY, _turn_off, _turn_on)
 
 
-def _leave_it_out(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _turn_off(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     specs = [x for x in (*args, *kwargs.values()) if isinstance(x, MaskSpec)]
     if any(spec.layout.world_size > 1 for spec in specs):
         module.attn_temperature_tuning = False
 
 
-def _put_it_back(module: Any, _args: Any, _output: Any) -> None:
+def _turn_on(module: Any, _args: Any, _output: Any) -> None:
     module.attn_temperature_tuning = True
 
 
 def scaled(module: Any, query: Tensor, spec: MaskSpec) -> Tensor:
-    """The queries [B, H, T, D] as a hooked layer would have scaled them in one process; others as they are."""
+    """Scales queries [B, H, T, D] of a hooked layer as in one process; returns others unchanged."""
     if not attached(module, _KEY) or spec.layout.world_size == 1:
         return query
     places = spec.places.to(query.device)

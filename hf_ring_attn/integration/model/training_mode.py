@@ -1,7 +1,7 @@
-"""Modules that are exact in a ring in one mode, and not in the other: asked of every batch, since modes change.
+"""Modules that are exact in a ring in evaluation only. They are checked for every batch, since modes change.
 
-The self-check cannot tell: it runs in the mode of evaluation. A trainer may change the mode after a batch was made, so
-modules that are exact in their present mode are looked at again when they are called.
+The trial step cannot find them all: it needs labels, and turns dropout off. A trainer may change the mode after a batch
+was made, so modules in eval mode are checked again when they are called.
 """
 
 from __future__ import annotations
@@ -26,50 +26,39 @@ _DROPS_PATHS = re.compile(r"DropPath|StochasticDepth")
 
 
 def _skips_layers(module: nn.Module) -> bool | None:
-    """OPT, BioGPT, XGLM and kin; stochastic depth as in timm and transformers (drop_prob), and in torchvision (p)."""
+    """OPT, BioGPT, XGLM and others; stochastic depth of timm and transformers (drop_prob), and torchvision (p)."""
     rates = ("layerdrop", "drop_prob", "p") if _DROPS_PATHS.search(type(module).__name__) else ("layerdrop",)
     found = [module.__dict__[rate] for rate in rates if rate in module.__dict__]
     return any(found) if found else None
 
 
-def _normalises_by_batch(module: nn.Module) -> bool | None:
-    """Batch norms, SyncBatchNorm among them, which would count a ring's padding, and instance norms."""
-    return isinstance(module, _NormBase) or None
-
-
-def _drops_channels(module: nn.Module) -> bool | None:
-    kinds = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
-    return module.p > 0 if isinstance(module, kinds) else None
-
-
-def _adds_noise(module: nn.Module) -> bool | None:
-    return bool(module.__dict__.get("neftune_noise_alpha")) or None
-
-
-NOISE = "scales NEFTune's noise by the local length: set neftune_noise_alpha=None"
+_DROP_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 IN_TRAINING: list[tuple[Callable[[nn.Module], bool | None], str]] = [
     (
         _skips_layers,
-        "skips layers at random, and each rank would draw for itself which, so that keys of one layer would meet those "
-        "of another: set its rate to 0, here and in the config that the model is made of (config.layerdrop = 0)",
+        "skips layers at random, and each rank would skip others, so that keys of different layers would mix: set its "
+        "rate to 0, here and in the model's config (config.layerdrop = 0)",
     ),
     (
-        _normalises_by_batch,
-        "normalises by statistics of many tokens, of which each rank has its own only: freeze it, by eval() after each "
-        "train(), or use a norm of single tokens (LayerNorm, RMSNorm)",
+        lambda module: isinstance(module, _NormBase) or None,  # of batches (also SyncBatchNorm) and instances
+        "normalises by statistics of many tokens, and each rank has its own tokens only: freeze it, by eval() after "
+        "each train(), or use a norm of single tokens (LayerNorm, RMSNorm)",
     ),
     (
-        _drops_channels,
-        "drops the same of many tokens at random, and each rank would draw for its own: set its p to 0, or use "
+        lambda module: module.p > 0 if isinstance(module, _DROP_CHANNELS) else None,
+        "drops the same channels of many tokens at random, and each rank would drop others: set its p to 0, or use "
         "nn.Dropout",
     ),
-    (_adds_noise, NOISE),
+    (
+        lambda module: bool(module.__dict__.get("neftune_noise_alpha")) or None,
+        "scales NEFTune's noise by the local length: set neftune_noise_alpha=None",
+    ),
 ]
-"""Whether a module does what is not exact in training, by its present rates, or None if it never does; and why."""
+"""Pairs: does a module, at its present rates, do what is not exact in training (None: it never does); and why."""
 
 
 class _Suspects(list[tuple[str, weakref.ref[nn.Module]]]):
-    """The modules of a model that may do so, by name: few or none, so a batch need not walk through the model."""
+    """The modules of a model that may do so, by name, so that a batch need not visit all modules."""
 
     found = False
 
@@ -88,7 +77,7 @@ def _why(module: nn.Module) -> str | None:
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Why ``model`` would not be exact in its present mode, each kind once. Has the rest refused when it is called."""
+    """Yields why ``model`` is not exact in its present mode, each kind once. Hooks modules in eval mode."""
     found = set()
     for name, module in _suspects(model) if context.ring.size > 1 else ():
         why = _why(module)
@@ -101,8 +90,8 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
             yield f"{name or 'it'} ({type(module).__name__}) {why}"
 
 
-# Not compiled: it would keep what it found the first time.
-@torch.compiler.disable(reason="hf_ring_attn looks at a module's mode")  # type: ignore[untyped-decorator]
+# Not compiled: a graph would keep the first mode.
+@torch.compiler.disable(reason="hf_ring_attn checks a module's mode")  # type: ignore[untyped-decorator]
 def _called(module: nn.Module, _args: object, _kwargs: object) -> None:
     context = batch_context.current()
     why = _why(module) if module.training else None
@@ -110,17 +99,8 @@ def _called(module: nn.Module, _args: object, _kwargs: object) -> None:
         raise errors.UnsupportedModel(type(module).__name__, [f"in training it {why}"])
 
 
-def noise_reasons(model: nn.Module) -> list[str]:
-    """What `refuse_always` says of a model that adds noise to its embeddings."""
-    return [f"it {NOISE}"] if any(map(_adds_noise, model.modules())) else []
-
-
-def prepare(_model: nn.Module, _context: BatchContext) -> None:
-    """Modes need nothing: modules that are exact in their present mode are hooked when they are looked at."""
-
-
 def say_dropout(model: nn.Module) -> None:
-    """Says once which modules draw random masks: each rank draws them for its own tokens, as another seed would."""
+    """Logs once which modules draw random masks: ranks draw for their own tokens, as with another seed."""
     found = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     if found:
         say(

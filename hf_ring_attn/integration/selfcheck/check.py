@@ -2,10 +2,8 @@
 
 A list of refused names knows no remote code, and no model that is newer than the list. So every model is tried: once on
 the whole row, on every rank, in a ring of one (the same masks and kernels), and once on its shares in the ring. If the
-two disagree, every rank refuses, naming the first module that differs.
-
-Then, where labels are given, a step is tried on such a row, too (`trial`): the loss as its host computes it, in the
-mode it trains in, and gradients of a few weights.
+two disagree, every rank refuses, naming the first module that differs. With labels a step is tried, too (`trial`): the
+loss as its host computes it, in the mode it trains in, and gradients of a few weights.
 
 It cannot see what begins beyond the row's length (`row.row_length`): a window of 4096 tokens that a layer applies by
 itself, a frequency that changes after 8192.
@@ -16,8 +14,8 @@ itself, a frequency that changes after 8192.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,18 +26,16 @@ from ... import errors
 from ...comm.ring import LOCAL, Ring
 from ..context import batch_context, introspect
 from ..context.batch_context import BatchContext
-from ..context.cut import Share, share
+from ..context.cut import Share, TrialStep, share
 from ..context.model_record import ModelRecord
 from ..context.tensor_tree import tensors_of
-from ..context.trial_step import TrialStep
 from ..model.chunked import lazy_heads
 from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
 from .compare import Places, Recorder, relative, spread
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
-from .tolerance import AMPLIFICATION, LOSS, outputs, rounded_anew
-from .tolerance import tolerance as tolerance_of
+from .tolerance import AMPLIFICATION, LOSS, dtypes_seen, rounded_anew, tolerance
 from .trial import GRADIENT, StepResult, distances, random_state, run_step, set_modes, watched_weights
 
 T = TypeVar("T")
@@ -51,22 +47,19 @@ _SAME_WEIGHTS = f"The self-check ran it on every rank alone, so their weights di
 
 
 class _Verdicts(dict[tuple[object, ...], str]):
-    """What came of a model's checks, by ring and kind of batch."""
-
-
-# ---- the check -------------------------------------------------------------------------------------------------------
+    """The verdicts of a model's checks, by ring and kind of batch."""
 
 
 def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
-    """Called with every outermost model that runs in a ring; once per model, ring and kind of batch it does something.
+    """Checks an outermost model, once per model, ring and kind of batch.
 
-    Raises:
-        SelfCheckFailed, SelfCheckRaised: on every rank, if the model's answer in the ring is not that to the whole row.
-        LossNotSharded, PooledOutput: on every rank, if only its loss, or only what has no entry for each token, is not.
-        RefusedElsewhere: on every rank, if the model failed on some ranks only. RanksDiffer: if their weights differ.
+    Raises (each on every rank):
+        SelfCheckFailed, SelfCheckRaised, PooledOutput: the model's answer in the ring is not that to the whole row.
+        LossNotSharded, GradientDiffers: its loss is not, or a gradient.
+        RefusedElsewhere: the model failed on some ranks only. RanksDiffer: their weights differ.
         SelfCheckNotRun: it failed on a whole row, and on as many as the batch has (not tried under FSDP2, which cannot
             go on after a forward that failed). NothingToCheck: it returned nothing that could be compared.
-        Refused: what the ring refuses in any forward.
+        Refused: anything that the ring refuses in a forward.
     """
     state, ring = context.state(SelfCheckState), context.ring
     sample = state.sample
@@ -75,65 +68,62 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
         return
     if sample is None or torch.compiler.is_compiling():
         return
-    inner = introspect.inside(model)
-    case: tuple[object, ...] = (ring.name, context.facts.has_labels, context.config.loss)
+    inner, has_labels, loss = introspect.inside(model), context.facts.has_labels, context.config.loss
+    case: tuple[object, ...] = (ring.name, has_labels, loss)
     if _sharding(inner) is None:  # else other rings, whose batches may be of another kind, take part in each forward
         case += (sample.first is None, sample.hides)
-    verdicts = record.state(_Verdicts)
-    step = context.state(TrialStep)
-    trained = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
-    tried = ("step", *case[:3], trained, *step.key)
-    tries = context.facts.has_labels and (step.loss is not None or (trained and context.config.loss != "gathered"))
-    if case not in verdicts or (tries and tried not in verdicts):
-        if not introspect.uses_ring(inner):  # a loss, a head: what is called beside the model
-            return
-        job, modes = _Check(inner, context, sample, _device(model, sample)), [x.training for x in inner.modules()]
-        if case not in verdicts:
-            with preserved(inner, job.device):
-                verdicts[case] = job.run()
-        if tries and tried not in verdicts:
-            with preserved(inner, job.device):
-                verdicts[tried] = job.try_step(step, trained, modes)
+    step, verdicts = context.state(TrialStep), record.state(_Verdicts)
+    trains = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
+    tried = ("step", *case[:3], trains, *step.key)
+    needs_step = has_labels and (step.loss is not None or loss != "gathered") and tried not in verdicts
+    if (case not in verdicts or needs_step) and not introspect.uses_ring(inner):  # a loss or a head beside the model
+        return
+    job, modes = _Check(inner, context, sample, _device(model, sample)), [x.training for x in inner.modules()]
+    if case not in verdicts:
+        with preserved(inner, job.device):
+            verdicts[case] = job.run(job.try_tokens)
+    if needs_step:
+        with preserved(inner, job.device):
+            verdicts[tried] = job.run(partial(job.try_step, step, trains, modes))
     state.verdict = verdicts[case]
 
 
 def _sharding(model: nn.Module) -> Ring | None:
-    """The ranks that FSDP2 has shard this model's weights: they gather them in each forward, so all of them run it."""
+    """The ranks among which FSDP2 shards this model's weights: all of them run each forward."""
     meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     return None if mesh is None else Ring.of(mesh.get_group(mesh.ndim - 1))
 
 
 def _device(model: nn.Module, sample: Sample) -> torch.device:
-    """Where the batch is, unless DDP would move it."""
+    """The device of the batch, unless DDP would move it."""
     ids = getattr(model, "device_ids", None)
     if type(model).__name__ == "DistributedDataParallel" and ids:
         return torch.device(str(model.device_type), ids[0])
     return next(iter(sample.tokens.values())).device
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Of two runs of one row, on all ranks: the spread of its tokens' errors, both losses, the coarsest spacing."""
+@dataclass
+class _Attempt:
+    """The relative distances of two runs of one row, the largest on any rank, and their limits.
 
-    tokens: float
-    want: float
-    got: float
-    spacing: float
+    Args:
+        again: the distances between the whole run and another one.
+        refusal: the error, given the limits; it may raise a more precise one.
+    """
 
-    def loss(self) -> float:
-        """How far the second loss is from the first, relatively."""
-        away = abs(self.got - self.want) / (abs(self.want) or 1.0)
-        return math.inf if math.isnan(self.got) != math.isnan(self.want) else 0.0 if math.isnan(away) else away
+    found: list[float]
+    limits: list[float]
+    again: Callable[[], list[float]]
+    refusal: Callable[[list[float]], errors.Refused]
 
-    def within(self, tolerance: float) -> bool:
-        return self.tokens <= tolerance and self.loss() <= LOSS * tolerance
+    def agrees(self) -> bool:
+        return all(error <= limit for error, limit in zip(self.found, self.limits, strict=True))
 
 
 @dataclass
 class _Check:
-    """One self-check on one rank. All ranks go the same way, since each turn is taken by numbers that all of them hold:
-    those of the ring, and of the other rings whose ranks shard the same weights."""
+    """One self-check on one rank. Its turns depend on numbers that all ranks hold, so all ranks take the same."""
 
     model: nn.Module
     context: BatchContext
@@ -144,142 +134,100 @@ class _Check:
         self.ring = self.context.ring
         self.config = replace(self.context.config, pad=True)
         self.sharding = _sharding(self.model)
-        self.labelled = self.context.facts.has_labels and self.config.loss != "gathered"
+        self.name = introspect.name_of(self.model)
 
-    def run(self) -> str:
-        """The verdict in words."""
-        return self._with_rows(self._compare)
-
-    def try_step(self, step: TrialStep, trained: bool, modes: Sequence[bool]) -> str:
-        """The verdict in words of a trial step. ``modes``: those of the model's modules."""
-        self.labelled = True
-        weights = watched_weights(self.model) if trained and self.sharding is None else {}
-        if not trained:
-            modes = [False] * len(modes)
-        return self._with_rows(partial(self._compare_steps, step, weights, None if step.trains else modes))
-
-    def _with_rows(self, compare: Callable[[int], str]) -> str:
+    def run(self, attempt: Callable[[int, int], _Attempt | None]) -> str:
+        """Returns the verdict in words. ``attempt``: called with a seed and a number of rows; None: nothing to try."""
         try:
-            return compare(1)
+            return self._run(attempt, 1)
         except errors.SelfCheckNotRun:
             if self.sharding is not None or self.sample.rows == 1:
                 raise
-        return compare(self.sample.rows)  # pairs of rows, say, of which one is preferred
+        return self._run(attempt, self.sample.rows)  # a model of pairs of rows, for example
 
-    def _compare(self, rows: int) -> str:
-        tolerance, found = 0.0, _Found(0.0, 0.0, 0.0, 0.0)
+    def _run(self, attempt: Callable[[int, int], _Attempt | None], rows: int) -> str:
         for seed in range(TRIES):
-            row = self._row(seed, rows)
-            mine = self._shared(row, self.ring)
-            mine.context.state(ChunkedLoss).keeps = True  # its logits are compared
-            dtypes: set[torch.dtype] = set()
-            with outputs(lambda x: dtypes.add(x.dtype)):  # noqa: B023  it is called in this turn only
-                whole = self._whole(partial(self._call_whole, row), rows)
-                share = self._sharded(partial(self._call, mine.inputs, mine.context))
-            places = Places.of(mine.context.layout, mine.context.facts.hidden, self.device)
-            found = self._table(places.errors(whole, share), whole, share, dtypes)
-            if math.isnan(found.tokens):
-                raise errors.NothingToCheck(introspect.name_of(self.model))
-            least = tolerance_of(found.spacing, self.device)
-            if found.within(least):
+            tried = attempt(seed, rows)
+            if tried is None or tried.agrees():
                 return "passed"
             with rounded_anew(self.device):
-                again = self._call_whole(row)
-            tolerance = max(least, AMPLIFICATION * self._table(places.errors(whole, share, again), whole, again).tokens)
-            if found.within(tolerance):
+                own = tried.again()
+            tried.limits = [max(limit, AMPLIFICATION * error) for limit, error in zip(tried.limits, own, strict=True)]
+            if tried.agrees():
                 return "passed"
-        self._refuse_other_weights(whole, least)
-        if found.tokens <= tolerance:
-            raise errors.LossNotSharded(
-                f"the loss of {introspect.name_of(self.model)} (the self-check found {found.got:.6g} in the ring, "
-                f"{found.want:.6g} in one process)",
-                again=True,
-            )
-        self._refuse_pooled(whole, share, places, tolerance)
-        where = self._first_difference(row, mine, places, least)
-        kind = introspect.class_of(self.model.get_submodule(where))
-        tokens = mine.context.layout.length
-        raise errors.SelfCheckFailed(
-            introspect.name_of(self.model), self.ring.size, tokens, found.tokens, tolerance, where, kind
+        assert tried is not None, "the last attempt disagreed"
+        raise tried.refusal(tried.limits)
+
+    def try_tokens(self, seed: int, rows: int) -> _Attempt:
+        """Compares what the model returns for each token."""
+        row = self._row(seed, rows, self.context.facts.has_labels and self.config.loss != "gathered")
+        mine = self._shared(row, self.ring)
+        mine.context.state(ChunkedLoss).keeps = True  # its logits are compared
+        with dtypes_seen() as dtypes:
+            whole = self._whole(partial(self._call_whole, row), rows)
+            share = self._sharded(partial(self._call, *mine))
+        places = Places.of(mine.context.layout, mine.context.facts.hidden, self.device)
+        found, least = self._spread(places.errors(whole, share)), self._tolerance(dtypes)
+        if math.isnan(found):
+            raise errors.NothingToCheck(self.name)
+
+        def again() -> list[float]:
+            return [self._spread(places.errors(whole, share, self._call_whole(row)))]
+
+        def refusal(limits: list[float]) -> errors.Refused:
+            self._refuse_other_weights(whole, least)
+            self._refuse_pooled(whole, share, places, limits[0])
+            where, tokens = self._first_difference(row, mine, places, least), mine.context.layout.length
+            kind = introspect.class_of(self.model.get_submodule(where))
+            return errors.SelfCheckFailed(self.name, self.ring.size, tokens, found, limits[0], where, kind)
+
+        return _Attempt([found], [least], again, refusal)
+
+    def try_step(self, step: TrialStep, trains: bool, modes: Sequence[bool], seed: int, rows: int) -> _Attempt | None:
+        """Compares the loss of a trial step, and gradients if it ``trains``. ``modes``: those of the modules."""
+        weights = watched_weights(self.model) if trains and self.sharding is None else {}
+        set_modes(self.model, None if step.trains else modes if trains else [False] * len(modes))
+        row = self._row(seed, rows, True)
+        whole_step, ring_step = (
+            partial(run_step, step, self.model, row, part, partial(self._call, *part), weights.values())
+            for part in (self._shared(row, Ring(LOCAL)), self._shared(row, self.ring))
         )
-
-    # ---- the trial step ----
-
-    def _compare_steps(
-        self, step: TrialStep, weights: dict[str, nn.Parameter], modes: Sequence[bool] | None, rows: int
-    ) -> str:
-        set_modes(self.model, modes)
-        limits: list[float] = []
-        names = ["", *weights]
-        for seed in range(TRIES):
-            row = self._row(seed, rows)
-            mine, alone = self._shared(row, self.ring), self._shared(row, Ring(LOCAL))
-            whole_step, ring_step = (
-                partial(run_step, step, self.model, row, part, partial(self._call, *part), weights.values())
-                for part in (alone, mine)
-            )
-            dtypes: set[torch.dtype] = set()
-            with outputs(lambda x: dtypes.add(x.dtype)):  # noqa: B023  it is called in this turn only
+        with dtypes_seen() as dtypes:
+            before = random_state(self.device)
+            whole = self._whole(whole_step, rows)
+            if not torch.equal(before, random_state(self.device)):  # not dropout: a router's noise, perhaps
+                set_modes(self.model, [False] * len(modes))
                 before = random_state(self.device)
                 whole = self._whole(whole_step, rows)
-                if not torch.equal(before, random_state(self.device)):  # not dropout: a router's noise, perhaps
-                    for module in self.model.modules():
-                        module.__dict__["training"] = False
-                    whole = self._whole(whole_step, rows)
-                if whole is None:
-                    return "passed"
-                share = self._sharded(ring_step)
-            assert share is not None, "a loss in one process"
-            spacing = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-            least = tolerance_of(max(self._everywhere([spacing]).flatten().tolist()), self.device)
-            got = StepResult(*self._means(share))
-            found = self._apart(got, whole)
-            limits = [LOSS * least] + [GRADIENT * least] * (len(found) - 1)
-            if all(error <= limit for error, limit in zip(found, limits, strict=True)):
-                return "passed"
-            with rounded_anew(self.device):
-                again = whole_step()
-            assert again is not None, "a loss in one process"
-            own = self._apart(again, whole)
-            limits = [max(limit, AMPLIFICATION * error) for limit, error in zip(limits, own, strict=True)]
-            if all(error <= limit for error, limit in zip(found, limits, strict=True)):
-                return "passed"
-        assert whole is not None, "it was compared"
-        name = introspect.name_of(self.model)
-        if found[0] > limits[0]:
-            numbers = f"{float(got.loss):.6g} in the ring, {float(whole.loss):.6g} in one process"
-            what = f"the loss of {step.name or name} (the self-check found {numbers})"
-            raise errors.LossNotSharded(what, again=self.config.loss != "gathered")
-        worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
-        raise errors.GradientDiffers(step.name or name, names[worst], self.ring.size, found[worst], limits[worst])
+            if whole is None or not torch.equal(before, random_state(self.device)):
+                return None  # no loss, or one that differs from run to run
+            share = self._sharded(ring_step)
+        assert share is not None, "a loss in one process"
+        got, least = self._mean(share), self._tolerance(dtypes)
+        found, want = self._apart(got, whole), whole
 
-    def _means(self, mine: StepResult) -> tuple[Tensor, list[Tensor]]:
-        """The means over the ring, as DDP makes them."""
-        device = self.ring.small_device(self.device)
-        loss, *gradients = self.ring.means([x.to(device) for x in (mine.loss, *mine.gradients)])
-        return loss, [x.to(self.device) for x in gradients]
+        def again() -> list[float]:
+            other = whole_step()
+            assert other is not None, "a loss in one process"
+            return self._apart(other, want)
 
-    def _apart(self, got: StepResult, want: StepResult) -> list[float]:
-        """The relative distance of the loss and of each gradient, the largest on any rank."""
-        loss = _Found(0.0, float(want.loss), float(got.loss), 0.0).loss()
-        table = self._everywhere([loss, *distances(got.gradients, want.gradients)])
-        return [float(x) for x in table.amax(0)]
+        def refusal(limits: list[float]) -> errors.Refused:
+            name = step.name or self.name
+            if found[0] > limits[0]:
+                numbers = f"{float(got.loss):.6g} in the ring, {float(want.loss):.6g} in one process"
+                what = f"the loss of {name} (the self-check found {numbers})"
+                return errors.LossNotSharded(what, again=self.config.loss != "gathered")
+            worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
+            weight = [*weights][worst - 1]
+            return errors.GradientDiffers(name, weight, self.ring.size, found[worst], limits[worst])
+
+        return _Attempt(found, [LOSS * least] + [GRADIENT * least] * (len(found) - 1), again, refusal)
 
     # ---- runs ----
 
-    def _row(self, seed: int, rows: int) -> dict[str, Any]:
-        row = self.sample.row(self.model, self.ring.size, self.labelled, seed, rows)
+    def _row(self, seed: int, rows: int, labelled: bool) -> dict[str, Any]:
+        row = self.sample.row(self.model, self.ring.size, labelled, seed, rows)
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in row.items()}
-
-    def _call_whole(self, row: Mapping[str, Any]) -> Any:
-        """The model's outputs for the whole row, in a ring of one: the same masks and kernels."""
-        alone = self._shared(row, Ring(LOCAL))
-        counted: dict[str, Any] = {
-            name: alone.inputs[name] for name in ("shift_labels", "num_items_in_batch") if name in alone.inputs
-        }
-        return self._call(
-            {**row, **counted} if alone.context.layout.padded == alone.context.layout.length else row, alone.context
-        )
 
     def _shared(self, row: Mapping[str, Any], ring: Ring) -> Share:
         config = self.config
@@ -291,31 +239,35 @@ class _Check:
             mine.context.text.config = self.context.text.config
         return mine
 
+    def _call_whole(self, row: Mapping[str, Any]) -> Any:
+        """The model's outputs for the whole row, in a ring of one: the same masks and kernels."""
+        alone = self._shared(row, Ring(LOCAL))
+        if alone.context.layout.padded == alone.context.layout.length:  # some losses read these inputs
+            made = {name: x for name, x in alone.inputs.items() if name in ("shift_labels", "num_items_in_batch")}
+            row = {**row, **made}
+        return self._call(row, alone.context)
+
     def _call(self, inputs: Mapping[str, Any], context: BatchContext) -> Any:
         taken = introspect.parameters_of(self.model, inputs)
         with batch_context.activate(context), lazy_heads(self.model):
             return self.model(**{name: x for name, x in inputs.items() if name in taken})
 
     def _whole(self, call: Callable[[], T], rows: int) -> T:
-        """The answer to the whole row."""
-        answer: Any = None
+        """The answer to the whole row, if every rank has one."""
         failure: Exception | None = None
         try:
             answer = call()
-        except Exception as error:  # noqa: BLE001  told below, on every rank: the row is ours, not the user's
+        except Exception as error:  # noqa: BLE001  raised below, on every rank: the row is ours, not the user's
             failure = error
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
         state = 0.0 if failure is None else 2.0 if isinstance(failure, errors.Refused) else 1.0
         if set(self._everywhere([state])[:, 0].tolist()) != {state}:
             self.ring.agree({}, self.ring.small_device(self.device), "", text)  # raises on every rank
         if failure is None:
-            found: T = answer
-            return found
+            return answer
         if isinstance(failure, errors.Refused):
             raise failure
-        raise errors.SelfCheckNotRun(
-            introspect.name_of(self.model), rows, row_length(self.ring.size), str(text)
-        ) from failure
+        raise errors.SelfCheckNotRun(self.name, rows, row_length(self.ring.size), str(text)) from failure
 
     def _sharded(self, call: Callable[[], T]) -> T:
         try:
@@ -324,46 +276,53 @@ class _Check:
             raise
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            raise errors.SelfCheckRaised(introspect.name_of(self.model), self.ring.size, text) from error
+            raise errors.SelfCheckRaised(self.name, self.ring.size, text) from error
 
     # ---- comparisons ----
 
     def _gathered(self, row: Tensor) -> Tensor:
-        """[W, ...] what every rank holds, on the CPU in float64."""
+        """[W, ...] each rank's ``row``, on the CPU in float64."""
         row = row.to(self.ring.small_device(self.device), torch.float64)
         return self.ring.gather(row, "compared its part of the self-check").wait()[0].cpu()
 
     def _everywhere(self, numbers: list[float]) -> Tensor:
-        """[n, ...] what every rank holds, of this ring and of all that shard its weights; some of it more than once."""
+        """[n, ...] the numbers of each rank of this ring, and of all that shard its weights; some more than once."""
         table = self._gathered(torch.tensor(numbers, dtype=torch.float64))
         if self.sharding is None:
             return table
         rings = table.to(self.sharding.small_device(self.device))
         return self.sharding.gather(rings, "compared its self-check").wait()[0].flatten(0, 1).cpu()
 
-    def _table(self, mine: Tensor, whole: Any, other: Any, dtypes: Set[torch.dtype] = frozenset()) -> _Found:
-        spacing = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        table = self._gathered(torch.cat([mine, torch.tensor([_loss(whole), _loss(other), spacing]).double()]))
-        want, got = (float(table[0, -3]), float(table[:, -2].mean())) if self.labelled else (0.0, 0.0)
-        found = _Found(spread(table[:, :-3]), want, got, float(table[:, -1].max()))
-        if self.sharding is None:
-            return found
-        rings = [_Found(*ring) for ring in self._everywhere([*astuple(found)]).tolist()]
-        odd = max(rings, key=_Found.loss)
-        tokens = torch.tensor([ring.tokens for ring in rings], dtype=torch.float64).max()  # nan if any is nan
-        return _Found(float(tokens), odd.want, odd.got, max(ring.spacing for ring in rings))
+    def _spread(self, mine: Tensor) -> float:
+        """The spread of the errors of all tokens, the largest of any ring; nan if one has nothing to compare."""
+        return float(self._everywhere([spread(self._gathered(mine))]).max())
 
-    def _refuse_pooled(self, whole: Any, share: Any, places: Places, tolerance: float) -> None:
-        """Where every token is right, it is an output without tokens that differs."""
-        if self._table(places.errors(whole, share, pooled=False), whole, share).tokens > tolerance:
+    def _tolerance(self, dtypes: set[torch.dtype]) -> float:
+        """The tolerance of a token's output, by the coarsest dtype that a module returned on any rank."""
+        spacing = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        return tolerance(float(self._everywhere([spacing]).max()), self.device)
+
+    def _mean(self, mine: StepResult) -> StepResult:
+        """The mean over the ring, as DDP makes it."""
+        device = self.ring.small_device(self.device)
+        loss, *gradients = self.ring.means([x.to(device) for x in (mine.loss, *mine.gradients)])
+        return StepResult(loss, [x.to(self.device) for x in gradients])
+
+    def _apart(self, got: StepResult, want: StepResult) -> list[float]:
+        """The relative distance of the loss and of each gradient, the largest on any rank."""
+        return [float(x) for x in self._everywhere(distances(got, want)).amax(0)]
+
+    def _refuse_pooled(self, whole: Any, share: Any, places: Places, limit: float) -> None:
+        """Refuses an output without tokens, if every token is right."""
+        if self._spread(places.errors(whole, share, pooled=False)) > limit:
             return
         pooled = places.pooled_errors(whole, share)
-        first = next((n for n, error in enumerate(pooled.values()) if not error <= tolerance), len(pooled))
+        first = next((n for n, error in enumerate(pooled.values()) if not error <= limit), len(pooled))
         first = min(int(self._everywhere([float(first)]).min()), len(pooled))  # of another ring, perhaps
-        raise errors.PooledOutput(introspect.name_of(self.model), [*pooled, "an output"][first], self.ring.size)
+        raise errors.PooledOutput(self.name, [*pooled, "an output"][first], self.ring.size)
 
     def _refuse_other_weights(self, whole: Any, least: float) -> None:
-        """Every rank has made the whole row alone, so their answers to it are the same, if their weights are."""
+        """Refuses ranks whose answers to the whole row differ, which each of them computed alone."""
         answer = next(x for _, x in tensors_of(whole) if x.is_floating_point() and x.dim())
         answers = self._gathered(answer.flatten()[:256])
         away = relative(answers, answers[:1].expand_as(answers), 0)
@@ -376,7 +335,7 @@ class _Check:
         with Recorder(places, whole=True).watching(self.model) as want:
             self._call_whole(row)
         with Recorder(places, whole=False).watching(self.model) as got:
-            self._call(mine.inputs, mine.context)
+            self._call(*mine)
         with Recorder(places, whole=True).watching(self.model) as again, rounded_anew(self.device):
             self._call_whole(row)
         events = list(want.events)
@@ -386,14 +345,6 @@ class _Check:
         first = int(self._everywhere([float(first)]).min())
         if first == len(events):
             return ""
-        # Given what it should be given, and returning something else, it is the module; else it is what called it.
+        # A module with the right inputs and another output makes the difference; else its caller does.
         event = events[first]
         return event.module if event.returned else want.callers[event]
-
-
-# ---- small things ----------------------------------------------------------------------------------------------------
-
-
-def _loss(outputs: Any) -> float:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0

@@ -1,9 +1,8 @@
-"""Where two runs of one model on one row differ: of each token by how much, and in which module first.
+"""Compares a model's run of a whole row with its run of this rank's share: each token's error, and the first module.
 
-One run is of the whole row, the other of this rank's share of it. Tensors are paired by their names and shapes: along
-one dim the one has the row's tokens and the other the share's, and all other dims are alike. What has no such dim is
-one answer for the whole row, if the model returns it (a pooled output), and is left out inside (the tokens of one
-expert); scalars always are.
+Tensors are paired by their names and shapes: along one dim the one has the row's tokens and the other the share's, and
+all other dims are alike. An output without such a dim is one answer for the whole row (a pooled output). Inside the
+model such tensors are left out (the tokens of one expert), and scalars always are.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..context.tensor_tree import tensors_of
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Which tokens of a share are compared with which of the row: the real ones that no padding mask hides.
+    """The tokens of a share and those of the row that are compared: real ones that no padding mask hides.
 
     Args:
         length: tokens in the row; local: tokens in the share, padding to the ring included.
@@ -52,42 +51,42 @@ class Places:
         return unlike[0] if found else None
 
     def errors(self, whole: Any, share: Any, again: Any = None, pooled: bool = True) -> Tensor:
-        """[T] float64 on the CPU: how far each token of a share's outputs is from the row's, by their norms.
+        """[T] float64 on the CPU: the largest relative error of each token of a share's outputs; nan without any.
 
-        The largest of all outputs that are pairs; with ``pooled``, outputs of the same shape (one answer for the whole
-        row, which every rank should have) count for all tokens. Without any it is nan. With ``again``, outputs of a
-        second run of the whole row, these are compared instead, at the same places.
+        Args:
+            again: outputs of a second run of the whole row, which are compared instead, at the same places.
+            pooled: outputs of the same shape (one answer for the whole row) count for all tokens.
         """
-        wholes, shares = dict(tensors_of(whole)), dict(tensors_of(share))
-        others = shares if again is None else dict(tensors_of(again))
-        at = self.here if again is None else self.there
         here, found = self.here.cpu(), torch.full((self.local,), torch.nan, dtype=torch.float64)
-        pairs = {name: self.dim(x.shape, shares[name].shape) for name, x in wholes.items() if name in shares}
-        for name, dim in pairs.items():
-            if dim is not None:
-                want, got = wholes[name].index_select(dim, self.there), others[name].index_select(dim, at)
-                found[here] = found[here].fmax(relative(got, want, dim).double().cpu())
-        for error in self.pooled_errors(whole, share, again).values() if pooled else ():
-            found[here] = found[here].fmax(torch.tensor(error, dtype=torch.float64))
+        for _, want, got, dim in self._pairs(whole, share, again):
+            if dim is not None or pooled:
+                found[here] = found[here].fmax(relative(got, want, dim or 0).double().cpu())
         return found
 
-    def pooled_errors(self, whole: Any, share: Any, again: Any = None) -> dict[str, float]:
-        """Of outputs without a dim of tokens, by name: how far they are from the row's."""
-        wholes, shares = dict(tensors_of(whole)), dict(tensors_of(share))
-        others = shares if again is None else dict(tensors_of(again))
-        alike = (name for name, x in wholes.items() if name in shares and x.shape == shares[name].shape)
-        return {
-            name.removeprefix("."): float(relative(others[name][None], wholes[name][None], 0))
-            for name in alike
-            if wholes[name].dim() and wholes[name].is_floating_point() and wholes[name].numel()
-        }
+    def pooled_errors(self, whole: Any, share: Any) -> dict[str, float]:
+        """The relative error of each output without a dim of tokens, by name."""
+        pairs = self._pairs(whole, share, None)
+        return {name.removeprefix("."): float(relative(got, want, 0)) for name, want, got, dim in pairs if dim is None}
+
+    def _pairs(self, whole: Any, share: Any, again: Any) -> Iterator[tuple[str, Tensor, Tensor, int | None]]:
+        """The outputs of two runs at this rank's tokens, and the dim of these; None for a pooled output."""
+        shares, others = dict(tensors_of(share)), dict(tensors_of(share if again is None else again))
+        at = self.here if again is None else self.there
+        for name, want in tensors_of(whole):
+            if name not in shares:
+                continue
+            dim = self.dim(want.shape, shares[name].shape)
+            if dim is not None:
+                yield name, want.index_select(dim, self.there), others[name].index_select(dim, at), dim
+            elif want.shape == shares[name].shape and want.dim() and want.is_floating_point() and want.numel():
+                yield name, want[None], others[name][None], None
 
 
 def relative(got: Tensor, want: Tensor, dim: int) -> Tensor:
     """[k] float32: norm of got - want over the norm of want, of each of the k slices along ``dim``.
 
-    The norm of a slice counts as a tenth of their root mean square at least: a token that is nearly 0 by chance would
-    show rounding as if it were a difference. inf and nan equal themselves; a nan that only one has is infinitely far.
+    The norm of a slice is at least a tenth of their root mean square: a token that is nearly 0 by chance would show
+    rounding as a difference. inf and nan equal themselves; a nan on one side only is infinitely far.
     """
     got, want = (x.movedim(dim, 0).flatten(1).float() for x in (got, want))
     equal = (got == want) | (got.isnan() & want.isnan())
@@ -100,15 +99,12 @@ def relative(got: Tensor, want: Tensor, dim: int) -> Tensor:
 def spread(table: Tensor) -> float:
     """The largest median of any group of tokens: one number that a defect moves and a few odd tokens do not.
 
-    Experts are chosen by comparing near-equal numbers, so rounding alone sends single tokens another way. A defect of
-    the sharding is not one token's: it has a whole chunk (positions, states, attention), or the same place in all
-    ranks' shares (a convolution's or a shift's first tokens). So the groups are the chunks and these places.
+    Experts are chosen by comparing near-equal numbers, so rounding alone changes the expert of single tokens. A defect
+    of the sharding moves a whole chunk (positions, states, attention), or the same place in all ranks' shares (a
+    convolution's or a shift's first tokens). So the groups are the chunks and these places.
 
     Args:
-        table: [W, T] errors of each rank's tokens, nan where there is none to compare.
-
-    Returns:
-        nan if there is nothing to compare.
+        table: [W, T] errors of each rank's tokens; nan for a token that is not compared. All nan give nan.
     """
     halves = table.reshape(table.shape[0] * 2, -1)
     groups = [*halves, *table.unbind(1)]
@@ -116,11 +112,8 @@ def spread(table: Tensor) -> float:
     return max((float(group[len(group) // 2]) for group in medians if len(group)), default=float("nan"))
 
 
-# ---- which module ----------------------------------------------------------------------------------------------------
-
-
 class Event(NamedTuple):
-    """A module was called, or returned: which, for the how-manieth time, and what called it."""
+    """A call of a module, the first or a later one, or its return."""
 
     module: str
     call: int
@@ -129,10 +122,10 @@ class Event(NamedTuple):
 
 @dataclass
 class Recorder:
-    """What modules were given and returned, in order.
+    """Records the inputs and outputs of modules, in order.
 
     Args:
-        places: of the tokens to keep. whole: the run is of the whole row, so only this rank's tokens of it are kept.
+        places: the tokens to record. whole: the run is of the whole row, so only this rank's tokens are recorded.
     """
 
     places: Places
@@ -155,28 +148,28 @@ class Recorder:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             self._calls[name] = self._calls.get(name, 0) + 1
             event = Event(name, self._calls[name], False)
-            self._keep(event, self._stack[-1].module if self._stack else name, [args, kwargs])
+            self._record(event, self._stack[-1].module if self._stack else name, [args, kwargs])
             self._stack.append(event)
 
         return before
 
     def _after(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         event = self._stack.pop()._replace(returned=True)
-        self._keep(event, event.module, output)
+        self._record(event, event.module, output)
 
-    def _keep(self, event: Event, caller: str, value: Any) -> None:
-        """Copies: models add to their hidden states in place."""
+    def _record(self, event: Event, caller: str, value: Any) -> None:
+        """Records copies, since models add to their hidden states in place."""
         self.callers[event] = caller
-        kept = self.events[event] = {}
+        recorded = self.events[event] = {}
         for name, x in tensors_of(value):
-            dims = [dim for dim, size in enumerate(x.shape) if size == (self.places.length if self.whole else -1)]
+            dims = [dim for dim, size in enumerate(x.shape) if size == self.places.length]
             if not self.whole:
-                kept[name] = (-1, x.detach().clone())
+                recorded[name] = (-1, x.detach().clone())
             elif len(dims) == 1:
-                kept[name] = (dims[0], x.detach().index_select(dims[0], self.places.there))
+                recorded[name] = (dims[0], x.detach().index_select(dims[0], self.places.there))
 
     def errors(self, event: Event, share: Recorder) -> float:
-        """The largest error of any token in what ``share`` (or a second run of the whole row) has of an event."""
+        """The largest error of any token of an event in ``share``, or in a second run of the whole row."""
         worst = 0.0
         for name, (dim, want) in self.events[event].items():
             _, got = share.events.get(event, {}).get(name, (-1, None))

@@ -1,11 +1,10 @@
-"""Running a model on the side, without a trace: what a forward changes in a model is put back afterwards."""
+"""Restores what a forward on the side changes in a model."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from ..log import warn
 
 BYTES_COPIED = 1 << 22
-"""Buffers up to this size are lent to the run as copies; larger ones (tables of RoPE, of masks) are only watched."""
+"""The largest buffers that the run gets as copies; larger ones (tables of RoPE, of masks) are only watched."""
 
 _OWN = frozenset(nn.Module().__dict__)
-"""What torch itself keeps in every module. Parameters are among it: FSDP2 exchanges them in a forward."""
+"""torch's own attributes of every module, parameters among them: FSDP2 exchanges them in a forward."""
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -26,30 +25,29 @@ _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 
 @contextmanager
 def preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, ``model`` is in eval mode, compiles nothing and makes no graph; afterwards it is as it was.
+    """Sets ``model`` to eval mode, without compiling and without a graph, and restores it on exit.
 
-    Put back: training flags, random generators, buffers, tensors and plain values that modules keep as attributes (the
-    frequencies of dynamic RoPE, caches, counters), and hooks: transformers notes in such a value that it has set those
-    by which it collects hidden states, and would set them twice. Not undone: what hooks of the user's write elsewhere.
-    By flags, not by `eval()`, which some modules override to merge weights.
+    Restored: training flags, random generators, buffers, tensors and plain values in attributes of modules (the
+    frequencies of dynamic RoPE, caches, counters), and hooks (transformers notes in such a value that it set its own).
+    Writes of a user's hooks elsewhere stay. Modes are set by flags: some modules override `eval()` to merge weights.
     """
     with ExitStack() as stack:
         devices = [device.index or 0] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(torch.no_grad())
-        # torch 2.13 no longer keeps casts made without a graph for the step that follows; earlier versions did.
+        # torch before 2.13 would use casts made without a graph in the step that follows.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_kept(model))
+        stack.enter_context(_restored(model))
         for module in model.modules():
             module.__dict__["training"] = False
         yield
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
+def _restored(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [dict(module.__dict__) for module in modules]
     buffers = [dict(module._buffers) for module in modules]
@@ -60,29 +58,32 @@ def _kept(model: nn.Module) -> Iterator[None]:
         if name not in _OWN and type(x) in (list, dict, set)
     ]
     hooks = [(module.__dict__[name], set(module.__dict__[name])) for module in modules for name in _HOOKS]
-    lent: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     watched: list[tuple[str, Tensor, int]] = []
 
-    def lend(name: str, x: Tensor) -> Tensor:
+    def copied(name: str, x: Tensor) -> Tensor:
         if x.is_inference():  # it cannot be written to
             return x
         if x.is_meta or x.numel() * x.element_size() > BYTES_COPIED or type(x) is not Tensor:
             watched.append((name, x, x._version))
             return x
-        return lent.setdefault(id(x), x.clone())
+        return copies.setdefault(id(x), x.clone())
 
     for module, own, held in zip(modules, attributes, buffers, strict=True):
         for name, buffer in held.items():
             if buffer is not None:
-                module._buffers[name] = lend(f"{type(module).__name__}.{name}", buffer)
+                module._buffers[name] = copied(f"{type(module).__name__}.{name}", buffer)
         for name, x in own.items():
             if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
-                module.__dict__[name] = lend(f"{type(module).__name__}.{name}", x)
+                module.__dict__[name] = copied(f"{type(module).__name__}.{name}", x)
     try:
         yield
     finally:
         for module, own, held in zip(modules, attributes, buffers, strict=True):
-            _restore(module, own)
+            now = module.__dict__
+            for name in [name for name, x in now.items() if name not in own and isinstance(x, _PLAIN)]:
+                del now[name]
+            now.update(own)
             module._buffers.clear()
             module._buffers.update(held)
         for set_hooks, known in hooks:
@@ -93,11 +94,4 @@ def _kept(model: nn.Module) -> Iterator[None]:
             container.extend(content) if isinstance(container, list) else container.update(content)
         for name, x, version in watched:
             if x._version != version:
-                warn(f"the self-check's row has written to {name}, which is too large to be copied first.")
-
-
-def _restore(module: nn.Module, before: dict[str, Any]) -> None:
-    now = module.__dict__
-    for name in [name for name, x in now.items() if name not in before and isinstance(x, _PLAIN)]:
-        del now[name]
-    now.update(before)
+                warn(f"the self-check's row wrote to {name}, which was too large to copy and restore.")

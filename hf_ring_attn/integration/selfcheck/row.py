@@ -1,4 +1,4 @@
-"""The row of the self-check: random tokens, and whatever else the user's batch has, the same on every rank."""
+"""The row of the self-check: random tokens, and all other inputs of the user's batch, the same on every rank."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..context.whole_batch import FEATURES, IGNORED, WholeBatch, tokens_of
 LEAST_TOKENS, LEAST_CHUNK = 26, 4
 
 DROPPED = {"labels", "shift_labels", "num_items_in_batch", "use_cache", "attention_mask", "position_ids"}
-"""Inputs that the check makes itself."""
+"""Inputs that the check makes by itself."""
 TOKENS = {"input_ids", "inputs_embeds"}
 
 
 def row_length(world_size: int) -> int:
-    """Tokens in the check's row: 26 or more, chunks of 4 or more, the last chunk two short, so that it is padded."""
+    """The number of tokens in the row: at least 26, and chunks of at least 4; the last is two short, to be padded."""
     chunk = max(LEAST_CHUNK, -(-LEAST_TOKENS // (2 * world_size)))
     return 2 * world_size * chunk - 2
 
 
 @dataclass
 class SelfCheckState:
-    """The self-check of one batch: the sample that its row is made of (None: no check), and its verdict in words."""
+    """The self-check of one batch: the sample for its row (None: no check), and its verdict in words."""
 
     sample: Sample | None = None
     verdict: str = ""
@@ -37,11 +37,12 @@ class SelfCheckState:
 
 @dataclass
 class Sample:
-    """What the check's row is to have in common with the user's batch.
+    """Facts of the user's batch that its row shares.
 
-    ``rows``: how many it has; ``tokens``: the first tokens of its first row, by input; ``others``: its inputs without
-    tokens. ``first``: the first position id, None if the batch has none; ``masked``: whether it has a 2-D mask;
-    ``hides``: on the left, the right.
+    Args:
+        rows, length: its size. tokens: the first tokens of its first row, by input. others: its inputs without tokens.
+        first: the first position id; None if it has no position_ids.
+        masked: it has a 2-D mask. hides: the mask hides tokens on the left, on the right.
     """
 
     rows: int
@@ -54,7 +55,7 @@ class Sample:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], whole: WholeBatch, context: batch_context.BatchContext) -> Sample | None:
-        """Of a user's batch; None where there is no self-check."""
+        """Reads a user's batch; None if there is no self-check."""
         length, hidden = context.layout.length, context.facts.hidden
         if context.ring.size == 1 or not context.config.self_check or not length:
             return None
@@ -77,7 +78,7 @@ class Sample:
         )
 
     def row(self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1) -> dict[str, Any]:
-        """A row for ``model``, or several, with the inputs of the user's batch, the same on every rank."""
+        """Makes one or more rows for ``model`` with the inputs of the user's batch, the same on every rank."""
         generator = torch.Generator().manual_seed(seed)
         config = next(introspect.configs_of(model))
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -103,7 +104,7 @@ class Sample:
             mask[:, count - 3 * right :] = 0
             row["attention_mask"] = mask.to(device)
         if labelled:
-            # Of the tokens of one rank: a mean that each rank makes of its own labels is far from the mean of all.
+            # Labels on one rank only: then the mean of the ranks' own means is far from the mean of all.
             there = torch.isin(torch.arange(count), Layout(count, world_size, 1).positions())
             row["labels"] = random.masked_fill(~there | (mask == 0), IGNORED).to(device)
         others = {name: x[:rows] if isinstance(x, Tensor) and x.dim() else x for name, x in self.others.items()}
@@ -111,7 +112,7 @@ class Sample:
 
 
 def _words(config: Any, ids: Tensor | None, configs: list[Any]) -> Tensor:
-    """Ids to draw from: the vocabulary without its special tokens, some of which mean that images are to come."""
+    """Ids to draw from: the vocabulary without special tokens, some of which announce images."""
     size = getattr(config, "vocab_size", None)
     if not isinstance(size, int) or size < 1:
         return torch.zeros(1, dtype=torch.int64) if ids is None else ids.unique().cpu()

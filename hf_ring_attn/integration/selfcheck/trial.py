@@ -1,8 +1,8 @@
 """The trial step: the loss of the check's row as the program computes it, in the mode it trains in, and gradients.
 
 Dropout stays off, since a token draws other numbers in a ring. A model that draws random numbers by other means is
-tried in the mode of evaluation. FSDP2 exchanges weights by hooks on its backward, so there no gradient is tried. A
-step that a program writes itself is not seen beyond its model's loss.
+tried in evaluation mode, and one that draws them there, too, is not tried. Under FSDP2 no gradient is tried, since
+hooks on its backward exchange weights. Of a step that a program writes itself, only the model's own loss is tried.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..context import batch_context
-from ..context.cut import Share
-from ..context.trial_step import TrialStep
+from ..context.cut import Share, TrialStep
 from ..model.chunked import lazy_heads
 
 VALUES = 1 << 16
-"""So many values of a weight's gradient are compared, and weights with no more are preferred."""
+"""The most values of a weight's gradient that are compared; weights with no more are preferred."""
 FLOOR = 1e-2
-"""A gradient counts as this part of the largest one at least: that of a key's bias is rounding alone."""
+"""The least norm of a gradient, relative to the largest one: that of a key's bias is rounding alone."""
 GRADIENT = 4.0
-"""How many times the tolerance of a token's output a gradient has: its rounding is that of a forward and a backward."""
+"""The tolerance of a gradient, relative to that of a token's output: a forward and a backward round it."""
 
 
 class StepResult(NamedTuple):
-    """The loss of a row, and the gradients of a few weights; none where they could not be computed."""
+    """The loss of a row, and the gradients of a few weights; none if they could not be computed."""
 
     loss: Tensor
     gradients: list[Tensor]
@@ -40,22 +39,21 @@ def run_step(
     step: TrialStep, model: nn.Module, row: Mapping[str, Any], share: Share, call: Callable[[], Any],
     weights: Iterable[nn.Parameter],
 ) -> StepResult | None:  # fmt: skip
-    """The loss of a share of a row and its gradients; None if there is no loss.
+    """Computes the loss of a share of a row and its gradients; None if there is no loss.
 
     Args:
-        call: calls the model with the share, where the host says nothing of a loss.
+        call: calls the model with the share, if the host does not compute the loss.
     """
     weights = list(weights)
     # The program may be inside a checkpoint, or offload what is saved: its hooks must not see this graph.
     with torch.set_grad_enabled(bool(weights)), saved_tensors_hooks(lambda x: x, lambda x: x):
-        if step.loss is None:
-            loss = loss_of(call())
-        else:
-            with batch_context.activate(share.context), lazy_heads(model):
-                loss = step.loss(model, row, share)
+        # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
+        with batch_context.activate(share.context), lazy_heads(model):
+            loss = loss_of(call()) if step.loss is None else step.loss(model, row, share)
+            gradients = differentiate(loss, weights) if isinstance(loss, Tensor) else []
         if not isinstance(loss, Tensor):
             return None
-        return StepResult(loss.detach().double(), differentiate(loss, weights))
+        return StepResult(loss.detach().double(), gradients)
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -86,14 +84,14 @@ def watched_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss among a model's outputs."""
+    """Finds the loss among a model's outputs."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     loss = output.get("loss") if isinstance(output, Mapping) else first
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def differentiate(loss: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The gradients of ``weights``, their first values, which nobody else sees: they are added to no ``grad``."""
+    """The first values of the gradients of ``weights``, which are added to no ``grad``."""
     if not weights or not loss.requires_grad:
         return []
     found: Sequence[Tensor | None] = torch.autograd.grad(loss, list(weights), allow_unused=True)
@@ -103,9 +101,13 @@ def differentiate(loss: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]
     ]
 
 
-def distances(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:
-    """How far each gradient is from what it should be, relatively."""
-    norms = [float(x.norm()) for x in want]
+def distances(got: StepResult, want: StepResult) -> list[float]:
+    """The relative distance of the loss and of each gradient. A nan equals a nan in losses only."""
+    loss, expected = float(got.loss), float(want.loss)
+    same = loss == expected or (math.isnan(loss) and math.isnan(expected))
+    apart = [0.0 if same else abs(loss - expected) / (abs(expected) or 1.0)]
+    norms = [float(x.norm()) for x in want.gradients]
     least = max(FLOOR * max(norms, default=0.0), 1e-30)
-    apart = [float((a - b).norm()) / max(norm, least) for a, b, norm in zip(got, want, norms, strict=True)]
+    pairs = zip(got.gradients, want.gradients, norms, strict=True)
+    apart += [float((a - b).norm()) / max(norm, least) for a, b, norm in pairs]
     return [math.inf if math.isnan(x) else x for x in apart]

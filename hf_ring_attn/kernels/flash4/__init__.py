@@ -1,8 +1,8 @@
-"""flash-attn-4 (CuTe DSL, Hopper) with float32 accumulators that are ours from the first tile to the last.
+"""flash-attn-4 (CuTe DSL, Hopper) with float32 accumulators that we own.
 
-Forward: its own kernel over whole contiguous ranges of keys, so a query's bits do not depend on how a ring cuts the
-row. Backward: its main kernel alone, adding into our accumulators in its own block order; they travel as they are, and
-its last kernel rounds them once, at home. Nothing of the package is imported before a request could be served.
+Forward: its kernel over contiguous ranges of keys, so a query's bits do not depend on how a ring cuts the row.
+Backward: its main kernel adds to our accumulators, in its own block order. They are sent in that order, and its last
+kernel rounds them once, on the owner's rank. The package is imported only when it could serve a request.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Flash4:
         queries, keys = q, k
         q, k, v, dout = (aligned(x) for x in (q, k, v, dout))
         if q is not queries or k is not keys:
-            # The backward may read these before the launch ahead of it is over: one more in between, which waits.
+            # The backward may read these copies before they are written; a launch in between waits for them.
             torch.zeros(1, device=q.device)
         for call in calls:
             (qs, ks, vs, dos), (lse_log2, deltas, dq, dk, dv) = _parts(
@@ -138,11 +138,11 @@ class Flash4:
         return False
 
     def _statistics(self, lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """lse * log2(e) and delta in blocks. Kept for the next hop, which comes with the same tensors."""
+        """Computes lse * log2(e) and delta in blocks; cached, since the next step has the same tensors."""
         of_lse, of_blocks, lse_log2, placed = self._kept.get(delta, (None, None, None, None))
         if of_lse is None or of_lse() is not lse or of_blocks is not blocks:
             lse_log2, placed = in_blocks(lse, delta, blocks)
-            # An entry that held its own key would never go.
+            # An entry that referred to its own key would never be freed.
             placed = None if placed is delta else placed
             self._kept[delta] = weakref.ref(lse), blocks, lse_log2, placed
         return lse_log2, delta if placed is None else placed
@@ -162,13 +162,13 @@ class Flash4:
 def _parts(
     call: Call, inputs: tuple[Tensor, ...], sums: tuple[Tensor, ...], q: Blocks, k: Blocks
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Selects what a call reads of q, k, v, dout, and its blocks of lse_log2, delta, dq, dk, dv."""
+    """Slices q, k, v, dout, and the blocks of lse_log2, delta, dq, dk, dv, for a call."""
     if isinstance(call, Packed):
         return [x.flatten(0, 1) for x in inputs], list(sums)
     rows, queries, keys = slice(*call.rows), slice(*call.at[:2]), slice(*call.at[2:])
     read = [x[rows, part] for x, part in zip(inputs, (queries, keys, keys, queries), strict=True)]
     width, value_width = inputs[0].shape[3], inputs[2].shape[3]
-    # q and k may be one object, where their blocks are the same.
+    # q and k may be the same object.
     of_queries, of_keys = (q, call.q_block, queries), (k, call.k_block, keys)
     places = (*((of_queries, each) for each in (1, 1, width)), (of_keys, width), (of_keys, value_width))
     used = []

@@ -1,4 +1,4 @@
-"""Into and out of flash-attn-4's blocks: statistics of queries as its backward reads them, gradients from its sums."""
+"""Conversions to and from flash-attn-4's blocks: statistics of queries for its backward, gradients from its sums."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .library import Library
 
 
 def in_blocks(lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """lse * log2(e) and delta [B, H, T] where their queries lie in blocks, one number a token.
+    """Arranges lse * log2(e) and delta [B, H, T] in the blocks of their queries.
 
-    Queries that see nothing and tokens that fill up blocks get lse +inf, so that their probabilities are 0.
+    Queries that see nothing, and padding of blocks, get lse +inf, so that their probabilities are 0.
     """
     lse_log2 = (lse * math.log2(math.e)).masked_fill_(lse == -math.inf, math.inf)
     heads = lse.shape[1]
@@ -38,7 +38,7 @@ def in_blocks(lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tenso
 
 
 def finish(library: Library, accumulator: Tensor, out: Tensor, place: Place) -> Tensor:
-    """The gradient in out [B, T, heads, width]. In 16 bits by flash-attn-4's own kernel, wider by undoing its order."""
+    """Writes the gradient to out [B, T, heads, width]: 16 bits by flash-attn-4's kernel, wider ones by reordering."""
     blocks = Blocks.of(place, library.sides[place.widths])
     batch, tokens, _, width = place.shape
     held = sum(segment.length for segment in blocks.segments) * (batch if blocks.shared else 1)
@@ -66,7 +66,7 @@ def finish(library: Library, accumulator: Tensor, out: Tensor, place: Place) -> 
 
 
 def _in_order(library: Library, accumulator: Tensor, place: Place, blocks: Blocks) -> Tensor:
-    """[(B,) heads, tokens of all blocks, width]: an accumulator with the tokens of each block in order."""
+    """Reorders an accumulator to [(B,) heads, tokens of all blocks, width], the tokens of each block in order."""
     width = place.shape[3]
     order = _order(library, place, blocks.side, accumulator.device)
     rows = accumulator.reshape(-1, blocks.side * width).index_select(1, order)
@@ -77,9 +77,9 @@ _ORDERS: weakref.WeakKeyDictionary[Library, dict[tuple[object, ...], Tensor]] = 
 
 
 def _order(library: Library, place: Place, side: int, device: torch.device) -> Tensor:
-    """[side * width]: the place in a block of each number of its tokens.
+    """[side * width]: the index in a block of each number of its tokens.
 
-    Read off flash-attn-4 itself: it finishes a block of small whole numbers, which 16 bits hold exactly.
+    Measured: flash-attn-4 finishes a block of small integers, which 16 bits hold exactly.
     """
     orders = _ORDERS.setdefault(library, {})
     role, width = "q" if place.of == "q" else "k", place.shape[3]
@@ -97,9 +97,9 @@ def _order(library: Library, place: Place, side: int, device: torch.device) -> T
 
 
 def _index(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens of all segments, counted through all rows, and the place of each in the blocks."""
+    """The tokens of all segments, indexed through all rows, and the index of each in the blocks."""
     here, there, copied = _indices(blocks, device)
-    if copied is not None:  # maybe asked for on another stream than before
+    if copied is not None:  # this stream may be another one than at the copy
         stream = torch.cuda.current_stream(device)
         stream.wait_event(copied)
         here.record_stream(stream)
@@ -108,7 +108,7 @@ def _index(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _indices(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
-    """As `_index`, two views of one tensor, and when they will have been copied."""
+    """As `_index`: two views of one tensor, and the event of their copy."""
     tokens, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
     for segment in blocks.segments:
         start = segment.row * blocks.tokens + segment.start
@@ -117,14 +117,14 @@ def _indices(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor, torc
     both = torch.stack([torch.cat(tokens), torch.cat(places)])
     if device.type != "cuda":
         return both[0], both[1], None
-    # Pinned, else the copy would wait for all that the GPU has been given to do.
+    # Pinned: otherwise the copy would wait for all work that is queued on the GPU.
     here, there = both.pin_memory().to(device, non_blocking=True)
     return here, there, torch.cuda.current_stream(device).record_event()
 
 
 @lru_cache(maxsize=256)
 def _lengths(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[N + 1] and [N] int32: first token, counted through all rows, and length of each segment."""
+    """[N + 1] and [N] int32: first token (indexed through all rows) and length of each segment."""
     starts = [segment.row * blocks.tokens + segment.start for segment in blocks.segments] + [0]
     lengths = [segment.length for segment in blocks.segments]
     return (

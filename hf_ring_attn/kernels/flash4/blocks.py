@@ -1,12 +1,12 @@
-"""The order of flash-attn-4's float32 accumulators: which block of them holds a token.
+"""The order of flash-attn-4's float32 accumulators: the block of each token.
 
-An accumulator is a row of blocks for each head: a block holds ``side`` consecutive tokens, in an order of the kernel's
-own, so a call can begin at a block boundary and nowhere else. Two arrangements:
+An accumulator is a row of blocks per head. A block holds ``side`` consecutive tokens in an order known to the kernel
+only, so a call must begin at a block boundary. Two arrangements:
 
-- shared segments: [B, heads, blocks of a row]; each segment begins a block, its last block may be padded. Where every
-  segment is a whole number of blocks, one call may span several.
-- otherwise: [heads, blocks of all rows], in flash-attn-4's own arrangement for variable lengths: segment i begins at
-  block (i * side + its first token) // side, which leaves room for every segment's padding.
+- shared segments: [B, heads, blocks of a row]; each segment begins a block, and its last block may be padded. If all
+  segments are whole blocks, one call may span several.
+- otherwise: [heads, blocks of all rows], flash-attn-4's arrangement for variable lengths: segment i begins at block
+  (i * side + its first token) // side, which leaves space for every segment's padding.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ HOPPER: Table = {
     (256, 256): Sides(64, 48),
 }
 """The tiles of flash-attn-4's causal backward, used for every mask, so that all calls of a ring share one arrangement.
-Written down, not asked: ranks must not differ."""
+A constant, so that ranks cannot differ."""
 
 
 class Segment(NamedTuple):
-    """A run of tokens of one document: ``block`` is its first, of its row if segments are shared, else of all."""
+    """A run of tokens of one document; ``block``: its first block, in its row if segments are shared, else in all."""
 
     number: int
     row: int
@@ -60,7 +60,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The arrangement of one accumulator. See the module. The same object for the same arguments of `of`.
+    """The arrangement of one accumulator; `of` returns the same object for the same arguments.
 
     Args:
         side: tokens in a block.
@@ -82,8 +82,9 @@ class Blocks:
 
     @cached_property
     def count(self) -> int:
-        """Blocks of a head: of one row if segments are shared, else of all rows; for a number of segments the same
-        whatever their lengths, so that all ranks' accumulators are of one size."""
+        """Blocks of a head, of one row if segments are shared, else of all rows.
+
+        Depends on the number of segments, not on their lengths: all ranks' accumulators have one size."""
         if self.shared:
             return sum(-(-segment.length // self.side) for segment in self.segments)
         return self.batch * self.tokens // self.side + len(self.segments)
@@ -102,7 +103,7 @@ class Blocks:
         return [rows[0]] * self.batch if self.shared else rows
 
     def within(self, row: int, start: int, stop: int) -> Iterator[tuple[Segment, int, int]]:
-        """The segments of a batch row that hold tokens start to stop, with the tokens' bounds in each."""
+        """Yields the segments of a batch row that hold tokens start to stop, with the tokens' bounds in each."""
         segments = self._by_row[row]
         at = bisect_right(segments, start, key=lambda segment: segment.start) - 1
         for segment in segments[max(0, at) :]:
@@ -123,7 +124,7 @@ class Blocks:
 
     @cached_property
     def joined(self) -> tuple[Segment, ...]:
-        """The segments of a row, those that follow each other without padding in between as one."""
+        """The segments of a row; segments without padding between them are joined."""
         assert self.shared
         joined: list[Segment] = []
         for segment in self.segments:

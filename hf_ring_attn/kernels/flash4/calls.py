@@ -1,8 +1,8 @@
-"""Tables of tiles as calls of flash-attn-4: as few as can be, made once per table.
+"""Conversion of tables of tiles to few calls of flash-attn-4, once per table.
 
-flash-attn-4 knows a rectangle by its lower right corner: query i of m and key j of n are at the distance
+flash-attn-4 aligns a rectangle at its lower right corner: query i of m and key j of n have the distance
 i + (n - m) - j, and see each other iff -right <= distance <= left. A tile's band is on positions, so
-left = hi - d and right = d - lo, where d is the queries' last position less the keys' last.
+left = hi - d and right = d - lo, where d is the queries' last position minus the keys' last.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ...sharding.mask import UNBOUNDED, Tile
 from .blocks import Blocks
 
 DENSE_AT_MOST = 4
-"""More calls than this for one table become one call with a list of lengths, which costs less than the launches."""
+"""Most separate calls for one table; more become one call with a list of lengths, which saves launches."""
 
 
 class Bounds(NamedTuple):
-    """Distances that see each other, as in the module; None is no bound."""
+    """Bounds of visible distances, as in the module; None: no bound."""
 
     left: int | None
     right: int | None
@@ -45,7 +45,7 @@ class Rectangle(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """One rectangle of batch rows from one to another; ``q_block`` and ``k_block``: where it begins in accumulators."""
+    """One rectangle of a range of batch rows; ``q_block`` and ``k_block``: its first blocks in the accumulators."""
 
     rows: tuple[int, int]
     at: Rectangle
@@ -56,9 +56,9 @@ class Dense(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """One rectangle for each entry, in tensors whose batch rows lie one after the other.
+    """One rectangle per entry, in tensors with their batch rows concatenated.
 
-    Entry i begins at token starts[i] and has lengths[i] tokens, maybe none. The arrangement of accumulators without
+    Entry i begins at token starts[i] and has lengths[i] tokens, maybe 0. The arrangement of accumulators without
     shared segments follows from starts and i.
     """
 
@@ -73,7 +73,7 @@ Call = Dense | Packed
 
 
 class Forward(NamedTuple):
-    """Calls that write every query at most once. ``whole``: every query once; ``reach``: of the mask, as `Bounds`."""
+    """Calls that write every query at most once. ``whole``: exactly once; ``reach``: the mask's bounds."""
 
     calls: tuple[Call, ...]
     whole: bool
@@ -81,12 +81,12 @@ class Forward(NamedTuple):
 
 
 def forward_calls(tiles: Tensor, batch: int, queries: int, keys: int) -> Forward:
-    """The calls of a forward over ``batch`` rows of that many queries and keys."""
+    """Converts tiles to the calls of a forward over ``batch`` rows of these lengths."""
     return _forward_calls(tiles.contiguous().numpy().tobytes(), batch, queries, keys)
 
 
 def backward_calls(tiles: Tensor, q: Blocks, k: Blocks) -> tuple[Call, ...]:
-    """The calls that add the gradients of these tiles to accumulators arranged like this."""
+    """Converts tiles to the calls of a backward into accumulators of these arrangements."""
     return _backward_calls(tiles.contiguous().numpy().tobytes(), q, k)
 
 
@@ -98,7 +98,7 @@ def read(table: bytes) -> Iterator[Tile]:
 
 
 def rectangle(tile: Tile) -> tuple[Rectangle, Bounds]:
-    """A tile's rectangle in its tensors, and its band as seen from its lower right corner."""
+    """Converts a tile to a rectangle of its tensors and bounds from its lower right corner."""
     behind = tile.q_position + tile.q_length - tile.k_position - tile.k_length
     left = None if tile.hi >= UNBOUNDED else tile.hi - behind
     right = None if tile.lo <= -UNBOUNDED else behind - tile.lo
@@ -134,7 +134,7 @@ def _forward_calls(table: bytes, batch: int, queries: int, keys: int) -> Forward
 
 
 def packed(bounds: Bounds, entries: dict[int, Rectangle]) -> Packed:
-    """The call of numbered entries; numbers that are left out are entries of no tokens."""
+    """Makes one call of numbered entries; missing numbers become empty entries."""
     every = [entries.get(index, Rectangle(0, 0, 0, 0)) for index in range(max(entries) + 1)]
     return Packed(
         bounds,
@@ -146,7 +146,7 @@ def packed(bounds: Bounds, entries: dict[int, Rectangle]) -> Packed:
 
 
 def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Sorted row numbers as runs: first, and one after the last."""
+    """Splits sorted row numbers into runs: (first, last + 1)."""
     start = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or rows[at] != rows[at - 1] + 1:
@@ -158,9 +158,9 @@ def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class Piece(NamedTuple):
-    """A tile inside one segment of queries and one of keys, from block boundaries on.
+    """The part of a tile in one segment of queries and one of keys, extended to block boundaries.
 
-    ``bounds`` are the tile's band; ``binding`` are those of them that hide anything.
+    ``bounds``: the tile's band; ``binding``: those bounds that hide anything.
     """
 
     row: int
@@ -189,8 +189,7 @@ def _pieces(tile: Tile, q: Blocks, k: Blocks) -> Iterator[Piece]:
     q_shift, k_shift = tile.q_position - tile.q_offset, tile.k_position - tile.k_offset
     for of_q, q_start, q_stop in q.within(tile.row, tile.q_offset, tile.q_offset + tile.q_length):
         for of_k, k_start, k_stop in k.within(tile.row, tile.k_offset, tile.k_offset + tile.k_length):
-            # Cut to what sees anything, in positions, as a tile is; then down to the boundaries of blocks, which only
-            # adds tokens of the same segments, whose distances say rightly that they see nothing more.
+            # Cut to visible pairs, then extended to block boundaries: the bounds hide the tokens that this adds.
             first_k = max(k_start + k_shift, q_start + q_shift - tile.hi)
             last_k = min(k_stop + k_shift, q_stop + q_shift - tile.lo)
             first_q = max(q_start + q_shift, first_k + tile.lo)
@@ -202,7 +201,7 @@ def _pieces(tile: Tile, q: Blocks, k: Blocks) -> Iterator[Piece]:
             )
             behind = last_q - last_k
             bounds = Bounds(tile.hi - behind, behind - tile.lo)
-            # A call computes whole blocks of queries, so the rest of the last block must see nothing either.
+            # A call computes whole blocks of queries: the rest of the last block must see nothing, too.
             last = min(of_q.stop, q.floor(of_q, at.q_stop - 1) + q.side)
             largest = last - 1 + q_shift - at.k_start - k_shift
             smallest = at.q_start + q_shift - at.k_stop + 1 - k_shift
@@ -216,13 +215,13 @@ def _alone(piece: Piece) -> Dense:
 
 
 def _of_same(pieces: Sequence[Piece], q: Blocks, k: Blocks) -> Iterator[Packed]:
-    """Pieces of segments that are the same number among queries and keys: one call for all that share their bounds."""
+    """Joins pieces whose query and key segments have the same number: one call for each set of bounds."""
     by_band: dict[Bounds, list[Piece]] = {}
     for piece in pieces:
         by_band.setdefault(piece.bounds, []).append(piece)
     by_bounds: dict[Bounds, dict[int, Rectangle]] = {}
     for bounds, some in by_band.items():
-        # A bound that hides something from one of them does the others, from which it hides nothing, no harm.
+        # A bound that one piece needs hides nothing from the others.
         needed = Bounds(
             bounds.left if any(piece.binding.left is not None for piece in some) else None,
             bounds.right if any(piece.binding.right is not None for piece in some) else None,
@@ -246,7 +245,7 @@ def _of_shared(pieces: Iterable[Piece], q: Blocks, k: Blocks) -> Iterator[Dense]
 
 
 def of_rows(by_row: Mapping[int, list[Dense]], q_side: int, k_side: int) -> Iterator[Dense]:
-    """The same pairs in fewer calls: rectangles of a row that lie side by side, and rows with the same rectangles."""
+    """Joins adjacent rectangles of a row, and rows with the same rectangles."""
     rows_of: dict[Dense, list[int]] = {}
     for row, dense in by_row.items():
         for call in joined(dense, q_side, k_side):
@@ -257,7 +256,7 @@ def of_rows(by_row: Mapping[int, list[Dense]], q_side: int, k_side: int) -> Iter
 
 
 def joined(calls: list[Dense], q_side: int, k_side: int) -> list[Dense]:
-    """The same pairs in fewer rectangles, where blocks follow each other without padding in between."""
+    """Joins rectangles whose blocks follow each other without padding."""
     for i, one in enumerate(calls):
         for j, other in enumerate(calls):
             both = _beside(one, other, k_side) or _below(one, other, q_side)
@@ -268,7 +267,7 @@ def joined(calls: list[Dense], q_side: int, k_side: int) -> list[Dense]:
 
 
 def _beside(one: Dense, other: Dense, side: int) -> Dense | None:
-    """Keys of ``one``, all seen, right before those of ``other``, for the same queries."""
+    """Joins two rectangles of the same queries if all keys of ``one`` are visible and end where ``other``'s begin."""
     (q_start, q_stop, k_start, middle), at = one.at, other.at
     if (q_start, q_stop, middle) != at[:3] or one.bounds != FREE or other.bounds.left is not None:
         return None
@@ -276,12 +275,12 @@ def _beside(one: Dense, other: Dense, side: int) -> Dense | None:
         return None
     right = other.bounds.right
     if right is not None and q_start + at.k_stop - q_stop + right < middle - 1:
-        return None  # the first query would no longer see all keys of `one`
+        return None  # the bound would hide keys of `one` from the first query
     return one._replace(at=at._replace(k_start=k_start), bounds=other.bounds)
 
 
 def _below(one: Dense, other: Dense, side: int) -> Dense | None:
-    """Queries of ``one`` right before those of ``other``, for keys from the same one on."""
+    """Joins two rectangles whose keys begin alike if the queries of ``one`` end where ``other``'s begin."""
     (q_start, middle, k_start, k_stop), at = one.at, other.at
     if (middle, k_start) != (at.q_start, at.k_start) or one.q_block * side + middle - q_start != other.q_block * side:
         return None

@@ -1,16 +1,18 @@
-"""flash-attn-4 on Hopper, on our own buffers. The only file that knows its names, and it checks them all.
+"""flash-attn-4 on Hopper, on our own buffers. No other file knows its names.
 
-The package is a beta, so everything that is used is compared with what was tested: the parameters of its functions
-and the tiles of its backward. What differs becomes a reason in `Flash4.unsupported`.
+The package is a beta, so the parameters of its functions and the tiles of its backward are compared with those of the
+tested version. Each difference becomes a reason in `Flash4.unsupported`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import threading
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,24 +47,24 @@ FORWARD = (
     "window_size_left window_size_right learnable_sink tile_mn mma_pv_is_rs intra_wg_overlap return_lse out lse"
 )
 TILES = "head_dim head_dim_v causal local sparse_block_size_q"
-"""Parameters in their order, as they were tested; of the forward, only those that are used, by name."""
+"""Parameters of the tested version in order; of the forward, the names that are used."""
 
 ARCHITECTURE = 90
 ROWS = 128
-"""Rows that one block of its first kernel computes."""
+"""Rows in a block of its first kernel."""
 
 NAMES = {
     "interface": "AuxData torch2cute_dtype_map _tile_size_fwd_sm90",
     "utils": "create_softcap_scoremod create_softcap_scoremod_bwd",
 }
-"""Further names that are used, by module."""
+"""Other names that are used, by module."""
 
 
 class _OneThatAdds(int):
-    """One query head a key head, as a number that makes flash-attn-4's backward take its path for several.
+    """The number 1, but larger than 1 in comparisons: one query head per key head, on the path for several.
 
-    It compares as more than one, so dk and dv are added in float32 instead of written in 16 bits; it divides as one,
-    so query head h still belongs to key head h.
+    On that path flash-attn-4 adds dk and dv in float32 instead of writing them in 16 bits. Division treats it as 1, so
+    query head h still reads key head h.
     """
 
     def __new__(cls) -> _OneThatAdds:
@@ -82,7 +84,7 @@ class _OneThatAdds(int):
 
 
 class Variant(NamedTuple):
-    """A backward is compiled once for each of these."""
+    """The constants of a compiled backward."""
 
     dtype: torch.dtype
     widths: tuple[int, int]
@@ -106,9 +108,11 @@ class Hopper:
         self.cutlass = import_module("cutlass")
         self.cute = import_module("cutlass.cute")
         self.fake = import_module("quack.compile_utils").make_fake_tensor
-        self.compiled = self.interface.get_jit_cache(f"hf_ring_attn_backward_{ARCHITECTURE}")
+        # It may be on disk, where flash-attn-4 marks the version of its own source, not of ours.
+        source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+        self.compiled = self.interface.get_jit_cache(f"hf_ring_attn_backward_{ARCHITECTURE}_{source}")
         self.lock = threading.Lock()
-        # Said at every compilation, of the forward too; it means nothing here.
+        # Emitted at every compilation; harmless here.
         warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
 
     def differences(self) -> list[str]:
@@ -160,7 +164,7 @@ class Hopper:
         )  # fmt: skip
 
     def _forward_tiles(self, width: int, value_width: int, reach: Bounds) -> dict[str, Any]:
-        """Chosen for the whole mask, so that bits do not depend on how a ring cuts it."""
+        """Chooses tiles for the whole mask, so that bits do not depend on how a ring cuts it."""
         local = not (reach.causal or reach == (None, None))
         tile = self.interface._tile_size_fwd_sm90(width, value_width, reach.causal, local)
         return {
@@ -170,7 +174,7 @@ class Hopper:
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
         batch, tokens, heads, width = out.shape
-        # Whole blocks are written. lse is read, but nothing that follows from it is asked for: any numbers will do.
+        # It writes whole blocks. It also reads lse, for results that are not used: any numbers will do.
         sums = out.new_empty(batch, heads, -(-tokens // ROWS) * ROWS, dtype=torch.float32)
         self.interface._bwd_preprocess(
             out, dout, sums, sums[:, :, :tokens], None, None, None, None, None,
@@ -212,7 +216,7 @@ class Hopper:
     def _order(
         self, role: Literal["q", "k", "v"], widths: tuple[int, int]
     ) -> tuple[int, int, tuple[int, bool], dict[str, Any]]:
-        """The order of numbers in a block: its tokens, threads of the kernel, its layout, and further options."""
+        """Returns the options that describe the order in a block: tokens, threads, layout, and others."""
         tile = self._tile(widths)
         more = {"hdim_multiple_of": 64 if tile.dKV_swapAB else 32}
         if role == "q":
@@ -224,14 +228,13 @@ class Hopper:
         return self.interface._tile_size_bwd_sm90(*widths, True, False)
 
     def _semaphores(self, q: Tensor, k: Tensor, sides: Sides, lengths: Lengths | None) -> tuple[Tensor, ...]:
-        """Zeroed counters by which blocks of one call take turns to add."""
+        """Allocates zeroed counters that order the additions of blocks."""
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
         if lengths is not None:
             batch, queries, keys = len(lengths.q_lengths), lengths.most_queries, lengths.most_keys
         of_q, of_k = (q.shape[-2], -(-queries // sides.q), 1), (k.shape[-2], -(-keys // sides.k), 2)
         counters = tuple(torch.zeros(batch, *shape, dtype=torch.int32, device=q.device) for shape in (of_q, of_k, of_k))
-        # The backward may start before the launch ahead of it is over, and waits for it only to read lse. One more
-        # launch in between, which does wait, makes the zeros certain.
+        # The backward may start before the zeros are written; a launch in between waits for them.
         torch.zeros(1, device=q.device)
         return counters
 
@@ -245,8 +248,8 @@ class Hopper:
         cute, float32, int32 = self.cute, self.cutlass.Float32, self.cutlass.Int32
         dtype, (width, value_width) = self.interface.torch2cute_dtype_map[variant.dtype], variant.widths
         kernel = self._kernel(variant, dtype)
-        # Set after the constructor, which refuses several query heads a key head where the widths of keys and values
-        # differ. Its accumulators of dk and dv fit all the same: they reuse the shared memory of v, k and then dout.
+        # Set after the constructor, which refuses several query heads per key head if keys and values differ in width.
+        # The accumulators of dk and dv fit all the same: they reuse the shared memory of v, k and dout.
         kernel.qhead_per_kvhead = variant.group if variant.group > 1 else _OneThatAdds()
 
         def tensor(type_: Any, divisible: int, *last: int) -> Any:

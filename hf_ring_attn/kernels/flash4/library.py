@@ -1,4 +1,4 @@
-"""The parts of flash-attn-4 that are used, and a check of its version. Nothing of it is imported before `load`."""
+"""The interface of flash-attn-4 that is used, and a check of its version. `load` imports it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from ..base import Params
 from .blocks import Table
 from .calls import Bounds
+from .disk_cache import use_disk_cache
 
 PACKAGE, TESTED = "flash-attn-4", ("4.0.0b36",)
 NEEDS = {"nvidia-cutlass-dsl": ("4.8.",), "quack-kernels": ("0.6.",)}
-"""Further packages and how their tested versions begin."""
+"""Its dependencies, and the beginnings of their tested versions."""
 
 
 class Lengths(NamedTuple):
@@ -31,7 +32,7 @@ class Lengths(NamedTuple):
 
 
 class Library(Protocol):
-    """The parts of flash-attn-4 that are used, in its own conventions. Tests put a fake in plain torch in its place.
+    """The functions of flash-attn-4 that are used, in its conventions. Tests replace it by plain torch.
 
     Tensors are [B, T, heads, width], or [tokens, heads, width] with lengths; lse, lse_log2 and delta are [B, H, T] or
     [H, tokens]; accumulators as in `blocks`, with ``sides``.
@@ -43,18 +44,18 @@ class Library(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, params: Params, bounds: Bounds, reach: Bounds,
         lengths: Lengths | None,
     ) -> None:  # fmt: skip
-        """Writes out and lse (natural, with sinks). ``reach``: the mask's own bounds, which choose the tiles."""
+        """Writes out and lse (natural, with sinks). ``reach``: the whole mask's bounds, which choose the tiles."""
         ...
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
-        """rowsum(dout * out) [B, H, T] in float32, of [B, T, H, Dv]."""
+        """Computes rowsum(dout * out) [B, H, T] in float32, of [B, T, H, Dv]."""
         ...
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse_log2: Tensor, delta: Tensor, dq: Tensor, dk: Tensor,
         dv: Tensor, params: Params, bounds: Bounds, lengths: Lengths | None,
     ) -> None:  # fmt: skip
-        """Adds into dq, dk, dv, all unscaled. lse_log2 (lse * log2(e)) and delta are in the blocks of dq."""
+        """Adds to dq, dk, dv, all unscaled. lse_log2 (lse * log2(e)) and delta are in the blocks of dq."""
         ...
 
     def finish(
@@ -67,7 +68,7 @@ class Library(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """The library, or why it cannot be used."""
+    """The library, or the reasons why it cannot be used."""
 
     library: Library | None
     reasons: tuple[str, ...]
@@ -75,7 +76,7 @@ class Loaded:
 
 @cache
 def not_installed() -> tuple[str, ...]:
-    """Reasons why the installed packages are not those that were tested. Imports nothing."""
+    """Lists installed packages that differ from the tested ones. Imports nothing."""
     try:
         found = version(PACKAGE)
     except PackageNotFoundError:
@@ -93,7 +94,8 @@ def not_installed() -> tuple[str, ...]:
 
 @cache
 def load() -> Loaded:
-    """Imports flash-attn-4, once, and compares it with what was tested."""
+    """Imports flash-attn-4, once, and compares it with the tested version."""
+    use_disk_cache()
     try:
         library = import_module(".hopper", __package__).Hopper()
         reasons = tuple(library.differences())

@@ -1,26 +1,24 @@
 """FlexAttention, torch's own, for attention with a score_mod on a GPU.
 
-Both passes are whole calls of FlexAttention over the given keys. Its backward gives a tile's gradients against the
-tile's own log-sum-exp; those against the whole row's are the same with another gradient of its outputs: with w =
-exp(lse of the tile - lse of the row), that of out is w * dout and that of lse is rowsum(w * dout * (out of the tile -
-out of the row)). So each contribution to dq, dk and dv is rounded to the inputs' dtype twice, as w * dout and when it
-leaves FlexAttention, and summed in float32 here. Gradients of captured tensors are float32 sums by atomics, in an order
-that changes from run to run, and are added up in float64 here.
+Both passes call FlexAttention over the given keys. Its backward normalizes by the log-sum-exp of these keys alone. To
+get the gradients of the whole row's softmax it is given other gradients of its outputs: with w = exp(lse of these keys
+- lse of the row), w * dout for out, and rowsum(w * dout * (out of these keys - out of the row)) for lse. So each
+contribution to dq, dk and dv is rounded to the inputs' dtype twice (w * dout, and FlexAttention's result) before it is
+added in float32. Gradients of captured tensors are float32 sums by atomics, in no fixed order, added in float64 here.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..base import HALVES, Asked, Gradients, InOrder, Params, Request, accumulate_dtype, products_in_place, with_sinks
-from ..score_mods.graph import Unfit
-from ..score_mods.score_mod import ScoreMod
-from ..score_mods.trial import Trials, fails
+from ..base import HALVES, Gradients, InOrder, Params, Request, accumulate_dtype, products_in_place, with_sinks
+from ..score_mods.score_mod import ScoreMod, Unfit
+from ..score_mods.trial import MOST_TRIALS, fails
 from .calls import NO_ROOM, Calls
 from .graph import Graph
 from .leaves import gathered, spread
@@ -35,7 +33,7 @@ class Flex(InOrder):
 
     Args:
         backend: of torch.compile; another than "inductor" serves CPU tensors, for tests.
-        tried: each function is tried on a small attention before it is served.
+        tried: try each function on a small attention before it is served.
     """
 
     name = "flex"
@@ -43,7 +41,7 @@ class Flex(InOrder):
     def __init__(self, backend: str = "inductor", tried: bool = True) -> None:
         self._calls = Calls(backend)
         self._on_gpu, self._tried = backend == "inductor", tried
-        self._trials = Trials()
+        self._reasons = lru_cache(maxsize=MOST_TRIALS)(self._why_not)
         self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def forward(
@@ -118,25 +116,25 @@ class Flex(InOrder):
         if not reasons and self._on_gpu and not torch.cuda.is_available():
             reasons.append("needs a GPU, and torch finds none")
         if not reasons and request.asked is not None:
-            reasons += self._trials.reasons(request, partial(self._why_not, request, request.asked))
+            reasons += self._reasons(request)
         return reasons
 
     def text(self, mod: ScoreMod, dtype: torch.dtype, scale: float, softcap: float | None) -> str:
-        """A text that differs for functions that compile to something else."""
+        """Returns a text that is equal only for functions that compile to the same code."""
         try:
             return Graph.of(mod, accumulate_dtype(dtype), scale, softcap).text
         except Unfit as error:
             return str(error)
 
-    def _why_not(self, request: Request, asked: Asked) -> tuple[str, ...]:
-        mod = asked.mod()
-        assert mod is not None, "a function is asked about while its call lasts"
+    def _why_not(self, request: Request) -> tuple[str, ...]:
+        asked = request.asked
+        assert asked is not None
         try:
-            graph = Graph.of(mod, accumulate_dtype(request.dtype), asked.scale, asked.softcap)
+            graph = Graph.of(asked.function(), accumulate_dtype(request.dtype), asked.scale, asked.softcap)
         except Unfit as error:
             return (str(error),)
         while self._tried:
-            reasons = fails(self, request, asked, mod)
+            reasons = fails(self, request)
             no_room = any(text in reason for text in NO_ROOM for reason in reasons)
             if not no_room or not self._calls.smaller(graph, request.dtype, request.head_dim, request.value_dim):
                 return reasons
@@ -159,14 +157,14 @@ def _mod(params: Params) -> ScoreMod:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[B, heads, T, width], always of the same strides: other strides would be compiled for again."""
+    """Copies to contiguous [B, heads, T, width]: other strides would be compiled again."""
     return x.detach().transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def _add_captured(
     mod: ScoreMod, graph: Graph, values: list[Tensor], found: tuple[Tensor | None, ...], into: dict[str, Tensor]
 ) -> None:
-    """Adds the gradients of captured tensors, from those of the leaves that learn."""
+    """Adds the gradients of captured tensors, computed from those of the leaves."""
     learned = [(x, leaf.copies) for x, leaf in zip(values, graph.leaves, strict=True) if leaf.copies is not None]
     pairs = [
         (x, gathered(part, copies).to(x.dtype))

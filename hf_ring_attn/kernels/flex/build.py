@@ -1,4 +1,4 @@
-"""The graph of one score, as FlexAttention can take it in: numbers, and readings of leaves at one place each."""
+"""Builder of the graph of one score: scalars, and reads of leaves at one index each, as FlexAttention allows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from ..score_mods.graph import SCALARS, Unfit, name_of
+from ..score_mods.graph import SCALARS, name_of
+from ..score_mods.score_mod import Unfit
 from .leaves import Copies, Leaf
 
 
@@ -20,7 +21,7 @@ def value_of(node: fx.Node) -> Tensor:
 
 
 class Build:
-    """The graph of one score, of the traced nodes that differ from score to score."""
+    """Builds the graph of one score from the traced nodes that differ between scores."""
 
     def __init__(self, dtype: torch.dtype, scale: float, softcap: float | None) -> None:
         self.dtype = dtype
@@ -57,10 +58,10 @@ class Build:
                 self.flows.add(node)
 
     def finished(self, answer: fx.Node) -> fx.GraphModule:
-        """The module; the leaves' placeholders were made where they were needed, and go behind the others."""
+        """Returns the module, with the leaves' placeholders moved behind the others."""
         number = self._number(answer)
         if answer not in self.flows:
-            # FlexAttention needs a gradient of the score, and this one is zero.
+            # FlexAttention needs some gradient of the score; this one is zero.
             product = self.inputs[0]
             same = self.graph.call_function(operator.eq, (product, product))
             number = self.graph.call_function(torch.where, (same, number, self.scalars[0]))
@@ -74,7 +75,7 @@ class Build:
         return fx.GraphModule({}, self.graph)
 
     def _read(self, node: fx.Node) -> None:
-        """``base[i, j]``, or a part of it: the reading is done where all of its dims have a place."""
+        """Handles ``base[i, j]`` or a part of it; the read is added once all dims have an index."""
         base, places = node.args
         assert isinstance(base, fx.Node) and isinstance(places, (list, tuple))
         origin, at = self.rows.get(base, (base, [None] * value_of(base).dim()))
@@ -94,7 +95,7 @@ class Build:
         self.known[node] = self._leaf(origin, fixed, moving)
 
     def _number(self, node: fx.Node) -> fx.Node:
-        """A single number, of a score or the same for all."""
+        """Returns the node of a scalar, of one score or common to all."""
         if node in self.known:
             return self.known[node]
         if node in self.rows or value_of(node).dim():

@@ -17,18 +17,18 @@ from .mask_table import BLOCK, MaskTable
 
 FLEX = "torch.nn.attention.flex_attention"
 KEPT = 64
-"""Compiled functions in the cache, the last used ones."""
+"""Most compiled functions in the cache."""
 
 
 def _blocks(side: int, stages: int) -> dict[str, Any]:
-    """Blocks of ``side`` queries by as many keys in both passes, and loads that run so many stages ahead."""
+    """Options for square blocks in both passes, with a pipeline of ``stages`` loads."""
     names = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
     return {**dict.fromkeys(names, side), "num_stages": stages, "num_warps": 4}
 
 
 LEVELS: tuple[dict[str, Any], ...] = ({}, _blocks(64, 2), _blocks(64, 1), _blocks(32, 1))
-"""Block sizes, FlexAttention's own first. Each tensor that a function reads by query and key takes a block of shared
-memory, several if loads run ahead, and its own sizes leave no room for that: a trial finds the first that fit."""
+"""Block sizes to try, FlexAttention's own first. Each tensor that a function reads by query and key takes a block of
+shared memory per stage; a trial finds the first sizes that fit."""
 NO_ROOM = ("out of resource", "No valid triton configs")
 
 Run = Callable[..., tuple[Tensor, Tensor]]
@@ -47,7 +47,7 @@ class Calls:
         self._level: dict[tuple[Any, ...], int] = {}
 
     def smaller(self, graph: Graph, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-        """Takes smaller blocks for this function from now on; False if there are none."""
+        """Switches this function to smaller blocks; returns False if there are none."""
         key = graph.text, dtype, head_dim, value_dim
         level = self._level.get(key, 0) + 1
         self._level[key] = min(level, len(LEVELS) - 1)
@@ -58,7 +58,7 @@ class Calls:
         first_head: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """out [B, H, T, Dv] and lse [B, H, T] of q [B, H, T, D], k [B, G, S, D] and v; differentiable."""
-        # What a compiler tells apart though lengths are variables has a function of its own: each compiles but once.
+        # One function for each property that a compiler specializes on: each is compiled once.
         blocks = places.blocks[1].shape
         widths = graph.text, q.dtype, q.shape[3], v.shape[3]
         level = self._level.get(widths, 0)
@@ -92,7 +92,7 @@ def _function(graph: Graph, blocks: dict[str, Any]) -> Run:
         rows, queries, keys, low, high, heads = tables
 
         def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            # In place of a key that is not seen stands one that is: what a function says of others plays no part.
+            # An invisible key is replaced by a visible one: the function may be undefined at others.
             key = torch.minimum(torch.maximum(keys[b, j], low[b, i]), high[b, i])
             at = (rows[b, i], heads[h], queries[b, i], key)
             changed: Tensor = score(s, *[x.to(index) for x in at], i, j, *leaves)
@@ -104,13 +104,13 @@ def _function(graph: Graph, blocks: dict[str, Any]) -> Run:
         )  # fmt: skip
         return out, more.lse
 
-    # The compiler counts how often it compiles a piece of code, and stops: each function has a copy of its own.
+    # A copy of the code for each function: the compiler limits how often it compiles one code object.
     return FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
 
 
 @cache
 def kernel_options() -> dict[str, Any]:
-    """No second kernel for few queries, and products of float32 in float32 whatever a process sets for others."""
+    """Options: no other kernel for few queries, and float32 products in float32 whatever the process has set."""
     flex = import_module(FLEX)
     options: dict[str, Any] = {"FLOAT32_PRECISION": "'ieee'"}
     if "BACKEND" in flex.FlexKernelOptions.__annotations__:

@@ -1,9 +1,9 @@
-"""A score_mod as a graph that FlexAttention can compile, with everything that it captures as an input.
+"""Conversion of a score_mod to a graph that FlexAttention can compile, with captured tensors as inputs.
 
-The function is run once, on one score, and what torch does is written down. Whatever needs no score, index or position
-(a sigmoid of a whole parameter, say) is computed before, in float64 by ordinary autograd. What is left is of single
-numbers, and of `Leaf`s: tensors that are read at one place for each score, and whose gradients FlexAttention adds up
-with atomics. Each reading gets a leaf of its own, since FlexAttention allows a tensor one reading.
+The function is traced on one score. Operations that need no score, head or position (such as a sigmoid of a whole
+parameter) run before, in float64 with ordinary autograd. The rest has scalars and `Leaf`s: tensors that are read at one
+index per score, whose gradients FlexAttention sums with atomics. Each read has its own leaf, since FlexAttention allows
+one read per tensor.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..score_mods.graph import SCALARS, Unfit, name_of, of_scores_in, traced_from
-from ..score_mods.score_mod import ScoreMod
+from ..score_mods.graph import SCALARS, name_of, of_scores_in, traced_from
+from ..score_mods.score_mod import ScoreMod, Unfit
 from .build import Build
 from .leaves import Leaf
 
@@ -35,12 +35,12 @@ class Graph:
 
     Args:
         score: ``score(product, b, h, q_idx, kv_idx, query, key, *leaves)`` of a product of a query and a key that is
-            not scaled yet; ``query`` and ``key`` choose the copy. Scale and softcap are numbers in its code: whatever
-            a compiled function finds outside becomes a variable.
-        leaves: what `values` makes, in that order.
+            not scaled yet; ``query`` and ``key`` choose the copy. Scale and softcap are constants in its code: a
+            compiler would make variables of numbers outside.
+        leaves: described in the order of `values`.
         index: dtype in which rows, heads and positions must be given.
-        text: the same for functions that compile to the same.
-        before: the nodes that make the leaves, in order, and the tensors that they begin with.
+        text: equal for functions that compile to the same code.
+        before, constants: the nodes that compute the leaves, in order, and their constant inputs.
     """
 
     score: fx.GraphModule
@@ -52,7 +52,7 @@ class Graph:
 
     @classmethod
     def of(cls, mod: ScoreMod, dtype: torch.dtype, scale: float, softcap: float | None) -> Graph:
-        """The graph of a function, cached in it for as long as its call lasts.
+        """Builds the graph of a function, once per call.
 
         Args:
             dtype: of its scores.
@@ -60,17 +60,7 @@ class Graph:
         Raises:
             Unfit: with the reason.
         """
-        key = f"flex {dtype} {scale} {softcap}"
-        if key not in mod.kept:
-            try:
-                mod.kept[key] = _graph(mod, dtype, scale, softcap)
-            except Unfit as error:
-                mod.kept[key] = error
-        known = mod.kept[key]
-        if isinstance(known, Unfit):
-            raise known
-        graph: Graph = known
-        return graph
+        return mod.once(f"flex {dtype} {scale} {softcap}", lambda: _graph(mod, dtype, scale, softcap))
 
     def values(self, captured: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Computes the leaves from the captured tensors in float64; differentiable."""
@@ -136,7 +126,7 @@ def _split(mod: ScoreMod, traced: fx.GraphModule, of_scores: list[fx.Node], inde
     if answer not in set(of_scores):
         raise Unfit("the score_mod gives all scores one value")
     module = build.finished(answer)
-    # Of what learns the shape is compiled in; of the rest, such as a table over the row, only how many dims it has.
+    # Compiled in: the shape of learned tensors, but only the number of dims of others, such as a table over the row.
     shapes = [(leaf.copies, leaf.shape if leaf.copies else len(leaf.shape), leaf.dtype) for leaf in build.leaves]
     text = f"{module.code}\n{shapes}\n{index}"
     return Graph(module, tuple(build.leaves), index, text, before, constants)

@@ -1,7 +1,7 @@
 """The tensors that a score reads: leaves of its graph, in copies that take no memory.
 
-A leaf with a gradient has two dims more, over which its values repeat: scores of other queries and keys add to other
-places of its gradient. Few places would make millions of atomics wait for each other, and would lose digits.
+A leaf with a gradient has two more dims, over which its values are expanded, so that different queries and keys add to
+different elements of its gradient. With few elements millions of atomics would wait for each other and lose digits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 MOST_PLACES = 2**23
-"""Floats in the gradient of a leaf, where repeating it is what makes it large: 32 MiB."""
+"""Most floats in the gradient of a leaf that copies enlarge: 32 MiB."""
 MOST_KEYS, MOST_COPIES = 64, 2**13
 
 
@@ -33,13 +33,13 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A tensor that a score reads at one place.
+    """A tensor that a score reads at one index.
 
     Args:
-        value: the node that makes it.
-        picked: (dim, node) of those of its dims that are read at a fixed place; the last dim first.
-        copies: None where it has no gradient.
-        shape, dtype: of what is left of it.
+        value: the node that computes it.
+        picked: (dim, node) of its dims with a constant index, the last dim first.
+        copies: None if it has no gradient.
+        shape, dtype: of the remaining dims.
     """
 
     value: fx.Node
@@ -50,7 +50,7 @@ class Leaf:
 
 
 def spread(value: Tensor, copies: Copies | None, dtype: torch.dtype) -> Tensor:
-    """A leaf's tensor: [copies by query, ..., copies by key] of its value, all in one place."""
+    """Expands a leaf's value to [copies by query, ..., copies by key], without memory."""
     value = value.detach()
     value = value.to(dtype) if value.is_floating_point() else value
     value = value.contiguous()
@@ -61,5 +61,5 @@ def spread(value: Tensor, copies: Copies | None, dtype: torch.dtype) -> Tensor:
 
 
 def gathered(gradient: Tensor, copies: Copies) -> Tensor:
-    """The gradient of a leaf's value from that of its copies, in float64."""
+    """Sums the gradient of a leaf's copies in float64."""
     return gradient.sum((0, gradient.dim() - 1), dtype=torch.float64)

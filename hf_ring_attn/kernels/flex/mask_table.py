@@ -1,7 +1,7 @@
-"""Tables of tiles as FlexAttention takes a mask: where each token is in the row, and which blocks see which.
+"""Conversion of tables of tiles to FlexAttention's masks: positions of tokens, and visible blocks.
 
-Without holes the keys that a query sees are all those of its batch row, among the keys given, whose positions lie
-between two: so a mask is two numbers a query and one a key, however many tiles, chunks or documents there are.
+Without holes a query sees all given keys of its batch row between two positions. So a mask is two numbers per query and
+one per key, for any number of tiles, chunks and documents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...sharding.mask import Tile
 
 BLOCK = 128
-"""Queries, and keys, of a block that FlexAttention passes over as a whole. Its own blocks divide this."""
+"""Queries, and keys, of a block that FlexAttention can skip. Its own blocks divide this."""
 
 NOWHERE = -1
 BEYOND = 2**30
@@ -27,10 +27,10 @@ class MaskTable:
 
     Args:
         first, last: [B, T], positions of the first and last key that a query sees; last < first if it sees none.
-        keys: [B, S], the position of each key; -1 where nobody sees it.
-        rows, queries, low, high: [B, T], the batch row and position that a function of scores gets, and first
-            and last: those of the query, or of another that sees something.
-        blocks: arguments of BlockMask: for each block of queries the blocks of keys that it sees in part, and in whole.
+        keys: [B, S], the position of each key; -1 if no query sees it.
+        rows, queries, low, high: [B, T], the arguments of a score_mod: batch row, position, first and last; for a query
+            that sees no key, those of another query.
+        blocks: arguments of BlockMask: for each block of queries the blocks of keys that it sees in part, and in full.
     """
 
     first: Tensor
@@ -45,7 +45,7 @@ class MaskTable:
 
     @classmethod
     def of(cls, tiles: Tensor, batch: int, tokens: int, keys: int, device: torch.device) -> MaskTable | None:
-        """None where nobody sees anything."""
+        """Builds the table; None if no query sees a key."""
         with torch.inference_mode(False), torch.no_grad():
             return _places(tiles, batch, tokens, keys, device)
 
@@ -78,15 +78,14 @@ def _places(tiles: Tensor, batch: int, tokens: int, keys: int, device: torch.dev
 
     other = sees.flatten().int().argmax()
     rows = torch.arange(batch, dtype=torch.int32, device="cpu")[:, None].expand(batch, tokens)
-    told = [torch.where(sees, x, x.flatten()[other]) for x in (rows, at_query, first, last)]
+    arguments = [torch.where(sees, x, x.flatten()[other]) for x in (rows, at_query, first, last)]
     first, last, at_key = (x.to(device) for x in (first, last, at_key))
-    row, query, low, high = (x.to(device).contiguous() for x in told)
+    row, query, low, high = (x.to(device).contiguous() for x in arguments)
     return MaskTable(first, last, at_key, row, query, low, high, _blocks(first, last, at_key))
 
 
 def _blocks(first: Tensor, last: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For [B, 1, blocks of queries]: the number of blocks of keys that each sees in part, their numbers, and both
-    for blocks that it sees whole."""
+    """Computes, for [B, 1, blocks of queries], counts and indices of the blocks of keys seen in part, and in full."""
 
     def edges(x: Tensor, fill: int) -> Tensor:
         missing = -x.shape[1] % BLOCK

@@ -1,4 +1,4 @@
-"""The code of a user's function, so that another function of the same code need not be tried again."""
+"""The code of a user's function: functions of equal code need only one trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch operations of a score_mod as a graph: the function is run once, on one score."""
+"""Tracing of a score_mod on one score, to a graph of torch operations."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ import torch
 from torch import Tensor, fx
 
 from ...errors import BadScoreMod
-from .score_mod import ScoreMod, in_fixed_order, run_one
+from .score_mod import ScoreMod, Unfit, in_fixed_order, run_one
 
 SCALARS = 5
 """score, b, h, q_idx, kv_idx: the first nodes of a graph, before the captured tensors."""
 
 
-class Unfit(Exception):
-    """A kernel cannot compute a function; with the reason."""
-
-
 def name_of(node: fx.Node) -> str:
-    """The name of the operation that a node calls, such as "add"."""
+    """Returns the name of the operation that a node calls, such as "add"."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet.__name__ if packet is not None else str(node.target)
 
@@ -28,7 +24,7 @@ def traced_from(mod: ScoreMod, dtype: torch.dtype, index: torch.dtype) -> fx.Gra
     """Traces the function as a graph, with scores of ``dtype`` and indices of ``index``.
 
     Raises:
-        Unfit: it cannot be run on one score, or not be written down.
+        Unfit: it fails on one score, or cannot be traced.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, and most processes need none of it
 
@@ -48,40 +44,24 @@ def traced_from(mod: ScoreMod, dtype: torch.dtype, index: torch.dtype) -> fx.Gra
         raise Unfit(f"the score_mod cannot be written down as a graph ({type(error).__name__}: {error})") from error
 
 
-_KEY = "graph"
-
-
 def graph_of(mod: ScoreMod) -> fx.GraphModule:
-    """The function's graph in float64, cached in it for as long as its call lasts.
-
-    Raises:
-        Unfit: as `traced_from`.
-    """
-    if _KEY not in mod.kept:
-        try:
-            mod.kept[_KEY] = traced_from(mod, torch.float64, torch.int64)
-        except Unfit as error:
-            mod.kept[_KEY] = error
-    known = mod.kept[_KEY]
-    if isinstance(known, Unfit):
-        raise known
-    graph: fx.GraphModule = known
-    return graph
+    """Traces the function in float64, once per call. Raises as `traced_from`."""
+    return mod.once("graph", lambda: traced_from(mod, torch.float64, torch.int64))
 
 
 def text_of(mod: ScoreMod) -> str:
-    """A text that differs for functions that compute something else, whatever their tensors hold."""
+    """Returns a text that is equal only for functions that compute the same, whatever their tensors hold."""
     try:
         code = graph_of(mod).code
     except Unfit as error:
         code = str(error)
-    # Of what does not learn, such as a table over the row, only how many dims it has: rows of any length are one.
+    # The shape of learned tensors, but only the number of dims of others: rows of any length have one text.
     held = [(tuple(x.shape) if x.requires_grad else x.dim(), str(x.dtype), x.requires_grad) for x in mod.captured]
     return f"{code}{held}"
 
 
 def of_scores_in(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes that differ from score to score."""
+    """Lists the nodes that differ between scores."""
     found: dict[fx.Node, None] = {}
     for place, node in enumerate(nodes):
         if place < SCALARS or any(x in found for x in node.all_input_nodes):

@@ -1,9 +1,9 @@
 """FlexAttention's score_mod, computed a block of scores at a time, with gradients of the tensors that it captures.
 
-The function is written for one score and runs for many under vmap, as FlexAttention runs it in eager mode. While it
-runs, every torch function that it calls is looked at (`_Watch`), so it does not matter where its tensors come from: a
-closure, a default, a module, a list, a global. They are replaced by float64 copies, so nothing is rounded before the
-edge and a sum over many tokens loses nothing to their number. A gradient that would get lost all the same is refused.
+The function is written for one score and runs for many under vmap, as in FlexAttention's eager mode. A torch function
+mode (`_Watch`) sees every torch function that it calls, and so finds its tensors wherever they come from: a closure, a
+default, a module, a list, a global. They are replaced by float64 copies, so that gradients summed over many tokens are
+rounded once. A gradient that would be lost all the same is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,11 +25,14 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 count tokens from the beginning of the whole row."""
 
 Pull = Callable[[Tensor], Tensor]
-"""The gradient of scores before a function from that of the scores after it."""
+"""Maps the gradient of the scores after a function to that of the scores before it."""
 
 
-PART = "part"
-"""The key in `ScoreMod.kept` of a function that makes the `Part` that a kernel is tried on."""
+T = TypeVar("T")
+
+
+class Unfit(Exception):
+    """A kernel cannot compute a function; with the reason."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class Indices:
         cls, rows: slice, heads: slice, q_position: int, k_position: int, size: tuple[int, int],
         visible: Tensor | None, device: torch.device,
     ) -> Indices:  # fmt: skip
-        """The indices of a block of ``size`` [t, s]. In place of pairs that are not visible [t, s] stands one that is:
-        what a function says of the others may be nan or out of range, and which of them are in a block is chance."""
+        """The indices of a block of ``size`` [t, s]. Invisible pairs get the indices of a visible one, since the
+        function may give nan or an error for theirs."""
         numbers = partial(torch.arange, device=device)
         t, s = size
         queries, keys = numbers(q_position, q_position + t), numbers(k_position, k_position + s)
@@ -64,13 +67,13 @@ class ScoreMod:
 
     Args:
         function: as the user wrote it.
-        captured: every tensor of floating-point numbers that it uses and did not make.
-        fixed: every other tensor that it uses and did not make.
-        values: what to use in their place, all float64; those that require a gradient are leaves.
-        first_head: the number of the first query head that it is asked about.
+        captured: every floating-point tensor from outside that it uses.
+        fixed: every other tensor from outside that it uses.
+        values: the float64 tensors that replace the captured ones; those that require a gradient are leaves.
+        first_head: the index of the first query head of the scores.
         deterministic: run it, and its backward, with torch's deterministic algorithms.
-        device: where its scores are; None: on the CPU.
-        kept: a cache of the kernels, for as long as this call of attention lasts.
+        device: of its scores; None: the CPU.
+        cache: results of `once`, for as long as this call of attention lasts.
     """
 
     function: ScoreFunction
@@ -79,12 +82,12 @@ class ScoreMod:
     first_head: int = 0
     deterministic: bool = False
     device: torch.device | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
     fixed: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, function: ScoreFunction, device: torch.device, deterministic: bool = False) -> ScoreMod:
-        """Runs the function once, for the first query and key of the first row and head, and sees what it uses.
+        """Runs the function once, for the first query and key of the first row and head, and finds its tensors.
 
         Raises:
             BadScoreMod: it cannot be run for many scores at once, does not return one number, or uses a tensor that
@@ -108,11 +111,23 @@ class ScoreMod:
         return mod
 
     def with_values(self, values: Sequence[Tensor], require_grad: Sequence[bool]) -> ScoreMod:
-        """With these in place of the captured tensors. As sums over tokens follow, they are widened to float64."""
+        """Replaces the captured tensors, widened to float64 for the sums over tokens."""
         with torch.no_grad():
             wide = [x.detach().double() for x in values]
         leaves = [x.view_as(x).requires_grad_() if need else x for x, need in zip(wide, require_grad, strict=True)]
         return replace(self, values=tuple(leaves))
+
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """Calls ``make`` once per key and call of attention; returns what it returned, or raises its `Unfit` again."""
+        if key not in self.cache:
+            try:
+                self.cache[key] = make()
+            except Unfit as error:
+                self.cache[key] = error
+        found: T | Unfit = self.cache[key]
+        if isinstance(found, Unfit):
+            raise found
+        return found
 
     @property
     def name(self) -> str:
@@ -122,15 +137,15 @@ class ScoreMod:
         return replace(self, first_head=self.first_head + (heads.start or 0))
 
     def new_gradients(self) -> dict[str, Tensor]:
-        """Zeroed sums, float64, for the values that require a gradient."""
+        """Allocates zeroed float64 sums for the values that require a gradient."""
         return {_key(i): torch.zeros_like(x) for i, x in enumerate(self.values) if x.requires_grad}
 
     def gradient(self, sums: dict[str, Tensor], of: int) -> Tensor | None:
-        """The gradient of captured tensor number ``of``, rounded to its dtype; None if it requires none."""
+        """Returns the gradient of captured tensor number ``of``, rounded to its dtype; None if it requires none."""
         return sums[_key(of)].to(self.captured[of].dtype) if _key(of) in sums else None
 
     def add_gradients(self, sums: dict[str, Tensor], of: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Adds those that reach the values through ``of``, which were made of them, to ``sums``."""
+        """Adds to ``sums`` the gradients of the values, backpropagated from ``gradients`` of the tensors ``of``."""
         wanted = {_key(i): x for i, x in enumerate(self.values) if _key(i) in sums}
         if of and wanted:
             found = torch.autograd.grad(of, list(wanted.values()), gradients, allow_unused=True)
@@ -139,13 +154,12 @@ class ScoreMod:
                     sums[name] += gradient
 
     def __call__(self, scores: Tensor, at: Indices) -> Tensor:
-        """The scores [b, H, t, s] after the function, in the dtype that they come in."""
+        """Applies the function to scores [b, H, t, s]; returns their dtype."""
         with in_fixed_order(self.deterministic), torch.no_grad():
             return self._of(scores.double(), at).to(scores.dtype).contiguous()
 
     def differentiable(self, scores: Tensor, at: Indices, sums: dict[str, Tensor]) -> tuple[Tensor, Pull]:
-        """As a call; and what makes the gradient before the function of that after it, and adds those of the captured
-        tensors to ``sums``, where they are named as by `new_gradients`."""
+        """Applies the function; also returns its backward, which adds gradients of captured tensors to ``sums``."""
         wanted = {_key(i): x for i, x in enumerate(self.values) if _key(i) in sums}
         with in_fixed_order(self.deterministic), torch.enable_grad():
             before = scores.double().detach().requires_grad_()
@@ -172,7 +186,7 @@ class ScoreMod:
         watch = _Watch({id(was): now for was, now in zip(self.captured, self.values, strict=True)})
         try:
             return _run(self.function, watch, scores, at)
-        except (BadScoreMod, torch.OutOfMemoryError):  # the latter says nothing of the function
+        except (BadScoreMod, torch.OutOfMemoryError):  # the latter is not the function's fault
             raise
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             rows, heads, queries, keys = scores.shape
@@ -190,15 +204,15 @@ class ScoreMod:
 
 
 class _Watch(TorchFunctionMode):
-    """Replaces tensors by others in every torch function. Unknown tensors from outside are noted by their id: in
-    ``outside``, and widened; in ``fixed`` if they hold no floating-point numbers."""
+    """Replaces tensors in every torch function. Tensors from outside are recorded by id: floating-point ones in
+    ``outside``, with a float64 replacement, others in ``fixed``."""
 
     def __init__(self, instead: dict[int, Tensor] | None = None) -> None:
         super().__init__()
         self.instead = dict(instead or {})
         self.outside: dict[int, Tensor] = {}
         self.fixed: dict[int, Tensor] = {}
-        self.known: dict[int, Any] = {}  # kept alive, so that no other gets its id
+        self.known: dict[int, Any] = {}  # alive, so that no other tensor gets the id
 
     def know(self, value: Any) -> None:
         if isinstance(value, (tuple, list)):
@@ -230,7 +244,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _index(x: Tensor, index: Any) -> Tensor:
-    """x[index]; a scalar tensor as index would be read on the host, which cannot be done for many at once."""
+    """Computes x[index] under vmap, where a scalar tensor as index cannot be read on the host."""
     parts = index if isinstance(index, tuple) else (index,)
     simple = all(isinstance(part, (Tensor, int)) or part == slice(None) for part in parts)
     if not simple or not any(isinstance(part, Tensor) for part in parts):
@@ -241,7 +255,7 @@ def _index(x: Tensor, index: Any) -> Tensor:
 
 
 def run_one(mod: ScoreMod, scalars: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """A function of one score, with ``values`` in place of the captured tensors."""
+    """Applies the function to one score, with ``values`` in place of the captured tensors."""
     instead = {id(was): now for was, now in zip(mod.captured, values, strict=True)}
     return _one(mod.function, _Watch(instead), *scalars)
 
@@ -250,7 +264,7 @@ _running = 0
 
 
 def in_score_mod() -> bool:
-    """Says if a function of scores is running, so that a module that is called is a part of it."""
+    """Returns True while a score_mod runs: modules called now are part of it."""
     return _running > 0
 
 
@@ -271,8 +285,7 @@ def _one(function: ScoreFunction, watch: _Watch, *scalars: Tensor) -> Tensor:
 
 
 def _run(function: ScoreFunction, watch: _Watch, scores: Tensor, at: Indices) -> Tensor:
-    """The function of all scores [b, H, t, s] of a block."""
-
+    """Applies the function to all scores [b, H, t, s] of a block."""
     paired = at.queries.dim() == 2
     for_all: Callable[..., Tensor] = partial(_one, function, watch)
     for dims in (
@@ -284,7 +297,7 @@ def _run(function: ScoreFunction, watch: _Watch, scores: Tensor, at: Indices) ->
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """Every tensor that would get a gradient from a backward of this one."""
+    """Yields every leaf that a backward of this tensor would reach."""
     nodes, seen = [tensor.grad_fn], set()
     while nodes:
         node = nodes.pop()

@@ -1,14 +1,12 @@
-"""A small attention with the user's own score_mod, which a kernel must get right before it serves.
+"""A trial of a kernel with the user's score_mod on a small attention, before it is served.
 
-What a graph cannot tell (a gradient that a function makes itself, a switch of autograd inside it, a compiler's own
-limits) shows here: values and gradients are compared with those of the reference, on the GPU at hand. What this
-compiles serves the real attention too.
+Values and gradients are compared with the reference's, on the GPU in use. This finds what a graph does not show: custom
+gradients, autograd switched off, limits of a compiler. The real attention reuses the compiled code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,61 +14,47 @@ from torch import Tensor
 
 from ..base import Asked, Gradients, Kernel, Params, Part, Request, accumulate_dtype
 from ..reference import Reference
-from .score_mod import PART, ScoreMod
+from .score_mod import ScoreMod
 
 FAR = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-9}
-"""A relative error that only another attention has."""
+"""Relative errors that only a wrong attention has."""
 LEARNED, NOISE, FAULT = 3, 5, 0.25
-"""A learned tensor's gradient sums terms of both signs over all tokens, so that in 16 bits rounding may be much of what
-is left: it may be three times as far off as the rest, or five times as far as the reference's from the same inputs, and
-never as far as a fault."""
+"""Limits for gradients of learned tensors, whose terms cancel over all tokens, so that rounding in 16 bits weighs more:
+`LEARNED` times `FAR`, or `NOISE` times the reference's error from the same inputs; at most `FAULT`."""
 
 
-KEPT = 64
+MOST_TRIALS = 64
+"""Results of trials that a kernel caches. Equal requests are of functions of the same code and graph: one trial."""
 
 
-class Trials:
-    """The results of trials. Equal requests are of functions of the same code and graph, which need one trial."""
-
-    def __init__(self) -> None:
-        self._found: dict[Request, tuple[str, ...]] = {}
-
-    def reasons(self, request: Request, trial: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-        """Runs ``trial``, or returns what it gave for an equal request."""
-        if request not in self._found:
-            self._found[request] = trial()
-            while len(self._found) > KEPT:
-                del self._found[next(iter(self._found))]
-        return self._found[request]
-
-
-def fails(kernel: Kernel, request: Request, asked: Asked, mod: ScoreMod) -> tuple[str, ...]:
-    """Lists what the kernel gets wrong with this function, in words."""
+def fails(kernel: Kernel, request: Request) -> tuple[str, ...]:
+    """Lists what the kernel gets wrong with the function of a request, in words."""
+    assert request.asked is not None
+    mod = request.asked.function()
     device = mod.device or torch.device("cpu")
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        return tuple(_failures(kernel, request, asked, mod, device))
+        return tuple(_failures(kernel, request, request.asked, mod, device))
 
 
 def _failures(kernel: Kernel, request: Request, asked: Asked, mod: ScoreMod, device: torch.device) -> list[str]:
-    dtype, part = request.dtype, mod.kept[PART]()
+    dtype, part = request.dtype, asked.part()
     if not len(part.forward):
         return ["nothing is seen in the first rows, so there is nothing to try this score_mod on"]
     generator = torch.Generator().manual_seed(0)
     tensors = _inputs(request, part, device, generator)
-    # Beside sinks with about as much mass as the keys, what a function adds to all keys of a query matters too. A
-    # softmax alone does not see it: its gradient would be what roundings leave.
+    # Sinks with about as much mass as the keys: without them a term common to all keys of a query has no gradient.
     sinks = torch.randn(request.heads, generator=generator, dtype=torch.float32, device="cpu").to(device)
     sinks += math.log(part.keys)
     params = Params(asked.scale, asked.softcap, sinks)
     still = mod.with_values(mod.captured, [x.requires_grad for x in mod.captured])
-    for function in (_moved(mod, generator), still):  # as the values are, some gradients may be zero
+    for function in (_moved(mod, generator), still):  # moved, since gradients may be zero at the given values
         tried = replace(params, score_mod=function)
         want = _answer(Reference(), _wide(tensors), part, tried, at_once=True)
         if all(x.isfinite().all() for name, x in want.items() if name != "lse"):
             break
     try:
         got = _answer(kernel, tensors, part, tried)
-    except torch.OutOfMemoryError:  # says nothing of the kernel
+    except torch.OutOfMemoryError:  # not the kernel's fault
         raise
     except Exception as error:  # noqa: BLE001  # a compiler may fail in any way; each is a reason
         return [f"a small attention with this score_mod failed: {type(error).__name__}: {error}"]
@@ -96,12 +80,12 @@ def _inputs(request: Request, part: Part, device: torch.device, generator: torch
 
 
 def _wide(tensors: list[Tensor]) -> list[Tensor]:
-    """In the accumulators' dtype."""
+    """Casts to the accumulators' dtype."""
     return [x.to(accumulate_dtype(x.dtype)) for x in tensors]
 
 
 def _moved(mod: ScoreMod, generator: torch.Generator) -> ScoreMod:
-    """With values a little beside its own."""
+    """Adds noise to the values."""
     values = []
     for x in mod.captured:
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(x.device)
@@ -112,7 +96,7 @@ def _moved(mod: ScoreMod, generator: torch.Generator) -> ScoreMod:
 def _answer(
     kernel: Kernel, tensors: list[Tensor], part: Part, params: Params, at_once: bool = False
 ) -> dict[str, Tensor]:
-    """``at_once``: all heads and keys; else, as in a ring, the backward gets some heads and some keys at a time."""
+    """Runs both passes. ``at_once``: one backward; else some heads and some keys at a time, as in a ring."""
     q, k, v, dout = tensors
     mod = params.score_mod
     assert mod is not None
@@ -121,13 +105,13 @@ def _answer(
     dq, dk, dv = (kernel.new_gradient(x) for x in (q, k, v))
     extra = mod.new_gradients()
     groups = k.shape[2]
-    step = groups if at_once else (groups + 1) // 2  # as in the lanes of a ring
+    step = groups if at_once else (groups + 1) // 2  # as the head halves of a ring pass
     pieces = ((0, part.keys, part.forward),) if at_once else part.backward
     for first in range(0, groups, step):
-        lane = slice(first, min(first + step, groups))
-        mine = slice(lane.start * q.shape[2] // groups, lane.stop * q.shape[2] // groups)
+        half = slice(first, min(first + step, groups))
+        mine = slice(half.start * q.shape[2] // groups, half.stop * q.shape[2] // groups)
         for start, stop, table in pieces:
-            keys, values, of_k, of_v = (x[:, start:stop, lane] for x in (k, v, dk, dv))
+            keys, values, of_k, of_v = (x[:, start:stop, half] for x in (k, v, dk, dv))
             kernel.backward(
                 dout[:, :, mine], q[:, :, mine], keys, values, lse[:, mine], delta[:, mine], table,
                 params.of_heads(mine), Gradients(kernel.of_heads(dq, mine), of_k, of_v, extra=extra), out[:, :, mine],
@@ -136,7 +120,7 @@ def _answer(
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Relative; inf where one is infinite and the other is not. What is zero must be small."""
+    """Computes a relative error; inf if infinities differ. Small values count absolutely."""
     got, want = got.double(), want.double()
     if not torch.equal(got.isinf(), want.isinf()):
         return torch.inf

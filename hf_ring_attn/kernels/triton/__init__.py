@@ -5,7 +5,7 @@ triton is imported at the first call, never with this package.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...config import triton_is_interpreted
 from ..base import Asked, Gradients, InOrder, Params, Request
-from ..score_mods.trial import Trials, fails
+from ..score_mods.trial import MOST_TRIALS, fails
 from .blocks import WIDTHS, widest_head
 from .distance import why_not
 
@@ -26,17 +26,17 @@ LOWEST_CAPABILITY = (8, 0)
 class Triton(InOrder):
     """One softmax over all keys of a query in the forward; probabilities from lse in the backward.
 
-    Sums are float32 throughout and gradients are added into the caller's accumulators, whose order is that of the
-    tensors. Products of 16-bit inputs run on the matrix units, with probabilities and their gradients rounded to the
-    inputs' dtype as every flash attention does; float32 inputs are multiplied in float32 (no tf32). The result is the
-    same from run to run, and a chunk of queries gives the bits that the whole sequence gives. Of score_mods it serves
-    those that add something by head and distance (`distance`); what these learn gets float32 sums by atomics.
+    Sums are float32. Gradients are added to the caller's accumulators, in the order of the tensors. 16-bit inputs are
+    multiplied on matrix units, with probabilities and their gradients rounded to the inputs' dtype, as in every flash
+    attention; float32 inputs are multiplied in float32 (no tf32). Results are the same from run to run, and a chunk of
+    queries gives the bits of the whole sequence. It serves score_mods that add a term of head and distance
+    (`distance`); gradients of their tensors are float32 sums by atomics.
     """
 
     name = "triton"
 
     def __init__(self) -> None:
-        self._trials = Trials()
+        self._failures = lru_cache(maxsize=MOST_TRIALS)(partial(fails, self))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, out: Tensor | None = None
@@ -78,14 +78,13 @@ class Triton(InOrder):
         return reasons
 
     def _of_function(self, request: Request, asked: Asked) -> tuple[str, ...]:
-        mod = asked.mod()
-        assert mod is not None, "a function is asked about while its call lasts"
+        mod = asked.function()
         reason = why_not(mod)
         if reason is not None:
             return (f"of score_mods it takes those that add something by head and distance alone: {reason}",)
         if request.deterministic and any(x.requires_grad for x in mod.captured):
             return ("it adds the gradients of what a score_mod learns in no fixed order",)
-        return self._trials.reasons(request, partial(fails, self, request, asked, mod))
+        return self._failures(request)
 
     def rounds_gradients(self, request: Request) -> bool:
         return False

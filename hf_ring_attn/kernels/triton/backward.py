@@ -1,9 +1,9 @@
-"""The backward kernels: probabilities from lse, gradients in float32 registers and added once to what is there.
+"""The backward kernels: probabilities from lse; gradients in float32 registers, added once to the accumulators.
 
-`keys_kernel` owns a block of keys and goes over the queries that see it: dk, dv, or one of them where registers do not
-hold both. `queries_kernel` owns a block of queries and goes over the keys it sees: dq. Nothing of these is added by
-atomics, so the order of every sum is fixed. What a bias learns is, distance by distance. One pass that adds dq by
-atomics multiplies five times a pair of blocks instead of seven, but measured slower (recipes/results).
+`keys_kernel` owns a block of keys and loops over the queries that see it, for dk, dv, or one of them if registers do
+not hold both. `queries_kernel` owns a block of queries and loops over the keys it sees, for dq. Neither uses atomics:
+the order of every sum is fixed; only the gradient of a bias does. A single pass with atomics for dq has five products
+per pair of blocks instead of seven, but measured slower (recipes/results).
 """
 
 # mypy: ignore-errors
@@ -19,7 +19,7 @@ def delta_kernel(
     DOUT, OUT, DELTA, dout_row, dout_token, dout_head, out_row, out_token, out_head, tokens, heads,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta[row, head] = rowsum(dout * out) of a block of queries."""
+    """Computes delta[row, head] = rowsum(dout * out) of a block of queries."""
     start, head, row = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
     dout = load_rows(
         DOUT, row, head, start, tokens, dout_row, dout_token, dout_head, DV, BLOCK_M, BLOCK_DV, False, True
@@ -32,7 +32,7 @@ def delta_kernel(
 
 @triton.jit
 def _weights(scores, lse, bias, factor, bend, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, BY_QUERY: tl.constexpr):
-    """exp(score - lse) of raw scores, and the softcap's derivative; -lse is in powers of two, natural with a bias."""
+    """Computes exp(score - lse), and the softcap's derivative; ``lse`` is negated, in `Problem.unit`."""
     slope = scores
     if BY_QUERY:
         lse = lse[:, None]
@@ -97,7 +97,7 @@ def _over_queries(
             dscores = weights * (dweights - delta[None, :])
             if SOFTCAP:
                 dscores = dscores * slope
-            if MASKED:  # again: a query that another key made nan is not 0 times nan here
+            if MASKED:  # again: 0 times the nan of another key's query is nan
                 dscores = tl.where(seen, dscores, 0.0)
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -114,7 +114,7 @@ def keys_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BIAS: tl.constexpr, DK: tl.constexpr, DVALUES: tl.constexpr,
 ):  # fmt: skip
-    """Adds dk and dv, or the one asked for, of a block of keys of a key head: from one query head after the other."""
+    """Adds dk and dv, or one of them, of a block of keys of a key head, one query head after another."""
     pid = tl.program_id(0)
     index = pid // together % programs
     kv_head = pid // (together * programs) * together + pid % together
@@ -131,7 +131,7 @@ def keys_kernel(
     if DK:
         v = load_rows(V, row, kv_head, start, keys, v_row, v_token, v_head, DV, BLOCK_N, BLOCK_DV, False, True)
     for head in range(kv_head * group, kv_head * group + group):
-        # A sum for each head: a matrix unit cuts off what a long sum has no digits for, and a ring's sums are short.
+        # One sum per head: matrix units truncate long sums, and a ring's sums are short.
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         for at in range(entry, entries):
@@ -159,7 +159,7 @@ def add_rows(
     X, part, row, head, first, length, row_stride, token_stride, head_stride,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x[row, first : first + ROWS, head] += part, of [B, T, H, D], which may be some heads of more."""
+    """Adds ``part`` to x[row, first : first + ROWS, head] of [B, T, H, D], any strides."""
     token, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     X += wide(row) * row_stride + wide(head) * head_stride + wide(first) * token_stride
     where = X + (token[:, None] * token_stride + column[None, :])

@@ -1,6 +1,6 @@
-"""Block sizes by GPU family, from a table that ships: no tuning at run time, so that ranks and runs agree to the bit.
+"""Block sizes by GPU family: a fixed table, not tuned at run time, so that ranks and runs agree to the bit.
 
-`tune` measures the rows of the GPU at hand and prints them; rows of families that were never measured say so.
+recipes/tune_triton.py measures the rows of a GPU; rows of families that were never measured say so.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Blocks(NamedTuple):
 class Row(NamedTuple):
     """The blocks of one family of GPUs, width of an element and width of a head.
 
-    ``keys`` makes dk and dv, ``queries`` makes dq. With ``values``, ``keys`` makes dk and ``values`` makes dv: one
-    product more for each pair of blocks, but wide heads leave no registers for both.
+    ``keys``: for dk and dv; ``queries``: for dq. With ``values``, ``keys`` is for dk and ``values`` for dv: one more
+    product per pair of blocks, since wide heads leave no registers for both.
     """
 
     forward: Blocks
@@ -63,10 +63,10 @@ WITH_BIAS: dict[tuple[str, int, int], Row] = {
     ("hopper", 2, 64): Row(Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1), Blocks(128, 128, 8, 1)),
     ("hopper", 2, 128): Row(Blocks(64, 32, 4, 2), Blocks(64, 64, 4, 1), Blocks(128, 128, 8, 1)),
 }
-"""The same with a bias by distance, where that takes other blocks: its places take registers."""
+"""Rows that differ with a bias by distance, whose positions take registers."""
 
 INTERPRETER = Row(Blocks(32, 16, 1, 1), Blocks(16, 32, 1, 1), Blocks(32, 16, 1, 1))
-"""For CPU tensors in Triton's interpreter: unequal sides, so that a mix-up shows; few programs, since it is slow."""
+"""For CPU tensors in Triton's interpreter: unequal sides, to expose mix-ups; few programs, since it is slow."""
 
 
 def row_for(
@@ -75,9 +75,9 @@ def row_for(
     """The shipped row for tensors on ``device``; the same for every length, so that lengths do not change bits.
 
     Args:
-        descriptors: whether the GPU's copy engine fetches the blocks. Without it addresses take registers, so a
-            program holds half the queries; the keys in a block, which order the sums, stay as they are.
-        bias: whether something is added by distance.
+        descriptors: the GPU's copy engine fetches the blocks. Without it addresses take registers, so a block has half
+            the queries; the keys of a block, which order the sums, stay the same.
+        bias: with a bias by distance.
     """
     if device.type == "cpu":
         return INTERPRETER
@@ -91,7 +91,7 @@ def row_for(
 
 
 def widest_head(device: str, element_bytes: int) -> int:
-    """The widest head that there is a row for on the current device of that type."""
+    """The widest head with a row for the current device of that type."""
     if device != "cuda" or not torch.cuda.is_available():
         return WIDTHS[-1]
     family = family_of(torch.device("cuda", torch.cuda.current_device()))
@@ -106,12 +106,12 @@ def family_of(device: torch.device) -> str:
 
 @cache
 def has_copy_engine(device: torch.device) -> bool:
-    """Says if blocks can be fetched by descriptors: NVIDIA's Hopper and later."""
+    """Returns True if blocks can be fetched by descriptors: NVIDIA's Hopper and later."""
     return _cuda_generation(device) >= 9
 
 
 def _cuda_generation(device: torch.device) -> int:
-    """The first number of the compute capability; 0 for what is not NVIDIA's."""
+    """The major compute capability; 0 for devices that are not NVIDIA's."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     return torch.cuda.get_device_capability(device)[0]

@@ -1,4 +1,4 @@
-"""Functions of the Triton language that the kernels share: its arguments have no types that mypy knows."""
+"""Functions of the Triton language that the kernels share; mypy knows no types for their arguments."""
 
 # mypy: ignore-errors
 
@@ -9,12 +9,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 LENGTHS = ["tokens", "keys", "together", "programs", "plane", "layers", "lowest", "span"]
-"""Arguments that change from batch to batch: no kernel is compiled anew for a value of theirs."""
+"""Arguments that change from batch to batch: kernels are not specialized on their values."""
 
 
 @triton.jit
 def wide(x):
-    """x as 64 bits: an offset of elements may pass 2**31."""
+    """Widens x to 64 bits: an offset of elements may pass 2**31."""
     return tl.full((), 0, tl.int64) + x
 
 
@@ -23,7 +23,7 @@ def load_rows(
     X, row, head, first, length, row_stride, token_stride, head_stride,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """x[row, first : first + ROWS, head] of [B, T, H, D], zeros past D and, with CHECK, past ``length`` tokens.
+    """Loads x[row, first : first + ROWS, head] of [B, T, H, D], zeros past D and, with CHECK, past ``length`` tokens.
 
     Without CHECK all the rows must exist. With TMA, X is a descriptor over [B, H, T, D] with that block.
     """
@@ -48,7 +48,7 @@ def load_rows(
 
 @triton.jit
 def load_bounds(BOUNDS, layer, row, queries, tokens, plane):
-    """first, stop of one layer of `schedule.bounds` for these queries; none for queries that do not exist."""
+    """Loads first, stop of one layer of `schedule.bounds` for these queries; (0, 0) past the last query."""
     where = BOUNDS + wide(layer) * 2 * plane + wide(row) * tokens + queries
     first = tl.load(where, mask=queries < tokens, other=0)
     stop = tl.load(where + plane, mask=queries < tokens, other=0)
@@ -57,9 +57,9 @@ def load_bounds(BOUNDS, layer, row, queries, tokens, plane):
 
 @triton.jit
 def visible(first, stop, keys, BOUNDS, row, queries, tokens, plane, layers, MANY: tl.constexpr, BY_QUERY: tl.constexpr):
-    """The pairs that see each other: [queries, keys], or [keys, queries]. first, stop: the bounds of layer 0.
+    """Computes visible pairs: [queries, keys], or [keys, queries]. first, stop: the bounds of layer 0.
 
-    MANY says that there are more layers: a loop costs registers even where it runs no time.
+    MANY: there are more layers; a loop costs registers even if it never runs.
     """
     seen = _between(first, stop, keys, BY_QUERY)
     if MANY:
@@ -80,14 +80,14 @@ def _between(first, stop, keys, BY_QUERY: tl.constexpr):
 
 @triton.jit
 def load_places(PLACES, row, offsets, length):
-    """The position in the row of each of these tokens; for those that do not exist, that of the last one."""
+    """Loads the position in the row of each token; past the last token, that of the last one."""
     return tl.load(PLACES + wide(row) * length + tl.minimum(offsets, length - 1))
 
 
 @triton.jit
 def load_bias(TABLE, q_places, k_places, lowest, seen, BY_QUERY: tl.constexpr, MASKED: tl.constexpr):
-    """Reads a head's table of `distance.Bias` for each pair, [queries, keys] or [keys, queries]; returns its index as
-    well. The table may have nothing for pairs that are not seen."""
+    """Loads the bias of each pair, [queries, keys] or [keys, queries], from a head's table of `distance.Bias`, and
+    returns its index as well. The table may lack invisible pairs."""
     if BY_QUERY:
         index = k_places[None, :] - (q_places[:, None] + lowest)
     else:
@@ -101,7 +101,7 @@ def load_bias(TABLE, q_places, k_places, lowest, seen, BY_QUERY: tl.constexpr, M
 
 @triton.jit
 def tanh(x):
-    """To float32's accuracy; the hardware's own is good to 11 bits only."""
+    """Computes tanh to float32's accuracy; the hardware's has 11 bits only."""
     decay = tl.exp2(tl.abs(x) * -2.8853900817779268)
     bent = (1 - decay) / (1 + decay)
     square = x * x

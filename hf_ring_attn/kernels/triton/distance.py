@@ -1,8 +1,7 @@
-"""A score_mod that adds something by the head and kv_idx - q_idx alone, as a table: ALiBi, T5's bias.
+"""Tables for score_mods that add a term of the head and kv_idx - q_idx alone, such as ALiBi and T5's bias.
 
-That it depends on nothing else is read from its graph. Then the function itself, run once for each distance that some
-pair has, makes a table, which the kernels read; and autograd takes the table's gradient back to what the function
-captures. So a kernel knows distances and no function.
+The function's graph shows that it depends on nothing else. The function runs once per distance and fills a table, which
+the kernels read. Autograd takes the table's gradient back to the captured tensors.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..score_mods.graph import SCALARS, Unfit, graph_of, name_of, of_scores_in
-from ..score_mods.score_mod import Indices, ScoreMod
+from ..score_mods.graph import SCALARS, graph_of, name_of, of_scores_in
+from ..score_mods.score_mod import Indices, ScoreMod, Unfit
 from .positions import lowest_distance
 from .tables import places_on
 
 TABLE_AT_ONCE = 2**22
-"""Numbers of a table that the function makes at a time: some copies of them, in float64, are there meanwhile."""
+"""Most numbers of a table that the function computes at a time; this takes several float64 copies."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +29,8 @@ class Bias:
     Args:
         table: [H, L] float32, by query head and kv_idx - q_idx - lowest.
         lowest: the smallest distance of the table.
-        q_places, k_places: [B, T], [B, S] int32, where in the row each token is.
-        learned: [H, L] float32, zeros, for the gradient of the table; None where nothing is learned.
+        q_places, k_places: [B, T], [B, S] int32, the position of each token in the row.
+        learned: [H, L] float32, zeros, for the gradient of the table; None if no tensor needs it.
     """
 
     mod: ScoreMod
@@ -45,10 +44,10 @@ class Bias:
 
     @classmethod
     def of(cls, mod: ScoreMod, q: Tensor, k: Tensor, tiles: Tensor, into: dict[str, Tensor] | None = None) -> Bias:
-        """The function's, which `why_not` has no reason against, for the pairs of these tiles.
+        """Builds the table of a function that passes `why_not`, for the pairs of these tiles.
 
         Args:
-            into: where `finish` adds the gradients of captured tensors, named as by `ScoreMod.new_gradients`.
+            into: gradients of captured tensors, by the names of `ScoreMod.new_gradients`; `finish` adds to them.
         """
         q_places, k_places, distances = places_on(tiles, q.device, q.shape[0], q.shape[1], k.shape[1])
         table = torch.empty(q.shape[2], len(distances), dtype=torch.float32, device=q.device)
@@ -60,11 +59,11 @@ class Bias:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As the kernels take them."""
+        """The arguments of the kernels."""
         return self.table, self.q_places, self.k_places, self.lowest, self.table.shape[1]
 
     def finish(self) -> None:
-        """Takes ``learned`` back to the captured tensors: the function runs again, and autograd follows it."""
+        """Backpropagates ``learned`` to the captured tensors: the function runs again, under autograd."""
         if self.learned is None:
             return
         with torch.inference_mode(False):
@@ -74,7 +73,7 @@ class Bias:
 
 
 def _pieces(mod: ScoreMod, distances: Tensor, heads: int) -> Iterator[tuple[slice, Indices]]:
-    """Some heads at a time, with a pair of indices for each distance."""
+    """Yields some heads at a time, with a pair of indices for each distance."""
     queries, keys = (-distances).clamp(min=0)[None], distances.clamp(min=0)[None]
     step = max(1, TABLE_AT_ONCE // len(distances))
     row = torch.zeros(1, dtype=torch.int64, device=distances.device)
@@ -97,7 +96,7 @@ OF_DISTANCE = {getattr(torch.ops.aten, name).Tensor for name in ("sub", "lt", "l
 
 
 def why_not(mod: ScoreMod) -> str | None:
-    """The reason why the function may add something that is not by head and distance alone; None if it does not."""
+    """Returns the reason why a function may depend on more than head and distance; None if it does not."""
     try:
         nodes = list(graph_of(mod).graph.nodes)
     except Unfit as error:
@@ -126,8 +125,8 @@ def _writes(node: Node) -> bool:
 
 
 def _passes_gradients_on(mod: ScoreMod) -> bool:
-    """Says if the first score gets the gradient of what it becomes: a function may switch gradients off, or make
-    them itself, and its graph does not show it."""
+    """Returns True if the gradient of a score passes unchanged; a graph does not show gradients that are switched off
+    or made by hand."""
     zero = torch.zeros(1, dtype=torch.int64, device=mod.device)
     at = Indices(zero, zero, zero[None], zero[None])
     with torch.inference_mode(False):
@@ -137,7 +136,7 @@ def _passes_gradients_on(mod: ScoreMod) -> bool:
 
 
 def _split(node: Any, score: Node, moving: dict[Node, None]) -> tuple[Any, Any]:
-    """The term of a sum that the score is in, and the other; None and None of anything else, also of x - score."""
+    """Splits a sum into the term with the score and the other; None and None for anything else, also x - score."""
     if isinstance(node, Node) and node.target in ADD | SUB and not node.kwargs:
         orders = [node.args, node.args[::-1]] if node.target in ADD else [node.args]
         for term, rest in orders:
@@ -151,13 +150,13 @@ def _depends(node: Any, on: Node, moving: dict[Node, None]) -> bool:
 
 
 def _by_distance(node: Any, head: Node, ends: set[Node], moving: dict[Node, None]) -> bool:
-    """Says if this depends on the head and on the difference of one end and the other alone."""
+    """Returns True if a node depends only on the head and the difference of both ends."""
     distances = {x for x in moving if x.target in OF_DISTANCE and not x.kwargs and set(x.args) == ends}
     return all(x.op != "placeholder" or x is head for x in _behind(node, distances, moving))
 
 
 def _behind(node: Any, ends: set[Node], moving: dict[Node, None]) -> set[Node]:
-    """The nodes that a value is made of and that differ from score to score, without those behind ``ends``."""
+    """Collects the nodes that a value depends on and that differ between scores, without those behind ``ends``."""
     found: set[Node] = set()
     left = [node]
     while left:

@@ -1,4 +1,4 @@
-"""The forward kernel: one program a block of queries and a query head, online softmax over the key blocks it meets."""
+"""The forward kernel: one program per block of queries and query head, online softmax over its key blocks."""
 
 # mypy: ignore-errors
 
@@ -32,8 +32,7 @@ def _attend(
             scores = tl.fma(scores, factor, bias)
         if MASKED:
             scores = tl.where(seen, scores, float("-inf"))
-        # Products and sums are spelled out below, so that both loops round alike: a row's bits must not depend on which
-        # blocks had to be masked.
+        # Explicit fma, so that both loops round alike: a row's bits must not depend on which blocks are masked.
         if BIAS:  # natural, not in powers of two: a large bias has no digits to lose
             after = tl.maximum(largest, tl.max(scores, 1))
         else:

@@ -20,18 +20,18 @@ from .tables import bounds_on, schedule_on
 
 LOG2E = math.log2(math.e)
 BYTES_SIDE_BY_SIDE = 24 * 2**20
-"""Batch rows run side by side where one head of what they stream fits into this: half of a large GPU's L2 cache."""
+"""Batch rows run side by side if one head of their streamed tensors fits: half of a large GPU's L2 cache."""
 PROGRAMS_SIDE_BY_SIDE = 512
-"""About two for each place on a large GPU; measured on an H200 from 8K to 128K tokens, see recipes/results."""
+"""About two per slot of a large GPU; measured on an H200 from 8K to 128K tokens, see recipes/results."""
 LARGEST_STRIDE = 2**23
-"""Elements from one token to the next, so that offsets inside a block fit 32 bits. All other offsets have 64."""
+"""Most elements between tokens, so that offsets inside a block fit 32 bits. All other offsets have 64."""
 
 FLOAT32_ON_CUDA = "tf32x3"
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One attention: tensors as the kernels take them, and what follows from their shapes."""
+    """One attention: tensors as the kernels take them, and values derived from their shapes."""
 
     q: Tensor
     k: Tensor
@@ -59,7 +59,7 @@ class Problem:
         return row_for(self.q.device, self.q.element_size(), *widths, tma, self.bias is not None)
 
     def constants(self, blocks: Blocks, bounds: Tensor, tma: bool) -> dict[str, Any]:
-        """Constants: a kernel is compiled for each set of them."""
+        """The constants that a kernel is compiled for."""
         dim, value_dim = self.q.shape[3], self.v.shape[3]
         return {
             "D": dim, "DV": value_dim, "BLOCK_D": padded(dim), "BLOCK_DV": padded(value_dim),
@@ -70,24 +70,24 @@ class Problem:
 
     @property
     def factor_and_bend(self) -> tuple[float, float]:
-        """The factor of a score, without a bias to powers of two, and with a softcap the factor before the tanh."""
+        """The factor of a score in `unit`, and with a softcap the factor before the tanh."""
         scale, cap, unit = self.params.scale, self.params.softcap, self.unit
         return (scale * unit, 0.0) if cap is None else (cap * unit, scale / cap)
 
     @property
     def unit(self) -> float:
-        """The unit of scores and log-sum-exps: powers of two; natural with a bias, whose digits that would cost."""
+        """The unit of scores and log-sum-exps: powers of two; natural with a bias, to keep its digits."""
         return LOG2E if self.bias is None else 1.0
 
     def table(self, bounds: Tensor) -> tuple[Any, ...]:
-        """`Bias.arguments`; without one, others that stand in their places."""
+        """`Bias.arguments`, or placeholders without a bias."""
         return (bounds, bounds, bounds, 0, 0) if self.bias is None else self.bias.arguments
 
     def bounds(self) -> Tensor:
         return bounds_on(self.tiles, self.q.device, self.q.shape[0], self.q.shape[1])
 
     def schedule(self, side: str, blocks: Blocks, *, idle: bool, streamed: tuple[Tensor, Tensor]) -> Schedule:
-        """The programs of one side; ``streamed`` are the tensors that each of them goes through."""
+        """The programs of one side; ``streamed``: the tensors that each program reads."""
         mine, other, tokens = blocks.queries, blocks.keys, self.q.shape[1]
         if side == "keys":
             mine, other, tokens = other, mine, self.k.shape[1]
@@ -98,8 +98,8 @@ class Problem:
         )  # fmt: skip
 
     def together(self, per_key_head: int) -> int:
-        """The number of key heads that run side by side, each with so many programs: the fewest, for the sake of
-        caches, that leave no multiprocessor idle while the last heads end. A divisor of all key heads."""
+        """The number of key heads that run side by side, a divisor of all: few, to reuse caches, but enough that no
+        multiprocessor is idle while the last heads end."""
         heads = self.k.shape[2]
         fits = (n for n in range(1, heads) if heads % n == 0 and n * per_key_head >= PROGRAMS_SIDE_BY_SIDE)
         return next(fits, heads)
@@ -108,7 +108,7 @@ class Problem:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, row: Row | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One softmax over all keys that the tiles show; see `kernels.base.Kernel.forward` and `kernels.reference`.
+    """Computes `kernels.base.Kernel.forward`.
 
     Args:
         row: block sizes; None: those of the shipped table.
@@ -118,7 +118,7 @@ def forward(
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
-    if params.scale <= 0 and params.softcap is None:  # the kernel takes the largest product for the largest score
+    if params.scale <= 0 and params.softcap is None:  # in the kernel the largest product must be the largest score
         q = -q if params.scale else q * 0
         params = replace(params, scale=-params.scale or 1.0)
     problem = Problem.of(q, k, v, tiles, params)
@@ -160,7 +160,7 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tensor, params: Params,
     into: Gradients, row: Row | None = None,
 ) -> None:  # fmt: skip
-    """Adds the gradients of these tiles into ``into``; see `kernels.base.Kernel.backward` and `kernels.reference`."""
+    """Computes `kernels.base.Kernel.backward`."""
     if tiles.shape[0] == 0 or q.numel() == 0:
         return
     problem = Problem.of(q, k, v, tiles, params, into.extra)
@@ -181,7 +181,7 @@ def add_dk_dv(
     problem: Problem, dout: Tensor, lse: Tensor, delta: Tensor, into: Gradients, blocks: Blocks, *, dk: bool = True,
     dv: bool = True,
 ) -> None:  # fmt: skip
-    """into.dk, into.dv += those of the tiles, or one of them; ``lse`` negated, in `Problem.unit`."""
+    """Adds dk and dv of the tiles, or one of them; ``lse`` negated, in `Problem.unit`."""
     q, k, v = problem.q, problem.k, problem.v
     tma = descriptors_possible(q, dout)
     schedule, bounds = problem.schedule("keys", blocks, idle=False, streamed=(q, dout)), problem.bounds()
@@ -195,7 +195,7 @@ def add_dk_dv(
 
 
 def add_dq(problem: Problem, dout: Tensor, lse: Tensor, delta: Tensor, into: Gradients, blocks: Blocks) -> None:
-    """into.dq += that of the tiles, and what a bias learns; ``lse`` negated, in `Problem.unit`."""
+    """Adds dq of the tiles, and the gradient of a bias; ``lse`` negated, in `Problem.unit`."""
     q, k, v = problem.q, problem.k, problem.v
     tma = descriptors_possible(k, v)
     schedule, bounds = problem.schedule("queries", blocks, idle=False, streamed=(k, v)), problem.bounds()
@@ -213,7 +213,7 @@ def add_dq(problem: Problem, dout: Tensor, lse: Tensor, delta: Tensor, into: Gra
 def _numbers(
     problem: Problem, dout: Tensor, lse: Tensor, bounds: Tensor, programs: int, per_key_head: int
 ) -> tuple[float, ...]:
-    """The numbers that both backward kernels take, in their order; ``per_key_head`` is as in `Problem.together`."""
+    """The numbers that both backward kernels take, in order; ``per_key_head``: as in `Problem.together`."""
     q, k, v = problem.q, problem.k, problem.v
     return (
         *dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *lse.stride()[:2],
@@ -230,22 +230,22 @@ def precision(x: Tensor) -> str:
 
 @cache
 def jit(file: str, name: str) -> Any:
-    """A kernel; triton is imported here, at the first launch."""
+    """Looks up a kernel; imports triton, at the first launch."""
     return getattr(import_module(f".{file}", __package__), name)
 
 
 def padded(width: int) -> int:
-    """The width of a block that holds rows of ``width``: a power of two, and at least what a matrix product takes."""
+    """Rounds up to a power of two, at least the 16 of a matrix product."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def addressable(x: Tensor) -> Tensor:
-    """x itself, or a contiguous copy where the kernels could not address it."""
+    """Returns x, or a contiguous copy if the kernels cannot address it."""
     return x if x.stride(3) == 1 and x.stride(1) < LARGEST_STRIDE else x.contiguous()
 
 
 def descriptors_possible(*tensors: Tensor) -> bool:
-    """Says if the GPU's copy engine can fetch blocks of all these [B, T, H, D]: Hopper or later, 16-byte strides."""
+    """Returns True if the GPU's copy engine can fetch blocks of [B, T, H, D]: Hopper or later, 16-byte strides."""
     if not has_copy_engine(tensors[0].device):
         return False
     return all(
@@ -261,7 +261,7 @@ def _dims(x: Tensor) -> list[tuple[int, int]]:
 
 
 def described(x: Tensor, rows: int, tma: bool) -> Any:
-    """x [B, T, H, D] itself, or its descriptor for blocks of ``rows`` tokens of one head."""
+    """Returns x [B, T, H, D], or its descriptor for blocks of ``rows`` tokens of one head."""
     if not tma:
         return x
     unit = 16 // x.element_size()
@@ -275,5 +275,5 @@ def _descriptor() -> Any:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches go to this device, whatever the current one is."""
+    """Makes this device the current one for launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

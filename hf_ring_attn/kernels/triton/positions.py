@@ -1,4 +1,4 @@
-"""Positions in the row of the tokens of a table of tiles, and their distances, for a bias by distance."""
+"""Positions and distances of the tokens of a table of tiles, for a bias by distance."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def lowest_distance(tiles: Tensor) -> int:
-    """The smallest kv_idx - q_idx of a pair that some tile shows; 0 where there is none."""
+    """The smallest kv_idx - q_idx of a visible pair; 0 if there is none."""
     first, _ = intervals(tiles)
     return int(first.min()) if len(first) else 0
 
 
 def intervals(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """The distances kv_idx - q_idx of each tile that shows any: first, and the one after the last."""
+    """The distances kv_idx - q_idx of each tile with visible pairs: first, and last + 1."""
     _, _, q_length, q_position, _, k_length, k_position, lo, hi = tiles.cpu().unbind(1)
     first = torch.maximum(k_position - (q_position + q_length - 1), -hi)
     stop = torch.minimum(k_position + k_length - 1 - q_position, -lo) + 1
@@ -22,8 +22,8 @@ def intervals(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positions(tiles: Tensor, batch: int, tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``q_places``, ``k_places`` and [L] int64, the distances of a table's columns; in place of a distance that no pair
-    has stands one that some pair has: what a function says of others may be nan, or an index out of range."""
+    """``q_places``, ``k_places`` and [L] int64, the distances of a table's columns. A distance that no pair has is
+    replaced by one that some pair has, since the function may give nan or an error for it."""
     of_q, of_k = (torch.zeros(batch, length, dtype=torch.int32) for length in (tokens, keys))
     for row, q, q_length, q_position, k, k_length, k_position, _, _ in tiles.tolist():
         of_q[row, q : q + q_length] = torch.arange(q_position, q_position + q_length, dtype=torch.int32)

@@ -1,9 +1,8 @@
-"""The tables that a launch reads, made on the host from a table of tiles: blocks to visit, which keys are seen.
+"""Tables for a launch, computed on the host from a table of tiles: blocks to visit, and visible keys.
 
-A tile is a rectangle with a band, so the keys that a query sees in it are one interval. Intervals that touch are
-joined; a query with holes in its keys has several, one on each of ``layers``. Blocks are cut at multiples of their size
-in the tensors, never at the start of a tile, so the order of a query's sums does not depend on which other queries are
-there: a chunk of queries gives the bits that the whole sequence gives.
+A query sees one interval of keys in each tile. Adjacent intervals are joined; a query with holes in its keys has
+several, one in each of ``layers``. Blocks begin at multiples of their size in the tensors, never at the start of a
+tile, so the order of a query's sums does not depend on other queries: a chunk gives the bits of the whole sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from ...sharding.mask import UNBOUNDED
 
 FAR = 2**31
-"""Further than any token: bounds of bands are cut to this, and two indices are packed into one integer with it."""
+"""Larger than any distance: a limit for bounds of bands, and a base to pack two indices into one integer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +23,8 @@ class Schedule:
     """The programs of one launch over blocks of one side (queries or keys), the longest first.
 
     programs: [P, 4] int32: batch row, block, its first entry in ``runs``, the entry after its last.
-    runs: [R, 3] int32: a program visits the other side's blocks first to middle - 1 with a mask, then middle to
-        last - 1, in which every pair is visible, without one. Ascending within a program, no block twice.
+    runs: [R, 3] int32, (first, middle, last): a program visits the other side's blocks first to middle - 1 with a mask,
+        then middle to last - 1 without one, since all their pairs are visible. Ascending, no block twice.
     """
 
     programs: Tensor
@@ -33,17 +32,16 @@ class Schedule:
 
 
 def bounds(tiles: Tensor, batch: int, tokens: int) -> Tensor:
-    """[L, 2, B, T] int32: query t of row b sees the keys first <= key < stop of each of L layers, disjoint, ascending.
+    """Computes [L, 2, B, T] int32: query t of row b sees keys first <= key < stop of L layers, disjoint, ascending.
 
-    As naive code, the keys of a query are those of all tiles that hold it::
+    As naive code::
 
         for row, q_offset, q_length, q_position, k_offset, k_length, k_position, lo, hi in tiles:
             for i in range(q_length):
                 keys[row, q_offset + i] |= {k_offset + j for j in range(k_length)
                                             if lo <= (q_position + i) - (k_position + j) <= hi}
 
-    L is a power of two, at least 1; layers that a query does not need are empty (0, 0). Offsets are those in the
-    tensors of queries and keys.
+    L is a power of two, at least 1; unused layers of a query are (0, 0). Offsets are indices in the tensors.
     """
     row, q_first, q_stop, k_first, k_stop, lo, hi = _columns(tiles)
     tile, query = _expand(q_first, q_stop)
@@ -74,15 +72,15 @@ def bounds(tiles: Tensor, batch: int, tokens: int) -> Tensor:
 def schedule(
     tiles: Tensor, side: str, block: int, other_block: int, batch: int, tokens: int, *, idle: bool, by_row: bool
 ) -> Schedule:
-    """The programs that cover one side in blocks, each with the other side's blocks that it must visit.
+    """Computes the programs that cover one side in blocks, each with the other side's blocks to visit.
 
     Args:
         tiles: [N, 9], see `hf_ring_attn.sharding.mask.tiles`.
-        side: "queries" (forward, dq) or "keys" (dk, dv): what a program owns a block of.
+        side: "queries" (forward, dq) or "keys" (dk, dv): each program owns a block of this side.
         block, other_block: tokens in a block of this side, and of the other.
         tokens: of this side, in each of ``batch`` rows.
-        idle: also give a program to blocks that see nothing (the forward must write them).
-        by_row: one batch row after the other, for the sake of caches; else the longest of all rows first.
+        idle: blocks that see nothing have a program, too (the forward must write them).
+        by_row: one batch row after another, to reuse caches; else the longest programs of all rows first.
     """
     row, start, stop, other_start, other_stop, lo, hi = _columns(tiles)
     if side == "queries":
@@ -125,7 +123,7 @@ def schedule(
 
 
 def _columns(tiles: Tensor) -> tuple[Tensor, ...]:
-    """row, q_first, q_stop, k_first, k_stop, lo, hi with the band in offsets: lo <= q_offset - k_offset <= hi."""
+    """row, q_first, q_stop, k_first, k_stop, lo, hi, with the band in offsets: lo <= q_offset - k_offset <= hi."""
     row, q, q_length, q_position, k, k_length, k_position, lo, hi = tiles.cpu().unbind(1)
     shift = (q_position - q) - (k_position - k)
     lo = torch.where(lo <= -UNBOUNDED, -FAR, (lo - shift).clamp(-FAR, FAR))
@@ -134,7 +132,7 @@ def _columns(tiles: Tensor) -> tuple[Tensor, ...]:
 
 
 def _expand(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """For every i and every x with start[i] <= x < stop[i]: the pairs (i, x)."""
+    """Enumerates the pairs (i, x) with start[i] <= x < stop[i]."""
     count = stop - start
     owner = torch.repeat_interleave(torch.arange(len(start)), count)
     before = count.cumsum(0) - count
@@ -142,13 +140,13 @@ def _expand(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rank_in_group(opens: Tensor) -> Tensor:
-    """[N] 0, 1, 2 ... counted anew at each True."""
+    """Counts 0, 1, 2, ... from each True."""
     index = torch.arange(len(opens))
     return index - torch.where(opens, index, 0).cummax(0).values if len(opens) else index
 
 
 def _union(owner: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Ranges of blocks of the same owner that overlap or touch become one; empty ones go. Sorted."""
+    """Joins ranges of one owner that overlap or touch, drops empty ones, and sorts."""
     keep = start < stop
     start, stop = (owner * FAR + start)[keep], (owner * FAR + stop)[keep]
     order = torch.argsort(start)
@@ -166,7 +164,7 @@ def _union(owner: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, 
 def _pair(
     masked: tuple[Tensor, Tensor, Tensor], unmasked: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(owner, first, middle, last): a masked range and the unmasked one that follows it at once, else either alone."""
+    """Pairs each masked range with the unmasked one that follows it: (owner, first, middle, last)."""
     owner, start, stop = (torch.cat(columns) for columns in zip(masked, unmasked, strict=True))
     is_full = torch.arange(len(owner)) >= len(masked[0])
     order = torch.argsort(owner * FAR + start)

@@ -1,4 +1,4 @@
-"""Schedules on the device, made once for each table of tiles: every layer of a model asks for the same ones."""
+"""Schedules on the device, cached by table of tiles, since all layers of a model use the same."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .positions import positions
 from .schedule import Schedule, bounds, schedule
 
 BYTES_KEPT = 128 * 2**20
-"""The most bytes of all tables together; the least recently used go first. A batch needs 8 bytes a query and pass, and
-with a bias by distance another 8 for each distance: 69 MiB for a row of a million tokens on eight ranks."""
+"""Most bytes of the cache, which drops the least recently used tables. A batch needs 8 bytes per query and pass, and
+with a bias by distance 8 more per distance: 69 MiB for a row of a million tokens on eight ranks."""
 
 Key = tuple[object, ...]
 _kept: OrderedDict[Key, tuple[Tensor, ...]] = OrderedDict()
-_lock = Lock()  # autograd runs a backward of each device on a thread of its own
+_lock = Lock()  # autograd runs the backward of each device on another thread
 
 
 def bounds_on(tiles: Tensor, device: torch.device, batch: int, tokens: int) -> Tensor:
@@ -49,7 +49,7 @@ def schedule_on(
 
 
 def _key(tiles: Tensor, *rest: object) -> Key:
-    # By content: the ring cuts its tables out of a larger one anew at each call. A row is 72 bytes.
+    # By content: equal tables of different batches share a schedule. A row is 72 bytes.
     return tiles.cpu().numpy().tobytes(), *rest
 
 
@@ -57,7 +57,7 @@ def _made(device: torch.device, key: Key, make: Callable[[], tuple[Tensor, ...]]
     with _lock:
         tables = _kept.get((device, *key))
         if tables is None:
-            # A blocking copy: whatever stream asks next finds the tables complete.
+            # A blocking copy: complete for every stream.
             tables = _kept[device, *key] = tuple(table.to(device) for table in make())
             while len(_kept) > 1 and sum(map(_bytes, _kept.values())) > BYTES_KEPT:
                 _kept.popitem(last=False)

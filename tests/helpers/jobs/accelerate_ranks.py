@@ -19,7 +19,9 @@ from transformers import get_scheduler
 
 import hf_ring_attn
 from hf_ring_attn import errors
-from hf_ring_attn.integration.hosts import accelerate as ours
+from hf_ring_attn.integration.context.mesh import ring_enabled, ring_group
+from hf_ring_attn.integration.hosts.gather_for_metrics import gather_once_per_ring, gather_sums_per_ring
+from hf_ring_attn.integration.hosts.parallelism_config import deferring_cp_checks
 from hf_ring_attn.integration.hosts.schedulers import ProcessCount
 from tests.helpers.jobs.accelerate_batches import CP, averaged, batch, model, plain
 
@@ -29,9 +31,19 @@ from tests.helpers.jobs.accelerate_batches import CP, averaged, batch, model, pl
 def stock_config_waits_for_the_model(accelerator: Any) -> None:
     config, world = accelerator.parallelism_config, accelerator.num_processes
     assert accelerator.distributed_type.name == "MULTI_CPU"
-    assert (config.cp_backend, config.cp_size, config.cp_enabled, config.ring_enabled) == ("torch", 2, True, False)
+    assert (config.cp_backend, config.cp_size, config.cp_enabled, ring_enabled(config)) == (
+        "torch",
+        2,
+        True,
+        False,
+    )
     accelerator.prepare(model())
-    assert (config.cp_backend, config.cp_handler, config.cp_enabled, config.ring_enabled) == ("ring", None, False, True)
+    assert (config.cp_backend, config.cp_handler, config.cp_enabled, ring_enabled(config)) == (
+        "ring",
+        None,
+        False,
+        True,
+    )
     assert accelerator.distributed_type.name == "MULTI_CPU"
     assert config._sizes["cp"] == 2
     assert config._sizes["dp_replicate"] == world // CP
@@ -40,7 +52,7 @@ def stock_config_waits_for_the_model(accelerator: Any) -> None:
     assert mesh.mesh_dim_names == (*dp, "cp")
     assert config.non_dp_dim_names == config.dp_shard_cp_dim_names == ["cp"]
     assert config.dp_cp_dim_names == [*dp, "cp"]
-    for group in (ours.ring_group(), ours.ring_group(accelerator)):
+    for group in (ring_group(), ring_group(accelerator)):
         assert group is not None
         assert group.size() == CP
         assert group.rank() == accelerator.process_index % CP
@@ -50,7 +62,7 @@ def a_wrapped_or_peft_model_is_recognised(accelerator: Any) -> None:
     from peft import LoraConfig, get_peft_model
 
     accelerator.prepare(torch.nn.Sequential(get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj"]))))
-    assert accelerator.parallelism_config.ring_enabled
+    assert ring_enabled(accelerator.parallelism_config)
 
 
 class Endless(IterableDataset[dict[str, Tensor]]):
@@ -248,9 +260,9 @@ def values_are_gathered_once_per_ring(accelerator: Any) -> None:
         assert torch.equal(got["pair"][0], got["rows"][:, None].expand(-1, 4) * 1.5)
         assert torch.equal(got["pair"][1], got["rows"] > 2)
         seen += got["rows"].tolist()
-        sums += ours.gather_sums_per_ring(accelerator, rows.float() * (1 + me % CP)).tolist()
+        sums += gather_sums_per_ring(accelerator, rows.float() * (1 + me % CP)).tolist()
         objects += accelerator.gather_for_metrics([str(row.item()) for row in rows], use_gather_object=True)
-        scalar = ours.gather_once_per_ring(accelerator, torch.tensor(float(me // CP)))
+        scalar = gather_once_per_ring(accelerator, torch.tensor(float(me // CP)))
         assert scalar.tolist() == [float(ring) for ring in range(accelerator.num_processes // CP)]
     assert seen == list(range(samples))
     assert sums == [3.0 * row for row in range(samples)]
@@ -298,11 +310,11 @@ def dispatched_batches_are_refused(accelerator: Any) -> None:
 
 def the_model_is_known_at_construction() -> None:
     """What a Trainer does: its model comes first."""
-    with ours.deferring_cp_checks(model()):
-        assert Accelerator().parallelism_config.ring_enabled
+    with deferring_cp_checks(model()):
+        assert ring_enabled(Accelerator().parallelism_config)
     AcceleratorState._reset_state()
     stock = errors.TorchContextParallelRefused if torch.distributed.get_world_size() > CP else ValueError
-    with ours.deferring_cp_checks(model("sdpa")), pytest.raises(stock):
+    with deferring_cp_checks(model("sdpa")), pytest.raises(stock):
         Accelerator()
     AcceleratorState._reset_state()
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_ring_attn.testing import LiveRanks, relative_error
+from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import plain_jobs
 from tests.helpers.jobs.plain_jobs import Answer, Batch, Step
 from tests.helpers.jobs.runs import Mesh, Run
 from tests.helpers.jobs.trainer_jobs import Outcome, train
+from tests.helpers.live_ranks import LiveRanks
 
 Ranks = Callable[[int], LiveRanks]
 

@@ -256,7 +256,7 @@ def kept(count: int) -> tuple[int, list[int]]:
     del model, sharded
     gc.collect()
     registries: tuple[Any, ...] = (
-        changes._installed.undos, hooks._HOOKED, model_record._OPTIONS, model_record._RECORDS,
+        changes._undos, hooks._HOOKED, model_record._OPTIONS, model_record._RECORDS,
     )  # fmt: skip
     return len(alive), [len(registry) for registry in registries]
 

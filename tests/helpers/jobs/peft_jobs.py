@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "CARTRIDGE": ("CartridgeConfig", PROMPT, PREPENDS),
     "aLoRA": ("LoraConfig", {"alora_invocation_tokens": [3, 4]}, "looks for its invocation tokens in each rank's"),
     "VeLoRA": ("LoraConfig", {"velora_config": {}}, "compresses activations by an average over the tokens of each"),
-    "MonteCLoRA": ("LoraConfig", {"monteclora_config": {}}, "draws noise of its own on each rank"),
+    "MonteCLoRA": ("LoraConfig", {"monteclora_config": {}}, "draws other noise on each rank"),
     "ADALORA": ("AdaLoraConfig", {"total_step": 9}, "adds a penalty on its weights to every rank's loss"),
     "LILY": ("LilyConfig", {"r": 4}, "mixes its experts by the mean over the tokens of each rank"),
     "POLY": ("PolyConfig", {"r": 4}, "chooses its skills by task ids"),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import MixtralForCausalLM, Trainer
+from transformers import LlamaForCausalLM, MixtralForCausalLM, Trainer
 
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError
@@ -121,6 +121,16 @@ def balanced_otherwise(model: Any) -> Any:
 
 def with_means_of_batches(model: Any) -> Any:
     model.accepts_loss_kwargs = False
+    return model
+
+
+class WithoutKeywords(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def without_keywords(model: Any) -> Any:
+    model.__class__ = WithoutKeywords
     return model
 
 

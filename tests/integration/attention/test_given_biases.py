@@ -150,5 +150,5 @@ def bias_loop(reduces: bool) -> None:
 def test_a_loop_is_told_when_a_bias_drifts(ranks: Ranks, reduces: bool) -> None:
     for texts in ranks(2).run(told, bias_loop, reduces):
         assert [text.split(" trained in a ring of 2")[0] for text in texts] == (
-            [] if reduces else ["what the score_mod Alibi learns"]
+            [] if reduces else ["the score_mod Alibi"]
         )

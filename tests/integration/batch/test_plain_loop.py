@@ -207,4 +207,4 @@ def test_a_bare_model_begins_with_the_same_weights(ranks: Ranks, how: str, apart
         assert raised is not None, "not refused"
         assert raised[0] == "RanksDiffer"
         assert "the same weights of base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight" in raised[1]
-        assert "Build or load the model alike on every rank (seed before what is initialised at random" in raised[1]
+        assert "Build or load the same model on every rank (seed before random initialisation" in raised[1]

@@ -146,44 +146,44 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "documents that cu_seq_lens alone tells": (
         {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 8])},
-        "cu_seq_lens_q and position_ids tell different documents (first difference at token 3).",
+        "cu_seq_lens_q and position_ids define different documents (first difference at token 3 of row 0).",
     ),
     "documents that cu_seq_lens alone tells, with a mask": (
         {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 8]), "attention_mask": IDS[:1] + 1},
-        "cu_seq_lens_q and position_ids tell different documents (first difference at token 3).",
+        "cu_seq_lens_q and position_ids define different documents (first difference at token 3 of row 0).",
     ),
     "documents that cu_seq_lens leaves out": (
         {
             "input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 8]),
             "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]),
         },
-        "cu_seq_lens_q and position_ids tell different documents (first difference at token 5).",
+        "cu_seq_lens_q and position_ids define different documents (first difference at token 5 of row 0).",
     ),
     "documents that seq_idx alone tells": (
         {"input_ids": IDS, "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])},
-        "seq_idx and position_ids tell different documents (first difference at token 3 of row 0).",
+        "seq_idx and position_ids define different documents (first difference at token 3 of row 0).",
     ),
     "documents that seq_idx alone tells, in one row": (
         {"input_ids": IDS, "seq_idx": torch.tensor([[0] * 8, [0] * 6 + [1] * 2]), "attention_mask": IDS + 1},
-        "seq_idx and position_ids tell different documents (first difference at token 6 of row 1).",
+        "seq_idx and position_ids define different documents (first difference at token 6 of row 1).",
     ),
     "documents beside images that seq_idx alone tells": (
         {"input_ids": IDS, "pixel_values": torch.zeros(1), "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])},
-        "seq_idx and position_ids tell different documents (first difference at token 3 of row 0).",
+        "seq_idx and position_ids define different documents (first difference at token 3 of row 0).",
     ),
     "a seq_idx of another length": (
         {"input_ids": IDS, "seq_idx": torch.zeros(2, 7)}, "seq_idx has shape (2, 7), but it must be [2, 8].",
     ),
     "documents beside images that cu_seq_lens alone tells": (
         {"input_ids": IDS[:1], "pixel_values": torch.zeros(1), "cu_seq_lens_q": torch.tensor([0, 3, 8])},
-        "cu_seq_lens_q and position_ids tell different documents (first difference at token 3).",
+        "cu_seq_lens_q and position_ids define different documents (first difference at token 3 of row 0).",
     ),
     "documents beside images, told by their positions": (
         {
             "input_ids": IDS[:1], "pixel_values": torch.zeros(1), "cu_seq_lens_q": torch.tensor([0, 3, 8]),
             "position_ids": PACKED.expand(3, 1, -1),
         },
-        "cu_seq_lens_q and position_ids tell different documents (first difference at token 3).",
+        "cu_seq_lens_q and position_ids define different documents (first difference at token 3 of row 0).",
     ),
 }  # fmt: skip
 
@@ -227,7 +227,7 @@ def with_images(**more: Any) -> Any:
     return {"input_ids": IDS, "pixel_values": torch.zeros(8, 96), "image_grid_thw": grid, **more}
 
 
-SAME = "Every rank of a ring must be given the same whole batch: with your own DataLoader, seed its shuffling"
+SAME = "Every rank of a ring must get the same whole batch: with your own DataLoader, seed its shuffling"
 DIFFERENT = {
     "tokens": (
         [altered("labels"), altered("input_ids")],

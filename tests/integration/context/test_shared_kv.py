@@ -16,7 +16,6 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.comm.ring import LOCAL
 from hf_ring_attn.integration.context import shared_kv
 from hf_ring_attn.integration.context.shared_kv import SharedKV
-from hf_ring_attn.integration.model import shared_layers
 from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.testing import relative_error
 from hf_ring_attn.traffic.gathered_kv import COMPARED, LAST, MAKES, TAKES
@@ -186,7 +185,7 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Module() for _ in range(3))
         for number, layer in enumerate(self.layers):
-            vars(layer).update({shared_layers._MAKES: number == 0, shared_layers._TAKES: number > 0})
+            vars(layer).update({shared_kv._MAKES: number == 0, shared_kv._TAKES: number > 0})
 
 
 def plan() -> Plan:
@@ -205,7 +204,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def asked() -> tuple[list[Any], SharedKV, Tensor, Tensor]:
     """Layers, of which the first has gathered, what is kept of it, and its key and value."""
     model = Layers()
-    shared_layers.prepare(model, ring_of_two())
+    shared_kv.mark_layers(model, ring_of_two())
     shared, key, value = SharedKV(), torch.randn(2, 3), torch.randn(2, 3)
     layers = [*model.layers]
     assert shared.kept(layers[0], key, value, PLAN, torch.float32) is not None
@@ -275,7 +274,7 @@ def test_layers_are_known_by_their_marks() -> None:
     six = [MAKES, MAKES, TAKES, TAKES, TAKES, LAST]
     for name, wanted in (("gemma3n", six), ("gemma4", six), ("llama", [0, 0])):
         model: Any = tiny(name)
-        shared_layers.prepare(model, ring_of_two())
+        shared_kv.mark_layers(model, ring_of_two())
         layers = [layer.self_attn for layer in model.model.layers]
         roles = [int(vars(layer).get(shared_kv.ROLE, 0)) for layer in layers]
         assert roles == wanted

@@ -26,8 +26,10 @@ from accelerate.utils import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ring_attn import errors
+from hf_ring_attn.integration.context.mesh import ring_enabled, ring_group
 from hf_ring_attn.integration.hosts import accelerate as ours
-from hf_ring_attn.integration.hosts.buffers import prepared
+from hf_ring_attn.integration.hosts.buffers import prepared, shard_buffers_in_place
+from hf_ring_attn.integration.hosts.parallelism_config import deferring_cp_checks, promote
 from hf_ring_attn.sharding.layout import Layout
 from tests.helpers.jobs.states import of_two_gpus
 from tests.helpers.patience import patient
@@ -70,7 +72,7 @@ def test_the_backend_ring_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_BACKEND", "ring")
     for config in (direct, ParallelismConfig()):
         assert (config.cp_size, config.cp_backend, config.cp_handler) == (4, "ring", None)
-        assert (config.ring_enabled, config.cp_enabled, config.total_size) == (True, False, 4)
+        assert (ring_enabled(config), config.cp_enabled, config.total_size) == (True, False, 4)
         assert config.active_mesh_dims == config.non_dp_dim_names == ["cp"]
 
 
@@ -89,9 +91,9 @@ def test_a_ring_may_stand_beside_pure_data_parallelism() -> None:
 
 def test_a_ring_of_one_is_no_ring() -> None:
     config = ParallelismConfig(cp_size=1, cp_backend="ring", dp_replicate_size=2)
-    assert (config.ring_enabled, config.cp_enabled, config.non_dp_dim_names) == (False, False, [])
-    assert not ours.promote(config)
-    assert not ours.promote(None)
+    assert (ring_enabled(config), config.cp_enabled, config.non_dp_dim_names) == (False, False, [])
+    assert not promote(config)
+    assert not promote(None)
 
 
 @pytest.mark.parametrize(
@@ -118,15 +120,15 @@ def test_a_config_that_cannot_be_is_refused(arguments: dict[str, Any], text: str
 
 def test_promotion_refuses_what_was_never_tested() -> None:
     with pytest.raises(errors.UntestedParallelism, match=r"ring_fp32 with tensor .* never tested: set tp_size=1"):
-        ours.promote(ParallelismConfig(cp_size=2, tp_size=2))
+        promote(ParallelismConfig(cp_size=2, tp_size=2))
     with pytest.raises(errors.UntestedParallelism, match="set sp_size=1, and cp_size instead"):
-        ours.promote(ParallelismConfig(sp_size=2))
+        promote(ParallelismConfig(sp_size=2))
 
 
 def test_a_pickled_config_loads_without_the_plugin(tmp_path: Path) -> None:
     config = ParallelismConfig(cp_size=2)
-    assert ours.promote(config)
-    assert not ours.promote(config)
+    assert promote(config)
+    assert not promote(config)
     (tmp_path / "config").write_bytes(pickle.dumps(config))
     program = (
         "import pickle, sys; config = pickle.load(open(sys.argv[1], 'rb')); "
@@ -167,7 +169,7 @@ def test_a_stock_ddp_config_stays_ddp(gpus: dict[str, Any], backend: Any) -> Non
     assert made.distributed_type is gpus["distributed_type"] is DistributedType.MULTI_GPU
     assert config.cp_backend == backend
     ours.settle(made, torch.nn.DataParallel(model()))
-    assert config.ring_enabled
+    assert ring_enabled(config)
 
 
 def test_fsdp2_with_nothing_but_the_ring_to_shard_over(gpus: dict[str, Any]) -> None:
@@ -177,7 +179,7 @@ def test_fsdp2_with_nothing_but_the_ring_to_shard_over(gpus: dict[str, Any]) -> 
         made = accelerator(config, FullyShardedDataParallelPlugin(fsdp_version=2))
         assert made.is_fsdp2
         ours.settle(made, model())
-        assert config.ring_enabled
+        assert ring_enabled(config)
 
 
 def test_another_model_gets_the_refusal_that_waited(gpus: dict[str, Any]) -> None:
@@ -205,15 +207,15 @@ def test_fsdp1_is_refused_for_either_kind_of_model(gpus: dict[str, Any]) -> None
 
 
 def test_a_model_known_at_construction_gets_accelerates_own_words(gpus: dict[str, Any]) -> None:
-    with ours.deferring_cp_checks(model("sdpa")), pytest.raises(ValueError, match="no `fsdp_plugin` was provided"):
+    with deferring_cp_checks(model("sdpa")), pytest.raises(ValueError, match="no `fsdp_plugin` was provided"):
         accelerator(ParallelismConfig(cp_size=2))
     AcceleratorState._reset_state()
-    with ours.deferring_cp_checks(model("sdpa")):
+    with deferring_cp_checks(model("sdpa")):
         with pytest.raises(errors.TorchContextParallelRefused, match="needs dp_shard_size > 1 too"):
             accelerator(ParallelismConfig(cp_size=2, dp_replicate_size=2))
-        with ours.deferring_cp_checks(model()):
+        with deferring_cp_checks(model()):
             made = accelerator(ParallelismConfig(cp_size=2))
-    assert made.parallelism_config.ring_enabled
+    assert ring_enabled(made.parallelism_config)
     assert made.distributed_type is DistributedType.MULTI_GPU
 
 
@@ -234,10 +236,10 @@ def test_settling_without_a_config_or_a_model_changes_nothing(gpus: dict[str, An
 
 
 def test_there_is_no_ring_group_without_a_mesh(gpus: dict[str, Any]) -> None:
-    assert ours.ring_group() is None
+    assert ring_group() is None
     assert AcceleratorState._shared_state == {}, "asking for the group must not make a state"
     accelerator(ParallelismConfig(cp_size=2))
-    assert ours.ring_group() is None
+    assert ring_group() is None
 
 
 @pytest.mark.parametrize("several", [list, tuple])
@@ -257,7 +259,7 @@ def test_buffers_are_sharded_in_place_and_restored(rank: int) -> None:
     layout = Layout(12, 3, rank)
     ids, angles = torch.arange(24).view(2, 12), torch.randn(12, 5)
     kept, before = torch.arange(12)[None].expand(4, -1), (ids.clone(), angles.clone())
-    restore = ours.shard_buffers_in_place([ids, angles, kept], [1, 0, -1], layout, no_restore={kept})
+    restore = shard_buffers_in_place([ids, angles, kept], [1, 0, -1], layout, no_restore={kept})
     places = layout.positions()
     assert torch.equal(ids, before[0][:, places])
     assert torch.equal(angles, before[1][places])
@@ -274,4 +276,4 @@ def test_a_length_that_needs_padding_is_refused() -> None:
         r"pad the batch to 16 tokens with labels of -100, or use hf_ring_attn.shard, which pads\.$"
     )
     with pytest.raises(errors.UnevenLength, match=text):
-        ours.shard_buffers_in_place([torch.ones(1, 12)], [1], Layout(12, 4, 0))
+        shard_buffers_in_place([torch.ones(1, 12)], [1], Layout(12, 4, 0))

@@ -146,7 +146,7 @@ def test_a_model_that_trains_without_a_ring_is_told_once(ranks: Ranks, ring: boo
             continue
         (text,) = texts
         if ring:
-            assert "in a ring of 2, but its batch is not shared" in text
+            assert "in a ring of 2, but its batch is not sharded" in text
             assert "accelerator.maybe_context_parallel" in text
             assert "hf_ring_attn.shard(batch)" in text
         else:

@@ -14,7 +14,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 
 import hf_ring_attn
 from hf_ring_attn.errors import PeerLost
-from hf_ring_attn.integration.hosts.accelerate import ring_group
+from hf_ring_attn.integration.context.mesh import ring_group
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.jobs.runs import Mesh, Run

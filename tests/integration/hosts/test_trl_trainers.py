@@ -12,7 +12,7 @@ from transformers import Trainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 from hf_ring_attn import errors
-from hf_ring_attn.integration.hosts.trainer import _refuse_trainer
+from hf_ring_attn.integration.hosts.trainer import refuse_trainer
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.trl_trainers import KINDS, constructed, one_step
@@ -63,4 +63,4 @@ def test_no_other_trainer_of_trl_gets_through() -> None:
     assert len(trainers) > 15
     for kind in trainers:
         with pytest.raises(errors.UnsupportedTrainer, match=kind.__name__):
-            _refuse_trainer(object.__new__(kind))
+            refuse_trainer(object.__new__(kind))

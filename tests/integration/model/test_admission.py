@@ -46,7 +46,7 @@ FORWARDS = [
     Forward(
         why="a convolution of its own", kind="RecurrentGemmaForCausalLM",
         config={"block_types": ["recurrent", "attention"], "lru_width": 32},
-        text="model.layers.0.temporal_block.conv_1d (Conv1d) mixes neighbouring tokens, which lie on other ranks",
+        text="model.layers.0.temporal_block.conv_1d (Conv1d) mixes neighbouring tokens, which are on other ranks",
     ),
     Forward(
         why="a recurrence alone", kind="RwkvForCausalLM", sizes=False, config=RWKV, text=NO_INTERFACE,
@@ -70,7 +70,7 @@ FORWARDS = [
     Forward(
         why="an auxiliary loss of experts that is not Mixtral's", kind="MixtralForCausalLM",
         config={"output_router_logits": True, "num_local_experts": 4}, change=jobs.balanced_otherwise,
-        text="its MoE auxiliary loss is none that is known here, and not exact on one rank's tokens; set output_router",
+        text="its MoE auxiliary loss is not a known one, so it is not exact on one rank's tokens; set output_router",
     ),
     Forward(
         why="labels of a model that attends both ways", kind="Gemma3ForCausalLM",
@@ -98,7 +98,7 @@ FORWARDS = [
     ),
     Forward(
         why="a class of the sequence", kind="LlamaForSequenceClassification", labelled=False,
-        text="it classifies a sequence by one token, which each rank would look for among its own",
+        text="it classifies a sequence by one token, which each rank would choose among its own",
     ),
     Forward(
         why="positions counted from the padding token", kind="RobertaForCausalLM",
@@ -229,6 +229,10 @@ TRAININGS = [
     Training(
         why="a loss_function of its own", change=jobs.with_a_loss_function, error="LossNotSharded",
         text=f"the loss of LlamaForCausalLM, whose loss_function is its_own_loss, {GATHERED_INSTEAD}",
+    ),
+    Training(
+        why="a forward that takes no count", change=jobs.without_keywords, error="LossNotSharded",
+        text="the loss of WithoutKeywords, which takes no num_items_in_batch,",
     ),
     Training(
         why="attention dropout", config={"attention_dropout": 0.2}, error="UnsupportedArgument",

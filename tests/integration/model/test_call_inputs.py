@@ -233,7 +233,7 @@ def test_logits_to_keep_is_refused(ranks: Ranks, which: str) -> None:
         assert raised is not None, "not refused"
         assert raised[0] == "UnsupportedArgument"
         assert raised[1].startswith(
-            "LlamaForCausalLM was called in a ring with logits_to_keep: each rank would keep some of its own tokens."
+            "LlamaForCausalLM was called in a ring with logits_to_keep: each rank would select from its own tokens."
         )
 
 
@@ -269,7 +269,7 @@ def test_a_share_outside_of_its_context_is_refused(ranks: Ranks, wrapped: bool, 
     for raised, logits in ranks(2).run(never_entered, wrapped, entered):
         assert raised is not None, "not refused"
         assert raised[0] == "NotEntered"
-        assert "a model was called with what shard() made, but the model did not run in the context" in raised[1]
+        assert "a model was called with inputs from shard(), but the model did not run in the context" in raised[1]
         assert relative_error(logits[0], want) < 1e-11
 
 
@@ -285,7 +285,7 @@ def test_a_teacher_that_is_given_a_share_is_refused_whatever_it_attends_by(ranks
     for raised in ranks(2).run(teacher_outside, attention):
         assert raised is not None, "not refused"
         assert raised[0] == "NotEntered"
-        assert raised[1].startswith("a model was called with what shard() made, but the model did not run in the con")
+        assert raised[1].startswith("a model was called with inputs from shard(), but the model did not run in the con")
 
 
 def teacher_inside() -> tuple[str, str] | None:
@@ -383,4 +383,4 @@ def test_a_soft_prompt_that_drifts_is_refused_in_words_about_it(ranks: Ranks) ->
         assert raised[0] == "RanksDiffer"
         assert "the same inputs_embeds[0, 0, 0], but got rank 0: " in raised[1]
         assert "These inputs_embeds require a gradient" in raised[1]
-        assert "Call sharded.reduce_gradients(module) with it too" in raised[1]
+        assert "Call sharded.reduce_gradients(module) with it, too" in raised[1]

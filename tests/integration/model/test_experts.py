@@ -18,9 +18,9 @@ import hf_ring_attn
 from hf_ring_attn.integration.hosts.trainer import whole_sequences
 from hf_ring_attn.integration.model import experts
 from hf_ring_attn.integration.model.experts import FUNCTION, SHARED, balance, known
-from hf_ring_attn.testing import LiveRanks
 from tests.helpers.contexts import alone
 from tests.helpers.jobs.plain_jobs import Batch, padded
+from tests.helpers.live_ranks import LiveRanks
 from tests.helpers.models.tiny_models import SIZES, build, tiny
 
 HALVES = [torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(n), dtype=torch.float32) for n in range(2)]

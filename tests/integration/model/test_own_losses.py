@@ -16,8 +16,8 @@ import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels.reference import Reference
-from hf_ring_attn.testing import LiveRanks
 from tests.helpers.jobs.plain_jobs import Batch, tokens
+from tests.helpers.live_ranks import LiveRanks
 from tests.helpers.models.tiny_models import SIZES, build, tiny
 
 Ranks = Callable[[int], LiveRanks]

@@ -12,7 +12,7 @@ from torch import nn
 import hf_ring_attn
 import tests.helpers.jobs.refusal_jobs as jobs
 from hf_ring_attn import errors
-from hf_ring_attn.integration.context.not_a_tensor import Opaque
+from hf_ring_attn.integration.context.batch_context import Opaque
 from hf_ring_attn.integration.model import structure
 from tests.helpers.contexts import ring_of_two
 from tests.helpers.jobs.comparison import Ranks
@@ -40,15 +40,15 @@ FORWARDS = [
     ),
     Forward(
         why="embeddings joined with their neighbours'", kind="MobileBertForMaskedLM", config=MOBILE, labelled=False,
-        text="(MobileBertEmbeddings) joins each token's embedding with its neighbours', which lie on other ranks",
+        text="(MobileBertEmbeddings) joins each token's embedding with its neighbours', which are on other ranks",
     ),
     Forward(
         why="a convolution along the sequence", change=with_convolution,
-        text="model.layers.0.mlp.mixer (Conv1d) mixes neighbouring tokens, which lie on other ranks",
+        text="model.layers.0.mlp.mixer (Conv1d) mixes neighbouring tokens, which are on other ranks",
     ),
     Forward(
         why="a mask taken for a tensor", kind="DogeForCausalLM", config=DOGE, error="MaskIsNoTensor",
-        text="the model uses its attention mask as a tensor (.dtype), but a ring's mask is data that only its",
+        text="the model uses its attention mask as a tensor (.dtype), but a ring's mask is no tensor",
     ),
 ]  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_what_looks_at_single_tokens_is_exact() -> None:
 
 def test_a_model_with_a_table_of_its_own_is_refused_when_it_is_made() -> None:
     own = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 97}
-    needed = r"FalconForCausalLM .* its code takes its attention from a table of its own \(FALCON_ATTENTION_CLASSES\)"
+    needed = r"FalconForCausalLM .* its code takes its attention from its own table \(FALCON_ATTENTION_CLASSES\)"
     with pytest.raises(errors.UnsupportedModel, match=needed):
         build("FalconForCausalLM", "ring_fp32", **own)
     assert build("FalconForCausalLM", "eager", **own) is not None

@@ -19,9 +19,9 @@ from tests.helpers.jobs.refusal_jobs import Forward, Training
 from tests.helpers.models.tiny_models import tiny
 
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0, "layerdrop": 0.3}
-SKIPS = "skips layers at random, and each rank would draw for itself which"
+SKIPS = "skips layers at random, and each rank would skip others"
 
-STATISTICS = "normalises by statistics of many tokens, of which each rank has its own only: freeze it, by eval()"
+STATISTICS = "normalises by statistics of many tokens, and each rank has its own tokens only: freeze it, by eval()"
 
 
 class DropPath(nn.Module):
@@ -56,7 +56,7 @@ INEXACT: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: nn.BatchNorm1d(32), f"(BatchNorm1d) {STATISTICS}"),
     (lambda: nn.SyncBatchNorm(32), f"(SyncBatchNorm) {STATISTICS}"),
     (lambda: nn.InstanceNorm1d(32, track_running_stats=True), f"(InstanceNorm1d) {STATISTICS}"),
-    (nn.Dropout1d, "(Dropout1d) drops the same of many tokens at random, and each rank would draw for its own"),
+    (nn.Dropout1d, "(Dropout1d) drops the same channels of many tokens at random, and each rank would drop others"),
 ]
 EXACT: dict[str, Callable[[], nn.Module]] = {
     "no layer skipped": lambda: Decoder(0.0),

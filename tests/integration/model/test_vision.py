@@ -172,7 +172,9 @@ def refused(batch: Batch, model: str) -> str:
 def test_a_text_model_that_is_given_images_is_refused(ranks: Ranks) -> None:
     for text in ranks(2).run(refused, with_images("qwen2.5 vision"), "llama"):
         assert "LlamaForCausalLM" in text
-        assert "it is given images or sound, but has no text model inside it that could take a part of the row" in text
+        assert (
+            "its batch holds images or sound, but it has no inner text model that could take a part of the row" in text
+        )
 
 
 def test_a_text_model_that_numbers_by_the_padding_mask_is_refused(ranks: Ranks) -> None:
@@ -195,7 +197,7 @@ OF_ITS_OWN: dict[str, tuple[Callable[[Tensor], dict[str, object]], str]] = {
     "a 4-D mask": (
         lambda x: {"attention_mask": whole_mask(x)},
         r"attention_mask: it has shape \(\d, 1, (\d+), \1\), but a ring takes \[\d, \1\], one entry a token, or what "
-        r"transformers.masking_utils makes of that, and this model made a mask of its own; train this model without a "
+        r"a mask that transformers.masking_utils makes of it; train this model without a "
         r"ring, or its text model alone.",
     ),
     "a mask of one row for all": (

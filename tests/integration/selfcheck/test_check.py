@@ -151,9 +151,8 @@ def test_ranks_with_other_weights_are_told_so(ranks: Ranks) -> None:
         assert error == "RanksDiffer"
         assert text.startswith("the ranks of one ring must hold the same weights of embed.words.weight[0, 0], but got")
         assert text.endswith(
-            "Build or load the model alike on "
-            "every rank (seed before what is initialised at random, LoRA's weights too); DDP and FSDP see to it by "
-            "themselves."
+            "Build or load the same model on every rank (seed before random initialisation, LoRA's too), or wrap it in "
+            "DDP or FSDP."
         )
 
 

@@ -1,10 +1,11 @@
-"""Measures block sizes on the GPU at hand and prints the rows of `blocks.TABLE`. A command for maintainers:
+"""Measures block sizes on the GPU at hand, and prints rows for `hf_ring_attn/kernels/triton/blocks.py`.
 
-python -c "from hf_ring_attn.kernels.triton.tune import tune; tune()"
+python recipes/tune_triton.py [--widths 64 128] [--bias] [--processes 16]
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 from collections.abc import Container
 from concurrent.futures import ProcessPoolExecutor
@@ -13,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...sharding.mask import UNBOUNDED, Tile
-from ..base import Gradients, Params
-from ..score_mods.score_mod import ScoreFunction, ScoreMod
-from . import launch
-from .blocks import WIDTHS, Blocks, Row, family_of
+from hf_ring_attn.kernels import Gradients, Params, ScoreFunction, ScoreMod
+from hf_ring_attn.kernels.triton import launch
+from hf_ring_attn.kernels.triton.blocks import WIDTHS, Blocks, Row, family_of
+from hf_ring_attn.sharding.mask import UNBOUNDED, Tile
 
 WIDE_BLOCKS = tuple(
     Blocks(*sizes)
@@ -97,13 +97,13 @@ def tune(processes: int = 16, widths: Container[int] = WIDTHS, bias: bool = Fals
                 raise RuntimeError(f"no candidate runs for {what} of heads {width} wide, {element_bytes} bytes")
             best[what] = timed[0]
             listing = ", ".join(f"{tuple(blocks)} {milliseconds:.2f}" for milliseconds, blocks in timed[:6])
-            print(f"# {what}, {element_bytes} bytes, width {width}, ms: {listing}")  # noqa: T201  a command prints
+            print(f"# {what}, {element_bytes} bytes, width {width}, ms: {listing}")
         keys, values = best["dk and dv"][1], None
         if "dk" in best and best["dk"][0] + best["dv"][0] < best["dk and dv"][0]:
             keys, values = best["dk"][1], best["dv"][1]
         rows[family, element_bytes, width] = row = Row(best["forward"][1], keys, best["dq"][1], values)
         text = ", ".join(f"Blocks{tuple(blocks)}" for blocks in row if blocks is not None)
-        print(f"({family!r}, {element_bytes}, {width}): Row({text}),")  # noqa: T201  a command prints
+        print(f"({family!r}, {element_bytes}, {width}): Row({text}),")
     return rows
 
 
@@ -159,3 +159,12 @@ def _call(job: Job, tokens: int) -> Any:
         return lambda: launch.add_dq(problem, dout, lse, delta, into, job.blocks)
     chosen = {"dk": job.what != "dv", "dv": job.what != "dk"}
     return lambda: launch.add_dk_dv(problem, dout, lse, delta, into, job.blocks, **chosen)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--widths", type=int, nargs="+", choices=WIDTHS, default=WIDTHS)
+    parser.add_argument("--bias", action="store_true")
+    given = parser.parse_args()
+    tune(given.processes, given.widths, given.bias)

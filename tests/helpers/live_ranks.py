@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import RanksFailed
+from hf_ring_attn.errors import RanksFailed
 
 P = ParamSpec("P")
 R = TypeVar("R")

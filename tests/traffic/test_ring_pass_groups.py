@@ -1,4 +1,4 @@
-"""Heads that walk the ring one after the other, since the sums of all of them would be large."""
+"""Heads in ring passes one after the other, since the sums of all of them would be large."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.helpers.rank_functions import held
 
 
 def apart() -> list[tuple[bool, list[int]]]:
-    """For three kinds of attention in float64: whether heads that walk the ring one after the other have the answer of
-    those that do so together, and how many key heads each walk had."""
+    """For three kinds of attention in float64: whether heads in ring passes one after the other have the answer of
+    those in one pass, and how many key heads each pass had."""
     generator = torch.Generator().manual_seed(6)
     mine = held(50, dist.get_rank(), dist.get_world_size())
     shapes = ((10, 8), (5, 8), (5, 6), (10, 6))
@@ -33,11 +33,11 @@ def apart() -> list[tuple[bool, list[int]]]:
     found, ring_pass = [], Messages.ring_pass
     for more in ({}, {"documents": ids, "softcap": 3.0}, {"score_mod": mod}):
         answers: list[tuple[Tensor, ...]] = []
-        walks: list[int] = []
+        passes: list[int] = []
 
-        def counted(road: Messages, k: Tensor, *args: Any, walks: list[int] = walks) -> Any:
-            walks.append(k.shape[2])
-            return ring_pass(road, k, *args)
+        def counted(transport: Messages, k: Tensor, *args: Any, passes: list[int] = passes) -> Any:
+            passes.append(k.shape[2])
+            return ring_pass(transport, k, *args)
 
         for most in (head_groups.SUMS, 1):
             leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks, bias)]
@@ -49,10 +49,10 @@ def apart() -> list[tuple[bool, list[int]]]:
             ):
                 answers.append((out, *torch.autograd.grad(out, used, dout)))
         same = all(relative_error(x, y) < EXACT for x, y in zip(*answers, strict=True))
-        found.append((same, walks))
+        found.append((same, passes))
     return found
 
 
-def test_heads_that_walk_apart_have_the_same_gradients(ranks: Ranks) -> None:
+def test_heads_in_several_ring_passes_have_the_same_gradients(ranks: Ranks) -> None:
     for found in ranks(3).run(apart):
         assert found == [(True, [5, 3, 2])] * 3

@@ -1,0 +1,27 @@
+"""The construction of a trainer: its Accelerator gets the ring, and TRL's trainer its patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..patching.changes import Patch, install
+from . import accelerate, sft_trainer, trainer
+from .parallelism_config import deferring_cp_checks
+
+
+def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        if any(f"{cls.__module__}:{cls.__name__}" == sft_trainer.SFT for cls in type(self).__mro__):
+            install(sft_trainer.PATCHES)  # trl may have been imported after this package
+        with deferring_cp_checks(self.model):
+            original(self)
+        accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)
+        accelerate.settle(self.accelerator, self.model)  # also where an Accelerator existed before the trainer
+        if trainer.group_of(self) is not None:
+            trainer.refuse_trainer(self)
+
+    return create_accelerator_and_postprocess
+
+
+PATCHES = (Patch(f"{trainer.TRAINER}.create_accelerator_and_postprocess", "(self)", _create_accelerator),)
