@@ -35,7 +35,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)  # now, while it is not captured: what hangs must be seen
 
 
+LONG = (
+    "kernels/test_triton.py", "integration/attention/test_compiled_models.py", "integration/hosts/test_sft_trainer.py",
+    "integration/context/test_shared_kv.py", "integration/hosts/test_trainer.py", "sweep/test_sweep.py",
+    "integration/selfcheck/test_check.py", "integration/batch/test_plain_loop.py", "integration/batch/test_balanced.py",
+    "integration/hosts/test_sft_vision.py", "commands/test_command_lines.py", "kernels/test_flex.py",
+)  # fmt: skip
+"""The files that take a minute or more, with few tests or many. They start first, so that no process ends alone."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not str(item.path).endswith(LONG))
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full") is not None]

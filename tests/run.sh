@@ -5,4 +5,4 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # a test runs several ranks: one thread each is the fastest
-exec python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile --durations=25 --durations-min=2 "$@"
+exec python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=2 "$@"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import KERNEL_NAMES
-from . import contenders, errors, plot, profile, results, speed
+from . import contenders, errors, plot, results, speed
 from .peers import PEERS
 from .provenance import facts
 from .workload import Workload
@@ -58,8 +58,6 @@ def check_shape(given: argparse.Namespace) -> str | None:
 
 def check(given: argparse.Namespace) -> str | None:
     """Returns what is wrong with the arguments of ``bench``, or None."""
-    if given.profile and not given.save:
-        return "--profile needs --save"
     if given.errors is not None and (given.window or given.document):
         return "--errors is for one causal document: leave out --window and --document"
     return check_shape(given)
@@ -87,7 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     how.add_argument("--rings", type=count(), nargs="+", default=errors.SIZES, help="of --errors: sizes to play")
     how.add_argument("--rounds", type=count(), default=5)
-    how.add_argument("--profile", action="store_true", help="also save where the time goes (needs --save)")
     how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw these results.jsonl")
     how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
 
@@ -121,8 +118,6 @@ def run(given: argparse.Namespace) -> int:
                 sys.stdout.flush()
             if first and given.save:  # after each row, so that an interrupted job leaves its results
                 results.save(given.save, "speed", head, rows)
-            if given.profile and given.save:
-                profile.save(work, ring, given.kernel, chosen, given.save)
     return 0
 
 

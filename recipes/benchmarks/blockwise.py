@@ -37,9 +37,10 @@ from hf_ring_attn.bench.replay import Answer, replay
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
-from hf_ring_attn.testing import Case, Inputs, gradient_oracle, oracle, relative_error
+from hf_ring_attn.testing import Case, Inputs, relative_error
 from tests.helpers.blockwise_chunks import Reusing, blockwise
 from tests.helpers.live_bytes import peak_bytes
+from tests.helpers.oracle import gradient_oracle, oracle
 
 LENGTH, HEADS, WIDTH = 3816, 5, 128
 SIZE, CHUNKS = 8, (477, 159, 53)

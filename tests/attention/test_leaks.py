@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.testing import BIDIRECTIONAL, PADDING, Case, Inputs, inputs, packed, sliding, visible
+from hf_ring_attn.testing import BIDIRECTIONAL, PADDING, Case, Inputs, inputs, packed, sliding
 from tests.helpers.checks import Ranks, same_bits
+from tests.helpers.oracle import visible
 from tests.helpers.rank_functions import Answer, planted_attention, whole
 
 SIZES = (1, 2, 4)

@@ -19,9 +19,10 @@ from hf_ring_attn.kernels.score_mods import score_mod
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
 from hf_ring_attn.sharding.plan import Plan
-from hf_ring_attn.testing import BIDIRECTIONAL, Case, Inputs, inputs, packed, relative_error, sliding, visible
+from hf_ring_attn.testing import BIDIRECTIONAL, Case, Inputs, inputs, packed, relative_error, sliding
 from tests.helpers.checks import EXACT, UNROUNDED, Errors, Ranks, distance, worst
 from tests.helpers.defects import planted
+from tests.helpers.oracle import visible
 from tests.helpers.rank_functions import Answer, held, narrow_inputs, poisoned_memory, whole
 from tests.helpers.score_mods import MODS, Builder, Mod, dense, only_where_seen
 

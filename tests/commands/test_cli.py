@@ -101,7 +101,6 @@ BAD_ARGUMENTS = [
     ("bench --rounds 0", "argument --rounds: got 0"),
     ("bench --kernel flash3", "argument --kernel: invalid choice: 'flash3'"),
     ("bench --device banana", "argument --device: got banana"),
-    ("bench --profile", "--profile needs --save"),
     ("bench --errors --window 5", "--errors is for one causal document: leave out --window and --document"),
     ("bench --against ulysses", "--against"),
 ]

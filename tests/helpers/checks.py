@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.sharding.plan import SPARSE_SHARE
-from hf_ring_attn.testing import Case, gradient_oracle, oracle, relative_error
+from hf_ring_attn.testing import Case, relative_error
 from tests.helpers.live_ranks import LiveRanks
+from tests.helpers.oracle import gradient_oracle, oracle
 from tests.helpers.rank_functions import Answer, accumulated, attentions, narrow_inputs, whole
 
 Ranks = Callable[[int], LiveRanks]

@@ -12,9 +12,10 @@ from hf_ring_attn.bench.replay import Answer as Replayed
 from hf_ring_attn.kernels import Gradients, Kernel, Params
 from hf_ring_attn.sharding.layout import Run
 from hf_ring_attn.sharding.mask import UNBOUNDED, Band, Mask, tiles
-from hf_ring_attn.testing import Case, Inputs, gradient_oracle, inputs, oracle, relative_error
+from hf_ring_attn.testing import Case, Inputs, inputs, relative_error
 from hf_ring_attn.traffic import head_halves
 from tests.helpers.cases import CASES
+from tests.helpers.oracle import gradient_oracle, oracle
 
 Answer = dict[str, Tensor]
 

@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 import torch
 from torch import Tensor
 
-from hf_ring_attn.errors import RanksFailed
+from hf_ring_attn.errors import RingAttentionError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,6 +102,23 @@ class LiveRanks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class RanksFailed(RingAttentionError, RuntimeError):
+    """A run on live ranks that failed on some of them.
+
+    ``failures``: rank -> a traceback or an exit code, the first to fail first. ``silent``: rank -> the stack of a rank
+    that did not answer in time, the innermost call first ("" if unknown).
+    """
+
+    def __init__(self, world_size: int, failures: dict[int, str], silent: dict[int, str], seconds: float) -> None:
+        self.failures, self.silent = failures, silent
+        lines = [f"{len(failures) + len(silent)} of {world_size} ranks failed, the first to fail first:"]
+        lines += [f"rank {rank} {text.rstrip()}" for rank, text in failures.items()]
+        for rank, stack in silent.items():
+            where = f"; it was here:\n{stack.rstrip()}" if stack else "."
+            lines.append(f"rank {rank} did not answer within {seconds:.1f} s and was stopped{where}")
+        super().__init__("\n".join(lines) + "\nAll ranks of this world were stopped; the next run starts new ones.")
 
 
 @dataclass(frozen=True)

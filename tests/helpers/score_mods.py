@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_ring_attn.biases import Alibi, RelativeBias
-from hf_ring_attn.testing import Case, Inputs, visible
+from hf_ring_attn.testing import Case, Inputs
+from tests.helpers.oracle import visible
 
 Function = Callable[..., Tensor]
 

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_ring_attn.kernels import Gradients, Params, accumulate_dtype, reference
 from hf_ring_attn.sharding.layout import Run
 from hf_ring_attn.sharding.mask import UNBOUNDED, Band, Mask, tiles
-from hf_ring_attn.testing import BIDIRECTIONAL, Case, Inputs, gradient_oracle, inputs, oracle, packed, sliding
+from hf_ring_attn.testing import BIDIRECTIONAL, Case, Inputs, inputs, packed, sliding
 from tests.helpers.cases import CASES
 from tests.helpers.checks import EXACT, UNROUNDED, distance, exact_answer, same_bits, worst
+from tests.helpers.oracle import gradient_oracle, oracle
 from tests.helpers.rank_functions import Answer, poisoned_memory
 
 KERNEL = reference.Reference()

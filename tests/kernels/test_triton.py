@@ -20,9 +20,10 @@ from torch import Tensor
 from hf_ring_attn.kernels import KERNELS, Request, triton
 from hf_ring_attn.kernels.triton.schedule import bounds, schedule
 from hf_ring_attn.sharding.mask import tiles
-from hf_ring_attn.testing import BIDIRECTIONAL, CAUSAL, Case, inputs, sliding, visible
+from hf_ring_attn.testing import BIDIRECTIONAL, CAUSAL, Case, inputs, sliding
 from tests.helpers.cases import CASES
 from tests.helpers.kernel_answers import mask_of, pieces
+from tests.helpers.oracle import visible
 from tests.helpers.patience import patient
 
 REQUEST = Request("cpu", torch.bfloat16, 4, 2, 64, 64, softcap=False, sinks=False, deterministic=True)

@@ -12,10 +12,11 @@ from hf_ring_attn.kernels import Gradients, Kernel, Params, reference
 from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.sharding.layout import Run
 from hf_ring_attn.sharding.mask import CAUSAL, Mask, tiles
-from hf_ring_attn.testing import Case, gradient_oracle, inputs, oracle
+from hf_ring_attn.testing import Case, inputs
 from tests.helpers.blockwise_chunks import Reusing, blockwise
 from tests.helpers.checks import UNROUNDED, Errors, distance, worst
 from tests.helpers.live_bytes import peak_bytes
+from tests.helpers.oracle import gradient_oracle, oracle
 
 CASE = Case(why="eight parts of 27, five heads", length=216, heads=5, kv_heads=5, head_dim=16, value_dim=16, seed=1)
 PARAMS = Params(CASE.head_dim**-0.5)

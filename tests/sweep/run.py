@@ -13,8 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 from hf_ring_attn.bench.provenance import facts  # noqa: E402  only after the variable
-from hf_ring_attn.errors import RanksFailed  # noqa: E402  only after the variable
-from tests.helpers.live_ranks import LiveRanks  # noqa: E402  only after the variable
+from tests.helpers.live_ranks import LiveRanks, RanksFailed  # noqa: E402  only after the variable
 from tests.sweep import table  # noqa: E402  only after the variable
 from tests.sweep.comparison import Outcome, sweep  # noqa: E402  only after the variable
 from tests.sweep.configs import Entry, entries  # noqa: E402  only after the variable

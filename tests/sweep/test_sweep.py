@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hf_ring_attn.errors import RanksFailed
-from tests.helpers.live_ranks import LiveRanks
+from tests.helpers.live_ranks import LiveRanks, RanksFailed
 
 from . import table
 from .alone import alone, inert

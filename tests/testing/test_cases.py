@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_ring_attn.testing import BIDIRECTIONAL, CAUSAL, PADDING, Case, inputs, oracle, packed, sliding, visible
+from hf_ring_attn.testing import BIDIRECTIONAL, CAUSAL, PADDING, Case, inputs, packed, sliding
 from tests.helpers.cases import CASES, WORLD_SIZES
+from tests.helpers.oracle import oracle, visible
 
 RINGS = [size for size in WORLD_SIZES if size > 1]
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_ring_attn.testing import PADDING, Case, gradient_oracle, inputs, oracle, packed, relative_error, visible
+from hf_ring_attn.testing import PADDING, Case, inputs, packed, relative_error
 from tests.helpers.cases import CASES
+from tests.helpers.oracle import gradient_oracle, oracle, visible
 
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 PLAIN = [case for case in CASES if not case.sinks and case.softcap is None]

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_ring_attn.errors import RanksFailed
 from tests.helpers.cases import WORLD_SIZES
-from tests.helpers.live_ranks import LiveRanks
+from tests.helpers.live_ranks import LiveRanks, RanksFailed
 from tests.helpers.patience import patient
 
 Ranks = Callable[[int], LiveRanks]

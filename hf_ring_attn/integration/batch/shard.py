@@ -299,7 +299,11 @@ def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
         if error is not None and alone and not ended:
             interruption_guard(context.ring).abandon()
 
-    if "_compiled_call_impl" in model.__dict__ or context.ring.size == 1 or not introspect.uses_ring(model):
+    if (
+        "_compiled_call_impl" in model.__dict__
+        or context.ring.size == 1
+        or not model_record.latest_record(model).uses_ring()
+    ):
         return lambda: None
     return model.register_forward_hook(after, always_call=True, prepend=True).remove
 
@@ -308,5 +312,5 @@ def _holds_compiled(model: nn.Module) -> bool:
     """Returns True if torch.compile was called on ``model`` or on a part of it."""
     return any(
         module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
-        for module in model.modules()
+        for module in introspect.modules_of(model)
     )

@@ -13,7 +13,7 @@ from ... import errors
 from ...arguments import check_type
 from ...config import RingConfig
 from ..patching.hooks import is_ours
-from .introspect import configs_of, inside
+from .introspect import configs_of, inside, modules_of
 
 S = TypeVar("S")
 
@@ -60,10 +60,25 @@ Stamp = tuple[list[weakref.ref[nn.Module]], list[tuple[Any, ...]], list[object]]
 class ModelRecord:
     """Facts about a model with its current structure; each feature stores its state here."""
 
+    configs: list[Any]
+    """The transformers configs in the model."""
+
     def __init__(self, stamp: Stamp, configs: list[Any]) -> None:
         self.stamp, self.configs = stamp, configs
         self.ids = {id(reference()) for reference in stamp[0]} | set(map(id, configs))
         self._states: dict[type, Any] = {}
+
+    def modules(self) -> list[nn.Module]:
+        """The model's modules; none of another one, and not its wrappers."""
+        return [module for reference in self.stamp[0] if (module := reference()) is not None]
+
+    def weights(self) -> list[nn.Parameter]:
+        """The model's parameters; a tied one occurs several times."""
+        return [x for module in self.modules() for x in module._parameters.values() if x is not None]
+
+    def uses_ring(self) -> bool:
+        """Returns True if the model or its text part has attn_implementation "ring_fp32"."""
+        return any(config._attn_implementation == "ring_fp32" for config in self.configs)
 
     def state(self, kind: type[S]) -> S:
         """A feature's own state of this model: an instance of its class, made at first use."""
@@ -77,8 +92,9 @@ _RECORDS: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = weakref.WeakKeyDic
 def record_of(model: nn.Module) -> ModelRecord:
     """The record of ``model``, a new one if its structure has changed. Visits all modules."""
     model = inside(model)
-    known, configs = _RECORDS.get(model), list(configs_of(model))
-    stamp = _stamp(model, configs)
+    known, modules = _RECORDS.get(model), modules_of(model)
+    configs = list(configs_of(modules))
+    stamp = _stamp(modules, configs)
     if known is None or not _same(known.stamp, stamp):
         known = _RECORDS[model] = ModelRecord(stamp, configs)
     return known
@@ -99,9 +115,8 @@ def forget_models() -> None:
     _RECORDS.clear()
 
 
-def _stamp(model: nn.Module, configs: list[Any]) -> Stamp:
+def _stamp(modules: list[nn.Module], configs: list[Any]) -> Stamp:
     """The structure of a model: its modules, their hooks and weights, and its configs; no training flags."""
-    modules = list(model.modules())
     plain = (bool, int, float, str, type(None), list, tuple, dict)  # nested configs count separately
     values: list[object] = [
         (id(config), [(n, repr(x)) for n, x in vars(config).items() if isinstance(x, plain) and n not in _SAVED])
@@ -112,11 +127,13 @@ def _stamp(model: nn.Module, configs: list[Any]) -> Stamp:
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     own = module.__dict__
-    hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values(), *own["_backward_hooks"].values()]
-    weights = own["_parameters"].values()
-    trained = sum(1 for weight in weights if weight is not None and weight.requires_grad)
-    forward = own.get("forward")
-    return type(module), sum(not is_ours(hook) for hook in hooks), id(forward), len(weights), trained
+    hooks, trained, weights = 0, 0, own["_parameters"]
+    for table in (own["_forward_hooks"], own["_forward_pre_hooks"], own["_backward_hooks"]):
+        for hook in table.values():
+            hooks += not is_ours(hook)
+    for weight in weights.values():
+        trained += weight is not None and weight.requires_grad
+    return type(module), hooks, id(own.get("forward")), len(weights), trained
 
 
 def _same(one: Stamp, other: Stamp) -> bool:

@@ -64,7 +64,7 @@ def admit(model: nn.Module, context: BatchContext) -> ModelRecord:
         refusal = error
     record = latest_record(model)
     # A module beside the model (a loss, a head) may be called on some ranks only.
-    if context.ring.size > 1 and any(config._attn_implementation == "ring_fp32" for config in record.configs):
+    if context.ring.size > 1 and record.uses_ring():
         changed_elsewhere = _agree(model, record, context, refusal)
         if changed_elsewhere:  # that rank examines the model anew, with messages, so all must
             forget_model(model)
@@ -78,11 +78,10 @@ def admit(model: nn.Module, context: BatchContext) -> ModelRecord:
 def _agree(model: nn.Module, record: ModelRecord, context: BatchContext, refusal: errors.Refused | None) -> bool:
     """Compares this rank's model with the others'. Returns True if it changed on another rank, not on this one."""
     ring, known = context.ring, record.state(_Known)
-    modules = [module for reference in record.stamp[0] if (module := reference()) is not None]
-    weights = [x for module in modules for x in module._parameters.values() if x is not None]
+    weights: list[Any] = record.weights()
     if not known.details:
         _examine(inside(model), record, known)
-    facts = _facts(model, modules, weights, record, context)
+    facts = _facts(model, weights, record, context)
     device = weights[0].device
     try:
         (renewed,) = ring.agree(
@@ -117,18 +116,17 @@ def _examine(model: nn.Module, record: ModelRecord, known: _Known) -> None:
     known.structure = number_of(repr(known.details))
 
 
-def _facts(
-    model: nn.Module, modules: list[nn.Module], weights: list[Any], record: ModelRecord, context: BatchContext
-) -> dict[str, object]:
+def _facts(model: nn.Module, weights: list[Any], record: ModelRecord, context: BatchContext) -> dict[str, object]:
     """Facts about the computation that may change from batch to batch."""
     kind = weights[0].device.type
+    checkpoints = any(module.__dict__.get("gradient_checkpointing") for module in record.modules())
     return {
         "mode": "training" if model.training else "evaluation",
         "grad mode": "enabled" if torch.is_grad_enabled() else "disabled",
         "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off",
         "mixed precision of accelerate": mixed_precision(),
         "dtypes of weights": ", ".join(sorted(map(str, {x.dtype for x in weights}))),
-        "gradient checkpointing": "on" if any(m.__dict__.get("gradient_checkpointing") for m in modules) else "off",
+        "gradient checkpointing": "on" if checkpoints else "off",
         "RingConfig": dict(vars(configured(record.configs) or context.config)),
     }
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import name_of, parameters_of, uses_ring
+from ..context.introspect import name_of, parameters_of
+from ..context.model_record import latest_record
 
 Undo = Callable[[], None]
 
@@ -155,7 +156,7 @@ def watch(model: nn.Module, context: BatchContext, inside: bool = False) -> list
         inside: the model is running already.
     """
     began = [(context.log.plain, context.log.scored)]
-    looks = context.ring.size > 1 and uses_ring(model)
+    looks = context.ring.size > 1 and latest_record(model).uses_ring()
 
     @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def before(_model: nn.Module, _args: Any) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..context.batch_context import BatchContext
+from ..context.introspect import modules_of
 from ..log import warn
 
 
@@ -23,7 +24,7 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         return
     functions = [
         (module, function)
-        for module in model.modules()
+        for module in modules_of(model)
         if isinstance(function := module.__dict__.get("_gradient_checkpointing_func"), functools.partial)
     ]
     if not functions and model.training:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_unit
+from ..context.introspect import is_unit, modules_of
 from ..log import say
 
 UNTESTED = {
@@ -50,7 +50,7 @@ def uncast(count: Any, model: nn.Module | None) -> Any:
 
 def is_sharded(model: nn.Module) -> bool:
     """Returns True if `fully_shard` was called on ``model`` or on a part of it."""
-    return any(map(is_unit, model.modules()))
+    return any(map(is_unit, modules_of(model)))
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:

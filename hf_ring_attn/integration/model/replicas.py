@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import errors
 from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
+from ..context.introspect import unwrapped
 from ..context.model_record import latest_record
 from ..log import warn
 
@@ -39,22 +40,23 @@ _last: list[tuple[str, list[weakref.ref[Tensor]], BatchContext, int]] = []
 
 def averages_gradients(model: nn.Module) -> bool:
     """Returns True if a wrapper in or around ``model`` combines gradients over ranks."""
-    if AVERAGING & _classes(model):
-        return True
-    return any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    record = latest_record(model)
+    return bool(AVERAGING & _classes(model)) or any(type(x).__name__ == "DTensor" for x in record.weights())
 
 
 def _classes(model: nn.Module) -> set[str]:
-    return {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    kinds = {type(module) for module in (*unwrapped(model), *latest_record(model).modules())}
+    return {cls.__name__ for kind in kinds for cls in kind.__mro__}
 
 
 def note_trained(model: nn.Module, context: BatchContext) -> None:
     """Notes a bare model that trains in a ring, and compares its weights."""
     if context.ring.size > 1 and model.training and not averages_gradients(model):
         compare(model, context)
-        _note(type(model).__name__, model.parameters(), context)
+        weights = latest_record(model).weights()
+        _note(type(model).__name__, weights, context)
         # The last of the smallest: LoRA's first factor has no gradient at first, the second one has.
-        weight = min((x for x in reversed([*model.parameters()]) if x.requires_grad), key=Tensor.numel, default=None)
+        weight = min((x for x in reversed(weights) if x.requires_grad), key=Tensor.numel, default=None)
         if weight is not None and weight not in _GRADIENTS:
             _GRADIENTS[weight] = _Gradient(weight)
 
@@ -173,7 +175,7 @@ def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) 
     if context.ring.size == 1 or not own:
         return
     models = list(context.log.models)
-    known = {id(parameter) for model in models for parameter in model.parameters()}
+    known = {id(weight) for model in models for weight in latest_record(model).weights()}
     own = [x for x in own if id(x) not in known]
     # FSDP's weights have no identity while they are gathered.
     if own and not any("FSDPModule" in _classes(model) for model in models):

@@ -27,7 +27,7 @@ from ...comm.ring import LOCAL, Ring
 from ..context import batch_context, introspect
 from ..context.batch_context import BatchContext
 from ..context.cut import Share, TrialStep, share
-from ..context.model_record import ModelRecord
+from ..context.model_record import ModelRecord, latest_record
 from ..context.tensor_tree import tensors_of
 from ..model.chunked import lazy_heads
 from ..model.lazy_logits import ChunkedLoss
@@ -70,28 +70,29 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
         return
     inner, has_labels, loss = introspect.inside(model), context.facts.has_labels, context.config.loss
     case: tuple[object, ...] = (ring.name, has_labels, loss)
-    if _sharding(inner) is None:  # else other rings, whose batches may be of another kind, take part in each forward
+    if _sharding(record) is None:  # else other rings, whose batches may be of another kind, take part in each forward
         case += (sample.first is None, sample.hides)
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
     trains = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
     tried = ("step", *case[:3], trains, *step.key)
     needs_step = has_labels and (step.loss is not None or loss != "gathered") and tried not in verdicts
-    if (case not in verdicts or needs_step) and not introspect.uses_ring(inner):  # a loss or a head beside the model
-        return
-    job, modes = _Check(inner, context, sample, _device(model, sample)), [x.training for x in inner.modules()]
-    if case not in verdicts:
-        with preserved(inner, job.device):
-            verdicts[case] = job.run(job.try_tokens)
-    if needs_step:
-        with preserved(inner, job.device):
-            verdicts[tried] = job.run(partial(job.try_step, step, trains, modes))
+    if case not in verdicts or needs_step:
+        if not record.uses_ring():  # a loss or a head beside the model
+            return
+        job, modes = _Check(inner, context, sample, _device(model, sample)), [x.training for x in inner.modules()]
+        if case not in verdicts:
+            with preserved(inner, job.device):
+                verdicts[case] = job.run(job.try_tokens)
+        if needs_step:
+            with preserved(inner, job.device):
+                verdicts[tried] = job.run(partial(job.try_step, step, trains, modes))
     state.verdict = verdicts[case]
 
 
-def _sharding(model: nn.Module) -> Ring | None:
+def _sharding(record: ModelRecord) -> Ring | None:
     """The ranks among which FSDP2 shards this model's weights: all of them run each forward."""
-    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
-    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    weights: list[Any] = record.weights()
+    mesh = next((x.device_mesh for x in weights if type(x).__name__ == "DTensor"), None)
     return None if mesh is None else Ring.of(mesh.get_group(mesh.ndim - 1))
 
 
@@ -133,7 +134,7 @@ class _Check:
     def __post_init__(self) -> None:
         self.ring = self.context.ring
         self.config = replace(self.context.config, pad=True)
-        self.sharding = _sharding(self.model)
+        self.sharding = _sharding(latest_record(self.model))
         self.name = introspect.name_of(self.model)
 
     def run(self, attempt: Callable[[int, int], _Attempt | None]) -> str:

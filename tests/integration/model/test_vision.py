@@ -196,7 +196,7 @@ def whole_mask(embeds: Tensor) -> Tensor:
 OF_ITS_OWN: dict[str, tuple[Callable[[Tensor], dict[str, object]], str]] = {
     "a 4-D mask": (
         lambda x: {"attention_mask": whole_mask(x)},
-        r"attention_mask: it has shape \(\d, 1, (\d+), \1\), but a ring takes \[\d, \1\], one entry a token, or what "
+        r"attention_mask: it has shape \(\d, 1, (\d+), \1\), but a ring takes \[\d, \1\], one entry a token, or "
         r"a mask that transformers.masking_utils makes of it; train this model without a "
         r"ring, or its text model alone.",
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cases import Case, Inputs, inputs
+from hf_ring_attn.testing import Case, Inputs, inputs
 
 
 def visible(case: Case, documents: Tensor | None) -> Tensor:
