@@ -40,7 +40,8 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def is_whole(value: object, least: int = 0, most: int = MOST) -> bool:
     """A whole number from ``least`` to ``most``; a bool is none."""
-    return not isinstance(value, bool) and isinstance(value, Integral) and least <= int(value) <= most
+    whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+    return whole and least <= int(value) <= most  # type: ignore[call-overload]
 
 
 def whole_number(name: str, value: object, need: str, least: int = 0, most: int = MOST) -> int:

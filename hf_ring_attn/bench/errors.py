@@ -41,10 +41,7 @@ OURS = "ring_fp32"
 BIAS = 5.0
 """Added to all values, so that ``out`` is large compared with the differences its gradients depend on."""
 PR_SIZE = 8
-PR_FIGURES = {
-    "16-bit sums": {"out": 0.620, "gradients": 0.590},
-    "rounded parts": {"out": 0.507, "gradients": 0.413},
-}
+PR_FIGURES = {"16-bit sums": {"out": 0.620, "gradients": 0.590}, "rounded parts": {"out": 0.507, "gradients": 0.413}}
 """Mismatch that TransformerEngine's pull request 821 reports, before and after its change."""
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]

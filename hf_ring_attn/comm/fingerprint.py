@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,17 +29,19 @@ def number_of(value: object) -> int | Tensor:
     Equal only for equal values, but for chance: floats by their bits, mappings and sequences by their items. Objects
     that are no values, such as functions, give 0.
     """
+    if value is None or isinstance(value, (str, torch.dtype)):
+        return _hash(repr(value))
     if isinstance(value, Tensor):
         return _fingerprint(value)
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return int(value)
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**63 else _hash(repr(value))
     if isinstance(value, float):
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
-    if isinstance(value, Mapping | tuple | list):
-        numbers = [number_of(part) for pair in _parts(value) for part in pair]
-        on = next((number.device for number in numbers if isinstance(number, Tensor)), None)
-        return _hash(repr(numbers)) if on is None else _fingerprint(row_of(numbers, on))
-    return _hash(repr(value)) if isinstance(value, int | str | torch.dtype) or value is None else 0
+    if not isinstance(value, (tuple, list, Mapping)):
+        return 0
+    numbers = [number_of(part) for pair in _parts(value) for part in pair]
+    on = next((number.device for number in numbers if isinstance(number, Tensor)), None)
+    return _hash(repr(numbers)) if on is None else _fingerprint(row_of(numbers, on))
 
 
 def row_of(numbers: list[int | Tensor], device: torch.device) -> Tensor:
@@ -100,26 +103,28 @@ def _kind(value: object) -> object:
     return str([key for key, _ in parts]) if isinstance(value, Mapping) else f"{len(parts)} values"
 
 
+@lru_cache(maxsize=1024)
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    first = 1
+    shape = hash(tuple(tensor.shape)) & 0x3FFFFFFFFFFFFFFF
+    total: Tensor | None = None
+    first = 0
     for values in _pieces(tensor.detach()):
-        if values.dtype.is_floating_point:
-            values = values.double().view(torch.int64)
-        places = torch.arange(first, first + values.numel(), device=values.device)
+        values = values.double().view(torch.int64) if values.dtype.is_floating_point else values.long()
+        count = values.numel()
         # An invertible multiplicative hash of value and index, with high bits mixed into low ones, as floats need it.
         # int64 arithmetic wraps around alike on every device, so the sum does not depend on the order.
-        mixed = (values.long() * 0x1E3779B97F4A7C15).add_(places)
-        _mix(mixed, 32).mul_(places.mul_(0x5851F42D4C957F2D).bitwise_or_(1))
-        _mix(mixed, 29).mul_(0x2545F4914F6CDD1D)
-        _mix(mixed, 32)
-        total += mixed.sum()
-        first += values.numel()
-    return total ^ (hash(tuple(tensor.shape)) & 0x3FFFFFFFFFFFFFFF)
+        places = torch.arange(shape + first, shape + first + count, device=values.device)
+        mixed = _mix(places.add_(values, alpha=0x1E3779B97F4A7C15), 32)
+        odd = 0x5851F42D4C957F2D + 2 * first
+        mixed.mul_(torch.arange(odd, odd + 2 * count, 2, device=values.device))
+        summed = _mix(mixed, 29).mul_(0x2545F4914F6CDD1D).sum()
+        total = summed if total is None else total + summed
+        first += count
+    return torch.tensor(shape, device=tensor.device) if total is None or not first else total
 
 
 def _mix(bits: Tensor, down: int) -> Tensor:

@@ -247,7 +247,8 @@ class Ring:
         if any(line[0] for line in table):
             texts = self._objects(refusal)
             raise RefusedElsewhere({rank: text for rank, text in enumerate(texts) if text is not None})
-        for column, (name, value) in enumerate(facts.items(), start=1):
+        same = all(line[1 : 1 + len(facts)] == table[0][1 : 1 + len(facts)] for line in table)
+        for column, (name, value) in enumerate(() if same else facts.items(), start=1):
             if len({line[column] for line in table}) > 1:
                 raise RanksDiffer(*first_difference(name, value, self._objects), todo)
         return [any(line[1 + len(facts) + place] for line in table) for place in range(len(any_of))]

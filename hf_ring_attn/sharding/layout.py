@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -60,22 +60,22 @@ class Layout:
         even = all(map(is_whole, self.owners)) and _is_shared_evenly(self.owners, self.world_size)
         check(not self.owners or even, "owners", self.owners, need)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Chunks that each rank holds; a ring of one has a single chunk."""
         return 1 if self.world_size == 1 else len(self.owners) // self.world_size or 2
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Tokens in a chunk."""
         return -(-self.length // (self.chunks * self.world_size))
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """Tokens in the padded row."""
         return self.chunk * self.chunks * self.world_size
 
-    @property
+    @cached_property
     def local_length(self) -> int:
         """Tokens that every rank holds, padding included (T)."""
         return self.padded // self.world_size
@@ -84,14 +84,7 @@ class Layout:
         """The contiguous runs of tokens that ``rank`` (default: this one) holds, in its local order."""
         most = self.world_size - 1
         rank = self.rank if rank is None else whole_number("rank", rank, f"from 0 to {most}, or None", most=most)
-        chunk, runs = self.chunk, [Run(0, 0, 0)]
-        for number, place in enumerate(chunks_of(self.world_size, self.owners)[rank]):
-            last = runs[-1]
-            if last.position + last.length == place * chunk:  # chunks that touch are one run
-                runs[-1] = last._replace(length=last.length + chunk)
-            else:
-                runs.append(Run(number * chunk, place * chunk, chunk))
-        return tuple(run for run in runs if run.length) or (Run(0, 0, 0),)
+        return _runs(chunks_of(self.world_size, self.owners)[rank], self.chunk)
 
     def held(self) -> int:
         """The number of real tokens that this rank holds."""
@@ -163,6 +156,19 @@ def chunks_of(world_size: int, owners: Owners) -> tuple[tuple[int, ...], ...]:
     if not owners:
         return tuple((rank, 2 * world_size - 1 - rank) for rank in range(world_size))
     return tuple(tuple(chunk for chunk, of in enumerate(owners) if of == rank) for rank in range(world_size))
+
+
+@lru_cache(maxsize=1024)
+def _runs(chunks: tuple[int, ...], length: int) -> tuple[Run, ...]:
+    """The contiguous runs of these chunks of the row, of ``length`` tokens each."""
+    runs = [Run(0, 0, 0)]
+    for number, place in enumerate(chunks):
+        last = runs[-1]
+        if last.position + last.length == place * length:  # chunks that touch are one run
+            runs[-1] = last._replace(length=last.length + length)
+        else:
+            runs.append(Run(number * length, place * length, length))
+    return tuple(run for run in runs if run.length) or (Run(0, 0, 0),)
 
 
 @lru_cache(maxsize=1024)

@@ -2,13 +2,14 @@
 
     torchrun --nproc_per_node 2 recipes/benchmarks/guards.py [--device cuda] [--layers 32] [--save FOLDER]
 
-The model is a Llama of narrow layers with random weights, in a loop with `shard`. Each part is timed on rank 0 between
-two reads of the clock, on GPUs after a device synchronisation, so a part that waits for the device shows its own wait
-alone. A step runs them one after another:
+The model is a Llama of narrow layers with random weights, in a loop with `shard`. Each part is timed on rank 0, by the
+clock and by the CPU time of its thread, which does not count waits for other ranks. On GPUs the device is synchronised
+before and after each part, so that it shows its own wait alone. A step runs them one after another:
 
     shard     reads the batch, compares it on all ranks, lays it out and cuts it
     enter     the batch's context, before the forward
     admit     the model's structure and the ranks' agreement on it, weights, the self-check's memory, masks
+    watch     the weights that train, and the hooks that check the model's call
     leave     the context's end
     reduce    the mean of the gradients over the ring, which a model without DDP or FSDP needs
 """
@@ -16,7 +17,6 @@ alone. A step runs them one after another:
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -30,25 +30,28 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_ring_attn
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
+from hf_ring_attn.bench.world import world
 from hf_ring_attn.integration.batch import shard as batch_shard
 
 
 class Clock:
-    """Milliseconds of each part of each step."""
+    """Milliseconds of each part of each step, by the clock and on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.parts: dict[str, list[float]] = {}
+        self.busy: dict[str, list[float]] = {}
 
     def of(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, timed as ``part``."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._wait()
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.thread_time()
             try:
                 return call(*args, **kwargs)
             finally:
+                self.busy.setdefault(part, []).append(1e3 * (time.thread_time() - busy))
                 self._wait()
                 self.parts.setdefault(part, []).append(1e3 * (time.perf_counter() - began))
 
@@ -69,28 +72,30 @@ def measured(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     model = model_class._from_config(config, attn_implementation="ring_fp32").to(device).train()
     ids = torch.randint(0, 997, (1, args.tokens), generator=torch.Generator().manual_seed(1)).to(device)
     clock = Clock(device)
-    admit = batch_shard._admit
+    admit, watch = batch_shard._admit, batch_shard._watch
     steps: list[float] = []
     for _ in range(args.steps):
         dist.barrier()
         began = time.perf_counter()
         sharded = clock.of("shard", hf_ring_attn.shard)({"input_ids": ids, "labels": ids})
-        batch_shard._admit = clock.of("admit", admit)
+        batch_shard._admit, batch_shard._watch = clock.of("admit", admit), clock.of("watch", watch)
         clock.of("enter", sharded.__enter__)()
         loss = model(**sharded.inputs).loss
         clock.of("leave", sharded.__exit__)(None, None, None)
-        batch_shard._admit = admit
+        batch_shard._admit, batch_shard._watch = admit, watch
         loss.backward()
         clock.of("reduce", sharded.reduce_gradients)(model)
         model.zero_grad()
         clock._wait()
         steps.append(1e3 * (time.perf_counter() - began))
     warm = {part: statistics.median(times[1:]) for part, times in clock.parts.items()}
+    busy = {part: statistics.median(times[1:]) for part, times in clock.busy.items()}
     return {
         "layers": args.layers, "modules": sum(1 for _ in model.modules()), "tokens": args.tokens, "device": str(device),
         "ring": dist.get_world_size(), "first_step_ms": steps[0], "median_step_ms": statistics.median(steps[1:]),
         "first_ms": {part: times[0] for part, times in clock.parts.items()}, "median_ms": warm,
-        "guards_ms": sum(ms for part, ms in warm.items() if part != "reduce"), "raw_ms": clock.parts,
+        "guards_ms": sum(ms for part, ms in warm.items() if part != "reduce"), "median_cpu_ms": busy,
+        "guards_cpu_ms": sum(ms for part, ms in busy.items() if part != "reduce"), "raw_ms": clock.parts,
     }  # fmt: skip
 
 
@@ -103,19 +108,20 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     head = facts()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    result = {**head, **measured(args, device)}
-    if dist.get_rank() == 0:
-        parts = ", ".join(f"{part} {ms:.2f}" for part, ms in result["median_ms"].items())
-        print(f"{args.layers} layers on {args.device}: {result['guards_ms']:.2f} ms of guards a step ({parts} ms)")
-        print(f"a step {result['median_step_ms']:.1f} ms; the first {result['first_step_ms']:.0f} ms")
-        if args.save:
-            results.save(args.save, f"guards_{args.device}", result)
-    dist.destroy_process_group()
+    with world(args.device) as (ring, device):
+        result = {**head, **measured(args, device)}
+        if ring.rank == 0:
+            print(f"{args.layers} layers on {args.device}, ms a step:")
+            for what, key, whole in (
+                ("by the clock", "median_ms", "guards_ms"),
+                ("on the CPU", "median_cpu_ms", "guards_cpu_ms"),
+            ):
+                parts = ", ".join(f"{part} {ms:.2f}" for part, ms in result[key].items())
+                print(f"    {what}: {result[whole]:.2f} without reduce ({parts})")
+            print(f"a step {result['median_step_ms']:.1f} ms; the first {result['first_step_ms']:.0f} ms")
+            if args.save:
+                results.save(args.save, f"guards_{args.device}", result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ checks are timed: one as a user meets it, and one of the same model, forgotten a
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
+from hf_ring_attn.bench.world import world
 from hf_ring_attn.integration.context.model_record import forget_models
 from hf_ring_attn.integration.model.admission import bind
 from hf_ring_attn.integration.selfcheck import check as selfcheck
@@ -136,22 +136,17 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    local = int(os.environ["LOCAL_RANK"])  # torchrun's
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     head = facts()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    result = {**head, **measured(args, device)}
-    if dist.get_rank() == 0:
-        print(
-            f"self-check of {args.model}: {result['forwards_of_a_check']} forwards, "
-            f"{result['first_check_seconds']:.3f} s at first, {result['median_check_seconds']:.4f} s then; "
-            f"a step of {args.tokens} tokens {result['median_step_seconds']:.4f} s"
-        )
-        if args.save:
-            results.save(args.save, f"self_check_{args.model}", result)
-    dist.destroy_process_group()
+    with world(None) as (ring, device):
+        result = {**head, **measured(args, device)}
+        if ring.rank == 0:
+            print(
+                f"self-check of {args.model}: {result['forwards_of_a_check']} forwards, "
+                f"{result['first_check_seconds']:.3f} s at first, {result['median_check_seconds']:.4f} s then; "
+                f"a step of {args.tokens} tokens {result['median_step_seconds']:.4f} s"
+            )
+            if args.save:
+                results.save(args.save, f"self_check_{args.model}", result)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -229,32 +230,55 @@ def _admit(model: nn.Module, context: BatchContext) -> None:
     masks.prepare_masks(model, context)
 
 
+class _Unregistered(list[weakref.ref[nn.Module]]):
+    """Modules that a model calls, though it does not contain them: found in its first forward in a ring, in order."""
+
+    searched = False
+
+
 @contextmanager
 def ring_context(context: BatchContext) -> Iterator[None]:
     """Activates the ring of a sharded batch, and binds every model at its first call inside."""
     handles: list[RemovableHandle] = []
+    running: list[nn.Module] = []
     watched: list[call_inputs.Undo] = []
-    lazy = ExitStack()
+
+    def bind(model: nn.Module) -> None:
+        _admit(model, context)
+        watched.extend(_watch(model, context, running=True))
 
     # Not compiled: a model that is compiled in place, and not given to `shard`, would trace them.
     @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
     def before(module: nn.Module, _inputs: Any) -> None:
         # Not a model: modules without weights (a loss, an activation made in a call), and parts of a score_mod.
         known = id(module) in context.log.seen or in_score_mod()
-        if not known and next(module.parameters(), None) is not None:
-            _admit(module, context)
-            replicas.note_trained(module, context)
-            watched.extend(call_inputs.watch(module, context, inside=True))
-            watched.append(_note_failure(module, context))
-            lazy.enter_context(lazy_heads(module))
-            if _holds_compiled(module):  # it would trace the hook, and compile again for each batch
-                handles.pop().remove()
-                handles.append(module.register_forward_hook(after, always_call=True))
+        if known or next(module.parameters(), None) is None:
+            return
+        if running:
+            bind(module)
+            model_record.latest_record(running[0]).state(_Unregistered).append(weakref.ref(module))
+            return
+        running.append(module)
+        try:
+            bind(module)
+            others = model_record.latest_record(module).state(_Unregistered)
+            for other in [other for reference in others if (other := reference()) is not None]:
+                bind(other)
+        except BaseException:
+            running.clear()
+            raise
+        # This hook runs before every module, so it leaves once they are known: 32 layers have 400. A compiled model
+        # would trace it, and compile again for each batch.
+        if others.searched or _holds_compiled(module):
+            handles.pop().remove()
+        others.searched = True
+        watched.append(module.register_forward_hook(after, always_call=True).remove)
 
     @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
     def after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        handles.pop().remove()
-        watch()
+        running.clear()
+        if not handles:
+            watch()
 
     def watch() -> None:
         handles.append(torch.nn.modules.module.register_module_forward_pre_hook(before))
@@ -264,10 +288,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     if not context.log.seen:  # a model given to `shard` needs no hooks
         watch()
     for model in context.log.models:
-        replicas.note_trained(model, context)
-        watched.extend(call_inputs.watch(model, context))
-        watched.append(_note_failure(model, context))
-        lazy.enter_context(lazy_heads(model))
+        watched.extend(_watch(model, context))
     random = None if context.text is None else context.text.random
     if random is not None:
         random.enter()
@@ -280,10 +301,17 @@ def ring_context(context: BatchContext) -> Iterator[None]:
         context.state(SharedKV).clear()
         for handle in handles:
             handle.remove()
-        lazy.close()
         for undo in watched:
             undo()
     announce(context)
+
+
+def _watch(model: nn.Module, context: BatchContext, running: bool = False) -> list[call_inputs.Undo]:
+    """Notes the weights that train, and watches the model's calls in a batch. Returns what ends the watch."""
+    replicas.note_trained(model, context)
+    heads = ExitStack()
+    heads.enter_context(lazy_heads(model))
+    return [*call_inputs.watch(model, context, inside=running), _note_failure(model, context), heads.close]
 
 
 def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
@@ -310,7 +338,6 @@ def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
 
 def _holds_compiled(model: nn.Module) -> bool:
     """Returns True if torch.compile was called on ``model`` or on a part of it."""
-    return any(
-        module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
-        for module in introspect.modules_of(model)
-    )
+    wrappers = introspect.unwrapped(model)
+    called = any("_orig_mod" in x._modules or x.__dict__.get("_compiled_call_impl") is not None for x in wrappers)
+    return called or model_record.latest_record(model).compiled

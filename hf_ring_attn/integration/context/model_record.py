@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import cached_property
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from torch import nn
@@ -54,27 +56,42 @@ def options_of(model: nn.Module) -> RingConfig:
 _SAVED = {"architectures", "dtype", "torch_dtype", "transformers_version"}
 """Fields that save_pretrained sets, on the one rank that saves."""
 
-Stamp = tuple[list[weakref.ref[nn.Module]], list[tuple[Any, ...]], list[object]]
-
 
 class ModelRecord:
-    """Facts about a model with its current structure; each feature stores its state here."""
+    """Facts about a model with its current structure; each feature stores its state here.
 
-    configs: list[Any]
-    """The transformers configs in the model."""
+    Attributes:
+        configs: the transformers configs in the model. values: their plain fields, by name, as text.
+    """
 
-    def __init__(self, stamp: Stamp, configs: list[Any]) -> None:
-        self.stamp, self.configs = stamp, configs
-        self.ids = {id(reference()) for reference in stamp[0]} | set(map(id, configs))
+    def __init__(self, model: nn.Module) -> None:
+        modules = modules_of(model)
+        self._modules = list(map(weakref.ref, modules))
+        self._structure = _structure(modules)
+        self.configs = list(configs_of(modules))
+        self.values = _values(self.configs)
+        self.ids = {*map(id, modules), *map(id, self.configs)}
         self._states: dict[type, Any] = {}
 
     def modules(self) -> list[nn.Module]:
         """The model's modules; none of another one, and not its wrappers."""
-        return [module for reference in self.stamp[0] if (module := reference()) is not None]
+        return [module for reference in self._modules if (module := reference()) is not None]
 
     def weights(self) -> list[nn.Parameter]:
         """The model's parameters; a tied one occurs several times."""
         return [x for module in self.modules() for x in module._parameters.values() if x is not None]
+
+    @cached_property
+    def classes(self) -> set[str]:
+        """The names of the classes of the model's modules and weights, and of their base classes."""
+        kinds = {*map(type, self.modules()), *map(type, self.weights())}
+        return {cls.__name__ for kind in kinds for cls in kind.__mro__}
+
+    @cached_property
+    def compiled(self) -> bool:
+        """True if torch.compile was called on the model or on a part of it."""
+        called = any(module.__dict__.get("_compiled_call_impl") is not None for module in self.modules())
+        return called or "OptimizedModule" in self.classes
 
     def uses_ring(self) -> bool:
         """Returns True if the model or its text part has attn_implementation "ring_fp32"."""
@@ -85,6 +102,15 @@ class ModelRecord:
         found: S = self._states.setdefault(kind, kind())
         return found
 
+    def is_current(self) -> bool:
+        """Compares the model with this record. Visits all modules."""
+        modules = self.modules()
+        return (
+            len(modules) == len(self._modules)
+            and _structure(modules) == self._structure
+            and _values(self.configs) == self.values
+        )
+
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = weakref.WeakKeyDictionary()
 
@@ -92,11 +118,9 @@ _RECORDS: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = weakref.WeakKeyDic
 def record_of(model: nn.Module) -> ModelRecord:
     """The record of ``model``, a new one if its structure has changed. Visits all modules."""
     model = inside(model)
-    known, modules = _RECORDS.get(model), modules_of(model)
-    configs = list(configs_of(modules))
-    stamp = _stamp(modules, configs)
-    if known is None or not _same(known.stamp, stamp):
-        known = _RECORDS[model] = ModelRecord(stamp, configs)
+    known = _RECORDS.get(model)
+    if known is None or not known.is_current():
+        known = _RECORDS[model] = ModelRecord(model)
     return known
 
 
@@ -115,28 +139,45 @@ def forget_models() -> None:
     _RECORDS.clear()
 
 
-def _stamp(modules: list[nn.Module], configs: list[Any]) -> Stamp:
-    """The structure of a model: its modules, their hooks and weights, and its configs; no training flags."""
+_TABLES = itemgetter(
+    "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
+
+
+def _structure(modules: list[nn.Module]) -> list[object]:
+    """Lists the parts, weights, hooks and functions of modules; no values, no training flags. Runs for every batch.
+
+    By ids: those of modules and configs are not reused while all these modules live.
+    """
+    found: list[object] = list(map(type, modules))
+    found += [_code(kind.forward) for kind in dict.fromkeys(found)]  # type: ignore[attr-defined]
+    add, extend = found.append, found.extend
+    for module in modules:
+        own = module.__dict__
+        parts, weights, after, before, back, pre_back = _TABLES(own)
+        extend(map(id, parts.values()))
+        for weight in weights.values():
+            add(weight is not None and weight.requires_grad)
+        if after or before or back or pre_back:
+            hooks = (*after.values(), *before.values(), *back.values(), *pre_back.values())
+            extend(_code(hook) for hook in hooks if not is_ours(hook))
+        add(id(own.get("config")))
+        if (forward := own.get("forward")) is not None:
+            forward = getattr(forward, "replaced", None) if is_ours(forward) else forward
+            extend((id(forward), _code(forward)) if forward is not None else ())
+        if own.get("_compiled_call_impl") is not None:
+            add("compiled")
+    return found
+
+
+def _code(function: Any) -> object:
+    """The code of a function, which is the same when a program makes the function again, else its class."""
+    return getattr(function, "__code__", type(function))
+
+
+def _values(configs: list[Any]) -> list[tuple[int, list[tuple[str, str]]]]:
     plain = (bool, int, float, str, type(None), list, tuple, dict)  # nested configs count separately
-    values: list[object] = [
+    return [
         (id(config), [(n, repr(x)) for n, x in vars(config).items() if isinstance(x, plain) and n not in _SAVED])
         for config in configs
     ]
-    return [weakref.ref(module) for module in modules], [_facts(module) for module in modules], values
-
-
-def _facts(module: nn.Module) -> tuple[Any, ...]:
-    own = module.__dict__
-    hooks, trained, weights = 0, 0, own["_parameters"]
-    for table in (own["_forward_hooks"], own["_forward_pre_hooks"], own["_backward_hooks"]):
-        for hook in table.values():
-            hooks += not is_ours(hook)
-    for weight in weights.values():
-        trained += weight is not None and weight.requires_grad
-    return type(module), hooks, id(own.get("forward")), len(weights), trained
-
-
-def _same(one: Stamp, other: Stamp) -> bool:
-    if len(one[0]) != len(other[0]) or one[1:] != other[1:]:
-        return False
-    return all(a() is b() for a, b in zip(one[0], other[0], strict=True))  # ids alone may be reused

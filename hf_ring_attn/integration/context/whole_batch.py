@@ -121,13 +121,15 @@ def whole_rows(
         # Its documents are not known yet, so it stays in the zigzag layout.
         return WholeBatch(inputs, {"labels", "shift_labels"} & inputs.keys(), layout, None, None, items)
     given = inputs.get("position_ids")
-    if given is None:
-        given = torch.arange(length, device=tokens.device)[None]
+    on_cpu: Tensor | None = None
+    if given is None:  # known without waiting for a GPU
+        on_cpu, given = torch.arange(length)[None], torch.arange(length, device=tokens.device)[None]
     if given.dim() != 2 or given.shape[1] != length or given.shape[0] not in (1, rows):
         raise errors.BadShape("position_ids", tuple(given.shape), f"it must be [{rows}, {length}]")
     position_ids = inputs["position_ids"] = given.expand(rows, -1).contiguous()
 
-    facts = mask_facts(layout, rows, position_ids, attention_mask)
+    on_cpu = given.cpu() if on_cpu is None else on_cpu
+    facts = mask_facts(layout, rows, on_cpu, attention_mask)
     if hinted:
         _check_hints(batch, facts.documents, rows, length)
     if (blocks := batch.get("block_sequence_ids")) is not None:
@@ -140,7 +142,7 @@ def whole_rows(
 
     per_token = {n for n, x in inputs.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
     arranged, facts = _arranged(facts, layout, config)
-    return WholeBatch(inputs, per_token, arranged, facts, int(position_ids.max()) if length else 0, items)
+    return WholeBatch(inputs, per_token, arranged, facts, int(on_cpu.max()) if length else 0, items)
 
 
 def _arranged(facts: MaskFacts, layout: Layout, config: RingConfig) -> tuple[Layout, MaskFacts]:

@@ -36,13 +36,15 @@ class _Known:
 
     Attributes:
         details: facts that decide which messages are sent, by name. structure: their fingerprint.
-        names: the names of the weights. rings: the names of the rings that agreed on it.
+        trained: the index of each weight that trains, and its name. rings: the names of the rings that agreed on it.
+        checkpoints: the modules that can checkpoint.
     """
 
     def __init__(self) -> None:
         self.details: dict[str, object] = {}
         self.structure: int | Tensor = 0
-        self.names: list[str] = []
+        self.trained: list[tuple[int, str]] = []
+        self.checkpoints: list[weakref.ref[nn.Module]] = []
         self.rings: set[str] = set()
 
 
@@ -98,18 +100,19 @@ def _agree(model: nn.Module, record: ModelRecord, context: BatchContext, refusal
 
 
 def _examine(model: nn.Module, record: ModelRecord, known: _Known) -> None:
-    known.names = [
-        f"{path}.{name}".lstrip(".")
+    weights = {
+        f"{path}.{name}".lstrip("."): x
         for path, module in model.named_modules()
         for name, x in module._parameters.items()
         if x is not None
-    ]
-    weights = {name: model.get_parameter(name) for name in known.names}
-    configs: list[Any] = record.stamp[2]
+    }
+    known.trained = [(index, name) for index, (name, x) in enumerate(weights.items()) if x.requires_grad]
+    modules = [module for module in record.modules() if hasattr(module, "gradient_checkpointing")]
+    known.checkpoints = list(map(weakref.ref, modules))
     known.details = {
         "class": type(model).__name__,
         # Names that begin with _ are the host's, for example of a path.
-        "config": [{name: x for name, x in values if name[0] != "_"} for _, values in configs],
+        "config": [{name: x for name, x in values if name[0] != "_"} for _, values in record.values],
         "modules": {name: type(module).__name__ for name, module in model.named_modules()},
         "weights": {name: f"{list(x.shape)}{', trained' * x.requires_grad}" for name, x in weights.items()},
     }
@@ -119,7 +122,7 @@ def _examine(model: nn.Module, record: ModelRecord, known: _Known) -> None:
 def _facts(model: nn.Module, weights: list[Any], record: ModelRecord, context: BatchContext) -> dict[str, object]:
     """Facts about the computation that may change from batch to batch."""
     kind = weights[0].device.type
-    checkpoints = any(module.__dict__.get("gradient_checkpointing") for module in record.modules())
+    checkpoints = any(getattr(x(), "gradient_checkpointing", False) for x in record.state(_Known).checkpoints)
     return {
         "mode": "training" if model.training else "evaluation",
         "grad mode": "enabled" if torch.is_grad_enabled() else "disabled",
@@ -133,14 +136,15 @@ def _facts(model: nn.Module, weights: list[Any], record: ModelRecord, context: B
 
 def _sample(model: nn.Module, weights: list[Any], known: _Known, context: BatchContext) -> dict[str, object]:
     """Some values of one trained weight, in turn, by its name, if every rank holds all of it."""
-    trained = [(name, x) for name, x in zip(known.names, weights, strict=True) if x.requires_grad]
-    sharded = any(type(x).__name__ == "DTensor" for x in weights)
+    record, trained = latest_record(model), known.trained
+    sharded = "DTensor" in record.classes
     if not trained or sharded or not model.training or not context.config.self_check:
         return {"no weight": None}
     turn = _TURNS[inside(model)] = _TURNS.get(inside(model), -1) + 1
     if turn == 0:  # `replicas.compare` or DDP made them the same
         return {"no weight": None}
-    name, weight = trained[turn % len(trained)]
+    index, name = trained[turn % len(trained)]
+    weight = weights[index]
     stride = -(-weight.numel() // SAMPLE)
     places = torch.arange(turn // len(trained) % stride, weight.numel(), stride, device=weight.device)
     return {f"weight {name} (a sample)": torch.take(weight.detach(), places)}

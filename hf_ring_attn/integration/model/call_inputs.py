@@ -91,6 +91,10 @@ def refuse_outside(given: Sequence[Any], refusal: errors.Refused | None = None) 
         raise refusal or errors.NotEntered("a model was called with inputs from shard()")
 
 
+class _Accepted(dict[tuple[str, ...], list[str]]):
+    """The names of a model's arguments, by the names that it was given."""
+
+
 def _refuse_others(
     model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], context: BatchContext, has_loss: bool
 ) -> None:
@@ -99,7 +103,8 @@ def _refuse_others(
     Args:
         has_loss: the model returned a loss.
     """
-    names = parameters_of(model, context.state(TrackedInputs))
+    asked, known = tuple(context.state(TrackedInputs)), latest_record(model).state(_Accepted)
+    names = known.get(asked) or known.setdefault(asked, parameters_of(model, asked))
     given = {**dict(zip(names, args, strict=False)), **given}
     for name in SELECTING:
         if isinstance(x := given.get(name), Tensor) or x:

@@ -15,7 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import head_of, is_unit, name_of
+from ..context.introspect import head_of, is_unit, name_of, unwrapped
+from ..context.model_record import latest_record
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
 
 
@@ -23,11 +24,13 @@ from .lazy_logits import ChunkedLoss, Head, LazyLogits
 def lazy_heads(model: nn.Module) -> Iterator[None]:
     """Inside, the head of ``model`` returns lazy logits where the batch that runs asks for them."""
     owner, replaced = head_of(model), []
-    compiled = [part for part in model.modules() if _is_compiled(part)]  # it would trace what differs from call to call
+    # A compiled part would trace what differs from call to call.
+    parts = [*unwrapped(model), *(latest_record(model).modules() if latest_record(model).compiled else [])]
+    compiled = [part for part in parts if _is_compiled(part)]
     for module in [] if owner is None else heads_of(owner):
         own = module.__dict__.get("forward")
         if not isinstance(own, _LazyForward) and not any(module in part.modules() for part in compiled):
-            module.__dict__["forward"] = _LazyForward(module)
+            module.__dict__["forward"] = _LazyForward(module, own)
             replaced.append((module, own))
     hooks = [owner.register_forward_hook(_check, prepend=True)] if replaced else []  # before FSDP2 frees weights
     try:
@@ -46,8 +49,10 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class _LazyForward:
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.forward = module, module.forward
+    """A head's forward while a batch runs. ``replaced``: the one that the program set on this module, if any."""
+
+    def __init__(self, module: nn.Module, replaced: Any) -> None:
+        self.module, self.forward, self.replaced = module, module.forward, replaced
 
     def real(self, *args: Any, **kwargs: Any) -> Tensor:
         logits: Tensor = self.forward(*args, **kwargs)

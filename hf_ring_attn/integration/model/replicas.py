@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,10 @@ SAME_WEIGHTS = (
     "FSDP."
 )
 
-AVERAGING = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}
+AVERAGING = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine", "DTensor"}
+
+
+_VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class ReducedGradients(set[int]):
@@ -40,28 +45,31 @@ _last: list[tuple[str, list[weakref.ref[Tensor]], BatchContext, int]] = []
 
 def averages_gradients(model: nn.Module) -> bool:
     """Returns True if a wrapper in or around ``model`` combines gradients over ranks."""
-    record = latest_record(model)
-    return bool(AVERAGING & _classes(model)) or any(type(x).__name__ == "DTensor" for x in record.weights())
-
-
-def _classes(model: nn.Module) -> set[str]:
-    kinds = {type(module) for module in (*unwrapped(model), *latest_record(model).modules())}
-    return {cls.__name__ for kind in kinds for cls in kind.__mro__}
+    wrappers = {cls.__name__ for module in unwrapped(model) for cls in type(module).__mro__}
+    return not AVERAGING.isdisjoint(wrappers) or not AVERAGING.isdisjoint(latest_record(model).classes)
 
 
 def note_trained(model: nn.Module, context: BatchContext) -> None:
     """Notes a bare model that trains in a ring, and compares its weights."""
     if context.ring.size > 1 and model.training and not averages_gradients(model):
         compare(model, context)
-        weights = latest_record(model).weights()
-        _note(type(model).__name__, weights, context)
-        # The last of the smallest: LoRA's first factor has no gradient at first, the second one has.
-        weight = min((x for x in reversed(weights) if x.requires_grad), key=Tensor.numel, default=None)
-        if weight is not None and weight not in _GRADIENTS:
-            _GRADIENTS[weight] = _Gradient(weight)
+        trained = [x for x in latest_record(model).weights() if x.requires_grad]
+        _note(type(model).__name__, trained, context)
+        if trained:
+            smallest = latest_record(model).state(_Smallest)
+            if not smallest:
+                # The last of the smallest: LoRA's first factor has no gradient at first, the second one has.
+                smallest.append(min(reversed(range(len(trained))), key=lambda index: trained[index].numel()))
+            weight = trained[smallest[0]]
+            if weight not in _GRADIENTS:
+                _GRADIENTS[weight] = _Gradient(weight)
 
 
 # ---- averaging by hand -----------------------------------------------------------------------------------------------
+
+
+class _Smallest(list[int]):
+    """The index of a model's smallest trained weight: one item, once it is known."""
 
 
 class _Versions(dict[int, int]):
@@ -178,17 +186,17 @@ def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) 
     known = {id(weight) for model in models for weight in latest_record(model).weights()}
     own = [x for x in own if id(x) not in known]
     # FSDP's weights have no identity while they are gathered.
-    if own and not any("FSDPModule" in _classes(model) for model in models):
+    if own and not any("FSDPModule" in latest_record(model).classes for model in models):
         _note(f"the score_mod {name}", own, context)
 
 
-def _note(name: str, tensors: Iterable[Tensor], context: BatchContext) -> None:
-    trained = [x for x in tensors if x.requires_grad]
-    context.state(_Versions).update((id(x), x._version) for x in trained)
+def _note(name: str, trained: list[Any], context: BatchContext) -> None:
+    versions = list(map(_VERSION, trained))
+    context.state(_Versions).update(zip(map(id, trained), versions, strict=True))
     if any(known is context and of == name and _same(references, trained) for of, references, known, _ in _last):
         return
     _last[:] = [one for one in _last if one[2] is context]
-    _last.append((name, [weakref.ref(x) for x in trained], context, sum(x._version for x in trained)))
+    _last.append((name, list(map(weakref.ref, trained)), context, sum(versions)))
 
 
 def _same(references: list[weakref.ref[Tensor]], tensors: list[Tensor]) -> bool:
@@ -201,9 +209,7 @@ def warn_if_not_reduced() -> None:
         name, references, context, written = _last.pop()
         trained = [x for x in (reference() for reference in references) if x is not None]
         # Without a step since, gradients are still being added up, or there is no training.
-        if sum(x._version for x in trained) == written or all(
-            id(x) in context.state(ReducedGradients) for x in trained
-        ):
+        if sum(map(_VERSION, trained)) == written or context.state(ReducedGradients).issuperset(map(id, trained)):
             continue
         warn(
             f"{name} trained in a ring of {context.ring.size}, but neither DDP nor FSDP wraps it and "

@@ -91,7 +91,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
 
 def _sharding(record: ModelRecord) -> Ring | None:
     """The ranks among which FSDP2 shards this model's weights: all of them run each forward."""
-    weights: list[Any] = record.weights()
+    weights: list[Any] = record.weights() if "DTensor" in record.classes else []
     mesh = next((x.device_mesh for x in weights if type(x).__name__ == "DTensor"), None)
     return None if mesh is None else Ring.of(mesh.get_group(mesh.ndim - 1))
 

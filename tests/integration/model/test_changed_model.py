@@ -47,6 +47,19 @@ def with_another_forward(model: Any) -> None:
     mlp.forward = lambda x: forward(x) + x.roll(1, 1)
 
 
+def hooked_anew(model: Any) -> None:
+    """As many hooks as before: one that does nothing gives way to one that mixes tokens."""
+    model.quiet.remove()
+    hooked(model)
+
+
+def with_another_class(model: Any) -> None:
+    mlp = type(model.model.layers[1].mlp)
+    forward = mlp.forward
+    mlp.forward = lambda self, x: forward(self, x) + x.roll(1, 1)
+    model.undo = lambda: setattr(mlp, "forward", forward)
+
+
 def configured(model: Any) -> None:
     model.config.is_encoder_decoder = True
 
@@ -56,6 +69,8 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "a dropout of channels": (dropped, "UnsupportedModel"),
     "a hook": (hooked, "SelfCheckFailed"),
     "a forward": (with_another_forward, "SelfCheckFailed"),
+    "a hook in place of another": (hooked_anew, "SelfCheckFailed"),
+    "a forward of a class": (with_another_class, "SelfCheckFailed"),
     "a field of its config": (configured, "UnsupportedModel"),
 }
 
@@ -68,10 +83,15 @@ def step(model: Any) -> None:
 
 
 def after(change: str) -> tuple[str, str] | None:
-    model = tiny("llama", "ring_fp32").train()
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.quiet = model.model.layers[1].register_forward_hook(lambda *_: None)
+    model.undo = lambda: None
     step(model)
     CHANGES[change][0](model)
-    return attempt(step, model)
+    try:
+        return attempt(step, model)
+    finally:
+        model.undo()
 
 
 @pytest.mark.parametrize("change", CHANGES)
