@@ -126,7 +126,7 @@ def whole_rows(
         on_cpu, given = torch.arange(length)[None], torch.arange(length, device=tokens.device)[None]
     if given.dim() != 2 or given.shape[1] != length or given.shape[0] not in (1, rows):
         raise errors.BadShape("position_ids", tuple(given.shape), f"it must be [{rows}, {length}]")
-    position_ids = inputs["position_ids"] = given.expand(rows, -1).contiguous()
+    inputs["position_ids"] = given.expand(rows, -1).contiguous()
 
     on_cpu = given.cpu() if on_cpu is None else on_cpu
     facts = mask_facts(layout, rows, on_cpu, attention_mask)
