@@ -13,7 +13,7 @@ KERNEL_NAMES = ("flash4", "triton", "flash2", "flex", "reference")
 """Every kernel, the preferred one first. `hf_ring_attn.kernels` has them under these names."""
 
 Backward = Literal["ring", "gather"]
-Loss = Literal["sharded", "gathered"]
+Loss = Literal["auto", "chunked", "sharded", "gathered"]
 Traffic = Literal["auto", "messages", "pulls"]
 Arrangement = Literal["auto", "zigzag", "balanced"]
 
@@ -34,9 +34,11 @@ class RingConfig:
         traffic: the transport. "messages" sends by NCCL or gloo; "pulls" makes P2P copies from the other GPUs' memory,
             which is faster, but needs NVIDIA GPUs of one machine, and memory for two copies of a rank's keys and values
             of one layer and for their float32 gradients; "auto" uses P2P copies if possible. All give the same bits.
-        loss: "sharded" computes each rank's share of the loss on its own tokens; "gathered" all-gathers the logits in
-            order and computes the loss on the whole row (S x V memory on every rank), which makes label smoothing and
-            custom loss functions exact.
+        loss: "chunked" computes each rank's share of the loss on its own tokens, a chunk of them at a time: logits are
+            made only when somebody reads them (``out.logits`` after a forward with labels), once more each time;
+            "sharded" makes the logits of the rank's tokens; "gathered" all-gathers them in order and computes the loss
+            on the whole row (S x V memory on every rank), which makes custom loss functions exact. "auto": chunked
+            where the head and the loss of the model allow it, else sharded, which the line at start says.
         layout: how tokens are sharded. "zigzag": as in `hf_ring_attn.positions`, for every batch. "balanced":
             if a zigzag would give a rank more than 1.1 times the mean work, ranks hold other chunks of packed rows;
             only ``sharded.positions`` shows which; batches with images or sound, and those of
@@ -55,7 +57,7 @@ class RingConfig:
     backward: Backward = "ring"
     heads_per_gather: int | None = None
     traffic: Traffic = "auto"
-    loss: Loss = "sharded"
+    loss: Loss = "auto"
     layout: Arrangement = "auto"
     pad: bool = True
     deterministic: bool = False

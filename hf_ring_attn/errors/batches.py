@@ -259,6 +259,23 @@ class LossNotSharded(Refused):
         super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {trainer}; {_OWN_LOOP}")
 
 
+class LossNotChunked(Refused):
+    def __init__(self, model: str, why: str) -> None:
+        super().__init__(
+            f"loss='chunked' makes no logits, but {model} made them all: {why}. Use RingConfig(loss='auto'), which "
+            "computes the loss in chunks where it can, or 'sharded', which never does."
+        )
+
+
+class LogitsNotMade(Refused):
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            "the loss was computed in chunks, so the logits of this batch were not made, and now they cannot be: "
+            f"{why}. Read them earlier, or have them made in the forward: "
+            "hf_ring_attn.configure(model, RingConfig(loss='sharded'))."
+        )
+
+
 class LossWithoutLabels(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(

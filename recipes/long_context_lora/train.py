@@ -20,10 +20,7 @@ import torch
 from accelerate import PartialState
 from measure import Meter, flops_per_step
 from peft import LoraConfig, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from texts import Rows, by_bytes
-from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -54,8 +51,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--implementation", choices=("ring_fp32", "sdpa"), default="ring_fp32",
                         help="sdpa: accelerate's own context parallelism, to compare with")  # fmt: skip
     parser.add_argument("--trainer", choices=("trainer", "sft"), default="trainer")
-    parser.add_argument("--loss", choices=("chunked", "full"), default="chunked",
-                        help="chunked: TRL's fused head, never tokens x vocabulary; full: all logits")  # fmt: skip
+    parser.add_argument("--loss", choices=("auto", "chunked", "sharded"), default="auto",
+                        help="sharded: all logits of a rank's tokens (ring_fp32, Trainer)")  # fmt: skip
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA matrices")
@@ -66,10 +63,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the trained adapter there, at the end")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
-    if options.trainer == "sft" and options.loss == "full":
-        parser.error("SFTTrainer always computes its loss with the fused head: leave --loss out")
-    if (options.save_attention or options.deterministic) and options.implementation != "ring_fp32":
-        parser.error("--save-attention and --deterministic are options of ring_fp32")
+    if options.trainer == "sft" and options.loss != "auto":
+        parser.error("SFTTrainer always computes its loss with TRL's fused head: leave --loss out")
+    chosen = options.save_attention or options.deterministic or options.loss != "auto"
+    if chosen and options.implementation != "ring_fp32":
+        parser.error("--save-attention, --deterministic and --loss are options of ring_fp32")
     return options
 
 
@@ -110,43 +108,6 @@ def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def with_chunked_loss(model: Any) -> None:
-    """Trainer's calls of ``model`` go through TRL's fused head, which SFTTrainer has by itself.
-
-    It scores ``shift_labels`` as they are and divides their sum by ``num_items_in_batch``, the count of the whole row:
-    what a rank returns is its share of the row's loss. Call it before PEFT wraps the model.
-    """
-    from trl.trainer.utils import add_fused_lm_head
-
-    add_fused_lm_head(model)
-    fused = model.forward
-
-    @functools.wraps(fused)  # Trainer reads its signature
-    def forward(*args: Any, labels: Any = None, **inputs: Any) -> Any:
-        # Not in evaluation, nor in the ring's self-check, which compares logits.
-        chunked = labels is not None and model.training
-        if chunked:
-            check_head(model.get_output_embeddings())
-        return fused(*args, labels=labels, fused_lm_head=chunked, **inputs)
-
-    model.forward = forward
-
-
-def check_head(head: Any) -> None:
-    """Refuses a head that the fused one, which reads its weight alone, would train wrong or not at all."""
-    if isinstance(head, BaseTunerLayer):
-        raise ValueError(
-            "the chunked loss got an adapter on the output embedding (lm_head), but it reads that layer's weight "
-            "alone: the adapter would never be trained. Leave lm_head out of target_modules, or take --loss full."
-        )
-    if isinstance(head, ModulesToSaveWrapper) and any(isinstance(part, FSDPModule) for part in head.modules()):
-        raise ValueError(
-            "the chunked loss got an output embedding (lm_head) that modules_to_save trains and FSDP2 has sharded by "
-            "itself, but it reads that layer's weight: each rank would train its part by its own tokens alone. Use "
-            "DDP, or Trainer with full logits (--loss full), or leave lm_head out of modules_to_save."
-        )
-
-
 def make_trainer(options: argparse.Namespace) -> Any:
     model = build(options)
     on_gpu = PartialState().device.type != "cpu"
@@ -159,7 +120,9 @@ def make_trainer(options: argparse.Namespace) -> Any:
     if options.implementation == "ring_fp32":
         import hf_ring_attn
 
-        ring = hf_ring_attn.RingConfig(save_attention=options.save_attention, deterministic=options.deterministic)
+        ring = hf_ring_attn.RingConfig(
+            save_attention=options.save_attention, deterministic=options.deterministic, loss=options.loss
+        )
         hf_ring_attn.configure(model, ring)
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too
     if options.trainer == "sft":
@@ -172,8 +135,6 @@ def make_trainer(options: argparse.Namespace) -> Any:
             train_dataset=Dataset.from_dict({"input_ids": rows.tokens.tolist()}),
             processing_class=tokenizer,
         )  # fmt: skip
-    if options.loss == "chunked":
-        with_chunked_loss(model)
     return Trainer(
         get_peft_model(model, adapter(options)), TrainingArguments(**common(options, on_gpu)), train_dataset=rows
     )

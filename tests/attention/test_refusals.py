@@ -83,7 +83,10 @@ def test_what_does_not_fit_is_refused(kind: type[Exception], change: dict[str, A
             f"kernel='flash3' is not possible: it must be 'auto' or one of {KERNEL_NAMES}.",
         ),
         ({"backward": "both"}, "backward='both' is not possible: it must be one of ('ring', 'gather')."),
-        ({"loss": "none"}, "loss='none' is not possible: it must be one of ('sharded', 'gathered')."),
+        (
+            {"loss": "none"},
+            "loss='none' is not possible: it must be one of ('auto', 'chunked', 'sharded', 'gathered').",
+        ),
         (
             {"heads_per_gather": 0},
             "heads_per_gather=0 is not possible: it must be a positive number of heads, or None.",

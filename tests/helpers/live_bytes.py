@@ -42,6 +42,22 @@ class _Ledger(TorchDispatchMode):
         self.peak = max(self.peak, self.bytes)
 
 
+class Largest(TorchDispatchMode):
+    """Finds the most values of any tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.values: int = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = (x for x in tree_leaves(result) if isinstance(x, Tensor) and x.device.type != "meta")
+        self.values = max([self.values, *(x.numel() for x in made if x.untyped_storage().data_ptr())])
+        return result
+
+
 def peak_bytes(function: Callable[[], object]) -> int:
     """Of tensors that torch's operations made while the function ran; what an operation needs inside is not seen."""
     ledger = _Ledger()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -12,11 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch.distributed.fsdp import fully_shard
+from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.helpers.checks import Ranks
 from tests.helpers.programs import CPU_2RANKS, REPOSITORY, launched_by, start
 
 RECIPE = REPOSITORY / "recipes" / "long_context_lora"
@@ -30,7 +27,7 @@ WEIGHT = 1e-4
 @pytest.mark.slow
 def test_a_ring_of_two_trains_as_one_process(tmp_path: Path) -> None:
     runs = {
-        "alone": ("--implementation", "sdpa", "--loss", "full"),
+        "alone": ("--implementation", "sdpa"),
         "trainer": ("--trainer", "trainer"),
         "sft": ("--trainer", "sft"),
     }
@@ -71,47 +68,6 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 def train() -> dict[str, Any]:
     with mock.patch.object(sys, "path", [str(RECIPE), *sys.path]):
         return runpy.run_path(str(RECIPE / "train.py"))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"target_modules": ["q_proj", "lm_head"]}, r"adapter on the output embedding .*never be trained.*--loss full"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, r"modules_to_save .*FSDP2.*DDP.*--loss full"),
-    ],
-    ids=["LoRA", "modules_to_save"],
-)
-def test_the_chunked_loss_refuses_a_head_that_it_would_not_train(
-    ranks: Ranks, options: dict[str, Any], text: str
-) -> None:
-    """LoRA on it got no gradient; one in a unit of FSDP2's own, in a PEFT model, that of each rank's own tokens."""
-    for said in ranks(1).run(step_with_chunked_loss, options, shards="modules_to_save" in options):
-        assert re.search(text, said), said
-
-
-def test_the_chunked_loss_takes_other_heads(ranks: Ranks) -> None:
-    """A frozen one that FSDP2 has sharded, and one that is trained without FSDP2."""
-    frozen = {"target_modules": ["q_proj"]}
-    assert ranks(1).run(step_with_chunked_loss, frozen, shards=True) == ["trained"]
-    trained = {**frozen, "modules_to_save": ["lm_head"]}
-    assert ranks(1).run(step_with_chunked_loss, trained, shards=False) == ["trained"]
-
-
-def step_with_chunked_loss(options: dict[str, Any], shards: bool) -> str:
-    recipe = train()
-    model: Any = LlamaForCausalLM(LlamaConfig(**recipe["SHAPES"]["tiny"]))
-    recipe["with_chunked_loss"](model)
-    wrapped: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).train()
-    if shards:
-        heads = [part for part in wrapped.get_output_embeddings().modules() if isinstance(part, torch.nn.Linear)]
-        for part in [heads[-1], wrapped]:  # the trained one is a unit of its own, as accelerate has it
-            fully_shard(part)
-    ids = torch.arange(3, 12)[None]
-    try:
-        wrapped(input_ids=ids, labels=ids).loss.backward()
-    except ValueError as error:
-        return str(error)
-    return "trained"
 
 
 def test_the_work_of_a_step_is_counted_by_the_formula() -> None:

@@ -7,6 +7,7 @@ from ...traffic import chosen
 from ..context.batch_context import BatchContext
 from ..context.mask_functions import SameGroup, parts_of
 from ..log import say
+from ..model.lazy_logits import ChunkedLoss
 from ..selfcheck.row import SelfCheckState
 
 
@@ -25,12 +26,20 @@ def features(context: BatchContext) -> set[str]:
     return context.log.features | {name for name, is_there in present.items() if is_there}
 
 
+def loss_in_words(context: BatchContext) -> str:
+    """How the loss was computed, and why all logits were made where "auto" might have done without."""
+    state, loss = context.state(ChunkedLoss), context.config.loss
+    if state.losses:
+        return "chunked"
+    return loss if loss != "auto" else f"sharded ({state.why})" if state.why else "sharded"
+
+
 def announce(context: BatchContext) -> None:
     """Logs what was active in a sharded batch, once per ring size, kernel and set of features."""
     if not context.log.kernel:
         return
     present = sorted(features(context))
-    key = (context.ring.size, context.log.kernel, *present)
+    key = (context.ring.size, context.log.kernel, loss_in_words(context), *present)
     layout, config, log = context.layout, context.config, context.log
     what = f"; {', '.join(present)}" if present else ""
     verdict = context.state(SelfCheckState).verdict
@@ -41,6 +50,6 @@ def announce(context: BatchContext) -> None:
         say(
             f"ring of {context.ring.size}: {layout.local_length} of {layout.length} tokens a rank, kernel "
             f"{log.kernel}, backward {config.backward} by {chosen(context.ring, config.traffic)}, "
-            f"loss {config.loss}{what}{checked}",
+            f"loss {loss_in_words(context)}{what}{checked}",
             key,
         )

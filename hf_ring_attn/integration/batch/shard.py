@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from ..context.shared_kv import SharedKV
 from ..context.whole_batch import tokens_of, whole_rows
 from ..model import agreement, call_inputs, fsdp, replicas
 from ..model.call_inputs import TrackedInputs, track
+from ..model.chunked import lazy_heads
 from ..selfcheck import check, row
 from . import compare
 from .announce import announce
@@ -308,7 +309,9 @@ def ring_context(context: BatchContext) -> Iterator[None]:
 def _watch(model: nn.Module, context: BatchContext, running: bool = False) -> list[call_inputs.Undo]:
     """Notes the weights that train, and watches the model's calls in a batch. Returns what ends the watch."""
     replicas.note_trained(model, context)
-    return [*call_inputs.watch(model, context, inside=running), _note_failure(model, context)]
+    heads = ExitStack()
+    heads.enter_context(lazy_heads(model))
+    return [*call_inputs.watch(model, context, inside=running), _note_failure(model, context), heads.close]
 
 
 def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:

@@ -162,8 +162,9 @@ def _structure(modules: list[nn.Module]) -> list[object]:
             hooks = (*after.values(), *before.values(), *back.values(), *pre_back.values())
             extend(_code(hook) for hook in hooks if not is_ours(hook))
         add(id(own.get("config")))
-        if "forward" in own:
-            extend((id(own["forward"]), _code(own["forward"])))
+        if (forward := own.get("forward")) is not None:
+            forward = getattr(forward, "replaced", None) if is_ours(forward) else forward
+            extend((id(forward), _code(forward)) if forward is not None else ())
         if own.get("_compiled_call_impl") is not None:
             add("compiled")
     return found

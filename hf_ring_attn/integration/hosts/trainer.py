@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ... import errors
 from ..batch.shard import Sharded, shard_for
@@ -20,9 +19,11 @@ from ..context.cut import Share, TrialStep
 from ..context.mesh import ring_enabled, ring_group
 from ..log import warn
 from ..model import admission, fsdp
+from ..model.lazy_logits import ChunkedLoss
 from ..patching.changes import Patch
 from . import trainer_overrides
 from .gathered_loss import gathered
+from .smoothed_labels import smoothed, smoothed_in_model
 from .trainer_state import preserved_trainer
 
 
@@ -49,8 +50,10 @@ def refuse_trainer(trainer: Any) -> None:
 def _refuse_loss(trainer: Any, options: Any) -> None:
     """Refuses a model or a loss before the first step, when the trainer is complete."""
     admission.refuse_always(trainer.model)
-    if options.loss == "sharded":
-        if trainer.label_smoother is not None:
+    if options.loss != "gathered":
+        # SFTTrainer has a loss of its own, which smooths no labels.
+        makes_logits = options.loss == "sharded" or any(kind.__name__ == "SFTTrainer" for kind in type(trainer).__mro__)
+        if trainer.label_smoother is not None and makes_logits:
             raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
         if trainer.compute_loss_func is not None:
             raise errors.LossNotSharded("compute_loss_func", gathers=True)
@@ -200,8 +203,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         if context is None and self.model.training:
             warn(_WHOLE_ROWS.format(type(self).__name__))
         items = num_items_in_batch if averaged else num_items_in_batch * ring_size
-        sharded = context is None or context.config.loss == "sharded"
-        with nullcontext() if sharded else _smoothing(self, model):
+        sharded = context is None or context.config.loss != "gathered"
+        with smoothed_in_model(self, context) if context is not None and sharded else smoothed(self, model):
             result = original(self, model, inputs, return_outputs, items / size if sharded else items)
         times = 1 / ring_size if averaged else 1
         return (result[0] * times, result[1]) if return_outputs else result * times
@@ -213,24 +216,6 @@ _WHOLE_ROWS = (
     "{} computes a loss outside of its ring: its training_step does not call Trainer's, so every rank computes whole "
     "rows. That is exact, but saves no memory. Override compute_loss instead."
 )
-
-
-@contextmanager
-def _smoothing(trainer: Any, model: nn.Module) -> Iterator[None]:
-    """Lets the trainer smooth shifted labels of a wrapped causal language model, too.
-
-    It recognizes such models by the name of their class, which `fully_shard` and torch.compile change.
-    """
-    smoother, head = trainer.label_smoother, introspect.head_of(model)
-    shifted = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    if smoother is None or head is None or introspect.class_of(head) not in shifted:
-        yield
-        return
-    trainer.label_smoother = functools.partial(smoother, shift_labels=True)
-    try:
-        yield
-    finally:
-        trainer.label_smoother = smoother
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -313,6 +298,7 @@ def predict(
     enter, local = _share(trainer, model, inputs, False, count)
     loss = outputs = None
     with torch.no_grad(), trainer.compute_loss_context_manager(), enter() as sharded:
+        sharded.context.state(ChunkedLoss).keeps = not prediction_loss_only  # its weights may be freed afterwards
         if not has_labels:
             outputs = model(**local)
         elif prediction_loss_only:

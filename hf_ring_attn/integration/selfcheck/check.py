@@ -29,6 +29,8 @@ from ..context.batch_context import BatchContext
 from ..context.cut import Share, TrialStep, share
 from ..context.model_record import ModelRecord, latest_record
 from ..context.tensor_tree import tensors_of
+from ..model.chunked import lazy_heads
+from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
 from .compare import Places, Recorder, relative, spread
 from .restore import preserved
@@ -73,7 +75,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
     trains = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
     tried = ("step", *case[:3], trains, *step.key)
-    needs_step = has_labels and (step.loss is not None or loss == "sharded") and tried not in verdicts
+    needs_step = has_labels and (step.loss is not None or loss != "gathered") and tried not in verdicts
     if case not in verdicts or needs_step:
         if not record.uses_ring():  # a loss or a head beside the model
             return
@@ -159,8 +161,9 @@ class _Check:
 
     def try_tokens(self, seed: int, rows: int) -> _Attempt:
         """Compares what the model returns for each token."""
-        row = self._row(seed, rows, self.context.facts.has_labels and self.config.loss == "sharded")
+        row = self._row(seed, rows, self.context.facts.has_labels and self.config.loss != "gathered")
         mine = self._shared(row, self.ring)
+        mine.context.state(ChunkedLoss).keeps = True  # its logits are compared
         with dtypes_seen() as dtypes:
             whole = self._whole(partial(self._call_whole, row), rows)
             share = self._sharded(partial(self._call, *mine))
@@ -214,7 +217,7 @@ class _Check:
             if found[0] > limits[0]:
                 numbers = f"{float(got.loss):.6g} in the ring, {float(want.loss):.6g} in one process"
                 what = f"the loss of {name} (the self-check found {numbers})"
-                return errors.LossNotSharded(what, again=self.config.loss == "sharded")
+                return errors.LossNotSharded(what, again=self.config.loss != "gathered")
             worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
             weight = [*weights][worst - 1]
             return errors.GradientDiffers(name, weight, self.ring.size, found[worst], limits[worst])
@@ -228,7 +231,10 @@ class _Check:
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in row.items()}
 
     def _shared(self, row: Mapping[str, Any], ring: Ring) -> Share:
-        mine = share(row, ring, self.config, self.context.text is not None)
+        config = self.config
+        if ring.size == 1 and config.loss != "gathered":  # the loss of the whole row is the full one
+            config = replace(config, loss="sharded")
+        mine = share(row, ring, config, self.context.text is not None)
         mine.context.log.seen |= self.context.log.seen  # the model was admitted
         if mine.context.text is not None and self.context.text is not None:
             mine.context.text.config = self.context.text.config
@@ -244,7 +250,7 @@ class _Check:
 
     def _call(self, inputs: Mapping[str, Any], context: BatchContext) -> Any:
         taken = introspect.parameters_of(self.model, inputs)
-        with batch_context.activate(context):
+        with batch_context.activate(context), lazy_heads(self.model):
             return self.model(**{name: x for name, x in inputs.items() if name in taken})
 
     def _whole(self, call: Callable[[], T], rows: int) -> T:

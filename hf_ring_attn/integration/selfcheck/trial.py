@@ -18,6 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..context import batch_context
 from ..context.cut import Share, TrialStep
+from ..model.chunked import lazy_heads
 
 VALUES = 1 << 16
 """The most values of a weight's gradient that are compared; weights with no more are preferred."""
@@ -47,7 +48,7 @@ def run_step(
     # The program may be inside a checkpoint, or offload what is saved: its hooks must not see this graph.
     with torch.set_grad_enabled(bool(weights)), saved_tensors_hooks(lambda x: x, lambda x: x):
         # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
-        with batch_context.activate(share.context):
+        with batch_context.activate(share.context), lazy_heads(model):
             loss = loss_of(call()) if step.loss is None else step.loss(model, row, share)
             gradients = differentiate(loss, weights) if isinstance(loss, Tensor) else []
         if not isinstance(loss, Tensor):

@@ -36,7 +36,7 @@ CASES = [
     replace(WHOLE, why="a model that compiles itself", what="in place"),
     replace(WHOLE, why="a model with a window, recomputed", model="mistral", checkpointing="recomputed"),
     replace(WHOLE, why="two kinds of masks", model="gemma3"),
-    replace(WHOLE, why="sinks", **SINKS),  # type: ignore[arg-type]
+    replace(WHOLE, why="sinks", ring=RingConfig(loss="sharded"), **SINKS),  # type: ignore[arg-type]
     replace(
         WHOLE, why="padding, backward by gather", ring=RingConfig(backward="gather"),
         batches=[padded(24, left=4, right=6), padded(24, left=2), padded(24, right=7), tokens(24)],

@@ -69,6 +69,15 @@ RUNS = [
         arguments={"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
     ),
     Run(
+        why="label smoothing in chunks", rows=PROMPTS,
+        arguments={"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    ),
+    Run(
+        why="label smoothing in chunks, experts, tokens not averaged over devices", model="mixtral", rows=PROMPTS,
+        arguments={"label_smoothing_factor": 0.1, "average_tokens_across_devices": False},
+    ),
+    Run(why="all logits of each rank's tokens", rows=PROMPTS, ring=RingConfig(loss="sharded")),
+    Run(
         why="compute_loss_func", rows=PROMPTS, ring=GATHERED, loss_function=True,
         arguments={"gradient_accumulation_steps": 2},
     ),

@@ -47,6 +47,10 @@ RUNS = [
         arguments={"label_smoothing_factor": 0.1},
     ),
     Run(
+        why="label smoothing in chunks", steps=0, evaluated=FIVE, metrics="logits", predicts="labelled",
+        arguments={"label_smoothing_factor": 0.1},
+    ),
+    Run(
         why="compute_loss_func, tokens not averaged over devices", steps=0, evaluated=FIVE, ring=GATHERED,
         loss_function=True, metrics="logits", arguments={"average_tokens_across_devices": False},
     ),

@@ -190,7 +190,8 @@ TRAININGS = [
         text="the loss of OwnLoss.compute_loss (the self-check found ",
     ),
     Training(
-        why="label smoothing", run=Run(why="", arguments={"label_smoothing_factor": 0.1}), error="LossNotSharded",
+        why="label smoothing", error="LossNotSharded",
+        run=Run(why="", arguments={"label_smoothing_factor": 0.1}, ring=RingConfig(loss="sharded")),
         text=f"label smoothing (label_smoothing_factor) {GATHERED_INSTEAD}model, RingConfig(loss=",
     ),
     Training(

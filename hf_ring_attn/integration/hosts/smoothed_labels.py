@@ -1,0 +1,51 @@
+"""Trainer's label smoothing: on logits of whole rows, or in the model's own loss, which makes no logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..context import introspect
+from ..context.batch_context import BatchContext
+from ..model.experts import AuxiliaryLoss
+from ..model.lazy_logits import ChunkedLoss
+
+
+@contextmanager
+def smoothed_in_model(trainer: Any, context: BatchContext) -> Iterator[None]:
+    """Inside, the model's own loss smooths labels, in chunks, and leaves the auxiliary loss of experts out, as the
+    trainer's smoothed loss does; a whole row in a ring of one has the trainer's."""
+    smoother = trainer.label_smoother
+    if smoother is None or context.config.loss == "sharded":
+        with smoothed(trainer, trainer.model):
+            yield
+        return
+    state, auxiliary = context.state(ChunkedLoss), context.state(AuxiliaryLoss)
+    trainer.label_smoother, state.smoothing, before, auxiliary.share = None, smoother.epsilon, auxiliary.share, 0.0
+    try:
+        yield
+    finally:
+        trainer.label_smoother, state.smoothing, auxiliary.share = smoother, 0.0, before
+
+
+@contextmanager
+def smoothed(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """Lets the trainer smooth shifted labels of a wrapped causal language model, too.
+
+    It recognizes such models by the name of their class, which `fully_shard` and torch.compile change.
+    """
+    smoother, head = trainer.label_smoother, introspect.head_of(model)
+    shifted = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if smoother is None or head is None or introspect.class_of(head) not in shifted:
+        yield
+        return
+    trainer.label_smoother = functools.partial(smoother, shift_labels=True)
+    try:
+        yield
+    finally:
+        trainer.label_smoother = smoother

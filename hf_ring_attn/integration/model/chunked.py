@@ -1,0 +1,113 @@
+"""The loss without logits: in a sharded batch with labels a model's head returns lazy logits.
+
+The head's own forward is replaced while a batch runs. So wrappers of the head (adapters, FSDP2) work as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from ... import errors
+from ..context import batch_context
+from ..context.batch_context import BatchContext
+from ..context.introspect import head_of, is_unit, name_of, unwrapped
+from ..context.model_record import latest_record
+from .lazy_logits import ChunkedLoss, Head, LazyLogits
+
+
+@contextmanager
+def lazy_heads(model: nn.Module) -> Iterator[None]:
+    """Inside, the head of ``model`` returns lazy logits where the batch that runs asks for them."""
+    owner, replaced = head_of(model), []
+    # A compiled part would trace what differs from call to call.
+    parts = [*unwrapped(model), *(latest_record(model).modules() if latest_record(model).compiled else [])]
+    compiled = [part for part in parts if _is_compiled(part)]
+    for module in [] if owner is None else heads_of(owner):
+        own = module.__dict__.get("forward")
+        if not isinstance(own, _LazyForward) and not any(module in part.modules() for part in compiled):
+            module.__dict__["forward"] = _LazyForward(module, own)
+            replaced.append((module, own))
+    hooks = [owner.register_forward_hook(_check, prepend=True)] if replaced else []  # before FSDP2 frees weights
+    try:
+        yield
+    finally:
+        for module, own in replaced:
+            del module.__dict__["forward"]
+            if own is not None:
+                module.__dict__["forward"] = own
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+
+
+class _LazyForward:
+    """A head's forward while a batch runs. ``replaced``: the one that the program set on this module, if any."""
+
+    def __init__(self, module: nn.Module, replaced: Any) -> None:
+        self.module, self.forward, self.replaced = module, module.forward, replaced
+
+    def real(self, *args: Any, **kwargs: Any) -> Tensor:
+        logits: Tensor = self.forward(*args, **kwargs)
+        return logits
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden, context = args[0] if len(args) == 1 and not kwargs else None, batch_context.current()
+        if context is None or not _wants(context) or not isinstance(hidden, Tensor) or not hidden.numel():
+            return self.real(*args, **kwargs)
+        state = context.state(ChunkedLoss)
+        if why := next(reasons(self.module), ""):
+            state.why = why
+            return self.real(hidden)
+        state.losses = 0
+        head = Head(self.module, self.forward, hidden, state)
+        return LazyLogits.of(head, (), (*hidden.shape[:-1], head.vocabulary), head.dtype)
+
+
+def _wants(context: BatchContext) -> bool:
+    return context.config.loss in ("auto", "chunked") and context.facts.has_labels and not context.keeps_labels
+
+
+def _check(owner: nn.Module, _args: Any, output: Any) -> None:
+    """After a forward: one that computed no loss of its lazy logits makes them while it has the weights."""
+    context = batch_context.current()
+    if context is None or not _wants(context):
+        return
+    state = context.state(ChunkedLoss)
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    if state.losses:
+        return
+    if isinstance(logits, LazyLogits) and output.get("loss") is None:
+        with logits.head.unsharded():
+            logits.tensor("forward without labels")
+    elif state.smoothing and logits is not None:
+        raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
+    elif context.config.loss == "chunked" and logits is not None:
+        raise errors.LossNotChunked(name_of(owner), state.why or "it computes no cross entropy of them")
+
+
+def heads_of(owner: Any) -> list[nn.Module]:
+    """The modules of which one makes the logits: of a head with a trained copy (modules_to_save) it and the copies."""
+    head = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
+    copies = getattr(head, "modules_to_save", None)
+    if head is None or not isinstance(copies, nn.ModuleDict):
+        return [] if head is None else [head]
+    return [head.original_module, *copies.values()]
+
+
+def reasons(head: nn.Module) -> Iterator[str]:
+    """Why logits of some tokens may not be made of these tokens' hidden states alone, in several calls."""
+    if not isinstance(getattr(head, "base_layer", head), nn.Linear):  # else an adapter around a linear layer
+        yield f"its head is {type(head).__name__}, no linear layer"
+    for part in head.modules():
+        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
+            yield "its head has dropout, which draws other numbers in each call"
+        if part is not head and is_unit(part):
+            yield "its head has parts that FSDP2 shards each by itself"

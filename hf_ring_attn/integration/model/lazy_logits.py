@@ -1,0 +1,329 @@
+"""Logits that are made only when somebody reads them: a tensor of no memory, which the loss consumes in chunks.
+
+What a model does to its logits one by one (softcaps, scales, casts) is recorded, and done again to each chunk.
+`torch.nn.functional.cross_entropy` of them is `layers.chunked_loss`. Any other use makes all of them first, and goes on
+with these: so each use is right, and only its memory differs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from ... import errors
+from ...comm.first_order import first_order_only
+from ...layers.chunked_loss import CrossEntropy, chunked_cross_entropy, graph_of_its_own, leaf, rows_per_chunk
+from ..context.introspect import is_unit
+
+Operation = Callable[[Tensor], Tensor]
+
+ONE_BY_ONE = {
+    "mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide", "true_divide", "tanh", "float", "double",
+    "half", "bfloat16", "to", "clone",
+}  # fmt: skip
+"""Operations on each logit by itself."""
+SAME_IF_DTYPE_IS = {"float", "double", "half", "bfloat16", "to"}
+SHAPES = {"view", "reshape", "flatten", "unflatten", "contiguous", "view_as"}
+FACTS = {
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "grad", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_nested", "is_quantized", "output_nr", "_version", "_backward_hooks", "itemsize",
+    "nbytes", "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex",
+    "is_contiguous", "stride", "get_device", "register_hook", "retain_grad", "__len__", "__hash__", "is_inference",
+    "storage_offset", "_is_view", "_base",
+}  # fmt: skip
+"""Questions that need no values."""
+
+
+@dataclass
+class ChunkedLoss:
+    """The loss without logits of a batch: a state of its context.
+
+    Args:
+        smoothing: by which the loss of the next forward smooths labels.
+        keeps: all logits are made, too, while the head's weights are there; without a float32 copy.
+        losses: how many were computed in chunks. why: the reason why logits were made instead.
+    """
+
+    smoothing: float = 0.0
+    keeps: bool = False
+    losses: int = 0
+    why: str = ""
+
+
+class Head:
+    """One call of a head: hidden states, and how logits are made of any of them.
+
+    Args:
+        module: it was called; forward: its own. hidden: [..., D].
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, state: ChunkedLoss):
+        self.module, self.forward, self.hidden, self.state = module, forward, hidden, state
+        self.places = [
+            (part, name) for part in module.modules() for name, x in part._parameters.items() if x is not None
+        ]
+        self.weights: list[Tensor] = [part.get_parameter(name) for part, name in self.places]
+        self.versions = self._versions()
+        kind = hidden.device.type
+        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self.made: Tensor | None = None
+        self.lazy: list[weakref.ref[LazyLogits]] = []
+        with torch.no_grad():
+            sample = self.logits_of(self.rows[:1], self.weights)
+        self.vocabulary, self.dtype = sample.shape[-1], sample.dtype
+
+    @property
+    def rows(self) -> Tensor:
+        return self.hidden.reshape(-1, self.hidden.shape[-1])
+
+    def logits_of(self, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """[n, V] of [n, D], with these in place of the module's weights."""
+        before = [part.get_parameter(name) for part, name in self.places]
+        # Autocast would remember weights that were cast without gradients.
+        with torch.autocast(*self.autocast, cache_enabled=False):
+            try:
+                self._set(weights)
+                return self.forward(hidden)
+            finally:
+                self._set(before)
+
+    def _set(self, weights: Sequence[Tensor]) -> None:
+        for (part, name), x in zip(self.places, weights, strict=True):
+            part._parameters[name] = x  # type: ignore[assignment]
+
+    def all_logits(self) -> Tensor:
+        """[..., V] as the head gives them, without a gradient; made once."""
+        if self.made is None:
+            self.check()
+            with torch.no_grad():
+                self.made = self.logits_of(self.rows, self.weights).reshape(*self.hidden.shape[:-1], self.vocabulary)
+        return self.made
+
+    def check(self) -> None:
+        """Raises LogitsNotMade if logits would now be none, or others than in the forward."""
+        if any(self._freed()):
+            raise errors.LogitsNotMade("FSDP2 has freed the weights of its head since the forward")
+        if self._versions() != self.versions:
+            raise errors.LogitsNotMade("the weights of its head, or their inputs, have changed since the forward")
+
+    def _freed(self) -> Iterator[bool]:
+        return (x.numel() > 0 and x.untyped_storage().size() == 0 for x in self.weights)
+
+    def _versions(self) -> list[int]:
+        return [x._version for x in (self.hidden, *self.weights)]
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Gathers the weights again of a head that FSDP2 sharded by itself; its hook reduces their gradients."""
+        module: Any = self.module
+        if is_unit(module) and any(self._freed()):
+            module.unshard()
+            yield
+            module.reshard()
+        else:
+            yield
+
+    def loss(self, chain: Sequence[Operation], labels: Tensor, options: CrossEntropy) -> Tensor:
+        def logits_of(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
+            return _through(chain, self.logits_of(hidden, weights))
+
+        with self.unsharded():
+            self.check()
+            if self.state.keeps:
+                self.all_logits()
+            rows = rows_per_chunk(self.vocabulary)
+            loss = chunked_cross_entropy(logits_of, self.rows, self.weights, labels, rows, options)
+        self.state.losses += 1
+        return loss
+
+
+def _through(chain: Sequence[Operation], x: Tensor) -> Tensor:
+    for operation in chain:
+        x = operation(x)
+    return x
+
+
+class LazyLogits(Tensor):
+    """Logits [..., V] of a `Head`, after the operations of ``chain``; real ones once they were read."""
+
+    head: Head
+    chain: tuple[Operation, ...]
+    made: Tensor | None
+    as_view: Callable[[str], Tensor] | None
+    """Makes them as a view of others, which their changes in place reach."""
+
+    @staticmethod
+    def of(head: Head, chain: tuple[Operation, ...], shape: Sequence[int], dtype: torch.dtype) -> LazyLogits:
+        first = head.rows[:1].clone()  # a copy: the rest is not saved
+        lazy: LazyLogits = _Make.apply(head, chain, shape, dtype, first, head.hidden, *head.weights)  # type: ignore[no-untyped-call]
+        head.lazy.append(weakref.ref(lazy))
+        return lazy
+
+    @staticmethod
+    def bare(head: Head, chain: tuple[Operation, ...], shape: Sequence[int], dtype: torch.dtype) -> LazyLogits:
+        """Without a graph."""
+        lazy: LazyLogits = Tensor._make_wrapper_subclass(
+            LazyLogits, tuple(shape), dtype=dtype, device=head.hidden.device
+        )
+        lazy.head, lazy.chain, lazy.made, lazy.as_view = head, chain, None, None
+        return lazy
+
+    def values(self) -> Tensor:
+        """They, without a gradient; memory that others may have, too."""
+        if self.made is not None:
+            return self.made.detach()
+        with torch.no_grad():
+            return _through(self.chain, self.head.all_logits()).reshape(self.shape)
+
+    def tensor(self, user: str) -> Tensor:
+        """They as an ordinary tensor, in the graph of the model; made once."""
+        if self.made is None:
+            self.head.state.why = self.head.state.why or f"{user}() was called on the logits"
+            with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                self.made = _Read.apply(self) if self.as_view is None else self.as_view(user)  # type: ignore[no-untyped-call]
+        return self.made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name == "__get__":
+            name = function.__self__.__name__
+        if name in FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        lazy = args[0] if args else None
+        if isinstance(lazy, LazyLogits) and lazy.made is None:
+            found = _recorded(lazy, function, name, args[1:], kwargs)
+            if found is not None:
+                return found
+        if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__imul__", "__itruediv__"):
+            _make_relatives(args, name)
+        return function(*tree_map(lambda x: _ordinary(x, name), args), **tree_map(lambda x: _ordinary(x, name), kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub has no class
+        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """For code that calls torch below `__torch_function__`."""
+        if function is torch.ops.aten.detach.default:
+            lazy = args[0]
+            return LazyLogits.bare(lazy.head, lazy.chain, lazy.shape, lazy.dtype)
+        values = tree_map(lambda x: x.values() if isinstance(x, LazyLogits) else x, (args, kwargs or {}))
+        return function(*values[0], **values[1])
+
+
+def _ordinary(x: Any, user: str) -> Any:
+    return x.tensor(user) if isinstance(x, LazyLogits) else x
+
+
+def _make_relatives(args: Sequence[Any], user: str) -> None:
+    """Before logits change in place: others that were derived from the same ones must not see it."""
+    for x in args:
+        if isinstance(x, LazyLogits):
+            for other in x.head.lazy:
+                if (lazy := other()) is not None:
+                    lazy.tensor(user)
+
+
+def _recorded(
+    lazy: LazyLogits, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """The result of an operation without any logits made; None if it needs them."""
+    head = lazy.head
+    if function is functional.cross_entropy:
+        return _cross_entropy(lazy, *args, **kwargs)
+    if name == "detach":
+        with torch.no_grad():
+            result = LazyLogits.of(head, lazy.chain, lazy.shape, lazy.dtype)
+        result.as_view = lambda user: lazy.tensor(user).detach()
+        return result
+    others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if name in SHAPES and not others:
+        shape = function(torch.empty(lazy.shape, device="meta"), *args, **kwargs).shape
+        if shape[-1:] != lazy.shape[-1:]:
+            return None
+        result = LazyLogits.of(head, lazy.chain, shape, lazy.dtype)
+        result.as_view = lambda user: function(lazy.tensor(user), *args, **kwargs)
+        return result
+    if name in ONE_BY_ONE and not any(x.dim() or x.requires_grad for x in others):
+        probe = function(torch.empty(1, dtype=lazy.dtype, device=lazy.device), *args, **kwargs)
+        if probe.shape != (1,) or probe.device != lazy.device or not probe.is_floating_point():
+            return None
+        if name in SAME_IF_DTYPE_IS and probe.dtype == lazy.dtype and not kwargs.get("copy"):
+            return lazy
+
+        def operation(x: Tensor) -> Tensor:
+            result: Tensor = function(x, *args, **kwargs)
+            return result
+
+        return LazyLogits.of(head, (*lazy.chain, operation), lazy.shape, probe.dtype)
+    return None
+
+
+def _cross_entropy(
+    lazy: LazyLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    given = weight is not None or size_average is not None or reduce is not None or reduction not in ("sum", "mean")
+    if given or lazy.dim() != 2 or target.shape != lazy.shape[:1] or target.is_floating_point():
+        return None
+    options = CrossEntropy(reduction, ignore_index, label_smoothing or lazy.head.state.smoothing)
+    return lazy.head.loss(lazy.chain, target, options)
+
+
+class _Make(torch.autograd.Function):
+    """Hidden states and weights -> lazy logits. Its backward recomputes them, for gradients of any use of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, head: Head, chain: tuple[Operation, ...], shape: Sequence[int], dtype: torch.dtype, first: Tensor,
+        _hidden: Tensor, *weights: Tensor,
+    ) -> LazyLogits:  # fmt: skip
+        ctx.head, ctx.chain = head, chain
+        ctx.set_materialize_grads(False)  # a wrapper (DDP) may connect them with a loss that does not use them
+        ctx.save_for_backward(first, *() if ctx.needs_input_grad[5] else weights)  # what gradients depend on
+        return LazyLogits.bare(head, chain, shape, dtype)
+
+    @staticmethod
+    @first_order_only("logits that were made on demand")
+    def backward(ctx: Any, _saved: tuple[Tensor, ...], gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
+        head, needed = ctx.head, ctx.needs_input_grad[5:]
+        with head.unsharded(), graph_of_its_own():
+            head.check()
+            inputs = [leaf(x, need) for x, need in zip((head.rows, *head.weights), needed, strict=True)]
+            logits = _through(ctx.chain, head.logits_of(inputs[0], inputs[1:]))
+            wanted = [x for x in inputs if x.requires_grad]
+            found = iter(torch.autograd.grad(logits, wanted, gradient.reshape(logits.shape), allow_unused=True))
+        first, *rest = (next(found) if x.requires_grad else None for x in inputs)
+        return (None, None, None, None, None, None if first is None else first.reshape(head.hidden.shape), *rest)
+
+
+class _Read(torch.autograd.Function):
+    """Lazy logits -> ordinary ones."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyLogits) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return lazy.values().detach()  # an alias: its memory may be the head's
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        return gradient
