@@ -120,7 +120,8 @@ def test_two_batches_alive(ranks: Ranks, model: str) -> None:
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 WHOLE = Compiled(
-    why="", model="gemma4", what="whole", batches=[PACKED, packed(24), packed(3, 4, 17)], graphs=[1] * 3
+    why="", model="gemma4", what="whole", batches=[PACKED, packed(24), packed(3, 4, 17)], graphs=[1] * 3,
+    ring=RingConfig(loss="sharded"),  # as compiled heads have it: bits are compared
 )  # fmt: skip
 LAYERS = replace(WHOLE, what="layers", graphs=[4] * 3)  # that make or take keys, with or without a window
 COMPILED = [
