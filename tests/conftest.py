@@ -7,7 +7,10 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks share the machine's cores, and sums keep one order
 
 import faulthandler
+import subprocess
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -19,11 +22,13 @@ TEST_SECONDS, GPU_TEST_SECONDS = 240, 400
 """No test takes longer; on a GPU dozens of kernels may be compiled. Ranks that hang are reported before, by name, at
 LiveRanks' own limit."""
 
+ROOT = Path(__file__).parent.parent
+
 _stderr = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also the cases that are marked `full`")
+    parser.addoption("--full", action="store_true", help="also the cases that are marked `full`, and all of `turns`")
     parser.addoption("--quick", action="store_true", help="no slow test, and one case of each table")
     parser.addoption(
         "--fuzz", type=int, default=500, help="how many random masks tests/sharding/test_mask_fuzz.py tries"
@@ -31,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault(TURN, str(_turn_of_commit()))  # before xdist's workers start
     torch.set_num_threads(1)
     config.stash[_stderr] = os.dup(2)  # now, while it is not captured: what hangs must be seen
 
@@ -50,10 +56,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full") is not None]
+    left_out += _left_out_by_turns([item for item in items if item not in set(left_out)])
     if config.getoption("--quick"):
         left_out += _left_out_in_haste([item for item in items if item not in set(left_out)])
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
+
+
+TURN, TURNS = "HF_RING_ATTN_TESTS_TURN", 3
+
+
+def _turn_of_commit() -> int:
+    """The part of the tables marked `turns` that this commit tries: the same one each time it is tested."""
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT)
+    return int(asked.stdout[:8] or "0", 16) % TURNS
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    tried = "all" if config.getoption("--full") else f"part {int(os.environ[TURN]) + 1} of {TURNS}"
+    return f"tables marked `turns`: {tried} ({TURN}=0 to {TURNS - 1} chooses another part, --full all)"
+
+
+def _left_out_by_turns(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The rows of tables marked `turns` that are another commit's."""
+    tables: dict[str, list[str]] = {}
+    for item in items:
+        if item.get_closest_marker("turns") is not None:
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+    mine: set[str] = set()
+    for rows in tables.values():  # mixed, since neighbours in a table are alike
+        mine.update(sorted(rows, key=lambda row: crc32(row.encode()))[int(os.environ[TURN]) :: TURNS])
+    return [item for item in items if item.get_closest_marker("turns") is not None and item.nodeid not in mine]
 
 
 def _left_out_in_haste(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -95,5 +95,6 @@ def leaks_of_all(
 @pytest.mark.parametrize("config", [RingConfig(), RingConfig(backward="gather")], ids=lambda config: config.backward)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
+@pytest.mark.turns
 def test_nothing_leaks(ranks: Ranks, case: Case, size: int, config: RingConfig) -> None:
     assert leaks_of_all(ranks, size, case, config, torch.float32) == []

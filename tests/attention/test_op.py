@@ -47,6 +47,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
+@pytest.mark.turns
 def test_the_ring_is_the_oracle_in_float64(ranks: Ranks, world_size: int, case: Case) -> None:
     configs = CONFIGS[world_size]
     for config, errors in zip(configs, float64_errors(ranks, world_size, case, configs, share=0), strict=True):
@@ -55,6 +56,7 @@ def test_the_ring_is_the_oracle_in_float64(ranks: Ranks, world_size: int, case: 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
+@pytest.mark.turns
 def test_an_exchange_of_what_is_seen_is_the_oracle_in_float64(ranks: Ranks, world_size: int, case: Case) -> None:
     configs = [RING, replace(GATHER, heads_per_gather=1)][: 1 if world_size == 8 else 2]
     for config, errors in zip(configs, float64_errors(ranks, world_size, case, configs, share=1), strict=True):
@@ -75,6 +77,7 @@ def test_ring_sizes_need_not_be_powers_of_two(ranks: Ranks, world_size: int, cas
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", LONG, ids=lambda case: case.why)
+@pytest.mark.turns
 def test_sums_are_exact_to_float32_until_they_are_rounded_once(
     ranks: Ranks, world_size: int, case: Case, dtype: torch.dtype, config: RingConfig
 ) -> None:

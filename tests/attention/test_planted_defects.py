@@ -165,6 +165,7 @@ def test_every_defect_is_planted() -> None:
 @pytest.mark.parametrize(
     ("defect", "check", "world_size", "at_least"), PLANTED, ids=[f"{defect}-{size}" for defect, _, size, _ in PLANTED]
 )
+@pytest.mark.turns
 def test_a_planted_defect_is_seen(ranks: Ranks, defect: str, check: Check, world_size: int, at_least: float) -> None:
     broken = check(ranks, world_size, defect)
     assert broken >= at_least, f"{defect} breaks the bound {broken:.3g} times only"

@@ -105,6 +105,7 @@ def test_a_case_is_of_ranks_that_exchange_what_they_see() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
+@pytest.mark.turns
 def test_scores_and_captured_tensors_have_the_gradients_of_autograd(ranks: Ranks, size: int, case: Case) -> None:
     for (name, config), errors in errors_of(ranks, size, case, list(MODS), (RING, GATHER)).items():
         assert worst(errors) < EXACT, (name, config, errors)
@@ -128,6 +129,7 @@ def in_narrow(case: Case, dtype: torch.dtype, captured: torch.dtype, config: Rin
 @pytest.mark.parametrize("config", [RING, GATHER], ids=lambda config: config.backward)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.turns
 def test_captured_gradients_are_summed_without_rounding(
     ranks: Ranks, size: int, dtype: torch.dtype, config: RingConfig
 ) -> None:

@@ -179,6 +179,7 @@ def far(got: dict[str, Tensor], want: dict[str, Tensor], case: Case, x: Inputs) 
 @pytest.mark.parametrize(
     ("name", "case"), [pytest.param(name, case, id=f"{name}-{case.why}") for name in ROWS for case in ROWS[name].cases]
 )
+@pytest.mark.turns
 def test_a_table_is_the_oracle(name: str, case: Case) -> None:
     """Forward, and backward of some heads at a time, as in the lanes of a ring."""
     problem = Problem.of(name, case)
@@ -314,6 +315,7 @@ def alone(case: Case) -> Answer:
     ("name", "way"), [*WAYS, *(pytest.param(*one, marks=pytest.mark.full) for one in SELDOM)], ids=str
 )
 @pytest.mark.parametrize("case", NO_HOLES, ids=lambda case: case.why)
+@pytest.mark.turns
 def test_a_ring_is_one_process(
     case: Case, name: str, way: tuple[int, int, Transfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,21 +142,22 @@ ALL_FILE, CASES_FILE, SCORES_FILE = (
 )
 TABLE, BITS = "test_a_table_is_the_oracle", "test_a_chunk"
 RUNS = {
-    **{f"table, {n}": [f"{ALL_FILE}::{TABLE}[triton-{case.why}]" for case in CASES[n::PARTS]] for n in range(PARTS)},
+    **{
+        f"table, {n}": ["--full", *(f"{ALL_FILE}::{TABLE}[triton-{case.why}]" for case in CASES[n::PARTS])]
+        for n in range(PARTS)
+    },
     "contract": [ALL_FILE, "-k", f"triton and not {TABLE} and not auto"],
     "bits": [CASES_FILE, "-k", BITS],
     "rest": [CASES_FILE, "-k", f"not {BITS}"],
     "score_mods": [SCORES_FILE, "-k", "all or takes or others"],
     "score_mods, rest": [SCORES_FILE, "-k", "not (all or takes or others)"],
 }
-SELDOM = {f"table, {n}" for n in range(1, PARTS)} | {"bits", "rest", "score_mods, rest"}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(why_not_interpreted() is not None, reason=str(why_not_interpreted()))
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in SELDOM else name for name in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.turns
 def test_in_the_interpreter(name: str) -> None:
     """Cases in processes of their own, since a process that has imported triton can no longer interpret it."""
     run = subprocess.run(

@@ -63,6 +63,7 @@ def built(entry: Entry) -> bool:
 
 
 @pytest.mark.parametrize("first", range(0, len(CASES), AT_ONCE), ids=lambda at: f"from {ENTRIES[at].model_type}")
+@pytest.mark.turns
 def test_a_class_is_exact_or_refused_as_filed(ranks: Ranks, first: int) -> None:
     several = [(entry, row) for entry, row in CASES[first : first + AT_ONCE] if built(entry) and rows_of(entry, [row])]
     shares = ranks(2).run(sweep, [(entry, [row]) for entry, row in several])

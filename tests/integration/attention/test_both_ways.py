@@ -71,6 +71,7 @@ alone = cache(lambda kind, side: answer(kind, SIDES[side], "eager"))
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.turns
 def test_attention_both_ways_is_that_of_one_process(ranks: Ranks, kind: str, side: str, world_size: int) -> None:
     states, gradients = alone(kind, side)
     real = SIDES[side].get("attention_mask", torch.ones(2, 23)).bool()

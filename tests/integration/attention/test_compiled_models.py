@@ -58,6 +58,7 @@ SELDOM = ("a model that compiles itself", "recomputed", "layers with sinks")
     [pytest.param(case, marks=pytest.mark.full) if case.why.endswith(SELDOM) else case for case in CASES],
     ids=lambda case: case.why,
 )
+@pytest.mark.turns
 def test_compiled_it_is_one_graph_for_all_batches(ranks: Ranks, case: Compiled) -> None:
     for found in ranks(2).run(compile_jobs.compiled, case):
         assert max(found.away) < SAME, found.away

@@ -96,6 +96,7 @@ GENERATED += [(model, way) for model in ("gemma2", "gpt_oss") for way in ("a sta
 
 
 @pytest.mark.parametrize(("model", "way"), GENERATED)
+@pytest.mark.turns
 def test_generate_is_that_of_transformers(model: str, way: str) -> None:
     """Past the window, with the first row padded on the left."""
     prompt = torch.randint(1, 97, (1 if way == "with a draft" else 2, 9), generator=torch.Generator().manual_seed(3))

@@ -128,6 +128,7 @@ def assert_equal_answers(got: Answer, want: Answer, step: Step) -> None:
 
 
 @pytest.mark.parametrize(("step", "world_size"), on_two_or_four(STEPS, [1]))
+@pytest.mark.turns
 def test_a_shared_batch_is_the_whole_batch(ranks: Ranks, step: Step, world_size: int) -> None:
     for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
         assert_equal_answers(got, alone(step), step)

@@ -73,6 +73,7 @@ def marked(step: Step, size: int, few: bool) -> Any:
     ("step", "size", "few"),
     [marked(step, size, few) for step in STEPS for size, few in ((2, False), (2, True), (4, True))],
 )
+@pytest.mark.turns
 def test_they_travel_once_and_change_no_bit(ranks: Ranks, step: Step, size: int, few: bool) -> None:
     found = both(ranks, size, step, few)
     assert sum(received for got, _ in found for _, received in got.forward) > 0

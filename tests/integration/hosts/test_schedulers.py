@@ -99,6 +99,7 @@ COUNTED: dict[str, Callable[[Any, int], Any]] = {
 @pytest.mark.parametrize("rings", [1, 2])
 @pytest.mark.parametrize("program", COUNTED)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.turns
 def test_a_scheduler_has_the_rates_of_one_process(process: dict[str, Any], kind: str, program: str, rings: int) -> None:
     number = processes(process, rings)
     made = optimizer()

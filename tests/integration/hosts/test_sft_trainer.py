@@ -71,11 +71,13 @@ def in_one_process(ranks: Ranks, case: Case, mesh: Mesh) -> Outcome:
 
 
 @pytest.mark.parametrize(("case", "mesh"), by_turns(CASES))
+@pytest.mark.turns
 def test_sft_in_a_ring_is_sft_in_one_process(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     compare(ranks, case, mesh)
 
 
 @pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.why)
+@pytest.mark.turns
 def test_on_two_ranks_as_well(ranks: Ranks, case: Case) -> None:
     compare(ranks, case, Mesh(cp=2))
 

@@ -85,6 +85,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("run", "mesh"), by_turns(RUNS))
+@pytest.mark.turns
 def test_a_ring_trains_as_one_process_does(ranks: Ranks, run: Run, mesh: Mesh) -> None:
     outcomes, want = in_rings(ranks, run, mesh), without_ring(ranks, run, mesh)
     assert_equal_runs(outcomes[0], want)

@@ -62,6 +62,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("run", "mesh"), by_turns(RUNS))
+@pytest.mark.turns
 def test_a_ring_evaluates_as_one_process_does(ranks: Ranks, run: Run, mesh: Mesh) -> None:
     outcomes = ranks(mesh.size).run(train, run, mesh)
     want = without_ring(ranks, run, mesh)

@@ -74,6 +74,7 @@ def test_chunks_give_the_loss_of_all_logits(step: Step) -> None:
 
 
 @pytest.mark.parametrize("step", [*STEPS, *SHARDED], ids=lambda step: step.why)
+@pytest.mark.turns
 def test_chunks_give_the_loss_of_all_logits_in_a_ring(ranks: Ranks, step: Step) -> None:
     for got, want in ranks(2).run(jobs.both, step):
         assert (got.losses, got.made, want.losses) == (1, 5, 0), got.why

@@ -47,6 +47,7 @@ alone = cache(plain_jobs.by_itself)
 
 
 @pytest.mark.parametrize(("step", "world_size"), on_two_or_four(STEPS))
+@pytest.mark.turns
 def test_a_ring_gives_what_one_process_gives(ranks: Ranks, step: Step, world_size: int) -> None:
     for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
         assert_equal_answers(got, alone(step), step)

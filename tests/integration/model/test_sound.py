@@ -51,6 +51,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("step", "world_size"), on_two_or_four(STEPS, [1]))
+@pytest.mark.turns
 def test_sound_changes_nothing_about_the_answer(ranks: Ranks, step: Step, world_size: int) -> None:
     assert_towers_change_nothing(ranks, world_size, step)
 

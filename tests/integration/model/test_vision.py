@@ -114,6 +114,7 @@ TRAININGS = [
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
+@pytest.mark.turns
 def test_images_change_nothing_about_the_answer(ranks: Ranks, step: Step, world_size: int) -> None:
     assert_towers_change_nothing(ranks, world_size, step)
 

@@ -32,6 +32,7 @@ def bound_of(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.turns
 def test_a_family_is_exact(ranks: Ranks, name: str) -> None:
     want = alone(name)
     for got in ranks(2).run(vision_models.in_a_ring, name):
@@ -63,6 +64,7 @@ def test_a_trainer_trains_a_family(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.turns
 def test_its_images_matter(name: str) -> None:
     other = vision_models.alone(name, flipped=True)[0]
     assert relative_error(other, alone(name)[0]) > 1e-2

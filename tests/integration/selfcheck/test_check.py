@@ -215,6 +215,7 @@ def test_a_model_that_returns_nothing_to_compare_is_refused(ranks: Ranks) -> Non
         *(pytest.param(kind, 4, marks=pytest.mark.full) for kind in ("llama", "experts")),
     ],
 )  # fmt: skip
+@pytest.mark.turns
 def test_a_right_model_passes_in_four_forwards_and_trains_with_the_same_bits(
     ranks: Ranks, kind: str, size: int
 ) -> None:
