@@ -17,7 +17,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import hf_ring_attn
-from hf_ring_attn import RingConfig
 from hf_ring_attn.comm.ring import Pending, Ring
 from hf_ring_attn.integration.attention import masks
 from hf_ring_attn.integration.context import shared_kv
@@ -181,7 +180,7 @@ def compiled(case: Compiled, few: bool = False, given_up: bool = False) -> list[
     """
     torch._dynamo.reset()
     counter, wire, memory, found = CompileCounterWithBackend(case.backend), Wire(), Memory(), []
-    each = replace(case, ring=RingConfig(heads_per_gather=1))
+    each = replace(case, ring=replace(case.ring, heads_per_gather=1))
     last = dist.get_rank() + 1 == dist.get_world_size()
     stance = "force_eager" if given_up and last else "default"
 
