@@ -338,6 +338,4 @@ def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
 
 def _holds_compiled(model: nn.Module) -> bool:
     """Returns True if torch.compile was called on ``model`` or on a part of it."""
-    wrappers = introspect.unwrapped(model)
-    called = any("_orig_mod" in x._modules or x.__dict__.get("_compiled_call_impl") is not None for x in wrappers)
-    return called or model_record.latest_record(model).compiled
+    return any(map(introspect.is_compiled, introspect.unwrapped(model))) or model_record.latest_record(model).compiled

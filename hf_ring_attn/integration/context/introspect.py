@@ -69,6 +69,11 @@ def head_of(model: nn.Module) -> Any:
     return next((module for module in model.modules() if "loss_type" in module.__dict__), None)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Returns True if torch.compile made ``module``, or was called on it in place."""
+    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+
+
 def is_unit(module: nn.Module) -> bool:
     """Returns True for a module that `fully_shard` was applied to; by name, so as not to import torch.distributed."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

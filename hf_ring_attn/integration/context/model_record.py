@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from ... import errors
 from ...arguments import check_type
 from ...config import RingConfig
 from ..patching.hooks import is_ours
-from .introspect import configs_of, inside, modules_of
+from .introspect import configs_of, inside, is_compiled, modules_of
 
 S = TypeVar("S")
 
@@ -90,8 +90,7 @@ class ModelRecord:
     @cached_property
     def compiled(self) -> bool:
         """True if torch.compile was called on the model or on a part of it."""
-        called = any(module.__dict__.get("_compiled_call_impl") is not None for module in self.modules())
-        return called or "OptimizedModule" in self.classes
+        return any(map(is_compiled, self.modules()))
 
     def uses_ring(self) -> bool:
         """Returns True if the model or its text part has attn_implementation "ring_fp32"."""
@@ -171,7 +170,9 @@ def _structure(modules: list[nn.Module]) -> list[object]:
 
 
 def _code(function: Any) -> object:
-    """The code of a function, which is the same when a program makes the function again, else its class."""
+    """The code of a function, which is the same when a program makes the function again; else its class."""
+    while isinstance(function, partial):
+        function = function.func
     return getattr(function, "__code__", type(function))
 
 

@@ -136,8 +136,7 @@ def _facts(model: nn.Module, weights: list[Any], record: ModelRecord, context: B
 
 def _sample(model: nn.Module, weights: list[Any], known: _Known, context: BatchContext) -> dict[str, object]:
     """Some values of one trained weight, in turn, by its name, if every rank holds all of it."""
-    record, trained = latest_record(model), known.trained
-    sharded = "DTensor" in record.classes
+    trained, sharded = known.trained, "DTensor" in latest_record(model).classes
     if not trained or sharded or not model.training or not context.config.self_check:
         return {"no weight": None}
     turn = _TURNS[inside(model)] = _TURNS.get(inside(model), -1) + 1

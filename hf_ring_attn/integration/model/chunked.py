@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import head_of, is_unit, name_of, unwrapped
+from ..context.introspect import head_of, is_compiled, is_unit, name_of, unwrapped
 from ..context.model_record import latest_record
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
 
@@ -26,7 +26,7 @@ def lazy_heads(model: nn.Module) -> Iterator[None]:
     owner, replaced = head_of(model), []
     # A compiled part would trace what differs from call to call.
     parts = [*unwrapped(model), *(latest_record(model).modules() if latest_record(model).compiled else [])]
-    compiled = [part for part in parts if _is_compiled(part)]
+    compiled = [part for part in parts if is_compiled(part)]
     for module in [] if owner is None else heads_of(owner):
         own = module.__dict__.get("forward")
         if not isinstance(own, _LazyForward) and not any(module in part.modules() for part in compiled):
@@ -42,10 +42,6 @@ def lazy_heads(model: nn.Module) -> Iterator[None]:
                 module.__dict__["forward"] = own
         for hook in hooks:
             hook.remove()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
 
 
 class _LazyForward:

@@ -31,7 +31,6 @@ SAME_WEIGHTS = (
 
 AVERAGING = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine", "DTensor"}
 
-
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -53,6 +55,15 @@ def hooked_anew(model: Any) -> None:
     hooked(model)
 
 
+def mixes(shift: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return output + output.roll(shift, 1)
+
+
+def hooked_by_another_partial(model: Any) -> None:
+    model.partial.remove()
+    model.model.layers[1].register_forward_hook(partial(mixes, 1))
+
+
 def with_another_class(model: Any) -> None:
     mlp = type(model.model.layers[1].mlp)
     forward = mlp.forward
@@ -70,6 +81,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "a hook": (hooked, "SelfCheckFailed"),
     "a forward": (with_another_forward, "SelfCheckFailed"),
     "a hook in place of another": (hooked_anew, "SelfCheckFailed"),
+    "a partial in place of another": (hooked_by_another_partial, "SelfCheckFailed"),
     "a forward of a class": (with_another_class, "SelfCheckFailed"),
     "a field of its config": (configured, "UnsupportedModel"),
 }
@@ -85,6 +97,7 @@ def step(model: Any) -> None:
 def after(change: str) -> tuple[str, str] | None:
     model: Any = tiny("llama", "ring_fp32").train()
     model.quiet = model.model.layers[1].register_forward_hook(lambda *_: None)
+    model.partial = model.model.layers[1].register_forward_hook(partial(print, end="", file=StringIO()))
     model.undo = lambda: None
     step(model)
     CHANGES[change][0](model)
