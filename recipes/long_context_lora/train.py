@@ -26,6 +26,7 @@ from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
     LlamaConfig,
+    MistralConfig,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -58,6 +59,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA matrices")
     parser.add_argument("--save-attention", action="store_true",
                         help="checkpointing keeps what attention computed (ring_fp32)")  # fmt: skip
+    parser.add_argument("--mlp-tokens", type=int, metavar="N",
+                        help="MLPs and norms run over chunks of N tokens, such as 16384 (ring_fp32)")  # fmt: skip
+    parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
+    parser.add_argument("--window", type=int, metavar="N",
+                        help="layers attend to N tokens: a long row's memory without its time (--shape)")  # fmt: skip
     parser.add_argument("--deterministic", action="store_true", help="the same bits from run to run (ring_fp32)")
     parser.add_argument("--profile", action="store_true", help="the last step tells where its time goes, on GPUs")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the trained adapter there, at the end")
@@ -65,9 +71,11 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.trainer == "sft" and options.loss != "auto":
         parser.error("SFTTrainer always computes its loss with TRL's fused head: leave --loss out")
-    chosen = options.save_attention or options.deterministic or options.loss != "auto"
+    chosen = options.save_attention or options.deterministic or options.loss != "auto" or options.mlp_tokens
     if chosen and options.implementation != "ring_fp32":
-        parser.error("--save-attention, --deterministic and --loss are options of ring_fp32")
+        parser.error("--save-attention, --deterministic, --loss and --mlp-tokens are options of ring_fp32")
+    if options.window and options.model is not None:
+        parser.error("--window is for a --shape, whose weights are random")
     return options
 
 
@@ -78,8 +86,9 @@ def build(options: argparse.Namespace) -> Any:
         return AutoModelForCausalLM.from_pretrained(
             options.model, dtype=dtype, attn_implementation=options.implementation
         )
-    config = LlamaConfig(
-        **SHAPES[options.shape], max_position_embeddings=max(options.tokens, 131072), rms_norm_eps=1e-5,
+    kind, more = (MistralConfig, {"sliding_window": options.window}) if options.window else (LlamaConfig, {})
+    config = kind(
+        **more, **SHAPES[options.shape], max_position_embeddings=max(options.tokens, 131072), rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False, use_cache=False,
         pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
@@ -121,23 +130,23 @@ def make_trainer(options: argparse.Namespace) -> Any:
         import hf_ring_attn
 
         ring = hf_ring_attn.RingConfig(
-            save_attention=options.save_attention, deterministic=options.deterministic, loss=options.loss
-        )
+            save_attention=options.save_attention, deterministic=options.deterministic, loss=options.loss,
+            mlp_tokens=options.mlp_tokens,
+        )  # fmt: skip
         hf_ring_attn.configure(model, ring)
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too
+    trained = model if options.full else get_peft_model(model, adapter(options))
     if options.trainer == "sft":
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
 
         return SFTTrainer(
-            get_peft_model(model, adapter(options)),
+            trained,
             SFTConfig(**common(options, on_gpu), max_length=options.tokens, shuffle_dataset=False),
             train_dataset=Dataset.from_dict({"input_ids": rows.tokens.tolist()}),
             processing_class=tokenizer,
         )  # fmt: skip
-    return Trainer(
-        get_peft_model(model, adapter(options)), TrainingArguments(**common(options, on_gpu)), train_dataset=rows
-    )
+    return Trainer(trained, TrainingArguments(**common(options, on_gpu)), train_dataset=rows)
 
 
 def main() -> None:

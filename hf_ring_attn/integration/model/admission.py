@@ -22,6 +22,7 @@ from . import (
     experts,
     fsdp,
     loss,
+    mlp_chunks,
     multimodal,
     recurrent,
     rope,
@@ -49,7 +50,7 @@ class Support:
 ONCE = Support(
     (
         fsdp.unsupported, structure.unsupported, recurrent.unsupported, temperature.unsupported, experts.unsupported,
-        adapters.unsupported, loss.unsupported,
+        adapters.unsupported, loss.unsupported, mlp_chunks.unsupported,
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,
@@ -57,7 +58,10 @@ ONCE = Support(
 )  # fmt: skip
 """Called once for each structure of a model and kind of batch."""
 
-EACH_BATCH = Support((training_mode.unsupported, multimodal.unsupported), (checkpointing.prepare, multimodal.prepare))
+EACH_BATCH = Support(
+    (training_mode.unsupported, multimodal.unsupported),
+    (checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare),
+)
 """Called for every batch: a mode or a rate changes without a change of structure."""
 
 
@@ -84,7 +88,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     case = (
         context.ring.size, model.training, facts.has_labels, facts.numbered, facts.hidden is not None,
         context.ring.size == 1 and facts.documents is not None, context.config.loss, context.keeps_labels,
-        context.text is not None, "trl" in sys.modules,
+        context.text is not None, "trl" in sys.modules, context.config.mlp_tokens is None,
     )  # fmt: skip
     admitted = record.state(_Admitted)
     asked = [EACH_BATCH] if case in admitted else [ONCE, EACH_BATCH]
