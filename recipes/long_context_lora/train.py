@@ -58,6 +58,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA matrices")
     parser.add_argument("--save-attention", action="store_true",
                         help="checkpointing keeps what attention computed (ring_fp32)")  # fmt: skip
+    parser.add_argument("--liger", action="store_true", help="Liger's norms, RoPE and gated MLPs; not its loss")
+    parser.add_argument("--compile-layers", nargs="?", choices=("whole", "parts"), const="whole", default="",
+                        help="torch.compile each layer; parts: its norms and its MLP, each by itself")  # fmt: skip
     parser.add_argument("--deterministic", action="store_true", help="the same bits from run to run (ring_fp32)")
     parser.add_argument("--profile", action="store_true", help="the last step tells where its time goes, on GPUs")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the trained adapter there, at the end")
@@ -104,8 +107,18 @@ def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
         "bf16": options.dtype == "bfloat16", "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not on_gpu,
-        "seed": 0, "train_sampling_strategy": "sequential",
+        "seed": 0, "train_sampling_strategy": "sequential", "use_liger_kernel": options.liger,
+        # A ring turns Liger's losses off by itself; accelerate's own context parallelism does not.
+        "liger_kernel_config": {"fused_linear_cross_entropy": False, "cross_entropy": False},
     }  # fmt: skip
+
+
+def compiled(model: Any, what: str) -> Any:
+    """Each layer compiled in place: ``what`` is "whole", "parts" or "" for none."""
+    for layer in model.get_base_model().model.layers if what else ():
+        for part in [layer] if what == "whole" else [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]:
+            part.compile()
+    return model
 
 
 def make_trainer(options: argparse.Namespace) -> Any:
@@ -125,19 +138,18 @@ def make_trainer(options: argparse.Namespace) -> Any:
         )
         hf_ring_attn.configure(model, ring)
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too
+    adapted = compiled(get_peft_model(model, adapter(options)), options.compile_layers)
     if options.trainer == "sft":
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
 
         return SFTTrainer(
-            get_peft_model(model, adapter(options)),
+            adapted,
             SFTConfig(**common(options, on_gpu), max_length=options.tokens, shuffle_dataset=False),
             train_dataset=Dataset.from_dict({"input_ids": rows.tokens.tolist()}),
             processing_class=tokenizer,
         )  # fmt: skip
-    return Trainer(
-        get_peft_model(model, adapter(options)), TrainingArguments(**common(options, on_gpu)), train_dataset=rows
-    )
+    return Trainer(adapted, TrainingArguments(**common(options, on_gpu)), train_dataset=rows)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from . import (
     checkpointing,
     experts,
     fsdp,
+    liger,
     loss,
     multimodal,
     recurrent,
@@ -57,7 +58,9 @@ ONCE = Support(
 )  # fmt: skip
 """Called once for each structure of a model and kind of batch."""
 
-EACH_BATCH = Support((training_mode.unsupported, multimodal.unsupported), (checkpointing.prepare, multimodal.prepare))
+EACH_BATCH = Support(
+    (training_mode.unsupported, multimodal.unsupported), (checkpointing.prepare, multimodal.prepare, liger.prepare)
+)
 """Called for every batch: a mode or a rate changes without a change of structure."""
 
 
