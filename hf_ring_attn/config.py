@@ -49,6 +49,10 @@ class RingConfig:
         deterministic: require the same bits from run to run.
         save_attention: under gradient checkpointing, save each layer's attention output and log-sum-exp, so that its
             recompute neither gathers nor attends again; needs use_reentrant=False.
+        mlp_tokens: run each MLP (experts, too) and each norm of a decoder layer over chunks of so many tokens, forward
+            and backward, so that what it computes inside exists for one chunk at a time; weights' gradients of chunks
+            are added up in float32. The backward computes each chunk once more. None: all tokens at once. 16384 keeps a
+            GPU busy. Each module is tried first; one that mixes tokens is refused.
         self_check: before the first step, run a short random row through the model unsharded and sharded, and refuse if
             the results differ (`integration.selfcheck`); False trains an unchecked model at your own risk.
     """
@@ -62,6 +66,7 @@ class RingConfig:
     pad: bool = True
     deterministic: bool = False
     save_attention: bool = False
+    mlp_tokens: int | None = None
     self_check: bool = True
 
     def __post_init__(self) -> None:
@@ -72,6 +77,8 @@ class RingConfig:
         check_choice("layout", self.layout, get_args(Arrangement))
         if self.heads_per_gather is not None:
             whole_number("heads_per_gather", self.heads_per_gather, "a positive number of heads, or None", 1)
+        if self.mlp_tokens is not None:
+            whole_number("mlp_tokens", self.mlp_tokens, "a positive number of tokens, or None", 1)
         for name in ("pad", "deterministic", "save_attention", "self_check"):
             check_flag(name, getattr(self, name))
 

@@ -105,6 +105,23 @@ class UnsupportedTransform(Refused):
         )
 
 
+class NotByToken(Refused):
+    def __init__(self, module: str, what: str) -> None:
+        super().__init__(
+            f"mlp_tokens runs {module} over chunks of tokens, but it {what}. So chunks would not give its exact "
+            "answer. Leave mlp_tokens out of RingConfig."
+        )
+
+
+class HiddenWeight(Refused):
+    def __init__(self, module: str, shape: object) -> None:
+        super().__init__(
+            f"mlp_tokens runs {module} over chunks of tokens, but its output depends on a trained tensor of shape "
+            f"{shape} that is no parameter of it. Its gradient would be lost. Register it as a parameter of that "
+            "module, or leave mlp_tokens out of RingConfig."
+        )
+
+
 class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(

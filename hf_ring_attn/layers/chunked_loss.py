@@ -87,7 +87,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 of_hidden[part] = gradient
             for index, weight in enumerate(leaves):
                 if weight.requires_grad and (gradient := next(found)) is not None:
-                    sums[index] = _added(sums[index], gradient)
+                    sums[index] = add_wide(sums[index], gradient)
         if options.reduction == "mean":
             count = labels.ne(options.ignore_index).sum()
             total /= count
@@ -117,7 +117,7 @@ def leaf(x: Tensor, needs_gradient: bool) -> Tensor:
     return x.detach().requires_grad_() if needs_gradient else x.detach() if x.requires_grad else x
 
 
-def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
+def add_wide(total: Tensor | None, gradient: Tensor) -> Tensor:
     """A sum in float32 at least."""
     if total is None:
         return gradient.to(torch.promote_types(gradient.dtype, torch.float32))

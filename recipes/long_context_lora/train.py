@@ -26,6 +26,7 @@ from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
     LlamaConfig,
+    MistralConfig,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -58,6 +59,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA matrices")
     parser.add_argument("--save-attention", action="store_true",
                         help="checkpointing keeps what attention computed (ring_fp32)")  # fmt: skip
+    parser.add_argument("--mlp-tokens", type=int, metavar="N",
+                        help="MLPs and norms run over chunks of N tokens, such as 16384 (ring_fp32)")  # fmt: skip
+    parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
+    parser.add_argument("--window", type=int, metavar="N",
+                        help="layers attend to N tokens: a long row's memory without its time (--shape)")  # fmt: skip
+    parser.add_argument("--liger", action="store_true", help="Liger's norms, RoPE and gated MLPs; not its loss")
+    parser.add_argument("--compile-layers", nargs="?", choices=("whole", "parts"), const="whole", default="",
+                        help="torch.compile each layer; parts: its norms and its MLP, each by itself")  # fmt: skip
     parser.add_argument("--deterministic", action="store_true", help="the same bits from run to run (ring_fp32)")
     parser.add_argument("--profile", action="store_true", help="the last step tells where its time goes, on GPUs")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the trained adapter there, at the end")
@@ -65,9 +74,11 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.trainer == "sft" and options.loss != "auto":
         parser.error("SFTTrainer always computes its loss with TRL's fused head: leave --loss out")
-    chosen = options.save_attention or options.deterministic or options.loss != "auto"
+    chosen = options.save_attention or options.deterministic or options.loss != "auto" or options.mlp_tokens
     if chosen and options.implementation != "ring_fp32":
-        parser.error("--save-attention, --deterministic and --loss are options of ring_fp32")
+        parser.error("--save-attention, --deterministic, --loss and --mlp-tokens are options of ring_fp32")
+    if options.window and options.model is not None:
+        parser.error("--window is for a --shape, whose weights are random")
     return options
 
 
@@ -78,8 +89,9 @@ def build(options: argparse.Namespace) -> Any:
         return AutoModelForCausalLM.from_pretrained(
             options.model, dtype=dtype, attn_implementation=options.implementation
         )
-    config = LlamaConfig(
-        **SHAPES[options.shape], max_position_embeddings=max(options.tokens, 131072), rms_norm_eps=1e-5,
+    kind, more = (MistralConfig, {"sliding_window": options.window}) if options.window else (LlamaConfig, {})
+    config = kind(
+        **more, **SHAPES[options.shape], max_position_embeddings=max(options.tokens, 131072), rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False, use_cache=False,
         pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
@@ -104,8 +116,18 @@ def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
         "bf16": options.dtype == "bfloat16", "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not on_gpu,
-        "seed": 0, "train_sampling_strategy": "sequential",
+        "seed": 0, "train_sampling_strategy": "sequential", "use_liger_kernel": options.liger,
+        # A ring turns Liger's losses off by itself; accelerate's own context parallelism does not.
+        "liger_kernel_config": {"fused_linear_cross_entropy": False, "cross_entropy": False},
     }  # fmt: skip
+
+
+def compile_layers(model: Any, what: str) -> None:
+    """Compiles each layer in place: ``what`` is "whole", "parts" or "" for none."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for layer in base.model.layers if what else ():
+        for part in [layer] if what == "whole" else [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]:
+            part.compile()
 
 
 def make_trainer(options: argparse.Namespace) -> Any:
@@ -121,23 +143,24 @@ def make_trainer(options: argparse.Namespace) -> Any:
         import hf_ring_attn
 
         ring = hf_ring_attn.RingConfig(
-            save_attention=options.save_attention, deterministic=options.deterministic, loss=options.loss
-        )
+            save_attention=options.save_attention, deterministic=options.deterministic, loss=options.loss,
+            mlp_tokens=options.mlp_tokens,
+        )  # fmt: skip
         hf_ring_attn.configure(model, ring)
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too
+    adapted = model if options.full else get_peft_model(model, adapter(options))
+    compile_layers(adapted, options.compile_layers)
     if options.trainer == "sft":
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
 
         return SFTTrainer(
-            get_peft_model(model, adapter(options)),
+            adapted,
             SFTConfig(**common(options, on_gpu), max_length=options.tokens, shuffle_dataset=False),
             train_dataset=Dataset.from_dict({"input_ids": rows.tokens.tolist()}),
             processing_class=tokenizer,
         )  # fmt: skip
-    return Trainer(
-        get_peft_model(model, adapter(options)), TrainingArguments(**common(options, on_gpu)), train_dataset=rows
-    )
+    return Trainer(adapted, TrainingArguments(**common(options, on_gpu)), train_dataset=rows)
 
 
 def main() -> None:

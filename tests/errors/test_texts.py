@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, Any] = {
     "tested": "1.16", "sizes": {"dp_replicate": 1, "dp_shard": 2, "cp": 4, "sp": 1, "tp": 1}, "processes": 4,
     "variable": "ACCELERATE_USE_PARALLELISM_CONFIG", "handler": object(), "implementations": ["sdpa"], "cp_size": 4,
     "how": "dispatch_batches=True", "labels": 4000, "program": "train.py", "options": ["--num_processes"],
-    "trainer": "MyTrainer", "method": "MyTrainer.compute_loss", "option": "dispatch_batches=True",
+    "trainer": "MyTrainer", "method": "MyTrainer.compute_loss", "option": "dispatch_batches=True", "shape": (2, 4096),
 }  # fmt: skip
 """What a class is given, by the names of its parameters."""
 

@@ -21,7 +21,9 @@ from . import (
     checkpointing,
     experts,
     fsdp,
+    liger,
     loss,
+    mlp_chunks,
     multimodal,
     recurrent,
     rope,
@@ -49,7 +51,7 @@ class Support:
 ONCE = Support(
     (
         fsdp.unsupported, structure.unsupported, recurrent.unsupported, temperature.unsupported, experts.unsupported,
-        adapters.unsupported, loss.unsupported,
+        adapters.unsupported, loss.unsupported, mlp_chunks.unsupported,
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,
@@ -57,7 +59,10 @@ ONCE = Support(
 )  # fmt: skip
 """Called once for each structure of a model and kind of batch."""
 
-EACH_BATCH = Support((training_mode.unsupported, multimodal.unsupported), (checkpointing.prepare, multimodal.prepare))
+EACH_BATCH = Support(
+    (training_mode.unsupported, multimodal.unsupported),
+    (checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare, liger.prepare),
+)
 """Called for every batch: a mode or a rate changes without a change of structure."""
 
 
@@ -84,7 +89,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     case = (
         context.ring.size, model.training, facts.has_labels, facts.numbered, facts.hidden is not None,
         context.ring.size == 1 and facts.documents is not None, context.config.loss, context.keeps_labels,
-        context.text is not None, "trl" in sys.modules,
+        context.text is not None, "trl" in sys.modules, context.config.mlp_tokens is None,
     )  # fmt: skip
     admitted = record.state(_Admitted)
     asked = [EACH_BATCH] if case in admitted else [ONCE, EACH_BATCH]

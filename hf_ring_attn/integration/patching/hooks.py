@@ -35,6 +35,31 @@ def attach(
         handles[key].append(module.register_forward_hook(after, always_call=True))
 
 
+def replace_forward(module: nn.Module, key: str, make: Callable[[Any], Any]) -> Any:
+    """Replaces the forward of ``module`` by ``make(replaced)``, unless that was done under ``key``. Returns it.
+
+    Args:
+        make: gets the forward that a program had set on this very module, None if it had set none.
+    """
+    _HOOKED.add(module)
+    handles: dict[str, list[Any]] = module.__dict__.setdefault(_ATTRIBUTE, {})
+    if key not in handles:
+        handles[key] = [_Forward(module, make(module.__dict__.get("forward")))]
+    return handles[key][0].forward
+
+
+class _Forward:
+    def __init__(self, module: nn.Module, forward: Any) -> None:
+        self.module, self.replaced, self.forward = module, module.__dict__.get("forward"), forward
+        module.__dict__["forward"] = forward
+
+    def remove(self) -> None:
+        if self.module.__dict__.get("forward") is self.forward:
+            del self.module.__dict__["forward"]
+            if self.replaced is not None:
+                self.module.__dict__["forward"] = self.replaced
+
+
 def attached(module: nn.Module, key: str) -> bool:
     """Returns True if ``module`` has hooks under ``key``."""
     return key in module.__dict__.get(_ATTRIBUTE, ())

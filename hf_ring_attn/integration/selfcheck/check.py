@@ -133,7 +133,7 @@ class _Check:
 
     def __post_init__(self) -> None:
         self.ring = self.context.ring
-        self.config = replace(self.context.config, pad=True)
+        self.config = replace(self.context.config, pad=True, mlp_tokens=None)
         self.sharding = _sharding(latest_record(self.model))
         self.name = introspect.name_of(self.model)
 

@@ -138,7 +138,6 @@ REFUSED: list[tuple[Case, dict[str, Any], str]] = [
     (Case("label smoothing", {"label_smoothing_factor": 0.1}), {}, r"LossNotSharded: label smoothing \(label_smooth"),
     (Case("the gathered loss"), {"gathered": True}, "NoLogits: loss='gathered' needs .*TRL's fused head.*'sharded'"),
     (Case("NEFTune", {"neftune_noise_alpha": 5.0}), {}, "UnsupportedModel: Llama.*set neftune_noise_alpha=None"),
-    (Case("Liger", {"use_liger_kernel": True}), {}, "UnsupportedOption: use_liger_kernel=True .*set it to False"),
     (Case("a subclass's loss"), {"kind": OwnLoss}, "LossNotSharded: the loss of OwnLoss.compute_loss .the self-check"),
 ]
 

@@ -57,7 +57,13 @@ def test_sound_changes_nothing_about_the_answer(ranks: Ranks, step: Step, world_
 
 
 TRAININGS = [
-    Run(why=model, model=model, rows=Sounds(**sizes), evaluated=Sounds(count=5, seed=2, **sizes))  # type: ignore[arg-type]
+    Run(  # small steps: at 0.05 the difference of two orders of float32 sums grows tenfold a step on some processors
+        why=model,
+        model=model,
+        rows=Sounds(**sizes),
+        evaluated=Sounds(count=5, seed=2, **sizes),  # type: ignore[arg-type]
+        arguments={"learning_rate": 0.01},
+    )
     for model in ("voxtral", "glm asr", "flamingo")
     for sizes in ({"places": PLACES[model], "mask": MASKS.get(model, "")},)
 ]

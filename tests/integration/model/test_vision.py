@@ -99,8 +99,8 @@ TRAININGS = [
         model="qwen3 vision",
         rows=Pictures(qwen=True),
         evaluated=Pictures(count=5, seed=2, qwen=True),
-        # Small steps: at 0.02 the gradient grows, and with it any two orders of float32 sums part.
-        arguments={"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "learning_rate": 0.002},
+        # Small steps: at 0.002 the difference of two orders of float32 sums grows tenfold a step on some processors.
+        arguments={"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "learning_rate": 0.0005},
     ),
     Run(
         why="Qwen2.5-VL, gathered loss",

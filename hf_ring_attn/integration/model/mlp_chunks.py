@@ -1,0 +1,227 @@
+"""MLPs and norms in chunks of tokens (`RingConfig.mlp_tokens`): which modules, and how their forward is replaced.
+
+They are found by structure: parts of a decoder layer that take hidden states alone. Each is tried on a few tokens
+before its first use: one that mixes tokens is refused. The forward stays replaced, since a checkpoint runs a layer
+again after its batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ... import errors
+from ...layers.token_chunks import run_in_chunks
+from ..context import batch_context
+from ..context.batch_context import BatchContext
+from ..context.introspect import class_of, configs_of, is_unit
+from ..context.model_record import latest_record
+from ..patching.hooks import replace_forward
+from .structure import text_modules
+
+OTHER_INPUTS = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache_params", "cache"}
+"""Arguments of modules that look along the sequence."""
+SLICE = 16
+"""Tokens of a chunk in the trial; it has two."""
+TOLERANCE = {8: 1e-9, 4: 1e-3, 2: 5e-2}
+"""The largest relative distance of a token in the trial, by bytes of a number: products round by their sizes."""
+
+
+class _Parts(list["_ChunkedForward"]):
+    """The replaced forwards of a model."""
+
+    found = False
+
+
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Yields the reasons why ``mlp_tokens`` has no effect on ``model``, or would change its answer."""
+    if context.config.mlp_tokens is None:
+        return
+    parts = dict(_parts(model))
+    mlps = {name: part for name, part in parts.items() if not _is_norm(part)}
+    if not mlps:
+        yield "mlp_tokens has no effect, since no decoder layer has an MLP that takes hidden states alone: leave it out"
+    if any(getattr(config, "output_router_logits", False) for config in configs_of(model)):
+        yield "mlp_tokens computes router logits in chunks, without gradients: set output_router_logits=False"
+    for name, part in parts.items():
+        inner = [path for path, module in part.named_modules() if path and is_unit(module)]
+        if inner:
+            yield f"mlp_tokens calls {name} several times, and FSDP2 shards {inner[0]} of it by itself"
+            return
+
+
+def prepare(model: nn.Module, context: BatchContext) -> None:
+    """Replaces the forward of each part; without effect while ``mlp_tokens`` is None."""
+    tokens, known = context.config.mlp_tokens, latest_record(model).state(_Parts)
+    if tokens is not None and not known.found:
+        for name, part in _parts(model):
+            make = _Maker(name, part)
+            known.append(replace_forward(part, "mlp_tokens", make))
+        known.found = True
+    for forward in known:
+        forward.tokens = tokens
+    if tokens is not None:
+        context.log.features.add(f"MLPs {tokens} tokens at a time")
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """MLPs and norms of decoder layers, and the norms beside the layers, of the text model."""
+    text = dict(text_modules(model))
+    layers = {name for name, module in text.items() if isinstance(module, GradientCheckpointingLayer)}
+    lists = {name.removesuffix("._checkpoint_wrapped_module").rpartition(".")[0] for name in layers}
+    stacks = {name.rpartition(".")[0] for name in lists}  # of model.layers.0: model
+    for name, module in text.items():
+        around = name.rpartition(".")[0]
+        if (around in layers and _is_mlp(module)) or (around in layers | stacks and _is_norm(module)):
+            yield name, module
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weights = list(module.parameters())
+    is_flat = all(w.dim() <= 1 for w in weights) and not module._modules
+    return "norm" in class_of(module).lower() and is_flat and _takes_hidden_states_alone(module)
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    """It has matrices in its parts, and is no linear layer itself, wrapped by an adapter or not."""
+    base = getattr(module, "base_layer", module)
+    is_linear = hasattr(base, "in_features") or hasattr(base, "nf") or isinstance(base, nn.Linear | nn.Embedding)
+    has_matrices = any(w.dim() > 1 for part in module.modules() if part is not module for w in _weights(part))
+    return has_matrices and not is_linear and _takes_hidden_states_alone(module)
+
+
+def _weights(module: nn.Module) -> list[nn.Parameter]:
+    return [w for w in module._parameters.values() if w is not None]
+
+
+def _takes_hidden_states_alone(module: nn.Module) -> bool:
+    """By the signature of its class: this package replaces forwards of modules."""
+    parameters = dict(inspect.signature(type(module).forward).parameters)
+    parameters.pop("self", None)
+    named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p for p in named if p.default is p.empty]
+    return len(required) == 1 and not OTHER_INPUTS & parameters.keys()
+
+
+class _Maker:
+    def __init__(self, name: str, part: nn.Module) -> None:
+        self.name, self.part = name, part
+
+    def __call__(self, replaced: Any) -> _ChunkedForward:
+        return _ChunkedForward(self.name, self.part, replaced)
+
+
+class _ChunkedForward:
+    """A module's forward in chunks of tokens. ``replaced``: the one that the program set on this module, if any."""
+
+    def __init__(self, name: str, module: nn.Module, replaced: Any) -> None:
+        self.name = f"{name} ({class_of(module)})"
+        self.module, self.forward, self.replaced = module, module.forward, replaced
+        self.tokens: int | None = None
+        self.tried = self.checked = False
+
+    @torch.compiler.disable(reason="hf_ring_attn runs a module in chunks, whose number varies")  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = batch_context.current()
+        tokens = self.tokens if context is None else context.config.mlp_tokens  # None: a recompute after the batch
+        inputs = [*args, *kwargs.values()]
+        x = inputs[0] if inputs else None
+        if tokens is None or not isinstance(x, Tensor) or x.numel() <= tokens * x.shape[-1]:
+            return self.forward(*args, **kwargs)
+        if len(inputs) > 1:
+            raise errors.NotByToken(self.name, f"was called with {len(inputs)} arguments")
+        if _records_routers():
+            raise errors.NotByToken(self.name, "was asked for its router's logits (output_router_logits=True)")
+        rows = x.reshape(-1, x.shape[-1])
+        if not self.tried:
+            self._try(rows.detach())
+            self.tried = True
+        places = self._places()
+        found = run_in_chunks(self, rows, list(places), tokens)
+        return self._whole(found, x)
+
+    # ---- a function of tokens ----
+
+    def run(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        places = self._places()
+        try:
+            _set(list(places.values()), weights)
+            found = self.forward(x[None])
+        finally:
+            _set(list(places.values()), list(places))
+        self.is_tuple = isinstance(found, tuple)
+        outputs = found if isinstance(found, tuple) else (found,)
+        self.batched = [isinstance(one, Tensor) and one.shape[:2] == (1, len(x)) for one in outputs]
+        for one, batched in zip(outputs, self.batched, strict=True):
+            if not isinstance(one, Tensor) or not (batched or one.shape[:1] == (len(x),)):
+                what = f"a {type(one).__name__} {tuple(getattr(one, 'shape', ()))}"
+                raise errors.NotByToken(self.name, f"returns {what} for {len(x)} tokens")
+        return tuple(one[0] if batched else one for one, batched in zip(outputs, self.batched, strict=True))
+
+    def _whole(self, found: Sequence[Tensor], x: Tensor) -> Any:
+        shaped = [
+            one.reshape(*x.shape[:-1], *one.shape[1:]) if batched else one
+            for one, batched in zip(found, self.batched, strict=True)
+        ]
+        return tuple(shaped) if self.is_tuple else shaped[0]
+
+    def _places(self) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+        """The trained weights, and where each one is."""
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for part in self.module.modules():
+            for name, weight in part._parameters.items():
+                if weight is not None and weight.requires_grad:
+                    places.setdefault(weight, []).append((part, name))
+        return places
+
+    def _try(self, rows: Tensor) -> None:
+        """Compares a few tokens at once with the same in two chunks, without dropout.
+
+        Raises:
+            NotByToken: they differ, for each of three choices of tokens: a router may flip by rounding.
+        """
+        modes = [(part, part.training) for part in self.module.modules()]
+        try:
+            for part, _ in modes:
+                part.training = False
+            with torch.no_grad():
+                for begin in (0, len(rows) // 3, len(rows) // 2):
+                    few = rows[begin : begin + 2 * SLICE]
+                    half = -(-len(few) // 2)
+                    once = self.run(few.clone(), list(self._places()))
+                    twice = zip(*(self.run(x.clone(), list(self._places())) for x in few.split(half)), strict=True)
+                    pairs = zip(twice, once, strict=True)
+                    if max(_distance(torch.cat(parts), want) for parts, want in pairs) <= 1:
+                        return
+        finally:
+            for part, mode in modes:
+                part.training = mode
+        raise errors.NotByToken(self.name, "mixes tokens: some of them alone have other results than with the rest")
+
+
+def _set(places: Sequence[Sequence[tuple[nn.Module, str]]], weights: Sequence[Tensor]) -> None:
+    for each, weight in zip(places, weights, strict=True):
+        for part, name in each:
+            part._parameters[name] = weight  # type: ignore[assignment]
+
+
+def _distance(got: Tensor, want: Tensor) -> float:
+    """The largest relative distance of a token, as a multiple of the tolerance; of integers, if any differs."""
+    if not want.is_floating_point():
+        return 0.0 if torch.equal(got, want) else 2.0
+    one, other = (x.flatten(1).double() for x in (got, want))
+    apart = (one - other).norm(dim=1) / other.norm(dim=1).clamp_min(1e-30)
+    return float(apart.nan_to_num(0.0).max()) / TOLERANCE[want.element_size()]
+
+
+def _records_routers() -> bool:
+    """Returns True while transformers records router logits, by hooks that would see chunks."""
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    collected = capturing._active_collector.get() if hasattr(capturing, "_active_collector") else None
+    return collected is not None and "router_logits" in collected

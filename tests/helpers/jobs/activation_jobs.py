@@ -1,0 +1,161 @@
+"""What ranks run to compare steps with less memory (MLPs in chunks, offloading) with plain ones."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from tests.helpers.jobs.chunked_jobs import sharded
+from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
+from tests.helpers.live_bytes import peak_bytes
+from tests.helpers.models.tiny_models import tiny
+
+MLP_TOKENS = 3
+IN_FLOAT32 = 1e-5
+LORA = {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step of a model of `tiny_models`.
+
+    ``ring``: options that must not change it. ``lora``: what LoraConfig is given; None for a full fine-tuning.
+    ``exact``: relative bound; `IN_FLOAT32` for models that compute a part in float32, whatever the dtype.
+    ``checkpointing``: of transformers, None for none. ``wrap``: "", "DDP", or a way of `chunked_jobs.sharded`.
+    """
+
+    why: str
+    ring: dict[str, Any] = field(default_factory=lambda: {"mlp_tokens": MLP_TOKENS})
+    model: str = "llama"
+    config: dict[str, Any] = field(default_factory=dict)
+    batch: Batch = field(default_factory=lambda: tokens(23))
+    lora: dict[str, Any] | None = None
+    checkpointing: dict[str, Any] | None = None
+    wrap: str = ""
+    dtype: torch.dtype = torch.float64
+    exact: float = 1e-12
+    autocast: bool = False
+
+
+@dataclass
+class Answer:
+    """Of one rank: the loss, and gradients by parameter."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def model_of(step: Step) -> Any:
+    torch.manual_seed(3)
+    model: Any = tiny(step.model, "ring_fp32", **step.config)
+    model.to(step.dtype)
+    if step.checkpointing is not None:
+        model.activation_checkpointing_enable(**step.checkpointing)
+    if step.lora is not None:
+        model = get_peft_model(model, LoraConfig(r=4, **step.lora)).to(step.dtype)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:  # it would be 0
+                nn.init.normal_(weight, std=0.1)
+    model.train()
+    if step.wrap == "DDP":
+        return DistributedDataParallel(model)
+    if step.wrap:
+        sharded(model, step.wrap)
+    return model
+
+
+def step_of(step: Step, **options: Any) -> Answer:
+    """One rank's step; gradients are averaged over ranks. The backward comes after the context was left."""
+    model = model_of(step)
+    hf_ring_attn.configure(model, RingConfig(**{"self_check": False, **options}))
+    torch.manual_seed(5)
+    batch = hf_ring_attn.shard(step.batch, model=model)
+    with batch, torch.autocast("cpu", torch.bfloat16, enabled=step.autocast):
+        loss = model(**batch.inputs).loss
+    loss.backward()
+    if not step.wrap:
+        batch.reduce_gradients(model)
+    gradients = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients_of(model).items()}
+    return Answer(loss.detach(), gradients)
+
+
+def both(step: Step) -> tuple[Answer, Answer]:
+    """With the options, and without."""
+    stays = mock.patch.object(Tensor, "float", _itself) if step.exact < IN_FLOAT32 else nullcontext()
+    with stays:
+        return step_of(step, **step.ring), step_of(step)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def run(model: Any, **options: Any) -> Tensor:
+    """The loss of a batch, and its gradients in the model."""
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(self_check=False, **options))
+    with batch:
+        loss: Tensor = model(**batch.inputs).loss
+    loss.backward()
+    return loss.detach()
+
+
+WIDE = 4096
+
+
+def peak_of_a_step(mlp_tokens: int | None) -> int:
+    """The most bytes of a step of 64 tokens whose MLP is wide; its norms and attention are small."""
+    model: Any = tiny("llama", "ring_fp32", intermediate_size=WIDE, num_hidden_layers=1).double()
+    for weight in model.model.layers[0].mlp.parameters():
+        weight.requires_grad_(False)
+    batch = hf_ring_attn.shard(tokens(64, 1), config=RingConfig(self_check=False, mlp_tokens=mlp_tokens))
+
+    def step() -> None:
+        with batch:
+            loss = model(**batch.inputs).loss
+        loss.backward()
+
+    step()  # the trial
+    return peak_bytes(step)
+
+
+def rows_of_gates(checkpointing: dict[str, Any] | None) -> list[int]:
+    """The numbers of tokens with which the gates of MLPs are called in a step."""
+    model = model_of(Step(why="", checkpointing=checkpointing))
+    rows: list[int] = []
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda _module, args, _output: rows.append(args[0].shape[1]))
+    run(model, mlp_tokens=MLP_TOKENS)
+    return rows
+
+
+def slope_error() -> float:
+    """How far a gradient is from the difference of losses, with LoRA's dropout under checkpointing."""
+    step = Step(
+        why="",
+        lora={**LORA, "lora_dropout": 0.5},
+        checkpointing={"activation_checkpointing_kwargs": {"use_reentrant": False}},
+    )
+    model = model_of(step)
+    weight = next(x for name, x in model.named_parameters() if "layers.0.mlp.gate_proj.lora_B" in name)
+    losses = []
+    for shift in (0.0, 1e-5, -1e-5):
+        torch.manual_seed(7)
+        with torch.no_grad():
+            weight[0, 0] += shift
+        with mock.patch.object(Tensor, "float", _itself):
+            losses.append(run(model, mlp_tokens=MLP_TOKENS))
+        with torch.no_grad():
+            weight[0, 0] -= shift
+        if not shift:
+            slope = float(weight.grad[0, 0])
+    return abs(float(losses[1] - losses[2]) / 2e-5 - slope) / abs(slope)

@@ -1,0 +1,180 @@
+"""MLPs and norms in chunks of tokens give the loss and the gradients of all tokens at once, in less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig, errors
+from hf_ring_attn.integration.model import mlp_chunks
+from hf_ring_attn.layers import token_chunks
+from hf_ring_attn.testing import relative_error
+from tests.helpers.jobs import activation_jobs as jobs
+from tests.helpers.jobs.activation_jobs import IN_FLOAT32, LORA, Answer, Step
+from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.plain_jobs import packed, tokens
+from tests.helpers.models.tiny_models import tiny
+
+NON_REENTRANT = {"activation_checkpointing_kwargs": {"use_reentrant": False}}
+
+STEPS = [
+    Step(why="full"),
+    Step(why="LoRA", lora=LORA),
+    Step(why="DoRA", lora={**LORA, "use_dora": True}),
+    Step(why="a chunk of one token", ring={"mlp_tokens": 1}),
+    Step(why="packed", batch=packed(9, 3, 11)),
+    Step(why="softcaps, norms after", model="gemma2"),
+    Step(why="experts", model="mixtral", config={"output_router_logits": False}, dtype=torch.float32, exact=IN_FLOAT32),
+    Step(why="experts and a tuple", model="gpt_oss", dtype=torch.float32, exact=IN_FLOAT32),
+    Step(why="a shared expert", model="deepseek_v3", exact=IN_FLOAT32),
+    Step(why="experts, flat", model="llama4", exact=IN_FLOAT32),
+    Step(why="no gate", model="gpt2"),
+    Step(why="recurrent layers", model="qwen3_5", exact=IN_FLOAT32),
+    Step(why="checkpoints", checkpointing=NON_REENTRANT),
+    Step(why="checkpoints, LoRA", checkpointing=NON_REENTRANT, lora=LORA),
+    Step(why="checkpoints, reentrant", checkpointing={"activation_checkpointing_kwargs": {"use_reentrant": True}}),
+    Step(why="saved attention", checkpointing=NON_REENTRANT, ring={"mlp_tokens": 3, "save_attention": True}),
+    Step(why="DDP", wrap="DDP", checkpointing=NON_REENTRANT),
+]
+SHARDED = [
+    Step(why="FSDP2", wrap="tail"),
+    Step(why="FSDP2, checkpoints", wrap="tail", checkpointing=NON_REENTRANT),
+    Step(why="FSDP2, checkpoints, LoRA", wrap="tail", checkpointing=NON_REENTRANT, lora=LORA),
+]
+
+
+def assert_equal(got: Answer, want: Answer, exact: float) -> None:
+    assert relative_error(got.loss, want.loss) < exact
+    assert got.gradients.keys() == want.gradients.keys()
+    for name, gradient in want.gradients.items():
+        found = got.gradients[name]
+        assert relative_error(found, gradient) < exact if gradient.any() else not found.any(), name
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if not step.wrap], ids=lambda step: step.why)
+def test_chunks_give_the_step_of_all_tokens(step: Step) -> None:
+    assert_equal(*jobs.both(step), step.exact)
+
+
+@pytest.mark.parametrize("step", [*STEPS, *SHARDED], ids=lambda step: step.why)
+@pytest.mark.turns
+def test_chunks_give_the_step_of_all_tokens_in_a_ring(ranks: Ranks, step: Step) -> None:
+    for got, want in ranks(2).run(jobs.both, step):
+        assert_equal(got, want, step.exact)
+
+
+def test_what_an_mlp_computes_inside_exists_for_one_chunk() -> None:
+    whole, chunks = jobs.peak_of_a_step(None), jobs.peak_of_a_step(8)
+    inner = 64 * jobs.WIDE * 8  # [64 tokens, intermediate], in bytes
+    assert whole > 4 * inner, "gate, up, their product and a gradient"
+    assert chunks < whole - 3 * inner
+
+
+def test_a_recompute_ends_before_it_runs_the_mlp() -> None:
+    once, checkpointed = jobs.rows_of_gates(None), jobs.rows_of_gates(NON_REENTRANT)
+    assert set(once) == {1, 2, 3, 16, 32}, "a trial of 32 and twice 16, a sample of 2, chunks of 3 and a rest of 1"
+    chunks = 2 * 16  # two layers, 46 tokens in chunks of 3
+    assert [once.count(3) + once.count(1), checkpointed.count(3) + checkpointed.count(1)] == [2 * chunks] * 2
+
+
+class Shift(nn.Module):
+    """Mixes each token with the one before it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        result: Tensor = self.inner(hidden_states + hidden_states.roll(1, 1))
+        return result
+
+
+class Hidden(Shift):
+    """Uses a trained tensor that is no parameter of it."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        result: Tensor = self.inner(hidden_states) * self.__dict__["scale"][0]
+        return result
+
+
+def refusal_of(model: Any, **options: Any) -> str:
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(mlp_tokens=3, self_check=False, **options))
+    with pytest.raises(errors.Refused) as refused, batch:
+        model(**batch.inputs).loss.backward()
+    return str(refused.value)
+
+
+def test_an_mlp_that_mixes_tokens_is_refused() -> None:
+    model: Any = tiny("llama", "ring_fp32")
+    model.model.layers[1].mlp = Shift(model.model.layers[1].mlp)
+    assert "model.layers.1.mlp (Shift) over chunks of tokens, but it mixes tokens" in refusal_of(model)
+
+
+def test_a_weight_that_is_no_parameter_is_refused() -> None:
+    model: Any = tiny("llama", "ring_fp32")
+    mlp = model.model.layers[0].mlp = Hidden(model.model.layers[0].mlp)
+    mlp.__dict__["scale"] = [torch.ones(1, requires_grad=True)]
+    assert "depends on a trained tensor of shape (1,) that is no parameter of it" in refusal_of(model)
+
+
+def test_router_logits_are_refused() -> None:
+    assert "set output_router_logits=False" in refusal_of(tiny("mixtral", "ring_fp32"))
+    model: Any = tiny("mixtral", "ring_fp32", output_router_logits=False)
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(mlp_tokens=3, self_check=False))
+    with pytest.raises(errors.NotByToken, match="asked for its router's logits"), batch:
+        model(**batch.inputs, output_router_logits=True)
+
+
+def test_a_model_without_mlps_is_refused() -> None:
+    assert "no decoder layer has an MLP that takes hidden states alone" in refusal_of(tiny("mamba", "ring_fp32"))
+
+
+def test_without_the_option_forwards_are_as_before() -> None:
+    model: Any = tiny("llama", "ring_fp32")
+    jobs.run(model, mlp_tokens=3)
+    mlp = model.model.layers[0].mlp
+    assert isinstance(mlp.__dict__["forward"], mlp_chunks._ChunkedForward)
+    seen = []
+    mlp.gate_proj.register_forward_hook(lambda _module, args, _output: seen.append(args[0].shape[1]))
+    jobs.run(model)
+    assert seen == [23]
+    hf_ring_attn.uninstall()
+    try:
+        assert "forward" not in mlp.__dict__
+    finally:
+        hf_ring_attn.install()
+
+
+DEFECTS: dict[str, tuple[Any, str, Any]] = {
+    "gradients of one chunk alone": (token_chunks, "add_wide", lambda _total, gradient: gradient),
+    "a token left out": (token_chunks._Run, "parts", lambda run, x: [slice(0, len(x) - 1)]),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_planted_defects_are_seen(defect: str) -> None:
+    where, name, wrong = DEFECTS[defect]
+    with mock.patch.object(where, name, wrong), pytest.raises(AssertionError):
+        assert_equal(*jobs.both(STEPS[0]), STEPS[0].exact)
+
+
+def test_sums_of_chunks_are_rounded_once() -> None:
+    """In bfloat16 the gradients of weights are as near to those of float32 as without chunks."""
+    truth = jobs.step_of(Step(why="", dtype=torch.float32))
+    half = Step(why="", dtype=torch.bfloat16)
+    name = "model.layers.1.mlp.down_proj.weight"
+    plain, chunks = (
+        float(relative_error(jobs.step_of(half, **options).gradients[name].float(), truth.gradients[name]))
+        for options in ({}, {"mlp_tokens": 1})
+    )
+    assert chunks < 1.1 * plain
+
+
+def test_dropout_draws_again_what_it_drew() -> None:
+    """A gradient is that of the very function: by differences of the loss."""
+    assert jobs.slope_error() < 1e-6
