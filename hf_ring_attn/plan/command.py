@@ -60,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--no-checkpointing", action="store_true", help="save all activations")
     how.add_argument("--save-attention", action="store_true", help="as in RingConfig")
     how.add_argument("--loss", choices=LOSSES, default="chunked", help="as in RingConfig")
-    how.add_argument("--tiled-mlp", type=count, metavar="TOKENS", help="of an MLP's tile")
-    how.add_argument("--offload-checkpoints", action="store_true", help="to host memory")
+    how.add_argument("--mlp-tokens", type=count, metavar="TOKENS", help="as in RingConfig")
+    how.add_argument("--offload-above", type=float, metavar="GIB", help="as in RingConfig; 0: all checkpoints")
+    how.add_argument("--liger", action="store_true", help="fused norms, RoPE and gated MLPs")
     how.add_argument("--offload-params", action="store_true", help="FSDP2's weights and optimizer, to host memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help=f"write {launch.CONFIG}, {launch.PROGRAM} there")
@@ -75,8 +76,8 @@ def check(given: argparse.Namespace) -> str | None:
         return f"--gpus {given.gpus} must be a multiple of --ring {given.ring}"
     if given.save_attention and given.no_checkpointing:
         return "--save-attention needs checkpointing: leave out --no-checkpointing"
-    if given.offload_checkpoints and given.no_checkpointing:
-        return "--offload-checkpoints needs checkpointing: leave out --no-checkpointing"
+    if given.offload_above is not None and (given.no_checkpointing or not 0 <= given.offload_above < float("inf")):
+        return "--offload-above is a number of GiB from 0 on, and needs checkpointing"
     if given.offload_params and (given.shard != "fsdp2" or given.gpus == 1):
         return "--offload-params is FSDP2's: it needs --shard fsdp2 and several GPUs"
     return None
@@ -91,8 +92,8 @@ def run(given: argparse.Namespace) -> int:
         gpus=given.gpus, tokens=given.tokens or 1, gpu=gpu, gpus_per_node=given.gpus_per_node, ring=given.ring or 0,
         method=given.method, lora_rank=given.lora_rank, shard=given.shard, dtype=given.dtype, optimizer=given.optimizer,
         checkpointing=not given.no_checkpointing, save_attention=given.save_attention, loss=given.loss,
-        tiled_mlp=given.tiled_mlp or 0, offload_checkpoints=given.offload_checkpoints,
-        offload_params=given.offload_params,
+        mlp_tokens=given.mlp_tokens or 0, offload_above=given.offload_above,
+        offload_params=given.offload_params, liger=given.liger,
     )  # fmt: skip
     if given.max_tokens:
         found = most_tokens(model, setup, gpu.memory_gib)

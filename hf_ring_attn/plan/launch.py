@@ -53,16 +53,20 @@ MIXED = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 def program(setup: Setup, model: str) -> str:
     """A training program in Python, whose data set the user names."""
-    ring = [f"save_attention={setup.save_attention}"] + ([f"tiled_mlp={setup.tiled_mlp}"] if setup.tiled_mlp else [])
+    chosen = {
+        "save_attention": setup.save_attention, "mlp_tokens": setup.mlp_tokens or None,
+        "offload_above": setup.offload_above,
+    }  # fmt: skip
+    ring = [f"{name}={value}" for name, value in chosen.items() if value is not None]
     loading = [f"dtype=torch.{setup.dtype}", 'attn_implementation="ring_fp32"', "use_cache=False"]
     if setup.method == "qlora":
         loading.append(QUANTIZED.replace("DTYPE", f"torch.{setup.dtype}"))
-    kwargs = '{"use_reentrant": False' + (', "offload": True}' if setup.offload_checkpoints else "}")
     arguments = [
         'output_dir="outputs"', f"max_length={setup.tokens}", "per_device_train_batch_size=1",
         f'optim="{OPTIMIZERS[setup.optimizer]}"', f"bf16={setup.dtype == 'bfloat16'}",
         f"fp16={setup.dtype == 'float16'}", f"gradient_checkpointing={setup.checkpointing}",
-        f"gradient_checkpointing_kwargs={kwargs}", "ddp_find_unused_parameters=False",
+        'gradient_checkpointing_kwargs={"use_reentrant": False}',
+        f"use_liger_kernel={setup.liger}", "ddp_find_unused_parameters=False",
     ]  # fmt: skip
     adapter = "None"
     if setup.method != "full":

@@ -80,11 +80,10 @@ def memory_of(model: ModelShape, setup: Setup) -> Memory:
     always = {**states, CHECKPOINTS: 0.0, SAVED: 0.0, ACTIVATIONS: 0.0}
     if not setup.checkpointing:
         always[ACTIVATIONS] = float(sum(_saved_bytes(model, layer, setup) for layer in model.layers))
-    elif setup.offload_checkpoints:
-        always[CHECKPOINTS] = 2.0 * checkpoint  # one in use, one on its way
-        of_host[CHECKPOINTS] = float(count * checkpoint)
     else:
-        always[CHECKPOINTS] = float(count * checkpoint)
+        away = offloaded_layers(model, setup)
+        of_host[CHECKPOINTS] = float(away * checkpoint)
+        always[CHECKPOINTS] = float((count - away + min(2, away)) * checkpoint)  # one in use, one on its way
     if setup.checkpointing and setup.save_attention:
         always[SAVED] = float(count * saved_attention_bytes(model, setup))
     widest = max(model.layers, key=lambda layer: mlp_bytes(layer, setup) + hidden_bytes(model, layer, setup))
@@ -165,6 +164,14 @@ def _gathered(model: ModelShape, layer: LayerShape, setup: Setup) -> tuple[float
     return 2 * of_layer + trained + dequantized, copies * model.head * setup.itemsize + head_gradient
 
 
+def offloaded_layers(model: ModelShape, setup: Setup) -> int:
+    """How many layers' checkpoints wait in host memory."""
+    if setup.offload_above is None or not setup.checkpointing:
+        return 0
+    stay = setup.offload_above * GIB // (setup.tokens_per_rank * model.hidden * setup.itemsize)
+    return max(0, len(model.layers) - int(stay))
+
+
 # ---- one layer ------------------------------------------------------------------------------------------------------
 
 
@@ -183,10 +190,14 @@ def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     """Bytes that a layer holds beside its MLP and its attention, for its backward.
 
     Each norm: its input in float32, and its output; the gradient of the layer's output. Queries and keys with norms:
-    their inputs in float32. Where adapters cast their inputs, each linear layer has a copy of its own.
+    their inputs in float32. Where adapters cast their inputs, each linear layer has a copy of its own. Norms in chunks
+    (mlp_tokens), or fused: no float32, but the input of the second; the gradient of the MLP's input beside chunks.
     """
     wide = FLOAT32 // setup.itemsize
-    numbers = layer.hidden_norms * (wide + 1) * model.hidden + model.hidden
+    if setup.mlp_tokens or setup.liger:
+        numbers = (layer.hidden_norms + 2 + bool(setup.mlp_tokens)) * model.hidden
+    else:
+        numbers = (layer.hidden_norms * (wide + 1) + 1) * model.hidden
     if layer.head_norms:
         numbers += wide * (model.query_numbers + model.kv_heads * model.key_width)
     if setup.casts_for_adapters:
@@ -199,19 +210,19 @@ def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
 def mlp_bytes(layer: LayerShape, setup: Setup) -> float:
     """The MLP at the worst moment of its backward.
 
-    With a gate: gate, its activation, up and their product, with two gradients; without: before and after the
-    activation, and two gradients. Where adapters cast their input, it is there in float32, too. Experts: a token's
+    With a gate: gate, its activation (fused: not), up and their product, with two gradients; without: before and after
+    the activation, and two gradients. Where adapters cast their input, it is there in float32, too. Experts: a token's
     copies, what they become, and their gradients.
     """
-    each = (6 if layer.gated else 4) + (2 if setup.casts_for_adapters else 0)
-    tokens = min(setup.tiled_mlp or setup.tokens_per_rank, setup.tokens_per_rank)
+    each = (6 - setup.liger if layer.gated else 4) + (2 if setup.casts_for_adapters else 0)
+    tokens = min(setup.mlp_tokens or setup.tokens_per_rank, setup.tokens_per_rank)
     return float(tokens * (each * layer.mlp + 4 * layer.routed) * setup.itemsize)
 
 
 def _saved_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     """Without checkpointing: bytes that a layer saves from its forward to its backward."""
-    tokens = min(setup.tiled_mlp or setup.tokens_per_rank, setup.tokens_per_rank)
-    numbers = 0 if setup.tiled_mlp else (4 if layer.gated else 2) * layer.mlp + 2 * layer.routed
+    tokens = min(setup.mlp_tokens or setup.tokens_per_rank, setup.tokens_per_rank)
+    numbers = 0 if setup.mlp_tokens else (4 if layer.gated else 2) * layer.mlp + 2 * layer.routed
     mlp = tokens * numbers * setup.itemsize
     return hidden_bytes(model, layer, setup) + setup.tokens_per_rank * qkv_numbers(model, setup) * setup.itemsize + mlp
 

@@ -12,8 +12,8 @@ from .seconds import Seconds, seconds_of
 from .setup import Setup
 from .shape import ModelShape
 
-TILE = 4096
-"""Tokens of an MLP's tile that a search tries."""
+CHUNK = 16384
+"""Tokens of an MLP's chunk that a search tries."""
 MOST_TOKENS = 2**30
 
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -21,11 +21,12 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("no --save-attention", {"save_attention": False}),
     ("--loss chunked", {"loss": "chunked"}),
     ("checkpointing", {"checkpointing": True}),
-    (f"--tiled-mlp {TILE}", {"tiled_mlp": TILE}),
-    ("--offload-checkpoints", {"offload_checkpoints": True, "checkpointing": True}),
+    (f"--mlp-tokens {CHUNK}", {"mlp_tokens": CHUNK}),
+    ("--offload-above 0", {"offload_above": 0.0, "checkpointing": True}),
     ("--shard fsdp2", {"shard": "fsdp2"}),
     ("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"}),
     ("--offload-params", {"offload_params": True, "shard": "fsdp2"}),
+    ("--liger", {"liger": True}),
     ("--method qlora", {"method": "qlora"}),
 )
 """Options that a search tries, as a user writes them; the last one changes what is trained."""

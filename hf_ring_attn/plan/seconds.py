@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .hardware import ELEMENTWISE, LAYER_SECONDS, MATMUL, Gpu, attention_shares
-from .memory import FLOAT32, trained_parameters, weight_bytes
+from .memory import FLOAT32, offloaded_layers, trained_parameters, weight_bytes
 from .setup import Setup
 from .shape import LayerShape, ModelShape
 
@@ -90,12 +90,13 @@ def elementwise_numbers(model: ModelShape, layer: LayerShape, setup: Setup) -> f
 
     A norm: 18 per number (in float32). A residual: 3. RoPE: 10. The product with the gate: 5. A copy for an expert: 8.
     LoRA: its input once, its output six times (two products, a scale, a sum), and where inputs are cast to float32, six
-    times the input.
+    times the input. Fused (Liger): a norm 2, RoPE 2, the product with the gate 3.
     """
-    numbers = 18.0 * layer.hidden_norms * model.hidden + 2 * 3 * model.hidden
+    norm, rope, gate = (2, 2, 3) if setup.liger else (18, 10, 5)
+    numbers = float(norm * layer.hidden_norms * model.hidden + 2 * 3 * model.hidden)
     rotated = model.query_numbers + model.kv_heads * model.key_width
-    numbers += (28 if layer.head_norms else 10) * rotated
-    numbers += (5 if layer.gated else 2) * layer.mlp + 8 * layer.routed
+    numbers += (rope + norm * layer.head_norms) * rotated
+    numbers += (gate if layer.gated else 2) * layer.mlp + 8 * layer.routed
     if setup.method != "full":
         inside, outside = (sum(sizes) for sizes in zip(*layer.adapted, strict=True))
         numbers += 6 * outside + (7 if setup.casts_for_adapters else 1) * inside
@@ -112,11 +113,12 @@ def _layer_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> _Layer
         flops / setup.ring_size / (share * peak)
         for flops, share in zip(attention_flops(model, layer, setup.padded), shares, strict=True)
     )
-    tiles = 2 * layer.mlp_active if setup.tiled_mlp else 0  # a tile is computed once more in its backward
+    # A chunk is computed again in its backward, which the recompute of a checkpoint leaves to it.
+    chunks = 2 * layer.mlp_active if setup.mlp_tokens and not setup.checkpointing else 0
     adapters = 0 if setup.method == "full" else setup.lora_rank * sum(sum(sizes) for sizes in layer.adapted)
     once = 2 * (layer.active + adapters)
     gradients = 4 * layer.active if setup.method == "full" else 2 * layer.active + 4 * adapters
-    products = [tokens * flops / matmul_flops(setup) for flops in (once, again * once, gradients + tiles)]
+    products = [tokens * flops / matmul_flops(setup) for flops in (once, again * once, gradients + chunks)]
     if setup.method == "qlora":  # each pass reads 4 bits, and writes and reads 16 of each weight
         dequantize = layer.quantizable * (0.5 + 2 * setup.itemsize) / _memory_speed(setup.gpu)
         products = [products[0] + dequantize, products[1] + again * dequantize, products[2] + dequantize]
@@ -176,9 +178,9 @@ def _offload(model: ModelShape, layers: list[_LayerSeconds], setup: Setup) -> fl
     """Seconds that a step waits for host memory: checkpoints, and under offload_params weights and gradients."""
     speed = setup.gpu.host_gbs * 1e9
     waits = 0.0
-    if setup.offload_checkpoints and setup.checkpointing:
-        copy = setup.tokens_per_rank * model.hidden * setup.itemsize / speed
-        waits += sum(max(0.0, copy - one.whole(0)) + max(0.0, copy - one.whole(1) - one.whole(2)) for one in layers)
+    copy = setup.tokens_per_rank * model.hidden * setup.itemsize / speed
+    for one in layers[: offloaded_layers(model, setup)]:
+        waits += max(0.0, copy - one.whole(0)) + max(0.0, copy - one.whole(1) - one.whole(2))
     if setup.offload_params:
         weights = weight_bytes(model, setup) / setup.shards
         gradients = trained_parameters(model, setup) * FLOAT32 / setup.shards

@@ -21,8 +21,8 @@ class Setup:
     Args:
         gpus: of all nodes. ring: GPUs that share a row; gpus / ring rows are trained at a time.
         shard: "fsdp2" shards weights over all GPUs; "ddp" replicates them (on one GPU nothing wraps the model).
-        tiled_mlp: tokens of an MLP's tile; 0: the MLP sees all tokens of a rank at once.
-        offload_checkpoints: checkpoints are in host memory. offload_params: FSDP2's weights and optimizer are.
+        save_attention, loss, mlp_tokens, offload_above: as in RingConfig; mlp_tokens=0: all tokens of a rank at once.
+        offload_params: FSDP2's weights and optimizer are in host memory. liger: fused norms, RoPE and gated MLPs.
     """
 
     gpus: int
@@ -38,9 +38,10 @@ class Setup:
     checkpointing: bool = True
     save_attention: bool = False
     loss: str = "chunked"
-    tiled_mlp: int = 0
-    offload_checkpoints: bool = False
+    mlp_tokens: int = 0
+    offload_above: float | None = None
     offload_params: bool = False
+    liger: bool = False
 
     @property
     def ring_size(self) -> int:

@@ -92,7 +92,7 @@ def test_an_unknown_model_is_refused_in_words(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shard", SHARDS)
 def test_the_launch_is_complete(method: str, shard: str, tmp_path: Path) -> None:
-    setup = Setup(gpus=8, tokens=4096, ring=4, method=method, shard=shard, tiled_mlp=512, offload_checkpoints=True)
+    setup = Setup(gpus=8, tokens=4096, ring=4, method=method, shard=shard, mlp_tokens=512, offload_above=0.0)
     launch.write(tmp_path, setup, "some/model")
     config = yaml.safe_load((tmp_path / launch.CONFIG).read_text())
     sizes = config["parallelism_config"]
@@ -101,7 +101,7 @@ def test_the_launch_is_complete(method: str, shard: str, tmp_path: Path) -> None
     program = (tmp_path / launch.PROGRAM).read_text()
     compile(program, launch.PROGRAM, "exec")
     assert ("load_in_4bit" in program) == (method == "qlora") and ("LoraConfig(" in program) == (method != "full")
-    assert "max_length=4096" in program and "tiled_mlp=512" in program
+    assert "max_length=4096" in program and "mlp_tokens=512" in program
 
 
 def test_optimizers_have_trainers_names() -> None:
