@@ -29,7 +29,7 @@ def config(setup: Setup) -> str:
         f"num_machines: {nodes}",
         "machine_rank: 0",
         f"num_processes: {setup.gpus}",
-        f"mixed_precision: {MIXED[setup.dtype]}",
+        f'mixed_precision: "{MIXED[setup.dtype]}"',
     ]
     if sharded:
         lines += [

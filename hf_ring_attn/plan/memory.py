@@ -199,7 +199,7 @@ def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     else:
         numbers = (layer.hidden_norms * (wide + 1) + 1) * model.hidden
     if layer.head_norms:
-        numbers += wide * (model.query_numbers + model.kv_heads * model.key_width)
+        numbers += (1 if setup.liger else wide) * (model.query_numbers + model.kv_heads * model.key_width)
     if setup.casts_for_adapters:
         numbers += 4 * model.hidden
     if setup.method == "full":

@@ -93,7 +93,16 @@ def shape_of(config: Any, model: nn.Module) -> ModelShape:
     Raises:
         CannotPlan: it has layers whose memory and time are not known here.
     """
-    name, text = type(model).__name__, config.get_text_config()
+    try:
+        return _read(type(model).__name__, config, model)
+    except errors.Refused:
+        raise
+    except Exception as error:  # no attention heads, or other ones in each layer, of which transformers has an error
+        raise errors.CannotPlan(type(model).__name__, f"its config is of another form ({error})"[:200]) from error
+
+
+def _read(name: str, config: Any, model: nn.Module) -> ModelShape:
+    text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise errors.CannotPlan(name, "it is an encoder-decoder model")
     if getattr(text, "num_kv_shared_layers", 0):
@@ -152,7 +161,11 @@ def _layer(name: str, text: Any, block: nn.Module, hidden: int, window: int | No
         inner = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
         of_experts = sum(p.numel() for p in experts.values()) * taken // count
         chosen, routed = taken * inner, taken * hidden
-    norms = [p.shape[0] for at, p in weights.items() if p.dim() == 1 and "norm" in at and at.endswith("weight")]
+    norms = [
+        p.shape[0]
+        for at, p in weights.items()
+        if p.dim() == 1 and ("norm" in at or "ln_" in at) and at.endswith("weight")
+    ]
     return LayerShape(
         window=window, parameters=sum(p.numel() for p in weights.values()),
         quantizable=sum(p.numel() for p in linear.values()),

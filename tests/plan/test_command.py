@@ -98,10 +98,16 @@ def test_the_launch_is_complete(method: str, shard: str, tmp_path: Path) -> None
     sizes = config["parallelism_config"]
     assert sizes["parallelism_config_cp_size"] == 4 and config["num_processes"] == 8
     assert sizes["parallelism_config_dp_replicate_size"] * sizes["parallelism_config_dp_shard_size"] == 2
+    assert config["mixed_precision"] == "bf16"
     program = (tmp_path / launch.PROGRAM).read_text()
     compile(program, launch.PROGRAM, "exec")
     assert ("load_in_4bit" in program) == (method == "qlora") and ("LoraConfig(" in program) == (method != "full")
     assert "max_length=4096" in program and "mlp_tokens=512" in program
+
+
+def test_yaml_does_not_read_a_no_as_false() -> None:
+    setup = Setup(gpus=2, tokens=4096, dtype="float32")
+    assert yaml.safe_load(launch.config(setup))["mixed_precision"] == "no"
 
 
 def test_optimizers_have_trainers_names() -> None:

@@ -1,4 +1,8 @@
-"""Forecasts beside measured steps of recipes/results: two runs gave constants of `plan.hardware`, the others none."""
+"""Forecasts beside measured steps of recipes/results: two runs gave constants of `plan.hardware`, the others none.
+
+Memory has no constant: it is counted by tensors. The counts were written with these rows in sight, so a row that comes
+later says more about them.
+"""
 
 from __future__ import annotations
 

@@ -140,8 +140,10 @@ def test_experts_count_by_those_that_a_token_takes() -> None:
             {"model_type": "qwen3_next", "num_hidden_layers": 4, "vocab_size": 64, "num_experts": 2, "hidden_size": 64},
             "'linear_attention' are not known",
         ),
+        ({"model_type": "mamba2", "num_hidden_layers": 1, "vocab_size": 64}, "its config is of another form"),
+        ({"model_type": "gemma4_text", "num_hidden_layers": 6, "vocab_size": 64}, "its config is of another form"),
     ],
-    ids=["shared keys", "linear attention"],
+    ids=["shared keys", "linear attention", "no attention", "other heads in each layer"],
 )
 def test_what_cannot_be_planned_is_refused_by_name(entries: dict[str, Any], why: str) -> None:
     with pytest.raises(errors.CannotPlan, match=why):

@@ -70,7 +70,7 @@ def _built(config: Any, device: torch.device, dtype: torch.dtype, implementation
         with device:
             auto: Any = AutoModelForCausalLM
             model: nn.Module = auto.from_config(config, dtype=dtype, attn_implementation=implementation)
-    except ValueError as error:
+    except Exception as error:  # models of some configs cannot be built, each for a reason of its own
         raise errors.UnknownModel(type(config).__name__, _first_line(error)) from error
     return model
 
