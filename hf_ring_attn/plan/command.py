@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--ring", type=count, help="GPUs that share a row; default: all")
     where.add_argument("--gpu", choices=GPUS, default="h100")
     where.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU; default: what --gpu has")
+    where.add_argument("--host-memory", type=positive, metavar="GIB", help="per GPU; default: no limit")
     where.add_argument("--tflops", type=positive, help="of a GPU in 16 bits, as its maker gives it")
     where.add_argument("--bandwidth", type=positive, metavar="GB/S", help="of a GPU's memory")
     where.add_argument("--link", type=positive, metavar="GB/S", help="from GPU to GPU in a node, one direction")
@@ -111,7 +112,8 @@ def run(given: argparse.Namespace) -> int:
 
 def _gpu(given: argparse.Namespace) -> Gpu:
     chosen = {
-        "memory_gib": given.memory, "tflops": given.tflops, "bandwidth_gbs": given.bandwidth, "link_gbs": given.link,
+        "memory_gib": given.memory, "host_memory_gib": given.host_memory,
+        "tflops": given.tflops, "bandwidth_gbs": given.bandwidth, "link_gbs": given.link,
         "network_gbs": given.network, "host_gbs": given.host_link,
     }  # fmt: skip
     return replace(GPUS[given.gpu], **{name: value for name, value in chosen.items() if value is not None})

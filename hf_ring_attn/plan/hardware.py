@@ -7,6 +7,7 @@ runs `two_*` of 2026-11-22-four-gpus. tests/plan compares forecasts with runs th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -20,6 +21,7 @@ class Gpu:
         memory_gib: as torch sees it. tflops, float32_tflops: dense, as the maker gives it.
         bandwidth_gbs: of its memory. link_gbs: to GPUs of its node. network_gbs: to other nodes, per GPU. host_gbs: to
             host memory. Each in one direction, in 1e9 bytes per second; the last three as programs reach them.
+        host_memory_gib: of host memory, per GPU.
     """
 
     memory_gib: float
@@ -29,6 +31,7 @@ class Gpu:
     link_gbs: float
     network_gbs: float = 45.0
     host_gbs: float = 45.0
+    host_memory_gib: float = math.inf
 
 
 GPUS = {
@@ -47,7 +50,8 @@ ELEMENTWISE = 0.82
 """Share of the memory's bandwidth that all other kernels reach, by the bytes of `seconds.elementwise_numbers`."""
 
 LAYER_SECONDS = 0.0037
-"""Seconds of a step that each layer costs whatever the tokens: launches, small kernels, waits."""
+"""Seconds of a step that each layer costs whatever the tokens: launches, small kernels, waits. They are the host's: on
+another machine of the kind a step of 8192 tokens took 1.02 s, not 0.64 (recipes/results/2026-11-23-whole-step)."""
 
 CONTEXT_GIB = 2.0
 """CUDA's context, NCCL's and cuBLAS's buffers, outside of torch's allocator: a round number, not measured."""

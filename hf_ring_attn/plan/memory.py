@@ -75,7 +75,7 @@ def memory_of(model: ModelShape, setup: Setup) -> Memory:
     states, of_host = _states(model, setup)
     largest = max(model.layers, key=lambda layer: layer.parameters)
     layer_weights, head_weights = _gathered(model, largest, setup)
-    checkpoint = setup.tokens_per_rank * model.hidden * setup.itemsize
+    checkpoint = checkpoint_bytes(model, setup)
     count = len(model.layers)
     always = {**states, CHECKPOINTS: 0.0, SAVED: 0.0, ACTIVATIONS: 0.0}
     if not setup.checkpointing:
@@ -164,11 +164,16 @@ def _gathered(model: ModelShape, layer: LayerShape, setup: Setup) -> tuple[float
     return 2 * of_layer + trained + dequantized, copies * model.head * setup.itemsize + head_gradient
 
 
+def checkpoint_bytes(model: ModelShape, setup: Setup) -> int:
+    """The input of one layer."""
+    return setup.tokens_per_rank * model.hidden * setup.itemsize
+
+
 def offloaded_layers(model: ModelShape, setup: Setup) -> int:
     """How many layers' checkpoints wait in host memory."""
     if setup.offload_above is None or not setup.checkpointing:
         return 0
-    stay = setup.offload_above * GIB // (setup.tokens_per_rank * model.hidden * setup.itemsize)
+    stay = setup.offload_above * GIB // checkpoint_bytes(model, setup)
     return max(0, len(model.layers) - int(stay))
 
 

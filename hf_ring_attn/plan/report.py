@@ -41,6 +41,8 @@ def _lines(model: ModelShape, one: Forecast, others: list[Forecast], gpu: str) -
         f"  {'together':46s}{seconds.total:9.2f}   {_speed(one):,.0f} tokens/s a GPU, "
         f"MFU {_mfu(one):.0%}{'' if gpu == 'h200' else ' (speeds were measured on an H200)'}"
     )
+    if seconds.launches > 0.1 * seconds.total:
+        yield "  on a slow host such a short step takes up to twice as long"
     yield ""
     if others:
         yield "faster options that fit:" if one.fits else "options that make it fit, the fastest first:"

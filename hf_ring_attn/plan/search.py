@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .memory import Memory, memory_of
+from .hardware import GIB
+from .memory import Memory, checkpoint_bytes, memory_of
 from .seconds import Seconds, seconds_of
 from .setup import Setup
 from .shape import ModelShape
@@ -22,7 +24,6 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--loss chunked", {"loss": "chunked"}),
     ("checkpointing", {"checkpointing": True}),
     (f"--mlp-tokens {CHUNK}", {"mlp_tokens": CHUNK}),
-    ("--offload-above 0", {"offload_above": 0.0, "checkpointing": True}),
     ("--shard fsdp2", {"shard": "fsdp2"}),
     ("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"}),
     ("--offload-params", {"offload_params": True, "shard": "fsdp2"}),
@@ -44,7 +45,12 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.memory_gib * 2**30
+        return _fits(self.memory, self.setup, self.memory_gib)
+
+
+def _fits(memory: Memory, setup: Setup, memory_gib: float) -> bool:
+    """Into a GPU, and into its share of host memory."""
+    return memory.total <= memory_gib * GIB and sum(memory.host.values()) <= setup.gpu.host_memory_gib * GIB
 
 
 def forecast(model: ModelShape, setup: Setup, memory_gib: float, changes: tuple[str, ...] = ()) -> Forecast:
@@ -56,7 +62,8 @@ def most_tokens(model: ModelShape, setup: Setup, memory_gib: float) -> int:
     unit = 2 * setup.ring_size
 
     def fits(units: int) -> bool:
-        return memory_of(model, replace(setup, tokens=units * unit)).total <= memory_gib * 2**30
+        longer = replace(setup, tokens=units * unit)
+        return _fits(memory_of(model, longer), longer, memory_gib)
 
     if not fits(1):
         return 0
@@ -75,7 +82,8 @@ def alternatives(model: ModelShape, setup: Setup, memory_gib: float, most: int =
     If ``setup`` fits itself, only faster ones.
     """
     own = forecast(model, setup, memory_gib)
-    found = [forecast(model, other, memory_gib, changes) for other, changes in _others(setup)]
+    offload = _offload(model, setup)
+    found = [forecast(model, other, memory_gib, changes) for other, changes in _others(setup, offload)]
     found = [one for one in found if one.fits and (not own.fits or one.seconds.total < 0.98 * own.seconds.total)]
     found.sort(key=lambda one: (round(one.seconds.total, 2), len(one.changes)))
     return [one for at, one in enumerate(found) if not any(_is_within(few, one) for few in found[:at])][:most]
@@ -86,9 +94,17 @@ def _is_within(few: Forecast, one: Forecast) -> bool:
     return set(few.changes) < set(one.changes)
 
 
-def _others(setup: Setup) -> Iterator[tuple[Setup, tuple[str, ...]]]:
+def _offload(model: ModelShape, setup: Setup) -> tuple[str, dict[str, Any]]:
+    """The change that puts into host memory what it holds of the checkpoints, or all of them."""
+    away = 0.9 * setup.gpu.host_memory_gib
+    stay = math.ceil(max(0.0, len(model.layers) * checkpoint_bytes(model, setup) / GIB - away))
+    return f"--offload-above {stay}", {"offload_above": float(stay), "checkpointing": True}
+
+
+def _others(setup: Setup, offload: tuple[str, dict[str, Any]]) -> Iterator[tuple[Setup, tuple[str, ...]]]:
     """Each combination of changes that changes something, and that hosts can run."""
-    useful = [(name, new) for name, new in CHANGES if replace(setup, **new) != setup and _is_possible(setup, name)]
+    changes = (*CHANGES[:-1], offload, CHANGES[-1])
+    useful = [(name, new) for name, new in changes if replace(setup, **new) != setup and _is_possible(setup, name)]
     for count in range(1, len(useful) + 1):
         for chosen in itertools.combinations(useful, count):
             changed = replace(setup, **{key: value for _, new in chosen for key, value in new.items()})

@@ -172,6 +172,15 @@ def test_options_that_make_a_row_fit_are_found() -> None:
     assert alternatives(llama_8b(), long, 8.0) == []
 
 
+def test_host_memory_is_a_limit_too() -> None:
+    long = setup(tokens=2**20, mlp_tokens=16384, offload_above=0.0)
+    limited = replace(long, gpu=replace(long.gpu, host_memory_gib=100.0))
+    assert forecast(llama_8b(), long, 139.8).fits and not forecast(llama_8b(), limited, 139.8).fits
+    found = alternatives(llama_8b(), replace(limited, offload_above=None), 139.8)
+    assert found and all("--offload-above 38" in one.changes for one in found), "128 GiB of checkpoints less 90"
+    assert most_tokens(llama_8b(), limited, 139.8) < most_tokens(llama_8b(), long, 139.8)
+
+
 def test_the_network_is_slower_than_a_node() -> None:
     one_node = seconds_of(llama_8b(), setup(gpus=16, gpus_per_node=16))
     two_nodes = seconds_of(llama_8b(), setup(gpus=16, gpus_per_node=8))
