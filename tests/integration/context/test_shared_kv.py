@@ -152,6 +152,7 @@ def assert_once_compiled(found: list[Beside], graphs: list[int] | None, comparis
 
 @pytest.mark.parametrize(("case", "few"), COMPILED)
 @pytest.mark.slow
+@pytest.mark.turns
 def test_compiled_they_travel_once(ranks: Ranks, case: Compiled, few: bool) -> None:
     """Other batches take no new graphs; each layer that takes is told so by all ranks."""
     for found in ranks(2).run(compiled, case, few):
@@ -159,6 +160,7 @@ def test_compiled_they_travel_once(ranks: Ranks, case: Compiled, few: bool) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_compiled_and_recomputed_they_travel_once_forward(ranks: Ranks) -> None:
     """transformers' own code breaks the graph of a layer that stores its keys in a checkpoint, and so none is left."""
     for found in ranks(2).run(compiled, replace(LAYERS, graphs=None, checkpointing="recomputed")):
@@ -166,6 +168,7 @@ def test_compiled_and_recomputed_they_travel_once_forward(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_a_rank_where_the_compiler_gave_up_sends_the_same(ranks: Ranks) -> None:
     """It has a limit of graphs, which ranks of unlike masks may reach at unlike times."""
     quick, slow = ranks(2).run(compiled, replace(LAYERS, model="gemma3n", graphs=None), False, True)
@@ -175,6 +178,7 @@ def test_a_rank_where_the_compiler_gave_up_sends_the_same(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("what", ["", "layers"])
+@pytest.mark.turns
 def test_heads_per_gather_bounds_what_is_kept(ranks: Ranks, what: Any) -> None:
     """Who gives it wants no more memory than that of so many heads, so nothing stays, compiled or not."""
     ring = RingConfig(heads_per_gather=1)
