@@ -70,6 +70,7 @@ TRAININGS = [
 
 
 @pytest.mark.parametrize(("run", "mesh"), by_turns(TRAININGS))
+@pytest.mark.turns
 def test_a_trainer_trains_on_sound(ranks: Ranks, run: Run, mesh: Mesh) -> None:
     assert_equal_runs(in_rings(ranks, run, mesh)[0], without_ring(ranks, run, mesh))
 
