@@ -60,7 +60,7 @@ TRAININGS = [
     Run(  # small steps: at 0.05 the difference of two orders of float32 sums grows tenfold a step on some processors
         why=model,
         model=model,
-        rows=Sounds(**sizes),
+        rows=Sounds(**sizes),  # type: ignore[arg-type]
         evaluated=Sounds(count=5, seed=2, **sizes),  # type: ignore[arg-type]
         arguments={"learning_rate": 0.01},
     )
