@@ -184,3 +184,14 @@ class NoPython(BadCommand):
             f"a launcher got --no_python, so it would start {program} without python, where hf_ring_attn is not "
             "imported. Leave --no_python out: scripts, modules (-m) and console commands work without it."
         )
+
+
+class IncompleteCheckpoint(Refused):
+    """``complete``: the last complete checkpoint beside it, if there is one."""
+
+    def __init__(self, checkpoint: str, complete: str | None) -> None:
+        todo = f"Resume from {complete}" if complete else "No complete one is beside it: train from the start"
+        super().__init__(
+            f"{checkpoint} is incomplete: its trainer_state.json, which is written last, is missing or cut off, so "
+            f"saving was interrupted (killed, or a full disk). {todo}."
+        )

@@ -24,6 +24,7 @@ from . import (
     liger,
     loss,
     multimodal,
+    quantized,
     recurrent,
     rope,
     structure,
@@ -50,7 +51,7 @@ class Support:
 ONCE = Support(
     (
         fsdp.unsupported, structure.unsupported, recurrent.unsupported, temperature.unsupported, experts.unsupported,
-        adapters.unsupported, loss.unsupported,
+        adapters.unsupported, quantized.unsupported, loss.unsupported,
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,
