@@ -114,17 +114,18 @@ def under_fsdp2(trainer: Any, options: dict[str, Any]) -> None:
     trainer.is_fsdp_enabled = True
 
 
-def trained(kind: Kind, mesh: Mesh) -> Trained:
+def trained(kind: Kind, mesh: Mesh, saved: str | None = None, resume: str | None = None) -> Trained:
+    """A run of three steps. ``saved``: the folder of its checkpoints; ``resume``: the checkpoint that it goes on from."""
     arguments = {"eval_strategy": "no", **kind.arguments}
     run = Run(why="", rows=Rows(labelled="answers", length=23), steps=3, arguments=arguments)
-    with launched(mesh), a_folder(None) as folder, ExitStack() as stack, warnings.catch_warnings(action="ignore"):
+    with launched(mesh), a_folder(saved) as folder, ExitStack() as stack, warnings.catch_warnings(action="ignore"):
         if "bit" in kind.arguments.get("optim", ""):
             stack.enter_context(small_tensors_in_8_bits())
         trainer = trainer_of(run, mesh, folder, model_of(kind, mesh, folder))
         if kind.fsdp is not None and mesh.cp > 1:
             under_fsdp2(trainer, kind.fsdp)
         before = weights_of(trainer.model)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
         optimizer: Any = trainer.optimizer
         states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
         assert any(x.dtype is torch.uint8 for x in states) == ("8bit" in run.arguments.get("optim", ""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,24 @@ def test_a_kind_of_fine_tuning_is_that_of_one_process(ranks: Ranks, kind: Kind) 
         assert got.norms == pytest.approx(want.norms, rel=1e-2 if kind.half else 10 * LOSS)
         assert got.after.keys() == want.after.keys()
         assert distance(got.after, want.after) < (2e-2 if kind.half else UPDATE) * moved
+
+
+MOVES = {"FULL_STATE_DICT": LORA, "SHARDED_STATE_DICT": None}
+
+
+@pytest.mark.parametrize("form", MOVES)
+@pytest.mark.turns
+def test_fsdp2_resumes_at_another_ring_size(ranks: Ranks, tmp_path: Path, form: str) -> None:
+    """Under FSDP2 again, since Trainer refuses its checkpoints elsewhere."""
+    kind = Kind(
+        why="FSDP2, saved", lora=MOVES[form], fsdp={"state_dict_type": form},
+        arguments={**ADAM, "save_strategy": "steps", "save_steps": 2},
+    )  # fmt: skip
+    want = ranks(2).run(kinds_jobs.trained, kind, Mesh(cp=2), str(tmp_path / "first"))[0]
+    checkpoint = str(tmp_path / "first" / "checkpoint-2")
+    for got in ranks(4).run(kinds_jobs.trained, kind, Mesh(cp=4), str(tmp_path / "second"), checkpoint):
+        assert got.losses == pytest.approx(want.losses, rel=LOSS)
+        assert distance(got.after, want.after) < UPDATE * distance(want.after, want.before)
 
 
 REFUSED = [
