@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes has quantized: those whose arithmetic depends on the other tokens of a call are refused."""
+"""Weights that bitsandbytes has quantized: reasons against those whose arithmetic a ring or its self-check changes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
                 "its 8-bit layers (LLM.int8) compute columns with outliers in 16 bits, chosen by the tokens of each "
                 "rank: set llm_int8_threshold=0.0, or load_in_4bit=True"
             )
+        if "Linear8bitLt" in kinds and type(layer._parameters.get("weight")).__name__ == "DTensor":
+            yield "FSDP2 drops what bitsandbytes stores beside 8-bit weights: use DDP, or load_in_4bit=True"
         packs = "Linear4bit" in kinds and getattr(layer, "support_avx512bf16_for_cpu", False)
         if packs and layer.weight.device.type == "cpu":
             yield (

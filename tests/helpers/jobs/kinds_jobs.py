@@ -38,6 +38,7 @@ NF4 = {
 }  # fmt: skip
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 """bitsandbytes quantizes blocks of 64 values, and on a CPU a row must have one at least."""
+ON_GPU = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,9 +69,36 @@ class Trained:
     after: dict[str, Tensor]
 
 
-def model_of(kind: Kind, mesh: Mesh, folder: str) -> Any:
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4, "weight_decay": 0.1}
+INT8 = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
+KINDS = [
+    Kind(why="AdamW", arguments=ADAM),
+    Kind(why="rsLoRA and DoRA, with AdamW", arguments=ADAM, lora={**LORA, "use_rslora": True, "use_dora": True}),
+    Kind(why="Adafactor", arguments={"optim": "adafactor", "learning_rate": 1e-3}),
+    Kind(why="AdamW in 8 bits", arguments={**ADAM, "optim": "adamw_bnb_8bit"}),
+    Kind(why="paged AdamW", arguments={**ADAM, "optim": "paged_adamw_32bit"}),
+    Kind(why="paged AdamW in 8 bits, LoRA", lora=LORA, arguments={**ADAM, "optim": "paged_adamw_8bit"}),
+    Kind(why="QLoRA in NF4", lora=LORA, quantized=NF4, arguments=ADAM),
+    Kind(why="LoRA on 8 bits", lora=LORA, quantized=INT8, arguments=ADAM),
+    Kind(why="FSDP2", fsdp={}, arguments=ADAM),
+    Kind(why="FSDP2, LoRA", fsdp={}, lora=LORA, arguments=ADAM),
+    Kind(why="FSDP2, parameters and optimizer on the host", fsdp={"cpu_offload": True}, arguments=ADAM),
+    Kind(
+        why="QLoRA under FSDP2", fsdp={}, lora=LORA, arguments=ADAM,
+        quantized={**NF4, "bnb_4bit_quant_storage": torch.float32},
+    ),
+    Kind(why="bf16", half=True, arguments={"bf16": True}),
+]  # fmt: skip
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The norm of the difference of all weights together."""
+    return float(torch.stack([(one[name] - x).norm() for name, x in other.items()]).norm())
+
+
+def model_of(kind: Kind, mesh: Mesh, folder: str, device: str = "cpu") -> Any:
     attention = "ring_fp32" if mesh.cp > 1 else "sdpa"
-    model: Any = tiny("llama", attention, **(WIDE if kind.quantized else {}))
+    model: Any = tiny("llama", attention, **(ON_GPU if device != "cpu" else WIDE if kind.quantized else {}))
     if kind.quantized is not None:
         (Path(folder) / "config.json").write_text(model.config.to_json_string())  # save_pretrained writes on one rank
         save_file(model.state_dict(), Path(folder) / "model.safetensors", {"format": "pt"})
@@ -78,7 +106,7 @@ def model_of(kind: Kind, mesh: Mesh, folder: str) -> Any:
         config: Any = BitsAndBytesConfig
         prepare: Any = prepare_model_for_kbit_training
         model = auto.from_pretrained(
-            folder, quantization_config=config(**kind.quantized), device_map={"": "cpu"},
+            folder, quantization_config=config(**kind.quantized), device_map={"": device},
             attn_implementation=attention, dtype=torch.float32,
         )  # fmt: skip
         for part in model.modules():  # on some CPUs its first evaluation, here the self-check's, packs weights for bf16
@@ -107,21 +135,33 @@ def under_fsdp2(trainer: Any, options: dict[str, Any]) -> None:
     """accelerate keeps FSDP2 for GPUs; its code runs on a CPU as well."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **options)
     if options.get("cpu_offload"):
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs a GPU
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     state = trainer.accelerator.state
     state.fsdp_plugin, state.distributed_type = plugin, DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # which every AcceleratorState() copies
     trainer.is_fsdp_enabled = True
 
 
-def trained(kind: Kind, mesh: Mesh, saved: str | None = None, resume: str | None = None) -> Trained:
-    """A run of three steps. ``saved``: the folder of its checkpoints; ``resume``: the checkpoint that it goes on from."""
-    arguments = {"eval_strategy": "no", **kind.arguments}
-    run = Run(why="", rows=Rows(labelled="answers", length=23), steps=3, arguments=arguments)
-    with launched(mesh), a_folder(saved) as folder, ExitStack() as stack, warnings.catch_warnings(action="ignore"):
+def trained(
+    kind: Kind, mesh: Mesh, saved: str | None = None, resume: str | None = None, device: str = "cpu"
+) -> Trained:
+    """A run of three steps.
+
+    Args:
+        saved: the folder of its checkpoints. resume: the checkpoint that it goes on from.
+    """
+    on_gpu = device != "cpu"
+    arguments = {"eval_strategy": "no", "use_cpu": not on_gpu, **kind.arguments}
+    rows = Rows(labelled="answers", length=1001 if on_gpu else 23)
+    run = Run(why="", rows=rows, steps=3, arguments=arguments)
+    environment = {"ACCELERATE_USE_CPU": "false"} if on_gpu else {}
+    with (
+        launched(mesh, **environment), a_folder(saved) as folder, ExitStack() as stack,
+        warnings.catch_warnings(action="ignore"),
+    ):  # fmt: skip
         if "bit" in kind.arguments.get("optim", ""):
             stack.enter_context(small_tensors_in_8_bits())
-        trainer = trainer_of(run, mesh, folder, model_of(kind, mesh, folder))
+        trainer = trainer_of(run, mesh, folder, model_of(kind, mesh, folder, device))
         if kind.fsdp is not None and mesh.cp > 1:
             under_fsdp2(trainer, kind.fsdp)
         before = weights_of(trainer.model)
@@ -136,10 +176,16 @@ def trained(kind: Kind, mesh: Mesh, saved: str | None = None, resume: str | None
         )  # fmt: skip
 
 
-def refused(quantized: dict[str, Any]) -> str:
-    """What a step of LoRA on these weights is refused with, on a CPU that packs 4-bit weights."""
+def refused(kind: Kind) -> str:
+    """What a trainer's run is refused with."""
+    raised = attempt(trained, kind, Mesh(cp=2))
+    return "nothing" if raised is None else f"{raised[0]}: {raised[1]}"
+
+
+def refused_where_weights_are_packed() -> str:
+    """What a step of QLoRA is refused with on a CPU that packs 4-bit weights."""
     mesh = Mesh(cp=2)
-    kind = Kind(why="", lora=LORA, quantized=quantized)
+    kind = Kind(why="", lora=LORA, quantized=NF4)
     with launched(mesh), a_folder(None) as folder, warnings.catch_warnings(action="ignore"):
         hf_ring_attn.install()
         model = model_of(kind, mesh, folder)
@@ -220,4 +266,5 @@ def _overflow(_module: Any, _args: Any, hidden: Tensor) -> None:
 
 def weights_of(model: Any) -> dict[str, Tensor]:
     trained = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
-    return {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in trained.items()}
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in trained.items()}
+    return {name: x.cpu() for name, x in whole.items()}
