@@ -39,9 +39,11 @@ def test_a_trainer_with_liger_trains_as_without(ranks: Ranks, run: Run) -> None:
         assert not found.calls["fused loss"] and not found.calls["loss"]
 
 
-def test_sft_with_liger(ranks: Ranks) -> None:
-    want = ranks(1).run(sft_trained, Case("without"), Mesh())[0]
-    for found in ranks(2).run(liger_jobs.trained, Case("Liger", LIGER), Mesh(cp=2)):
+@pytest.mark.parametrize("way", ["use_liger_kernel", "the class"])
+def test_sft_with_liger(ranks: Ranks, way: str) -> None:
+    want, by_class = ranks(1).run(sft_trained, Case("without"), Mesh())[0], way == "the class"
+    case = Case("Liger", {} if by_class else LIGER)
+    for found in ranks(2).run(liger_jobs.trained, case, Mesh(cp=2), by_class):
         assert found.calls["norm"] and not found.calls["fused loss"]
         for mine, theirs in zip(found.outcome.steps, want.steps, strict=True):
             assert [mine[name] for name in NUMBERS] == pytest.approx([theirs[name] for name in NUMBERS], rel=LOSS)
@@ -62,7 +64,8 @@ LOOPS = [
 
 @pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.why)
 def test_a_loop_with_liger_s_forward(ranks: Ranks, step: Step) -> None:
-    for got, want, calls in ranks(2).run(liger_jobs.both, step):
+    liger = "class" if step.wrap == "DDP" else "model"
+    for got, want, calls in ranks(2).run(liger_jobs.both, step, liger):
         assert (got.losses, calls["fused loss"]) == (1, 0), got.why
         assert calls["norm"] and calls["rope"] and calls["gated"]
         assert_equal(got, want)
@@ -70,7 +73,7 @@ def test_a_loop_with_liger_s_forward(ranks: Ranks, step: Step) -> None:
 
 def test_liger_s_cross_entropy_gets_all_logits(ranks: Ranks) -> None:
     """It stands in for torch's, and its kernel would read the memory of logits that were not made."""
-    for got, want, calls in ranks(2).run(liger_jobs.both, Step(why="", model="granite")):
+    for got, want, calls in ranks(2).run(liger_jobs.both, Step(why="", model="granite"), "model"):
         assert got.losses == 0 and calls["loss"] > 0
         assert got.why == "torch.nn.functional.cross_entropy is liger_kernel.transformers.functional's"
         assert_equal(got, want)
