@@ -81,7 +81,8 @@ def main() -> None:
 
 def differences(got: Trained, want: Trained) -> tuple[float, float]:
     losses = max(abs(a - b) / abs(b) for a, b in zip(got.losses, want.losses, strict=True))
-    return losses, distance(got.after, want.after) / distance(want.after, want.before)
+    moved = distance(want.after, want.before) or 1.0  # a scaled loss may have skipped all steps
+    return losses, distance(got.after, want.after) / moved
 
 
 def report(line: Any) -> None:
