@@ -94,3 +94,20 @@ def test_layers_are_compiled_in_place(what: str, compiled: set[str]) -> None:
     for layer in recipe["compiled"](model, what).get_base_model().model.layers:
         found = {name for name, part in layer.named_modules() if part._compiled_call_impl is not None}
         assert found == compiled | ({"post_attention_layernorm"} if what == "parts" else set())
+
+
+def test_casts_to_float32_and_back_leave_all_bits() -> None:
+    recipe, ids = train(), torch.arange(40)[None] * 5 + 3
+    answers = []
+    for changed in (lambda model: model, recipe["without_casts"]):
+        torch.manual_seed(0)
+        net = LlamaForCausalLM(LlamaConfig(**recipe["SHAPES"]["tiny"])).bfloat16()
+        model = changed(get_peft_model(net, recipe["adapter"](Namespace(rank=4))))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        answers.append([loss, *(x.grad for x in model.parameters() if x.grad is not None)])
+    assert len(answers[0]) == 29 and all(map(torch.equal, *answers))
