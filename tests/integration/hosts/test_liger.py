@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hf_ring_attn.integration.hosts.liger import leave_loss_to_ring
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import liger_jobs
 from tests.helpers.jobs.chunked_jobs import Step
@@ -99,3 +101,12 @@ def test_liger_s_losses_are_refused_by_name(ranks: Ranks, name: str) -> None:
     case = Case("asked for by name", {**LIGER, "liger_kernel_config": {name: True}})
     for said in ranks(2).run(one_step, case, Mesh(cp=2)):
         assert said.startswith(f"UnsupportedOption: liger_kernel_config={{{name!r}: True}} is not possible"), said
+
+
+def test_liger_s_losses_are_turned_off_and_the_rest_is_left() -> None:
+    """Both: Granite's has cross_entropy by default, which would make all logits."""
+    arguments = SimpleNamespace(use_liger_kernel=True, liger_kernel_config={"swiglu": False})
+    for _ in range(2):
+        leave_loss_to_ring(arguments)
+        off = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+        assert arguments.liger_kernel_config == {"swiglu": False, **off}
