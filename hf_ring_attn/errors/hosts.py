@@ -186,6 +186,17 @@ class NoPython(BadCommand):
         )
 
 
+class IncompleteCheckpoint(Refused):
+    """``complete``: the last complete checkpoint beside it, if there is one."""
+
+    def __init__(self, checkpoint: str, complete: str | None) -> None:
+        todo = f"Resume from {complete}" if complete else "No complete one is beside it: train from the start"
+        super().__init__(
+            f"{checkpoint} is incomplete: its trainer_state.json, which is written last, is missing or cut off, so "
+            f"saving was interrupted (killed, or a full disk). {todo}."
+        )
+
+
 # ---- models that commands load --------------------------------------------------------------------------------------
 
 
