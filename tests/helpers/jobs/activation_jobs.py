@@ -136,26 +136,3 @@ def rows_of_gates(checkpointing: dict[str, Any] | None) -> list[int]:
         layer.mlp.gate_proj.register_forward_hook(lambda _module, args, _output: rows.append(args[0].shape[1]))
     run(model, mlp_tokens=MLP_TOKENS)
     return rows
-
-
-def slope_error() -> float:
-    """How far a gradient is from the difference of losses, with LoRA's dropout under checkpointing."""
-    step = Step(
-        why="",
-        lora={**LORA, "lora_dropout": 0.5},
-        checkpointing={"activation_checkpointing_kwargs": {"use_reentrant": False}},
-    )
-    model = model_of(step)
-    weight = next(x for name, x in model.named_parameters() if "layers.0.mlp.gate_proj.lora_B" in name)
-    losses = []
-    for shift in (0.0, 1e-5, -1e-5):
-        torch.manual_seed(7)
-        with torch.no_grad():
-            weight[0, 0] += shift
-        with mock.patch.object(Tensor, "float", _itself):
-            losses.append(run(model, mlp_tokens=MLP_TOKENS))
-        with torch.no_grad():
-            weight[0, 0] -= shift
-        if not shift:
-            slope = float(weight.grad[0, 0])
-    return abs(float(losses[1] - losses[2]) / 2e-5 - slope) / abs(slope)

@@ -173,8 +173,3 @@ def test_sums_of_chunks_are_rounded_once() -> None:
         for options in ({}, {"mlp_tokens": 1})
     )
     assert chunks < 1.1 * plain
-
-
-def test_dropout_draws_again_what_it_drew() -> None:
-    """A gradient is that of the very function: by differences of the loss."""
-    assert jobs.slope_error() < 1e-6
