@@ -61,6 +61,8 @@ def parsed() -> argparse.Namespace:
                         help="checkpointing keeps what attention computed (ring_fp32)")  # fmt: skip
     parser.add_argument("--mlp-tokens", type=int, metavar="N",
                         help="MLPs and norms run over chunks of N tokens, such as 16384 (ring_fp32)")  # fmt: skip
+    parser.add_argument("--offload", type=float, metavar="GIB",
+                        help="so many GiB of checkpoints stay on a GPU, others wait on the host (ring_fp32)")  # fmt: skip
     parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
     parser.add_argument("--window", type=int, metavar="N",
                         help="layers attend to N tokens: a long row's memory without its time (--shape)")  # fmt: skip
@@ -71,9 +73,10 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.trainer == "sft" and options.loss != "auto":
         parser.error("SFTTrainer always computes its loss with TRL's fused head: leave --loss out")
-    chosen = options.save_attention or options.deterministic or options.loss != "auto" or options.mlp_tokens
+    chosen = options.save_attention or options.deterministic or options.loss != "auto"
+    chosen = chosen or options.mlp_tokens is not None or options.offload is not None
     if chosen and options.implementation != "ring_fp32":
-        parser.error("--save-attention, --deterministic, --loss and --mlp-tokens are options of ring_fp32")
+        parser.error("--save-attention, --deterministic, --loss, --mlp-tokens and --offload are options of ring_fp32")
     if options.window and options.model is not None:
         parser.error("--window is for a --shape, whose weights are random")
     return options
@@ -131,7 +134,7 @@ def make_trainer(options: argparse.Namespace) -> Any:
 
         ring = hf_ring_attn.RingConfig(
             save_attention=options.save_attention, deterministic=options.deterministic, loss=options.loss,
-            mlp_tokens=options.mlp_tokens,
+            mlp_tokens=options.mlp_tokens, offload_above=options.offload,
         )  # fmt: skip
         hf_ring_attn.configure(model, ring)
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
+from hf_ring_attn.layers.host_memory import host_memory
 from tests.helpers.jobs.chunked_jobs import sharded
 from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
 from tests.helpers.live_bytes import peak_bytes
@@ -31,7 +36,8 @@ class Step:
 
     ``ring``: options that must not change it. ``lora``: what LoraConfig is given; None for a full fine-tuning.
     ``exact``: relative bound; `IN_FLOAT32` for models that compute a part in float32, whatever the dtype.
-    ``checkpointing``: of transformers, None for none. ``wrap``: "", "DDP", or a way of `chunked_jobs.sharded`.
+    ``checkpointing``: what activation_checkpointing_enable is given; None for none. ``fsdp``: accelerate's FSDP plugin
+    checkpoints layers; "offload": and offloads. ``wrap``: "", "DDP", or a way of `chunked_jobs.sharded`.
     """
 
     why: str
@@ -41,6 +47,7 @@ class Step:
     batch: Batch = field(default_factory=lambda: tokens(23))
     lora: dict[str, Any] | None = None
     checkpointing: dict[str, Any] | None = None
+    fsdp: str = ""
     wrap: str = ""
     dtype: torch.dtype = torch.float64
     exact: float = 1e-12
@@ -49,10 +56,11 @@ class Step:
 
 @dataclass
 class Answer:
-    """Of one rank: the loss, and gradients by parameter."""
+    """Of one rank: the loss, gradients by parameter, and the numbers of tensors that were offloaded and prefetched."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
+    offloaded: tuple[int, int]
 
 
 def model_of(step: Step) -> Any:
@@ -67,6 +75,13 @@ def model_of(step: Step) -> Any:
             if "lora_B" in name:  # it would be 0
                 nn.init.normal_(weight, std=0.1)
     model.train()
+    if step.fsdp:
+        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=set())
+        plugin = SimpleNamespace(
+            auto_wrap_policy=policy, transformer_cls_names_to_wrap=None,
+            activation_checkpointing_offload=step.fsdp == "offload",
+        )  # fmt: skip
+        model = fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
     if step.wrap == "DDP":
         return DistributedDataParallel(model)
     if step.wrap:
@@ -79,6 +94,8 @@ def step_of(step: Step, **options: Any) -> Answer:
     model = model_of(step)
     hf_ring_attn.configure(model, RingConfig(**{"self_check": False, **options}))
     torch.manual_seed(5)
+    memory = host_memory(torch.device("cpu"))
+    before = memory.stored, memory.fetched_early
     batch = hf_ring_attn.shard(step.batch, model=model)
     with batch, torch.autocast("cpu", torch.bfloat16, enabled=step.autocast):
         loss = model(**batch.inputs).loss
@@ -86,14 +103,16 @@ def step_of(step: Step, **options: Any) -> Answer:
     if not step.wrap:
         batch.reduce_gradients(model)
     gradients = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients_of(model).items()}
-    return Answer(loss.detach(), gradients)
+    gradients = {name.replace("_checkpoint_wrapped_module.", ""): x for name, x in gradients.items()}
+    offloaded = memory.stored - before[0], memory.fetched_early - before[1]
+    return Answer(loss.detach(), gradients, offloaded)
 
 
 def both(step: Step) -> tuple[Answer, Answer]:
-    """With the options, and without."""
+    """With the options and checkpointing, and with neither."""
     stays = mock.patch.object(Tensor, "float", _itself) if step.exact < IN_FLOAT32 else nullcontext()
     with stays:
-        return step_of(step, **step.ring), step_of(step)
+        return step_of(step, **step.ring), step_of(replace(step, checkpointing=None, fsdp=""))
 
 
 def _itself(x: Tensor) -> Tensor:
