@@ -62,8 +62,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--mlp-tokens", type=int, metavar="N",
                         help="MLPs and norms run over chunks of N tokens, such as 16384 (ring_fp32)")  # fmt: skip
     parser.add_argument("--offload", type=float, metavar="GIB",
-                        help="so many GiB of checkpoints stay on a GPU, others wait on the host (ring_fp32)")  # fmt: skip
+                        help="GiB of checkpoints that stay on a GPU; others wait on the host (ring_fp32)")  # fmt: skip
     parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
+    parser.add_argument("--optim", default="adamw_torch", help="the optimizer, by its name in TrainingArguments")
     parser.add_argument("--window", type=int, metavar="N",
                         help="layers attend to N tokens: a long row's memory without its time (--shape)")  # fmt: skip
     parser.add_argument("--deterministic", action="store_true", help="the same bits from run to run (ring_fp32)")
@@ -116,7 +117,7 @@ def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
         "bf16": options.dtype == "bfloat16", "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not on_gpu,
-        "seed": 0, "train_sampling_strategy": "sequential",
+        "seed": 0, "optim": options.optim, "train_sampling_strategy": "sequential",
     }  # fmt: skip
 
 

@@ -48,6 +48,7 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         if not sites and model.training:
             warn("offload_above has no effect: nothing checkpoints a layer. Set gradient_checkpointing=True.")
         _offload(model, bool(stock))
+        context.log.features.add(f"checkpoints above {config.offload_above or 0:g} GiB on the host")
 
 
 Site = tuple[nn.Module, str, Any]
