@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -36,6 +38,7 @@ class Step:
 
     ``ring``: options that must not change it. ``lora``: what LoraConfig is given; None for a full fine-tuning.
     ``exact``: relative bound; `IN_FLOAT32` for models that compute a part in float32, whatever the dtype.
+    ``moved``: hooks around the forward move all that is saved, as TRL's activation_offloading.
     ``checkpointing``: what activation_checkpointing_enable is given; None for none. ``fsdp``: accelerate's FSDP plugin
     checkpoints layers; "offload": and offloads. ``wrap``: "", "DDP", or a way of `chunked_jobs.sharded`.
     """
@@ -52,6 +55,7 @@ class Step:
     dtype: torch.dtype = torch.float64
     exact: float = 1e-12
     autocast: bool = False
+    moved: bool = False
 
 
 @dataclass
@@ -97,7 +101,8 @@ def step_of(step: Step, **options: Any) -> Answer:
     memory = host_memory(torch.device("cpu"))
     before = memory.stored, memory.fetched_early
     batch = hf_ring_attn.shard(step.batch, model=model)
-    with batch, torch.autocast("cpu", torch.bfloat16, enabled=step.autocast):
+    moving = saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone) if step.moved else nullcontext()
+    with batch, torch.autocast("cpu", torch.bfloat16, enabled=step.autocast), moving:
         loss = model(**batch.inputs).loss
     loss.backward()
     if not step.wrap:
@@ -112,7 +117,7 @@ def both(step: Step) -> tuple[Answer, Answer]:
     """With the options and checkpointing, and with neither."""
     stays = mock.patch.object(Tensor, "float", _itself) if step.exact < IN_FLOAT32 else nullcontext()
     with stays:
-        return step_of(step, **step.ring), step_of(replace(step, checkpointing=None, fsdp=""))
+        return step_of(step, **step.ring), step_of(replace(step, checkpointing=None, fsdp="", moved=False))
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -155,3 +160,22 @@ def rows_of_gates(checkpointing: dict[str, Any] | None) -> list[int]:
         layer.mlp.gate_proj.register_forward_hook(lambda _module, args, _output: rows.append(args[0].shape[1]))
     run(model, mlp_tokens=MLP_TOKENS)
     return rows
+
+
+def inputs_alive(options: dict[str, Any]) -> tuple[list[bool], list[int]]:
+    """Which inputs of layers are in memory after a forward, and the number of buffers after each of two steps."""
+    checkpointing = {"activation_checkpointing_kwargs": {"use_reentrant": False}}
+    model = model_of(Step(why="", checkpointing=checkpointing, config={"num_hidden_layers": 4}))
+    seen: list[weakref.ref[Any]] = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _module, args: seen.append(weakref.ref(args[0].untyped_storage())))
+    memory, buffers = host_memory(torch.device("cpu")), []
+    for _ in range(2):
+        seen.clear()
+        batch = hf_ring_attn.shard(tokens(23), config=RingConfig(self_check=False, **options))
+        with batch:
+            loss = model(**batch.inputs).loss
+        alive = [one() is not None for one in seen]
+        loss.backward()
+        buffers.append(len(memory.buffers.idle))
+    return alive, buffers
