@@ -39,6 +39,12 @@ STEPS = [
     Step(why="checkpoints, LoRA", checkpointing=NON_REENTRANT, lora=LORA),
     Step(why="checkpoints, reentrant", checkpointing={"activation_checkpointing_kwargs": {"use_reentrant": True}}),
     Step(why="saved attention", checkpointing=NON_REENTRANT, ring={"mlp_tokens": 3, "save_attention": True}),
+    Step(why="norms of queries and keys", model="gemma3"),
+    Step(why="inputs by layer, sparsity", model="gemma3n", exact=IN_FLOAT32),
+    Step(why="an attention that takes anything", model="learned biases"),
+    Step(why="a trained copy of an MLP", lora={"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
+    Step(why="bfloat16", dtype=torch.bfloat16, exact=2e-2),
+    Step(why="autocast", dtype=torch.float32, autocast=True, exact=2e-2),
     Step(why="DDP", wrap="DDP", checkpointing=NON_REENTRANT),
 ]
 SHARDED = [
@@ -132,6 +138,18 @@ def test_router_logits_are_refused() -> None:
 
 def test_a_model_without_mlps_is_refused() -> None:
     assert "no decoder layer has an MLP that takes hidden states alone" in refusal_of(tiny("mamba", "ring_fp32"))
+
+
+def test_every_mlp_and_norm_is_found() -> None:
+    def names(model: Any) -> list[str]:
+        return [name.removeprefix("model.") for name, _ in mlp_chunks._parts(model)]
+
+    layer = ["mlp", "input_layernorm", "post_attention_layernorm"]
+    assert names(tiny("llama")) == [f"layers.{n}.{part}" for n in range(2) for part in layer] + ["norm"]
+    found = names(tiny("gemma3"))
+    assert len(found) == 2 * 7 + 1 and "layers.1.self_attn.k_norm" in found
+    assert [name for name in names(tiny("mixtral")) if "mlp" in name] == ["layers.0.mlp", "layers.1.mlp"]
+    assert not [name for name in names(tiny("gemma3 vision")) if "vision" in name]
 
 
 def test_without_the_option_forwards_are_as_before() -> None:
