@@ -180,14 +180,18 @@ def host_memory(device: torch.device) -> HostMemory:
 
 def free_bytes() -> int | None:
     """Bytes of memory that this machine, or this process's control group, can still give; None: unknown."""
-    found = []
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
+    machine = _table("/proc/meminfo").get("MemAvailable:")
+    found = [] if machine is None else [machine * 1024]
     limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit and used and limit[0].strip().isdigit():
-        found.append(int(limit[0]) - int(used[0]))
+        cached = _table("/sys/fs/cgroup/memory.stat").get("inactive_file", 0)
+        found.append(int(limit[0]) - int(used[0]) + cached)
     return min(found, default=None)
+
+
+def _table(file: str) -> dict[str, int]:
+    """The numbers of a file of lines "name number ..."."""
+    return {words[0]: int(words[1]) for line in _lines(file) if len(words := line.split()) > 1 and words[1].isdigit()}
 
 
 def _lines(file: str) -> list[str]:

@@ -61,8 +61,9 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     tokens, known = context.config.mlp_tokens, latest_record(model).state(_Parts)
     if tokens is not None and not known.found:
         for name, part in _parts(model):
-            make = _Maker(name, part)
-            known.append(replace_forward(part, "mlp_tokens", make))
+            forward = replace_forward(part, "mlp_tokens", _Maker(name, part))
+            forward.tried = forward.checked = False  # the part may have changed
+            known.append(forward)
         known.found = True
     for forward in known:
         forward.tokens = tokens

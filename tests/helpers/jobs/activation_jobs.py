@@ -133,6 +133,20 @@ def run(model: Any, **options: Any) -> Tensor:
     return loss.detach()
 
 
+def compiled_gradients(whole: bool) -> dict[str, Tensor]:
+    """Of a model that is compiled as a whole, or layer by layer."""
+    model = model_of(Step(why=""))
+    fast: Any = torch.compile(model, backend="eager") if whole else model
+    for layer in [] if whole else model.model.layers:
+        layer.compile(backend="eager")
+    config = RingConfig(mlp_tokens=MLP_TOKENS, self_check=False)
+    batch = hf_ring_attn.shard(tokens(23), config=config, model=fast)
+    with batch:
+        loss = fast(**batch.inputs).loss
+    loss.backward()
+    return gradients_of(model)
+
+
 WIDE = 4096
 
 

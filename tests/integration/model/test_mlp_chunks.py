@@ -191,3 +191,14 @@ def test_sums_of_chunks_are_rounded_once() -> None:
         for options in ({}, {"mlp_tokens": 1})
     )
     assert chunks < 1.1 * plain
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "its layers"])
+@pytest.mark.slow
+def test_compiled_models_are_exact(whole: bool) -> None:
+    """MLPs are left out of the graphs."""
+    torch._dynamo.reset()
+    found, want = jobs.compiled_gradients(whole), jobs.step_of(Step(why=""))
+    assert len(found) == len(want.gradients)
+    for name, gradient in want.gradients.items():
+        assert relative_error(found[name], gradient) < 1e-6, name
