@@ -7,8 +7,10 @@ a backward needs next. On a CPU, whose memory is the host's, copies are plain.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,11 +48,11 @@ class Buffers:
         free = free_bytes() if self.locked else None
         if free is not None and free < wanted + LEFT:
             raise HostMemoryFull(wanted, free)
-        made = torch.empty(wanted, dtype=torch.uint8, device="cpu")
-        if self.locked:
-            status = torch.cuda.cudart().cudaHostRegister(made.data_ptr(), wanted, 0)
-            if int(status) != 0:
-                raise HostMemoryFull(wanted, free or 0)
+        if not self.locked:
+            return torch.empty(wanted, dtype=torch.uint8, device="cpu")
+        made = pages(wanted)
+        if int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), wanted, 0)) != 0:
+            raise HostMemoryFull(wanted, free or 0)
         return made
 
     def give(self, buffer: Tensor) -> None:
@@ -176,6 +178,16 @@ def host_memory(device: torch.device) -> HostMemory:
     if device not in _MEMORY:
         _MEMORY[device] = HostMemory(device)
     return _MEMORY[device]
+
+
+def pages(size: int) -> Tensor:
+    """Makes [size] bytes of pages that a forked process (a loader's worker) does not get: it would copy them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            with suppress(OSError):  # a kernel without it
+                memory.madvise(getattr(mmap, advice))
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def free_bytes() -> int | None:

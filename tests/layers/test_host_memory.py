@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -62,6 +63,14 @@ def test_memory_that_runs_out_is_refused() -> None:
         locked.take(2 << 30)
     found = host_memory.free_bytes()
     assert found is None or found > 1 << 20
+
+
+def test_pages_can_be_written_and_outlive_their_maker() -> None:
+    made = host_memory.pages(3 * host_memory.GRAIN)
+    assert made.data_ptr() % 4096 == 0 and len(made) == 3 * host_memory.GRAIN
+    gc.collect()
+    made[-1] = 7
+    assert int(made[-1]) == 7 and not int(made[0])
 
 
 # ---- the order of copies ---------------------------------------------------------------------------------------------
