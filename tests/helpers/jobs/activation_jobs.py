@@ -11,16 +11,19 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
-from hf_ring_attn import RingConfig
+from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.layers.host_memory import host_memory
 from tests.helpers.jobs.chunked_jobs import sharded
 from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
@@ -131,6 +134,23 @@ def run(model: Any, **options: Any) -> Tensor:
         loss: Tensor = model(**batch.inputs).loss
     loss.backward()
     return loss.detach()
+
+
+def refused_by_parts() -> str:
+    """The refusal of a model whose gates FSDP2 shards each by itself."""
+    model: Any = tiny("llama", "ring_fp32")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.gate_proj, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(mlp_tokens=MLP_TOKENS, self_check=False))
+    try:
+        with batch:
+            model(**batch.inputs)
+    except errors.UnsupportedModel as error:
+        return str(error)
+    return ""
 
 
 def compiled_gradients(whole: bool) -> dict[str, Tensor]:

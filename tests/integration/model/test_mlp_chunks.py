@@ -136,6 +136,11 @@ def test_router_logits_are_refused() -> None:
         model(**batch.inputs, output_router_logits=True)
 
 
+def test_parts_that_fsdp2_shards_by_themselves_are_refused(ranks: Ranks) -> None:
+    for refusal in ranks(2).run(jobs.refused_by_parts):
+        assert "calls model.layers.0.mlp several times, and FSDP2 shards gate_proj of it by itself" in refusal
+
+
 def test_a_model_without_mlps_is_refused() -> None:
     assert "no decoder layer has an MLP that takes hidden states alone" in refusal_of(tiny("mamba", "ring_fp32"))
 
