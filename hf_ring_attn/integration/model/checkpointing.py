@@ -44,11 +44,11 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         _save_attention(model, sites)
     stock = {id(module) for module in modules_of(model) if type(module).__name__ == "OffloadWrapper"}
     wanted = config.offload_above is not None or stock or any(_is_offloading(function) for *_, function in sites)
-    if wanted:
-        if not sites and model.training:
-            warn("offload_above has no effect: nothing checkpoints a layer. Set gradient_checkpointing=True.")
+    if wanted and sites:
         _offload(model, bool(stock))
         context.log.features.add(f"checkpoints above {config.offload_above or 0:g} GiB on the host")
+    elif wanted and model.training:
+        warn("offload_above has no effect: nothing checkpoints a layer. Set gradient_checkpointing=True.")
 
 
 Site = tuple[nn.Module, str, Any]
