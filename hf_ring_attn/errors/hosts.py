@@ -184,3 +184,21 @@ class NoPython(BadCommand):
             f"a launcher got --no_python, so it would start {program} without python, where hf_ring_attn is not "
             "imported. Leave --no_python out: scripts, modules (-m) and console commands work without it."
         )
+
+
+# ---- models that commands load --------------------------------------------------------------------------------------
+
+
+class UnknownModel(Refused):
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(
+            f"the model {name!r} cannot be read ({why}). Name a causal language model of the Hub that this machine can "
+            "reach, a folder with its config.json, or a config file with model_type."
+        )
+
+
+class CannotPlan(Refused):
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(
+            f"{name} cannot be planned: {why}. A forecast would be a guess. Measure a few steps of a short row instead."
+        )

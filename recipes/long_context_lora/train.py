@@ -67,6 +67,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--optim", default="adamw_torch", help="the optimizer, by its name in TrainingArguments")
     parser.add_argument("--window", type=int, metavar="N",
                         help="layers attend to N tokens: a long row's memory without its time (--shape)")  # fmt: skip
+    parser.add_argument("--liger", action="store_true", help="Liger's norms, RoPE and gated MLPs; not its loss")
+    parser.add_argument("--compile-layers", nargs="?", choices=("whole", "parts"), const="whole", default="",
+                        help="torch.compile each layer; parts: its norms and its MLP, each by itself")  # fmt: skip
     parser.add_argument("--deterministic", action="store_true", help="the same bits from run to run (ring_fp32)")
     parser.add_argument("--profile", action="store_true", help="the last step tells where its time goes, on GPUs")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the trained adapter there, at the end")
@@ -117,8 +120,18 @@ def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
         "bf16": options.dtype == "bfloat16", "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not on_gpu,
-        "seed": 0, "optim": options.optim, "train_sampling_strategy": "sequential",
+        "seed": 0, "optim": options.optim, "train_sampling_strategy": "sequential", "use_liger_kernel": options.liger,
+        # A ring turns Liger's losses off by itself; accelerate's own context parallelism does not.
+        "liger_kernel_config": {"fused_linear_cross_entropy": False, "cross_entropy": False},
     }  # fmt: skip
+
+
+def compile_layers(model: Any, what: str) -> None:
+    """Compiles each layer in place: ``what`` is "whole", "parts" or "" for none."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for layer in base.model.layers if what else ():
+        for part in [layer] if what == "whole" else [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]:
+            part.compile()
 
 
 def make_trainer(options: argparse.Namespace) -> Any:
@@ -139,18 +152,19 @@ def make_trainer(options: argparse.Namespace) -> Any:
         )  # fmt: skip
         hf_ring_attn.configure(model, ring)
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too
-    trained = model if options.full else get_peft_model(model, adapter(options))
+    adapted = model if options.full else get_peft_model(model, adapter(options))
+    compile_layers(adapted, options.compile_layers)
     if options.trainer == "sft":
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
 
         return SFTTrainer(
-            trained,
+            adapted,
             SFTConfig(**common(options, on_gpu), max_length=options.tokens, shuffle_dataset=False),
             train_dataset=Dataset.from_dict({"input_ids": rows.tokens.tolist()}),
             processing_class=tokenizer,
         )  # fmt: skip
-    return Trainer(trained, TrainingArguments(**common(options, on_gpu)), train_dataset=rows)
+    return Trainer(adapted, TrainingArguments(**common(options, on_gpu)), train_dataset=rows)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from ..context.cut import TrialStep, cut
 from ..context.mesh import find_ring
 from ..context.shared_kv import SharedKV
 from ..context.whole_batch import tokens_of, whole_rows
-from ..model import agreement, call_inputs, fsdp, replicas
+from ..model import agreement, call_inputs, fsdp, liger, replicas
 from ..model.call_inputs import TrackedInputs, track
 from ..model.chunked import lazy_heads
 from ..selfcheck import check, row
@@ -260,6 +260,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
             return
         running.append(module)
         try:
+            liger.refuse_running(module, context)
             bind(module)
             others = model_record.latest_record(module).state(_Unregistered)
             for other in [other for reference in others if (other := reference()) is not None]:

@@ -19,7 +19,7 @@ from ... import errors
 from ...comm.ring import set_timeout
 from ..context.introspect import uses_ring
 from ..context.mesh import RING, ring_enabled
-from ..model import fsdp
+from ..model import fsdp, liger
 from ..patching.changes import Patch
 from . import parallelism_config, schedulers
 from .buffers import prepared, sharded_buffers
@@ -95,7 +95,10 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, *args, **kwargs)
         if ring_enabled(self.parallelism_config):
             several = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2's way returns a list
-            prepared.update(obj for obj in several if isinstance(obj, nn.Module) and uses_ring(obj))
+            models = [obj for obj in several if isinstance(obj, nn.Module) and uses_ring(obj)]
+            prepared.update(models)
+            for model in models:
+                liger.prepare(model)
         return result
 
     return prepare

@@ -21,7 +21,7 @@ from ..log import warn
 from ..model import admission, fsdp
 from ..model.lazy_logits import ChunkedLoss
 from ..patching.changes import Patch
-from . import trainer_overrides
+from . import liger, trainer_overrides
 from .gathered_loss import gathered
 from .smoothed_labels import smoothed, smoothed_in_model
 from .trainer_state import preserved_trainer
@@ -39,12 +39,7 @@ def group_of(trainer: Any) -> Any:
 def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer by its class and its arguments."""
     trainer_overrides.refuse_unknown(trainer)
-    if trainer.args.use_liger_kernel:
-        raise errors.UnsupportedOption(
-            "use_liger_kernel=True",
-            "its fused loss reads a head that FSDP2 may have sharded; set it to False (for a loss without logits use "
-            "TRL's fused head, as SFTTrainer does, and Trainer in recipes/long_context_lora)",
-        )
+    liger.leave_loss_to_ring(trainer.args)
 
 
 def _refuse_loss(trainer: Any, options: Any) -> None:

@@ -21,6 +21,7 @@ from . import (
     checkpointing,
     experts,
     fsdp,
+    liger,
     loss,
     mlp_chunks,
     multimodal,
@@ -60,7 +61,7 @@ ONCE = Support(
 
 EACH_BATCH = Support(
     (training_mode.unsupported, multimodal.unsupported),
-    (checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare),
+    (checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare, liger.prepare),
 )
 """Called for every batch: a mode or a rate changes without a change of structure."""
 

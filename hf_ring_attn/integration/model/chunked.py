@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 
 from ... import errors
@@ -107,3 +108,5 @@ def reasons(head: nn.Module) -> Iterator[str]:
             yield "its head has dropout, which draws other numbers in each call"
         if part is not head and is_unit(part):
             yield "its head has parts that FSDP2 shards each by itself"
+    if functional.cross_entropy.__module__ != functional.__name__:  # it may be given to a kernel, which sees no values
+        yield f"torch.nn.functional.cross_entropy is {functional.cross_entropy.__module__}'s"

@@ -114,6 +114,7 @@ BOTH = Case("both", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps":
 
 
 @pytest.mark.parametrize(("case", "mesh"), by_turns([ADDED, EXPERTS, BOTH, MEANS], [Mesh(cp=2), Mesh(cp=4)]))
+@pytest.mark.turns
 def test_losses_that_are_no_sums_over_tokens(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     """Without replicas: what they would average is not what one process has of all rows together."""
     compare(ranks, case, mesh)
@@ -138,7 +139,6 @@ REFUSED: list[tuple[Case, dict[str, Any], str]] = [
     (Case("label smoothing", {"label_smoothing_factor": 0.1}), {}, r"LossNotSharded: label smoothing \(label_smooth"),
     (Case("the gathered loss"), {"gathered": True}, "NoLogits: loss='gathered' needs .*TRL's fused head.*'sharded'"),
     (Case("NEFTune", {"neftune_noise_alpha": 5.0}), {}, "UnsupportedModel: Llama.*set neftune_noise_alpha=None"),
-    (Case("Liger", {"use_liger_kernel": True}), {}, "UnsupportedOption: use_liger_kernel=True .*set it to False"),
     (Case("a subclass's loss"), {"kind": OwnLoss}, "LossNotSharded: the loss of OwnLoss.compute_loss .the self-check"),
 ]
 

@@ -99,8 +99,8 @@ TRAININGS = [
         model="qwen3 vision",
         rows=Pictures(qwen=True),
         evaluated=Pictures(count=5, seed=2, qwen=True),
-        # Small steps: at 0.02 the gradient grows, and with it any two orders of float32 sums part.
-        arguments={"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "learning_rate": 0.002},
+        # Small steps: at 0.002 the difference of two orders of float32 sums grows tenfold a step on some processors.
+        arguments={"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "learning_rate": 0.0005},
     ),
     Run(
         why="Qwen2.5-VL, gathered loss",
@@ -120,6 +120,7 @@ def test_images_change_nothing_about_the_answer(ranks: Ranks, step: Step, world_
 
 
 @pytest.mark.parametrize(("run", "mesh"), by_turns(TRAININGS))
+@pytest.mark.turns
 def test_a_trainer_trains_on_images(ranks: Ranks, run: Run, mesh: Mesh) -> None:
     outcomes, want = in_rings(ranks, run, mesh), without_ring(ranks, run, mesh)
     for outcome in (outcomes[0], want):  # a softmax does not see the bias of keys, whose gradient is rounding
