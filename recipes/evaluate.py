@@ -11,6 +11,7 @@ The number counts as found if each of its tokens is the model's first choice: gr
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -120,7 +121,7 @@ def by_position(model: Any, rows: Sequence[Sequence[int]]) -> list[dict[str, flo
     bounds = [0, *(2**power for power in range(5, (len(total) - 1).bit_length())), len(total)]
     return [
         {"from": low, "to": high, "loss": (total[low:high].sum() / count[low:high].sum()).item()}
-        for low, high in zip(bounds, bounds[1:], strict=False) if high > low
+        for low, high in itertools.pairwise(bounds) if high > low
     ]  # fmt: skip
 
 

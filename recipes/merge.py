@@ -2,9 +2,9 @@ r"""Merges an adapter into its model, and checks the merged model's logits again
 
     python recipes/merge.py outputs/lora-128k merged
 
-The weights of base + adapter are rounded to the model's dtype. How far rounding moves the logits is measured: the merged weights
-are moved by one unit in their last place, at random. Logits that differ from the adapter's by three times as much are refused:
-activations are rounded, too.
+The weights of base + adapter are rounded to the model's dtype. How far that moves the logits is measured: the merged
+weights are moved by one unit in their last place, at random. A difference from the adapter's logits that is three times
+as large is refused; not twice, since activations are rounded, too.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ r"""Makes rows of tokens from texts, JSONL or conversations: tokenizes them, pac
         --output data/books.parquet
     python recipes/prepare.py chats.jsonl --tokenizer Qwen/Qwen3-8B --length 32768 --output data/chats.parquet
 
-A file that ends in .jsonl has an object a line: {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}.
-Any other file is one text; a folder stands for all files in it. --stdlib takes the source of Python's standard library.
+A file that ends in .jsonl has an object a line: {"text": ...}, {"prompt": ..., "completion": ...} or
+{"messages": [...]}. Any other file is one text; a folder stands for all files in it.
+--stdlib takes the source of Python's standard library.
 Of conversations only the assistant's turns are learned, of prompts only their completions.
 """
 
