@@ -13,6 +13,8 @@ from .bench import command as bench
 from .bench.command import DTYPES, add_shape, check_shape
 from .errors import RingAttentionError
 from .kernels import Request
+from .plan import command as plan
+from .verify import command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,8 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_doctor(commands.add_parser("doctor", help="show installed packages, and kernels for an attention"))
     about = "measure speed and memory of attention in a ring, against one device and other packages"
     bench.add_arguments(commands.add_parser("bench", help=about, description=about))
+    about = "forecast the memory and the seconds of a training step, from a model's config alone"
+    plan.add_arguments(commands.add_parser("plan", help=about, description=about))
+    about = "compare a model in a ring with itself on one device, and look for leaks"
+    verify.add_arguments(commands.add_parser("verify", help=about, description=about))
     given = parser.parse_args(arguments)
-    check, run = {"doctor": (check_shape, _doctor), "bench": (bench.check, bench.run)}[given.command]
+    check, run = {
+        "doctor": (check_shape, _doctor), "bench": (bench.check, bench.run), "plan": (plan.check, plan.run),
+        "verify": (verify.check, verify.run),
+    }[given.command]  # fmt: skip
     if problem := check(given):
         commands.choices[given.command].error(problem)
     try:

@@ -20,6 +20,7 @@ from ..sharding.plan import Plan
 from ..traffic import GatheredKV, LayerRole, Traffic, gathered_kv_for, seen_by_heads
 from .backward import gradients
 from .call import Call, Results, RingOptions
+from .saved_results import saved_or
 
 UNSAFE = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 """Tags of ops that communicate: inductor excludes them from CUDA graphs."""
@@ -76,19 +77,23 @@ def unflatten(
 
 
 # The op's name holds "flash_attn" because selective checkpointing policies (TRL's) save the outputs of ops so
-# named: then a layer's recompute neither gathers nor attends again.
+# named, as `saved_results` does: then a layer's recompute neither gathers nor attends again.
 @torch.library.custom_op(
     "hf_ring_attn::ring_flash_attn_fwd", mutates_args=(), tags=UNSAFE,
     schema=f"({FLAT}, Tensor? store, Tensor? role) -> (Tensor, Tensor)",
 )  # fmt: skip
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     *flat, store, role = arguments
-    count_attention()
     call = unflatten(*flat)
-    with torch.autocast(call.q.device.type, enabled=False):  # autocast would round float32 sums to 16 bits
-        traffic = call.transport()
-        shared = gathered_kv_for(store, role, traffic.ring, call.plan.tables, call.k, call.v)
-        return forward(call, traffic, KERNELS[call.options.kernel], shared)
+
+    def compute() -> tuple[Tensor, Tensor]:
+        count_attention()
+        with torch.autocast(call.q.device.type, enabled=False):  # autocast would round float32 sums to 16 bits
+            traffic = call.transport()
+            shared = gathered_kv_for(store, role, traffic.ring, call.plan.tables, call.k, call.v)
+            return forward(call, traffic, KERNELS[call.options.kernel], shared)
+
+    return saved_or(compute, call.q)
 
 
 @torch.library.custom_op(

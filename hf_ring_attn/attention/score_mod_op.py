@@ -1,7 +1,7 @@
 """Ring attention with a score_mod: the same passes as the op, in an autograd function.
 
-A torch.library op cannot take a Python function. So a compiler breaks its graph here, and selective checkpointing
-recomputes it.
+A torch.library op cannot take a Python function. So a compiler breaks its graph here, and a policy of selective
+checkpointing cannot save its results; `save_attention` can.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..sharding.plan import Plan
 from .backward import gradients
 from .call import Call, Results, RingOptions
 from .op import count_attention, forward
+from .saved_results import saved_or
 
 
 class _State(NamedTuple):
@@ -102,10 +103,14 @@ class _Scored(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rest: _Rest, *captured: Tensor
     ) -> tuple[Tensor, Tensor]:
-        count_attention()
         call = unflatten(q, k, v, sinks, rest, captured, [False] * len(captured))
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse = forward(call, call.transport(), KERNELS[rest.options.kernel])
+
+        def compute() -> tuple[Tensor, Tensor]:
+            count_attention()
+            with torch.autocast(q.device.type, enabled=False):
+                return forward(call, call.transport(), KERNELS[rest.options.kernel])
+
+        out, lse = saved_or(compute, q)
         ctx.mark_non_differentiable(lse)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *captured)
         ctx.rest = rest

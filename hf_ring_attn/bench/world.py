@@ -1,9 +1,13 @@
-"""The ranks of a benchmark: those of a launcher, or this process alone."""
+"""The ranks of a command: those of a launcher, those that it starts, or this process alone."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +18,9 @@ from ..config import is_a_launched_rank
 
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Environment variable that lets ranks on one GPU read each other's memory."""
+
+GRACE_SECONDS = 30.0
+"""How long the other ranks may run on after one ended in an error: they end in the same one."""
 
 
 def ranks_per_gpu() -> int:
@@ -52,3 +59,34 @@ def world(device: str | None, may_share: bool = False) -> Iterator[tuple[Ring, t
         yield Ring.of(None), mine
     finally:
         dist.destroy_process_group()
+
+
+def start_ranks(count: int, arguments: Sequence[str]) -> int:
+    """Runs ``python -m hf_ring_attn ARGUMENTS`` as ``count`` ranks on this machine; returns the first exit code but 0.
+
+    Only rank 0 prints. If one rank ends in an error, the others are ended.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "hf_ring_attn", *arguments],
+            env={**os.environ, **{name: str(x) for name, x in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}},
+            stdout=None if rank == 0 else subprocess.DEVNULL,
+            stderr=None if rank == 0 else subprocess.DEVNULL,
+        )
+        for rank in range(count)
+    ]
+    try:
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            time.sleep(0.05)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+    return next((code for code in (rank.wait() for rank in ranks) if code), 0)

@@ -122,6 +122,14 @@ class HiddenWeight(Refused):
         )
 
 
+class SavedAttentionChanged(RingAttentionError, RuntimeError):
+    def __init__(self, shape: object) -> None:
+        super().__init__(
+            f"a checkpointed layer changed the output {shape} of its attention in place. save_attention had saved it, "
+            "so its recompute would use other numbers. Leave save_attention out of RingConfig for this model."
+        )
+
+
 class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(

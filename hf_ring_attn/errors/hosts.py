@@ -184,3 +184,32 @@ class NoPython(BadCommand):
             f"a launcher got --no_python, so it would start {program} without python, where hf_ring_attn is not "
             "imported. Leave --no_python out: scripts, modules (-m) and console commands work without it."
         )
+
+
+class IncompleteCheckpoint(Refused):
+    """``complete``: the last complete checkpoint beside it, if there is one."""
+
+    def __init__(self, checkpoint: str, complete: str | None) -> None:
+        todo = f"Resume from {complete}" if complete else "No complete one is beside it: train from the start"
+        super().__init__(
+            f"{checkpoint} is incomplete: its trainer_state.json, which is written last, is missing or cut off, so "
+            f"saving was interrupted (killed, or a full disk). {todo}."
+        )
+
+
+# ---- models that commands load --------------------------------------------------------------------------------------
+
+
+class UnknownModel(Refused):
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(
+            f"the model {name!r} cannot be read ({why}). Name a causal language model of the Hub that this machine can "
+            "reach, a folder with its config.json, or a config file with model_type."
+        )
+
+
+class CannotPlan(Refused):
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(
+            f"{name} cannot be planned: {why}. A forecast would be a guess. Measure a few steps of a short row instead."
+        )

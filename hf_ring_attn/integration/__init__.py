@@ -9,7 +9,7 @@ from .attention import masks
 from .attention.function import NAME, ring_attention_forward
 from .attention.masks import ring_mask
 from .context.model_record import forget_models
-from .hosts import accelerate, sft_trainer, trainer, trainer_start
+from .hosts import accelerate, checkpoints, sft_trainer, trainer, trainer_start
 from .model import structure
 from .patching import changes, hooks
 
@@ -21,6 +21,7 @@ CHANGES: list[changes.Change] = [
     *accelerate.PATCHES,
     *trainer_start.PATCHES,
     *trainer.PATCHES,
+    *checkpoints.PATCHES,
     *sft_trainer.PATCHES,
 ]
 

@@ -67,6 +67,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--liger", action="store_true", help="Liger's norms, RoPE and gated MLPs; not its loss")
     parser.add_argument("--compile-layers", nargs="?", choices=("whole", "parts"), const="whole", default="",
                         help="torch.compile each layer; parts: its norms and its MLP, each by itself")  # fmt: skip
+    parser.add_argument("--no-lora-casts", action="store_true",
+                        help="LoRA's inputs stay in bf16; PEFT casts them to float32, autocast back")  # fmt: skip
     parser.add_argument("--deterministic", action="store_true", help="the same bits from run to run (ring_fp32)")
     parser.add_argument("--profile", action="store_true", help="the last step tells where its time goes, on GPUs")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the trained adapter there, at the end")
@@ -130,6 +132,14 @@ def compile_layers(model: Any, what: str) -> None:
             part.compile()
 
 
+def without_casts(model: Any) -> Any:
+    """The same bits, with fewer copies: bf16 -> float32 -> bf16 changes nothing."""
+    for layer in model.modules():
+        if hasattr(layer, "cast_input_dtype_enabled"):
+            layer.cast_input_dtype_enabled = False
+    return model
+
+
 def make_trainer(options: argparse.Namespace) -> Any:
     model = build(options)
     on_gpu = PartialState().device.type != "cpu"
@@ -150,6 +160,8 @@ def make_trainer(options: argparse.Namespace) -> Any:
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too
     adapted = model if options.full else get_peft_model(model, adapter(options))
     compile_layers(adapted, options.compile_layers)
+    if options.no_lora_casts:
+        without_casts(adapted)
     if options.trainer == "sft":
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer

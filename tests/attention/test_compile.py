@@ -92,6 +92,7 @@ def test_batches_of_other_documents_take_no_new_graphs(ranks: Ranks, size: int) 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.turns
 def test_the_ops_keep_what_they_promise_to_a_compiler(kv_heads: int, sinks: bool, dtype: torch.dtype) -> None:
     """Schema, fakes (shapes, strides, dtypes), autograd: torch's own check of a custom op."""
     plan = plan_of([10, 14])

@@ -101,6 +101,7 @@ assert all(map(torch.equal, found, torch.autograd.grad(want.sum(), (q, k, v))))
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.slow
+@pytest.mark.turns
 def test_a_compiled_call_may_be_the_first_of_a_process(backend: str) -> None:
     """The compiler traced the probe of versions and died of PackageNotFoundError, where flash-attn-4 is missing."""
     run = subprocess.run([sys.executable, "-c", COMPILED_FIRST, backend], capture_output=True, text=True)

@@ -91,6 +91,7 @@ def test_sums_are_exact_to_float32_until_they_are_rounded_once(
 @pytest.mark.parametrize("config", [RING, GATHER], ids=lambda config: config.backward)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", LONG, ids=lambda case: case.why)
+@pytest.mark.turns
 def test_the_error_does_not_grow_with_the_ring(
     ranks: Ranks, case: Case, dtype: torch.dtype, config: RingConfig
 ) -> None:

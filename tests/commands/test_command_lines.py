@@ -114,6 +114,7 @@ def assert_same(got: Path, want: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_trl_sft_by_its_own_command(ranks: Ranks, files: Path, tmp_path: Path) -> None:
     """TRL's command launches its script anew with accelerate: the plugin has to come along."""
     command = [sys.executable, "-m", "hf_ring_attn.run", "trl", "sft", "--accelerate_config", RECIPE]
@@ -124,6 +125,7 @@ def test_trl_sft_by_its_own_command(ranks: Ranks, files: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_a_strangers_script_under_torchrun(ranks: Ranks, files: Path, tmp_path: Path) -> None:
     script, read = str(files / "stranger.py"), [str(files / "model"), str(files / "arrow")]
     ring = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}

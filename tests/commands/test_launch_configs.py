@@ -81,6 +81,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_the_cpu_config_starts_two_gloo_ranks_that_share_a_ring(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(SHOW)

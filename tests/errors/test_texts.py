@@ -35,11 +35,13 @@ ARGUMENTS: dict[str, Any] = {
     "variable": "ACCELERATE_USE_PARALLELISM_CONFIG", "handler": object(), "implementations": ["sdpa"], "cp_size": 4,
     "how": "dispatch_batches=True", "labels": 4000, "program": "train.py", "options": ["--num_processes"],
     "trainer": "MyTrainer", "method": "MyTrainer.compute_loss", "option": "dispatch_batches=True", "shape": (2, 4096),
+    "checkpoint": "outputs/checkpoint-20", "complete": "outputs/checkpoint-10",
 }  # fmt: skip
 """What a class is given, by the names of its parameters."""
 
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "IncompleteCheckpoint": [{"complete": None}],
     "LossNotSharded": [{"gathers": False, "again": again} for again in (False, True)]
     + [{"gathers": True, "again": True}],
     "SelfCheckFailed": [{"where": ""}, {"where": "model.layers.0.self_attn"}],

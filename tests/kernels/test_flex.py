@@ -49,6 +49,7 @@ FUNCTIONS = ("worked_example", "several", "documents_of_its_own", "score_ignored
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.turns
 def test_functions_give_the_reference(name: str) -> None:
     with on_cpu() as flex:
         got = simulated(flex, ALL, MODS[name](Builder(ALL, torch.float64)), 2)
@@ -61,6 +62,7 @@ MASKS = [case for case in NO_HOLES if case.documents or case.band not in ((0, No
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_masks_give_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """One function, compiled a few times for all of them: lengths, masks, tables and ring sizes are data."""
     monkeypatch.setattr(plan_module, "KEY_BLOCK", 12)  # cases are shorter than the real one
@@ -128,6 +130,7 @@ def through_the_ring(backward: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backward", ["ring", "gather"])
+@pytest.mark.turns
 def test_real_ranks(ranks: Ranks, backward: str) -> None:
     shares = ranks(2).run(through_the_ring, backward)
     case = replace(ALL, sinks=False)

@@ -122,6 +122,7 @@ made = MaskTable.of
     ],
     ids=["captured gradients halved", "a key too many", "other heads", "none"],
 )
+@pytest.mark.turns
 def test_a_planted_defect_fails_the_trial(where: Any, name: str, defect: Any, request: pytest.FixtureRequest) -> None:
     with mock.patch.object(where, name, defect):
         found = reasons(Alibi(4, learnable=True))

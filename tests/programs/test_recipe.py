@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.programs import CPU_2RANKS, REPOSITORY, launched_by, start
@@ -83,3 +84,30 @@ def test_the_work_of_a_step_is_counted_by_the_formula() -> None:
     trained = 64 * 64
     frozen = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192) + 64 * 259 - trained
     assert measure["flops_per_step"](model, config, 100) == 4 * 100 * frozen + 6 * 100 * trained + 6 * 100**2 * 64 * 2
+
+
+@pytest.mark.parametrize(("what", "compiled"), [("whole", {""}), ("parts", {"input_layernorm", "mlp"}), ("", set())])
+def test_layers_are_compiled_in_place(what: str, compiled: set[str]) -> None:
+    recipe = train()
+    options = Namespace(rank=4)
+    model = get_peft_model(LlamaForCausalLM(LlamaConfig(**recipe["SHAPES"]["tiny"])), recipe["adapter"](options))
+    for layer in recipe["compiled"](model, what).get_base_model().model.layers:
+        found = {name for name, part in layer.named_modules() if part._compiled_call_impl is not None}
+        assert found == compiled | ({"post_attention_layernorm"} if what == "parts" else set())
+
+
+def test_casts_to_float32_and_back_leave_all_bits() -> None:
+    recipe, ids = train(), torch.arange(40)[None] * 5 + 3
+    answers = []
+    for changed in (lambda model: model, recipe["without_casts"]):
+        torch.manual_seed(0)
+        net = LlamaForCausalLM(LlamaConfig(**recipe["SHAPES"]["tiny"])).bfloat16()
+        model = changed(get_peft_model(net, recipe["adapter"](Namespace(rank=4))))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        answers.append([loss, *(x.grad for x in model.parameters() if x.grad is not None)])
+    assert len(answers[0]) == 29 and all(map(torch.equal, *answers))

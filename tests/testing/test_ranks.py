@@ -221,6 +221,7 @@ os._exit(1)
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_ranks_end_with_their_process_even_if_it_is_killed_and_they_hang() -> None:
     """The guard of conftest.py ends the run in this way."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

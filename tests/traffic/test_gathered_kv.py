@@ -122,6 +122,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("between", "backend", "gradients"), CASES)
+@pytest.mark.turns
 def test_a_layer_takes_what_is_the_same_on_every_rank(
     ranks: Ranks, between: Between, backend: str, gradients: bool
 ) -> None:

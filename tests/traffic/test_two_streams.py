@@ -76,6 +76,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("two_streams", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.turns
 def test_every_two_accesses_are_in_order(ranks: int, two_streams: bool) -> None:
     assert not races(ranks, two_streams=two_streams)
 
@@ -131,6 +132,7 @@ def test_every_event_is_needed(monkeypatch: pytest.MonkeyPatch, stream: int) -> 
 
 
 @pytest.mark.parametrize("pair", [(OTHER, MAIN), (MAIN, OTHER), (KEYS, MAIN), (SUMS, MAIN), (SUMS, OTHER)])
+@pytest.mark.turns
 def test_every_wait_for_a_stream_is_needed(monkeypatch: pytest.MonkeyPatch, pair: tuple[int, int]) -> None:
     def wait_stream(self: Stream, other: Stream) -> None:
         if (int(self.name.split()[1]), int(other.name.split()[1])) != pair:
@@ -141,6 +143,7 @@ def test_every_wait_for_a_stream_is_needed(monkeypatch: pytest.MonkeyPatch, pair
 
 
 @pytest.mark.parametrize("channel", [pulls.BARRIER, pulls.READY, pulls.READY + 1, pulls.TAKEN, pulls.TAKEN + 1])
+@pytest.mark.turns
 def test_every_signal_is_needed(monkeypatch: pytest.MonkeyPatch, channel: int) -> None:
     meet = Trace.meet
 

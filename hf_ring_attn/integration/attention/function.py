@@ -134,8 +134,8 @@ def _shared(
     if spec.shared is None:
         return None
     if torch.compiler.is_compiling():
-        return spec.shared.traced(module)
-    return spec.shared.kept(module, key, value, spec.plan, dtype)
+        return spec.shared.traced_role(module)
+    return spec.shared.store_of(module, key, value, spec.plan, dtype)
 
 
 _CAUSAL_OR_NOT = (

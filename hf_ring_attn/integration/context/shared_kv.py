@@ -48,7 +48,7 @@ class _Made:
     versions: tuple[int, int]
     plan: Plan
     dtype: torch.dtype
-    kept: GatheredKV
+    store: GatheredKV
 
 
 class SharedKV:
@@ -66,7 +66,7 @@ class SharedKV:
         self._made.clear()
         self._compared.clear()
 
-    def kept(
+    def store_of(
         self, module: nn.Module, key: Tensor, value: Tensor, plan: Plan, dtype: torch.dtype
     ) -> GatheredKV | LayerRole | None:
         """Returns the store of a layer's keys and values, filled or to fill, the same on each rank; None: none."""
@@ -86,9 +86,9 @@ class SharedKV:
             self._made.clear()
         if made is None or made.value is not value:
             return None
-        return made.kept if (made.versions, made.plan, made.dtype) == (versions, plan, dtype) else None
+        return made.store if (made.versions, made.plan, made.dtype) == (versions, plan, dtype) else None
 
-    def traced(self, module: nn.Module) -> LayerRole | None:
+    def traced_role(self, module: nn.Module) -> LayerRole | None:
         """The same for a layer that a compiler is tracing."""
         role = self._role(module)
         if role is not None:

@@ -15,7 +15,7 @@ from ... import errors
 from ..batch.shard import Sharded
 from ..context import batch_context, introspect
 
-HANDED_OVER = ("labels", "shift_labels", "num_items_in_batch")
+LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 """Inputs from which the model would compute a loss of its shard; it does not get them."""
 
 
@@ -35,8 +35,8 @@ def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
         if kwargs.get("fused_lm_head"):
             raise errors.NoLogits()
         withheld.clear()
-        withheld.update({name: kwargs[name] for name in HANDED_OVER if kwargs.get(name) is not None})
-        return args, {name: x for name, x in kwargs.items() if name not in HANDED_OVER}
+        withheld.update({name: kwargs[name] for name in LOSS_INPUTS if kwargs.get(name) is not None})
+        return args, {name: x for name, x in kwargs.items() if name not in LOSS_INPUTS}
 
     def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
         if batch_context.current() is not sharded.context:  # the self-check's row

@@ -25,6 +25,7 @@ from . import (
     loss,
     mlp_chunks,
     multimodal,
+    quantized,
     recurrent,
     rope,
     structure,
@@ -51,7 +52,7 @@ class Support:
 ONCE = Support(
     (
         fsdp.unsupported, structure.unsupported, recurrent.unsupported, temperature.unsupported, experts.unsupported,
-        adapters.unsupported, loss.unsupported, mlp_chunks.unsupported,
+        adapters.unsupported, quantized.unsupported, loss.unsupported, mlp_chunks.unsupported,
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,

@@ -1,7 +1,7 @@
 """Gradient checkpointing that saves attention, so that a layer's recompute neither gathers nor attends.
 
-A selective-checkpoint policy on the forward op of the ring saves its output and log-sum-exp, B x T x H x (Dv + 1 or 2)
-numbers a layer; all else is recomputed. Only non-reentrant checkpointing can be selective.
+The output and log-sum-exp of each attention are saved, B x T x H x (Dv + 1 or 2) numbers a layer; all else is
+recomputed. Only non-reentrant checkpointing can be selective.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ...attention.saved_results import SavedResults
 from ..context.batch_context import BatchContext
 from ..context.introspect import modules_of
 from ..log import warn
@@ -50,7 +52,9 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
 
 def contexts() -> Any:
     """Makes the contexts that `torch.utils.checkpoint.checkpoint` takes as context_fn."""
-    return create_selective_checkpoint_contexts(_policy)
+    if TracingContext.try_get() is not None:  # a compiler needs a policy, and pays for it once
+        return create_selective_checkpoint_contexts(_policy)
+    return SavedResults().contexts()
 
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -53,4 +53,6 @@ def _unhooked(model: nn.Module) -> nn.Module | None:
 def _ask_for_logits(
     _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    return None if batch_context.current() is None else (args, {**kwargs, OPTION: False})
+    if batch_context.current() is None or kwargs.get("fused_lm_head"):  # TRL's, which calls no head
+        return None
+    return args, {**kwargs, OPTION: False}

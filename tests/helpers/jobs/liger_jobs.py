@@ -86,17 +86,26 @@ def liger_in_torch() -> Iterator[Counter[str]]:
                 vars(module).update(names)
 
 
+def apply_to_class() -> None:
+    """As `AutoLigerKernelForCausalLM` does, and programs by themselves, before they make a model."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama()
+
+
 def apply_to(model: Any) -> None:
-    """As `AutoLigerKernelForCausalLM` and programs do by themselves: with the losses that Liger takes by default."""
+    """Afterwards, with the losses that Liger takes by default."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model.get_base_model() if hasattr(model, "get_base_model") else model)
 
 
-def step_of(step: Step, loss: Loss, liger: bool, named: bool = True) -> Answer:
-    """One rank's step of a loop; gradients are averaged over ranks."""
+def step_of(step: Step, loss: Loss, liger: str = "", named: bool = True) -> Answer:
+    """One rank's step of a loop; gradients are averaged over ranks. ``liger``: applied to "class" or "model"."""
+    if liger == "class":
+        apply_to_class()
     model = chunked_jobs.model_of(step)
-    if liger:
+    if liger == "model":
         apply_to(model)
     if step.wrap == "DDP":
         model = DistributedDataParallel(model, find_unused_parameters=True)
@@ -114,23 +123,23 @@ def step_of(step: Step, loss: Loss, liger: bool, named: bool = True) -> Answer:
     return Answer(out.loss.detach(), gradients, state.losses, max(made, default=0), state.why)
 
 
-def both(step: Step) -> tuple[Answer, Answer, Counter[str]]:
+def both(step: Step, liger: str) -> tuple[Answer, Answer, Counter[str]]:
     """With Liger and without it; how often Liger's functions were called."""
-    want = step_of(step, "sharded", liger=False)
+    want = step_of(step, "sharded")
     with liger_in_torch() as calls:
-        return step_of(step, "auto", liger=True), want, calls
+        return step_of(step, "auto", liger), want, calls
 
 
 def unnamed() -> list[Any]:
     """What a step raises whose model was not named to `shard`, and whose forward is Liger's."""
     with liger_in_torch():
-        return [attempt(step_of, Step(why=""), "auto", True, False)]
+        return [attempt(step_of, Step(why=""), "auto", "model", False)]
 
 
 def by_name() -> Answer:
     """A step with Liger's loss in place of torch's, where "chunked" was asked for by name: raises."""
     with liger_in_torch():
-        return step_of(Step(why="", model="granite"), "chunked", liger=True)
+        return step_of(Step(why="", model="granite"), "chunked", "model")
 
 
 @dataclass
@@ -141,8 +150,10 @@ class WithLiger:
     calls: Counter[str]
 
 
-def trained(run: Run | Case, mesh: Mesh) -> WithLiger:
+def trained(run: Run | Case, mesh: Mesh, by_class: bool = False) -> WithLiger:
     with liger_in_torch() as calls:
+        if by_class:
+            apply_to_class()
         return WithLiger(train(run, mesh) if isinstance(run, Run) else sft_trained(run, mesh), calls)
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
 from hf_ring_attn.integration import log
-from hf_ring_attn.integration.hosts.gathered_loss import HANDED_OVER, gathered
+from hf_ring_attn.integration.hosts.gathered_loss import LOSS_INPUTS, gathered
 from hf_ring_attn.integration.model.replicas import averages_gradients
 from hf_ring_attn.integration.selfcheck.row import SelfCheckState
 from tests.helpers.jobs.plain_jobs import CHECKPOINTING, Batch, padded, tokens
@@ -182,7 +182,7 @@ def gathered_loss() -> tuple[str, Tensor]:
     """Of a model whose hooks gather its logits, which are there for the user's batch alone."""
     batch, model = tokens(23), tiny("llama", "ring_fp32")
     sharded = hf_ring_attn.shard(batch, config=RingConfig(loss="gathered"))
-    inputs = {name: x for name, x in sharded.inputs.items() if name not in HANDED_OVER}
+    inputs = {name: x for name, x in sharded.inputs.items() if name not in LOSS_INPUTS}
     with sharded, gathered(model, sharded):
         loss = model(**inputs, labels=batch["labels"]).loss
     return sharded.context.state(SelfCheckState).verdict, loss

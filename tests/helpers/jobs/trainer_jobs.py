@@ -206,7 +206,7 @@ LOGGED = ("loss", "grad_norm", "num_input_tokens_seen")
 
 
 def train(
-    run: Run, mesh: Mesh, folder: str | None = None, resume_from: str | None = None, **environment: str
+    run: Run, mesh: Mesh, folder: str | None = None, resume_from: str | bool | None = None, **environment: str
 ) -> Outcome:
     """The whole run, on this rank of the mesh."""
     with launched(mesh, **environment), a_folder(folder) as output:

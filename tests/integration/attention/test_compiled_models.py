@@ -73,6 +73,7 @@ def test_so_it_is_in_a_ring_of_one(case: Compiled, model: str) -> None:
     assert found.graphs == case.graphs
 
 
+@pytest.mark.turns
 def test_a_window_is_not_that_of_another_model(ranks: Ranks) -> None:
     """Their code is the same, and the compiler keeps what it made of it."""
     short = replace(WHOLE, model="mistral", batches=PACKED[:1])
@@ -121,6 +122,7 @@ TRAININGS = {"a model in DDP": ({}, 1), "regions": ({"ACCELERATE_DYNAMO_USE_REGI
 
 
 @pytest.mark.parametrize("way", TRAININGS)
+@pytest.mark.turns
 def test_a_trainer_that_compiles(ranks: Ranks, way: str) -> None:
     environment, most = TRAININGS[way]
     run = Run(why="compiled", steps=3, rows=Rows(packed=True))

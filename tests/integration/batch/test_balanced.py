@@ -107,6 +107,7 @@ MESHES = [(Mesh(cp=2), 4), (Mesh(cp=4), 8), (Mesh(cp=4), 4), (Mesh(cp=2), 8)]
         for turn, run in enumerate(RUNS) for at, one in enumerate(MESHES)
     ],
 )  # fmt: skip
+@pytest.mark.turns
 def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, run: Run, mesh: Mesh, chunks: int) -> None:
     want = without_ring(ranks, run, mesh)
     for got, dealt in ranks(mesh.size).run(jobs.trained, run, mesh, chunks):
@@ -117,6 +118,7 @@ def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, run: Run, mesh
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_a_compiled_model_takes_batches_of_other_chunks(ranks: Ranks) -> None:
     batches = [LONGER, tokens(97), packed(13, 84)]
     for answers in ranks(2).run(jobs.compiled, batches, 4):

@@ -152,6 +152,7 @@ def assert_once_compiled(found: list[Beside], graphs: list[int] | None, comparis
 
 @pytest.mark.parametrize(("case", "few"), COMPILED)
 @pytest.mark.slow
+@pytest.mark.turns
 def test_compiled_they_travel_once(ranks: Ranks, case: Compiled, few: bool) -> None:
     """Other batches take no new graphs; each layer that takes is told so by all ranks."""
     for found in ranks(2).run(compiled, case, few):
@@ -159,6 +160,7 @@ def test_compiled_they_travel_once(ranks: Ranks, case: Compiled, few: bool) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_compiled_and_recomputed_they_travel_once_forward(ranks: Ranks) -> None:
     """transformers' own code breaks the graph of a layer that stores its keys in a checkpoint, and so none is left."""
     for found in ranks(2).run(compiled, replace(LAYERS, graphs=None, checkpointing="recomputed")):
@@ -166,6 +168,7 @@ def test_compiled_and_recomputed_they_travel_once_forward(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_a_rank_where_the_compiler_gave_up_sends_the_same(ranks: Ranks) -> None:
     """It has a limit of graphs, which ranks of unlike masks may reach at unlike times."""
     quick, slow = ranks(2).run(compiled, replace(LAYERS, model="gemma3n", graphs=None), False, True)
@@ -175,6 +178,7 @@ def test_a_rank_where_the_compiler_gave_up_sends_the_same(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("what", ["", "layers"])
+@pytest.mark.turns
 def test_heads_per_gather_bounds_what_is_kept(ranks: Ranks, what: Any) -> None:
     """Who gives it wants no more memory than that of so many heads, so nothing stays, compiled or not."""
     ring = RingConfig(heads_per_gather=1)
@@ -218,29 +222,29 @@ def asked() -> tuple[list[Any], SharedKV, Tensor, Tensor]:
     shared_kv.mark_layers(model, ring_of_two())
     shared, key, value = SharedKV(), torch.randn(2, 3), torch.randn(2, 3)
     layers = [*model.layers]
-    assert shared.kept(layers[0], key, value, PLAN, torch.float32) is not None
+    assert shared.store_of(layers[0], key, value, PLAN, torch.float32) is not None
     return layers, shared, key, value
 
 
 def test_it_goes_with_the_last_layer() -> None:
     layers, shared, key, value = asked()
-    first = shared.kept(layers[1], key, value, PLAN, torch.float32)
-    last = shared.kept(layers[2], key, value, PLAN, torch.float32)
+    first = shared.store_of(layers[1], key, value, PLAN, torch.float32)
+    last = shared.store_of(layers[2], key, value, PLAN, torch.float32)
     assert first is last is not None
     gone = weakref.ref(first)
     del first, last
-    assert gone() is None and shared.kept(layers[1], key, value, PLAN, torch.float32) is None
+    assert gone() is None and shared.store_of(layers[1], key, value, PLAN, torch.float32) is None
 
 
 def test_it_goes_with_the_last_layer_whatever_that_attends_to() -> None:
     layers, shared, key, value = asked()
-    assert shared.kept(layers[2], torch.randn(2, 3), value, PLAN, torch.float32) is None
-    assert shared.kept(layers[1], key, value, PLAN, torch.float32) is None
+    assert shared.store_of(layers[2], torch.randn(2, 3), value, PLAN, torch.float32) is None
+    assert shared.store_of(layers[1], key, value, PLAN, torch.float32) is None
 
 
 def test_it_goes_with_its_key() -> None:
     layers, shared, key, value = asked()
-    gone = weakref.ref(shared.kept(layers[1], key, value, PLAN, torch.float32))
+    gone = weakref.ref(shared.store_of(layers[1], key, value, PLAN, torch.float32))
     del key
     assert gone() is None
 
@@ -252,22 +256,22 @@ def test_only_the_very_same_is_the_same() -> None:
         (key, value.clone(), PLAN, torch.float32), (key, value, plan(), torch.float32),
         (key, value, PLAN, torch.bfloat16),
     ]  # fmt: skip
-    assert [shared.kept(layers[1], *other) for other in others] == [None] * 5
-    assert shared.kept(layers[1], key, value, PLAN, torch.float32) is not None
+    assert [shared.store_of(layers[1], *other) for other in others] == [None] * 5
+    assert shared.store_of(layers[1], key, value, PLAN, torch.float32) is not None
 
 
 @pytest.mark.parametrize("changed", ["key", "value"])
 def test_what_was_changed_in_place_is_not_the_same(changed: str) -> None:
     layers, shared, key, value = asked()
     {"key": key, "value": value}[changed].view(-1).mul_(2)
-    assert shared.kept(layers[1], key, value, PLAN, torch.float32) is None
+    assert shared.store_of(layers[1], key, value, PLAN, torch.float32) is None
 
 
 def test_what_cannot_tell_its_changes_is_not_kept() -> None:
     layers, shared, *_ = asked()
     with torch.inference_mode():
         key, value = torch.randn(2, 3), torch.randn(2, 3)
-        assert shared.kept(layers[0], key, value, PLAN, torch.float32) is None
+        assert shared.store_of(layers[0], key, value, PLAN, torch.float32) is None
 
 
 def test_nothing_is_kept_through_a_backward() -> None:
@@ -275,10 +279,10 @@ def test_nothing_is_kept_through_a_backward() -> None:
     layers, shared, key, value = asked()
     found = []
     x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda _: found.append(shared.kept(layers[1], key, value, PLAN, torch.float32)))
+    x.register_hook(lambda _: found.append(shared.store_of(layers[1], key, value, PLAN, torch.float32)))
     x.sum().backward()
     assert found == [None]
-    assert shared.kept(layers[1], key, value, PLAN, torch.float32) is None
+    assert shared.store_of(layers[1], key, value, PLAN, torch.float32) is None
 
 
 def test_layers_are_known_by_their_marks() -> None:

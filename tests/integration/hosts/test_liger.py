@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hf_ring_attn.integration.hosts.liger import leave_loss_to_ring
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import liger_jobs
 from tests.helpers.jobs.chunked_jobs import Step
@@ -39,9 +41,11 @@ def test_a_trainer_with_liger_trains_as_without(ranks: Ranks, run: Run) -> None:
         assert not found.calls["fused loss"] and not found.calls["loss"]
 
 
-def test_sft_with_liger(ranks: Ranks) -> None:
-    want = ranks(1).run(sft_trained, Case("without"), Mesh())[0]
-    for found in ranks(2).run(liger_jobs.trained, Case("Liger", LIGER), Mesh(cp=2)):
+@pytest.mark.parametrize("way", ["use_liger_kernel", "the class"])
+def test_sft_with_liger(ranks: Ranks, way: str) -> None:
+    want, by_class = ranks(1).run(sft_trained, Case("without"), Mesh())[0], way == "the class"
+    case = Case("Liger", {} if by_class else LIGER)
+    for found in ranks(2).run(liger_jobs.trained, case, Mesh(cp=2), by_class):
         assert found.calls["norm"] and not found.calls["fused loss"]
         for mine, theirs in zip(found.outcome.steps, want.steps, strict=True):
             assert [mine[name] for name in NUMBERS] == pytest.approx([theirs[name] for name in NUMBERS], rel=LOSS)
@@ -62,7 +66,8 @@ LOOPS = [
 
 @pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.why)
 def test_a_loop_with_liger_s_forward(ranks: Ranks, step: Step) -> None:
-    for got, want, calls in ranks(2).run(liger_jobs.both, step):
+    liger = "class" if step.wrap == "DDP" else "model"
+    for got, want, calls in ranks(2).run(liger_jobs.both, step, liger):
         assert (got.losses, calls["fused loss"]) == (1, 0), got.why
         assert calls["norm"] and calls["rope"] and calls["gated"]
         assert_equal(got, want)
@@ -70,7 +75,7 @@ def test_a_loop_with_liger_s_forward(ranks: Ranks, step: Step) -> None:
 
 def test_liger_s_cross_entropy_gets_all_logits(ranks: Ranks) -> None:
     """It stands in for torch's, and its kernel would read the memory of logits that were not made."""
-    for got, want, calls in ranks(2).run(liger_jobs.both, Step(why="", model="granite")):
+    for got, want, calls in ranks(2).run(liger_jobs.both, Step(why="", model="granite"), "model"):
         assert got.losses == 0 and calls["loss"] > 0
         assert got.why == "torch.nn.functional.cross_entropy is liger_kernel.transformers.functional's"
         assert_equal(got, want)
@@ -96,3 +101,12 @@ def test_liger_s_losses_are_refused_by_name(ranks: Ranks, name: str) -> None:
     case = Case("asked for by name", {**LIGER, "liger_kernel_config": {name: True}})
     for said in ranks(2).run(one_step, case, Mesh(cp=2)):
         assert said.startswith(f"UnsupportedOption: liger_kernel_config={{{name!r}: True}} is not possible"), said
+
+
+def test_liger_s_losses_are_turned_off_and_the_rest_is_left() -> None:
+    """Both: Granite's has cross_entropy by default, which would make all logits."""
+    arguments = SimpleNamespace(use_liger_kernel=True, liger_kernel_config={"swiglu": False})
+    for _ in range(2):
+        leave_loss_to_ring(arguments)
+        off = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+        assert arguments.liger_kernel_config == {"swiglu": False, **off}

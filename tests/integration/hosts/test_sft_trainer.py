@@ -114,6 +114,7 @@ BOTH = Case("both", {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps":
 
 
 @pytest.mark.parametrize(("case", "mesh"), by_turns([ADDED, EXPERTS, BOTH, MEANS], [Mesh(cp=2), Mesh(cp=4)]))
+@pytest.mark.turns
 def test_losses_that_are_no_sums_over_tokens(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     """Without replicas: what they would average is not what one process has of all rows together."""
     compare(ranks, case, mesh)

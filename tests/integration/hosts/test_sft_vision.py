@@ -47,6 +47,7 @@ LARGER = [
 
 
 @pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.why)
+@pytest.mark.turns
 def test_images_in_sft_are_those_of_one_process(ranks: Ranks, case: Case) -> None:
     compare(ranks, case, Mesh(cp=2))
 

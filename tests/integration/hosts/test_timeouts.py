@@ -71,6 +71,7 @@ def test_a_ring_of_a_trainer_waits_as_long_as_asked(ranks: Ranks) -> None:
     assert ranks(4).run(of_a_trainer, 99) == [timedelta(seconds=99)] * 4
 
 
+@pytest.mark.turns
 def test_a_rank_that_never_comes_ends_the_wait_in_words(ranks: Ranks) -> None:
     waited = ranks(4).run(left_alone)
     assert waited[2] == pytest.approx(3, abs=2.5)

@@ -182,6 +182,7 @@ NOT_AVERAGED = {"eval_steps": 2, "average_tokens_across_devices": False}
 
 @pytest.mark.parametrize("averaged", [True, False], ids=["", "not averaged"])
 @pytest.mark.parametrize("kind", [PassesOn, Penalises, OwnStep, WholeStep])
+@pytest.mark.turns
 def test_a_trainer_with_a_step_of_its_own_is_exact(ranks: Ranks, kind: type[Trainer], averaged: bool) -> None:
     assert_same_log(ranks, kind, LLAMA if averaged else replace(LLAMA, arguments=NOT_AVERAGED))
 

@@ -36,6 +36,7 @@ MOVES = [
 
 
 @pytest.mark.parametrize(("run", "first", "second"), MOVES, ids=lambda x: getattr(x, "why", str(x)))
+@pytest.mark.turns
 def test_a_run_resumes_on_another_mesh(ranks: Ranks, tmp_path: Path, run: Run, first: Mesh, second: Mesh) -> None:
     before = ranks(first.size).run(train, run, first, str(tmp_path / "first"))[0]
     checkpoint = tmp_path / "first" / "checkpoint-2"

@@ -27,7 +27,9 @@ ids = torch.arange(40)[None] * 5 + 3
 with torch.no_grad(), model.disable_adapter():
     base = model(input_ids=ids).logits
 with torch.no_grad():
-    torch.save({"adapted": model(input_ids=ids).logits, "base": base}, sys.argv[2])
+    adapted = model(input_ids=ids).logits
+    merged = model.merge_and_unload()(input_ids=ids).logits
+    torch.save({"adapted": adapted, "base": base, "merged": merged}, sys.argv[2])
 print(json.dumps(sorted(name for name in sys.modules if name.startswith("hf_ring_attn"))))
 """
 
@@ -45,6 +47,7 @@ def test_an_adapter_from_a_ring_serves_without_the_plugin(ranks: Ranks, tmp_path
     assert json.loads(served.stdout.splitlines()[-1]) == []
     found = torch.load(logits)
     assert relative_error(found["adapted"], trained[0]) < 1e-5
+    assert relative_error(found["merged"], trained[0]) < 1e-5
     assert relative_error(found["base"], trained[0]) > 1e-2, "the adapter changed nothing, so this shows nothing"
 
 

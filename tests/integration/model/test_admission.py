@@ -269,6 +269,7 @@ TRAININGS = [
 
 
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda training: training.why)
+@pytest.mark.turns
 def test_a_trainer_is_refused_before_its_first_step(ranks: Ranks, training: Training) -> None:
     for raised in ranks(training.mesh.size).run(jobs.refused_training, training):
         assert raised is not None, "not refused"

@@ -189,6 +189,7 @@ DRIFTS = {
 
 @pytest.mark.parametrize("program", [drifting_llama, drifting_lora])
 @pytest.mark.parametrize("how", DRIFTS)
+@pytest.mark.turns
 def test_replicas_that_drift_apart_are_refused(ranks: Ranks, how: str, program: Callable[[str], Any]) -> None:
     batch, what, todo = DRIFTS[how]
     for turn, text in ranks(2).run(program, how):

@@ -108,6 +108,7 @@ def after(change: str) -> tuple[str, str] | None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.turns
 def test_a_change_after_the_first_batch_is_refused(ranks: Ranks, change: str) -> None:
     for raised in ranks(2).run(after, change):
         assert raised is not None, "not refused"

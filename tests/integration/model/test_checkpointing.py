@@ -7,9 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import hf_ring_attn
-from hf_ring_attn import RingConfig
+from hf_ring_attn import RingConfig, errors
+from hf_ring_attn.attention.op import attentions
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.integration import log
 from hf_ring_attn.integration.model import checkpointing
@@ -93,3 +95,66 @@ def test_without_checkpointing_it_is_told_that_nothing_is_saved() -> None:
         checkpointing.prepare(model, alone(RingConfig(save_attention=True)))
     assert not warn.called
     assert model.model.layers[0]._gradient_checkpointing_func.keywords["context_fn"] is checkpointing.contexts
+
+
+def step_of(model: Any, again: bool = True, **options: Any) -> tuple[list[float], int]:
+    """The gradients of one step in a ring of one, and how often it attended. ``again``: by a second backward, too."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
+    config = RingConfig(self_check=False, **options)
+    before = attentions()
+    with (sharded := hf_ring_attn.shard(tokens(23), config=config, model=model)):
+        loss = model(**sharded.inputs).loss
+    loss.backward(retain_graph=again)
+    once = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    ran = attentions() - before
+    if again:
+        loss.backward()
+    for name, gradient in once.items():
+        found = model.get_parameter(name).grad
+        assert torch.equal(found, 2 * gradient if again else gradient), "a second backward takes the same results"
+    return [float(gradient.double().norm()) for gradient in once.values()], ran
+
+
+def test_a_compiled_model_saves_its_attention_too() -> None:
+    model: Any = tiny("llama", "ring_fp32").train()
+    (want, twice), (got, once) = step_of(model), step_of(tiny("llama", "ring_fp32").train(), save_attention=True)
+    assert got == want and twice == 2 * once == 2 * model.config.num_hidden_layers
+    compiled: Any = tiny("llama", "ring_fp32").train()
+    compiled.compile(backend="aot_eager")
+    got, count = step_of(compiled, again=False, save_attention=True)
+    assert got == pytest.approx(want, rel=1e-6) and count == once
+
+
+def test_no_op_of_a_layer_goes_through_python() -> None:
+    """As it does under a policy of selective checkpointing, at half of the host's time of a layer."""
+    modes: list[Any] = []
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: modes.append(_get_current_dispatch_mode()))
+    step_of(model, save_attention=True)
+    assert modes == [None] * 3, "in the forward and in two recomputes"
+
+
+def test_an_output_of_attention_that_is_changed_in_place_is_refused() -> None:
+    model: Any = tiny("llama", "ring_fp32").train()
+    layer = model.model.layers[1].self_attn.o_proj
+    layer.register_forward_pre_hook(lambda _, args: (args[0].mul_(2), *args[1:]))
+    with pytest.raises(errors.SavedAttentionChanged, match="in place"):
+        step_of(model, save_attention=True)
+
+
+def test_attention_with_a_score_mod_is_saved_too() -> None:
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
+    slopes = torch.zeros(model.config.num_attention_heads, requires_grad=True)
+
+    def gradient(save: bool) -> tuple[torch.Tensor, int]:
+        before, config = attentions(), RingConfig(self_check=False, save_attention=save)
+        with (sharded := hf_ring_attn.shard(tokens(23), config=config, model=model)):
+            loss = model(**sharded.inputs, score_mod=lambda s, b, h, q, k: s + slopes[h] * (q - k)).loss
+        loss.backward()
+        assert slopes.grad is not None
+        found, slopes.grad = slopes.grad, None
+        return found, attentions() - before
+
+    (want, twice), (got, once) = gradient(False), gradient(True)
+    assert torch.equal(got, want) and twice == 2 * once

@@ -144,6 +144,7 @@ def step_of(forward: str, attention: str | None) -> tuple[float, dict[str, Tenso
 
 
 @pytest.mark.parametrize("forward", EXACT)
+@pytest.mark.turns
 def test_a_term_that_ranks_have_alike_is_exact_in_a_loop(ranks: Ranks, forward: str) -> None:
     assert_same_step(ranks(2).run(step_of, forward, "ring_fp32"), step_of(forward, None))
 

@@ -33,6 +33,7 @@ OFTEN = [*((0, how) for how in ("", "recomputed", "reentrant")), (1, "recomputed
         for at, shards in enumerate(SHARDS) for how in ("", "recomputed", "reentrant")
     ],
 )  # fmt: skip
+@pytest.mark.turns
 def test_sharded_parameters_train_as_in_one_process(ranks: Ranks, shards: Shards, checkpointing: str) -> None:
     compare(ranks, shards, BOUND, "llama", torch.float64, checkpointing)
 

@@ -63,6 +63,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("world_size", "lengths", "chunks"), ROWS)
+@pytest.mark.turns
 def test_documents_of_a_packed_row_know_nothing_of_each_other(
     ranks: Ranks, world_size: int, lengths: tuple[int, ...], chunks: int
 ) -> None:
@@ -106,6 +107,7 @@ def test_two_batches_alive(ranks: Ranks, model: str) -> None:
     ],
     ids=str,
 )
+@pytest.mark.turns
 def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, model: str, mesh: Mesh) -> None:
     """Text is generated in the middle: caches and decode steps are transformers' own, outside the ring."""
     # Few and small steps: weights that differ by 2e-7 soon give a tiny gated delta net gradients that differ by 3e-5.
@@ -132,6 +134,7 @@ SHARDS = [
         for turn, model in enumerate(["qwen3_5", "granite", "mamba", "mamba2"]) for at, shards in enumerate(SHARDS)
     ],
 )  # fmt: skip
+@pytest.mark.turns
 def test_fsdp2_trains_as_one_process_does(ranks: Ranks, model: str, shards: Shards, checkpointing: str) -> None:
     batches = TWO_ROWS[: shards.world // 2]
     before = dict(plain_jobs.ready(Step(why="", model=model), None).named_parameters())
@@ -167,6 +170,7 @@ def test_autocast_rounds_as_in_one_process(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_a_compiled_hybrid_gives_the_same(ranks: Ranks) -> None:
     for away in ranks(2).run(jobs.compiled, [tokens(23), packed(10, 14)]):
         assert away < EXACT
@@ -228,6 +232,7 @@ def test_a_copy_of_a_model_is_prepared_as_the_model_is(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_nothing_is_kept_of_models_that_are_gone(ranks: Ranks) -> None:
     """What `uninstall` was to do grew by an entry for each layer."""
     few, many = ranks(2).run(jobs.kept, 2), ranks(2).run(jobs.kept, 50)

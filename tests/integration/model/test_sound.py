@@ -60,7 +60,7 @@ TRAININGS = [
     Run(  # small steps: at 0.05 the difference of two orders of float32 sums grows tenfold a step on some processors
         why=model,
         model=model,
-        rows=Sounds(**sizes),
+        rows=Sounds(**sizes),  # type: ignore[arg-type]
         evaluated=Sounds(count=5, seed=2, **sizes),  # type: ignore[arg-type]
         arguments={"learning_rate": 0.01},
     )
@@ -70,6 +70,7 @@ TRAININGS = [
 
 
 @pytest.mark.parametrize(("run", "mesh"), by_turns(TRAININGS))
+@pytest.mark.turns
 def test_a_trainer_trains_on_sound(ranks: Ranks, run: Run, mesh: Mesh) -> None:
     assert_equal_runs(in_rings(ranks, run, mesh)[0], without_ring(ranks, run, mesh))
 

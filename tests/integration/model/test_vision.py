@@ -120,6 +120,7 @@ def test_images_change_nothing_about_the_answer(ranks: Ranks, step: Step, world_
 
 
 @pytest.mark.parametrize(("run", "mesh"), by_turns(TRAININGS))
+@pytest.mark.turns
 def test_a_trainer_trains_on_images(ranks: Ranks, run: Run, mesh: Mesh) -> None:
     outcomes, want = in_rings(ranks, run, mesh), without_ring(ranks, run, mesh)
     for outcome in (outcomes[0], want):  # a softmax does not see the bias of keys, whose gradient is rounding

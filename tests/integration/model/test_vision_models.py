@@ -54,6 +54,7 @@ TRAINED = ("Idefics 3", "InternVL", "Qwen2-VL", "Llama 4", "Gemma 4, images both
 @pytest.mark.parametrize(
     "name", [name if name in TRAINED else pytest.param(name, marks=pytest.mark.full) for name in KINDS]
 )
+@pytest.mark.turns
 def test_a_trainer_trains_a_family(ranks: Ranks, name: str) -> None:
     want = vision_models.trained(name, Mesh())
     assert len(want) == 5 and {"loss", "grad_norm", "eval_loss"} <= {key for entry in want for key in entry}

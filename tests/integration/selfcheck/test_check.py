@@ -48,6 +48,7 @@ WAYS = {"2": (2, torch.float32), "4": (4, torch.float32), "2 in bfloat16": (2, t
         for way, seldom in zip(WAYS, (False, turn % 2 == 1, turn % 2 == 0), strict=True)
     ],
 )
+@pytest.mark.turns
 def test_a_defect_is_refused_on_every_rank_before_a_step(
     ranks: Ranks, planted: str, size: int, dtype: torch.dtype
 ) -> None:

@@ -1,0 +1,84 @@
+"""Results of attention that a checkpoint saves, so that its recompute neither gathers nor attends.
+
+A policy of selective checkpointing could save them. But it sends every op of a layer through Python, forward and
+recompute, which costs more host time than short rows take on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..errors import SavedAttentionChanged
+
+Pair = tuple[Tensor, Tensor]
+"""out [B, T, H, Dv] and lse [B, H, T] of one forward."""
+
+
+class _Saved(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    version: int
+
+
+class SavedResults:
+    """The results of the attentions in one checkpoint, in the order of its forward."""
+
+    def __init__(self) -> None:
+        self.results: list[_Saved] = []
+
+    def contexts(self) -> tuple[_Active, _Active]:
+        """The contexts of the checkpoint's forward and of its recomputes."""
+        return _Active(self, reuse=False), _Active(self, reuse=True)
+
+
+class _Active:
+    """Within it, attentions of this thread are saved, or replaced by saved results."""
+
+    def __init__(self, saved: SavedResults, reuse: bool) -> None:
+        self.saved, self.reuse = saved, reuse
+        self.next = 0
+
+    def __enter__(self) -> None:
+        self.next = 0
+        _stack().append(self)
+
+    def __exit__(self, *_error: object) -> None:
+        _stack().remove(self)
+
+
+_THREAD = threading.local()
+"""The contexts that are active in each thread: autograd computes backwards in threads of its own."""
+
+
+def _stack() -> list[_Active]:
+    if not hasattr(_THREAD, "active"):
+        _THREAD.active = []
+    found: list[_Active] = _THREAD.active
+    return found
+
+
+def saved_or(compute: Callable[[], Pair], q: Tensor) -> Pair:
+    """The results of an attention of queries ``q`` [B, T, H, D]: saved ones in a recompute, else those of ``compute``.
+
+    Raises:
+        SavedAttentionChanged: a result was changed after the forward.
+    """
+    active = _stack()[-1] if _stack() else None
+    if active is None:
+        return compute()
+    results = active.saved.results
+    if not active.reuse:
+        out, lse = compute()
+        # Detached: the tensor that is returned gets a graph, which would live as long as this.
+        results.append(_Saved(out.detach(), lse.detach(), out._version))
+        return out, lse
+    found = results[active.next]
+    active.next += 1
+    assert found.out.shape[:3] == q.shape[:3], "a recompute calls the same attentions as the forward"
+    if found.out._version != found.version:
+        raise SavedAttentionChanged(tuple(found.out.shape))
+    return found.out.detach(), found.lse.detach()

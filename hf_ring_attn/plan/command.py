@@ -1,0 +1,119 @@
+"""The command ``plan``: its arguments, its table, its JSON and the files that it writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ..integration.model import loading
+from . import launch, report
+from .hardware import GPUS, Gpu
+from .search import alternatives, forecast, most_tokens
+from .setup import ITEMSIZES, LOSSES, METHODS, OPTIMIZERS, SHARDS, Setup
+from .shape import shape_of
+
+
+def count(text: str) -> int:
+    """Reads a whole number from 1 on; 128K and 1M are 131072 and 1048576."""
+    unit = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdecimal() or int(digits) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, which must be a whole number from 1 on (128K is 131072)")
+    return int(digits) * unit
+
+
+def positive(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, which must be a number above 0")
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--model", required=True, help="of the Hub, a folder, or a config file; no weights are read")
+    what.add_argument("--tokens", type=count, help="of a row: 131072, 128K, 1M")
+    what.add_argument("--max-tokens", action="store_true", help="find the longest row that fits")
+    what.add_argument("--method", choices=METHODS, default="lora", help="LoRA on all linear layers, QLoRA, or full")
+    what.add_argument("--lora-rank", type=count, default=16)
+    what.add_argument("--dtype", choices=ITEMSIZES, default="bfloat16")
+    what.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    where = parser.add_argument_group("where")
+    where.add_argument("--gpus", type=count, required=True, help="of all nodes")
+    where.add_argument("--gpus-per-node", type=count, default=8)
+    where.add_argument("--ring", type=count, help="GPUs that share a row; default: all")
+    where.add_argument("--gpu", choices=GPUS, default="h100")
+    where.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU; default: what --gpu has")
+    where.add_argument("--host-memory", type=positive, metavar="GIB", help="per GPU; default: no limit")
+    where.add_argument("--tflops", type=positive, help="of a GPU in 16 bits, as its maker gives it")
+    where.add_argument("--bandwidth", type=positive, metavar="GB/S", help="of a GPU's memory")
+    where.add_argument("--link", type=positive, metavar="GB/S", help="from GPU to GPU in a node, one direction")
+    where.add_argument("--network", type=positive, metavar="GB/S", help="from node to node, per GPU, one direction")
+    where.add_argument("--host-link", type=positive, metavar="GB/S", help="from a GPU to host memory")
+    how = parser.add_argument_group("how")
+    how.add_argument("--shard", choices=SHARDS, default="fsdp2", help="weights over all GPUs, or a copy on each")
+    how.add_argument("--no-checkpointing", action="store_true", help="save all activations")
+    how.add_argument("--save-attention", action="store_true", help="as in RingConfig")
+    how.add_argument("--loss", choices=LOSSES, default="chunked", help="as in RingConfig")
+    how.add_argument("--mlp-tokens", type=count, metavar="TOKENS", help="as in RingConfig")
+    how.add_argument("--offload-above", type=float, metavar="GIB", help="as in RingConfig; 0: all checkpoints")
+    how.add_argument("--liger", action="store_true", help="fused norms, RoPE and gated MLPs")
+    how.add_argument("--offload-params", action="store_true", help="FSDP2's weights and optimizer, to host memory")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help=f"write {launch.CONFIG}, {launch.PROGRAM} there")
+
+
+def check(given: argparse.Namespace) -> str | None:
+    """Returns what is wrong with arguments that do not go together, or None."""
+    if (given.tokens is None) != given.max_tokens:
+        return "give either --tokens or --max-tokens"
+    if given.gpus % (given.ring or given.gpus):
+        return f"--gpus {given.gpus} must be a multiple of --ring {given.ring}"
+    if given.save_attention and given.no_checkpointing:
+        return "--save-attention needs checkpointing: leave out --no-checkpointing"
+    if given.offload_above is not None and (given.no_checkpointing or not 0 <= given.offload_above < float("inf")):
+        return "--offload-above is a number of GiB from 0 on, and needs checkpointing"
+    if given.offload_params and (given.shard != "fsdp2" or given.gpus == 1):
+        return "--offload-params is FSDP2's: it needs --shard fsdp2 and several GPUs"
+    return None
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the forecast; returns 1 if it does not fit."""
+    config = loading.load_config(given.model)
+    model = shape_of(config, loading.empty_model(config))
+    gpu = _gpu(given)
+    setup = Setup(
+        gpus=given.gpus, tokens=given.tokens or 1, gpu=gpu, gpus_per_node=given.gpus_per_node, ring=given.ring or 0,
+        method=given.method, lora_rank=given.lora_rank, shard=given.shard, dtype=given.dtype, optimizer=given.optimizer,
+        checkpointing=not given.no_checkpointing, save_attention=given.save_attention, loss=given.loss,
+        mlp_tokens=given.mlp_tokens or 0, offload_above=given.offload_above,
+        offload_params=given.offload_params, liger=given.liger,
+    )  # fmt: skip
+    if given.max_tokens:
+        found = most_tokens(model, setup, gpu.memory_gib)
+        setup = replace(setup, tokens=found or 2 * setup.ring_size)
+    one = forecast(model, setup, gpu.memory_gib)
+    others = alternatives(model, setup, gpu.memory_gib)
+    if given.json:
+        sys.stdout.write(json.dumps(report.as_json(model, one, others, given.gpu, given.model), indent=1) + "\n")
+    else:
+        sys.stdout.write(report.table(model, one, others, given.gpu) + "\n")
+    if given.write is not None:
+        launch.write(given.write, setup, given.model)
+    return 0 if one.fits else 1
+
+
+def _gpu(given: argparse.Namespace) -> Gpu:
+    chosen = {
+        "memory_gib": given.memory, "host_memory_gib": given.host_memory,
+        "tflops": given.tflops, "bandwidth_gbs": given.bandwidth, "link_gbs": given.link,
+        "network_gbs": given.network, "host_gbs": given.host_link,
+    }  # fmt: skip
+    return replace(GPUS[given.gpu], **{name: value for name, value in chosen.items() if value is not None})

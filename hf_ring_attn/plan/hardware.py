@@ -1,0 +1,65 @@
+"""Speeds and memory of GPUs: what makers give, and the shares of it that were measured.
+
+Fitted to two runs: `s128_saved` of recipes/results/2026-11-22-four-gpus (its profile: attention, matrix products,
+other kernels), and `chunked_8K` of 2026-11-23-chunked-loss (`LAYER_SECONDS`). Attention of heads that are not 128 wide:
+runs `two_*` of 2026-11-22-four-gpus. tests/plan compares forecasts with runs that were not fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU and its links.
+
+    Args:
+        memory_gib: as torch sees it. tflops, float32_tflops: dense, as the maker gives it.
+        bandwidth_gbs: of its memory. link_gbs: to GPUs of its node. network_gbs: to other nodes, per GPU. host_gbs: to
+            host memory. Each in one direction, in 1e9 bytes per second; the last three as programs reach them.
+        host_memory_gib: of host memory, per GPU.
+    """
+
+    memory_gib: float
+    tflops: float
+    float32_tflops: float
+    bandwidth_gbs: float
+    link_gbs: float
+    network_gbs: float = 45.0
+    host_gbs: float = 45.0
+    host_memory_gib: float = math.inf
+
+
+GPUS = {
+    "h100": Gpu(79.1, 989.0, 67.0, 3350.0, 360.0),
+    "h200": Gpu(139.8, 989.0, 67.0, 4800.0, 360.0),
+    "a100": Gpu(79.2, 312.0, 19.5, 2039.0, 240.0, 22.0, 22.0),
+}
+
+MATMUL = 0.664
+"""Share of the maker's FLOP/s that matrix products reach."""
+
+ATTENTION = {64: (0.53, 0.545), 128: (0.674, 0.595), 192: (0.667, 0.50), 256: (0.71, 0.37)}
+"""The same for attention by a head's width: forward, backward (flash-attn-4 on Hopper)."""
+
+ELEMENTWISE = 0.82
+"""Share of the memory's bandwidth that all other kernels reach, by the bytes of `seconds.elementwise_numbers`."""
+
+LAYER_SECONDS = 0.0037
+"""Seconds of a step that each layer costs whatever the tokens: launches, small kernels, waits. They are the host's: on
+another machine of the kind a step of 8192 tokens took 1.02 s, not 0.64 (recipes/results/2026-11-23-whole-step)."""
+
+CONTEXT_GIB = 2.0
+"""CUDA's context, NCCL's and cuBLAS's buffers, outside of torch's allocator: a round number, not measured."""
+
+SLACK = 0.05
+"""Share of the memory for activations that torch's allocator reserves beyond what is in use: assumed."""
+
+
+def attention_shares(head_width: int) -> tuple[float, float]:
+    """Shares of the maker's FLOP/s in attention's forward and backward, of the nearest width that was measured."""
+    return ATTENTION[min(ATTENTION, key=lambda width: abs(width - head_width))]

@@ -1,0 +1,286 @@
+"""Peak memory of a GPU in a training step, by part, counted tensor by tensor; nothing here is fitted.
+
+T: tokens of a rank; a "number" is one value per token. While a step runs, its states, checkpoints and saved attention
+are there all the time. On top of them comes one of three moments, the largest of which is the peak: the backward of an
+MLP, after its layer was recomputed; the backward (or gather) of a layer's attention; the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..layers.chunked_loss import rows_per_chunk
+from ..traffic.base import PULLED, head_halves
+from ..traffic.head_groups import head_groups, ring_pass_groups
+from .hardware import CONTEXT_GIB, GIB, SLACK
+from .setup import OPTIMIZERS, Setup
+from .shape import LayerShape, ModelShape
+
+Parts = dict[str, float]
+"""Bytes by name."""
+
+FLOAT32 = 4
+FOUR_BIT = 0.5 + 1 / 64 + FLOAT32 / (64 * 256)
+"""Bytes per parameter in NF4: a byte of scale per 64 of them, quantized in turn with a float32 per 256."""
+LOSS_COPIES = 3
+"""Float32 tensors of the logits' size in the backward of a cross entropy: its log-softmax, and two gradients."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU.
+
+    Args:
+        always: during the whole step. moments: parts of each moment that may be the peak. outside: not in torch's
+            allocator. host: in host memory, per GPU.
+    """
+
+    always: Parts
+    moments: dict[str, Parts]
+    outside: Parts
+    host: Parts
+
+    @property
+    def moment(self) -> str:
+        """The name of the moment with the most memory."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def allocated(self) -> float:
+        """Peak bytes of torch's allocator, as torch.cuda.max_memory_allocated gives them."""
+        return sum(self.always.values()) + sum(self.moments[self.moment].values())
+
+    @property
+    def parts(self) -> Parts:
+        """All parts at the peak: their sum is what the GPU needs."""
+        passing = {**self.moments[self.moment]}
+        moving = sum(passing.values()) + sum(self.always.get(name, 0.0) for name in (CHECKPOINTS, SAVED, ACTIVATIONS))
+        parts = {**self.always, **passing, "allocator slack": SLACK * moving, **self.outside}
+        return {name: size for name, size in parts.items() if size}
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+CHECKPOINTS, SAVED, ACTIVATIONS = "layer checkpoints", "saved attention", "activations of all layers"
+
+
+def memory_of(model: ModelShape, setup: Setup) -> Memory:
+    """Counts the memory of a step."""
+    states, of_host = _states(model, setup)
+    largest = max(model.layers, key=lambda layer: layer.parameters)
+    layer_weights, head_weights = _gathered(model, largest, setup)
+    checkpoint = checkpoint_bytes(model, setup)
+    count = len(model.layers)
+    always = {**states, CHECKPOINTS: 0.0, SAVED: 0.0, ACTIVATIONS: 0.0}
+    if not setup.checkpointing:
+        always[ACTIVATIONS] = float(sum(_saved_bytes(model, layer, setup) for layer in model.layers))
+    else:
+        away = offloaded_layers(model, setup)
+        of_host[CHECKPOINTS] = float(away * checkpoint)
+        always[CHECKPOINTS] = float((count - away + min(2, away)) * checkpoint)  # one in use, one on its way
+    if setup.checkpointing and setup.save_attention:
+        always[SAVED] = float(count * saved_attention_bytes(model, setup))
+    widest = max(model.layers, key=lambda layer: mlp_bytes(layer, setup) + hidden_bytes(model, layer, setup))
+    hidden = hidden_bytes(model, widest, setup)
+    qkv = setup.tokens_per_rank * qkv_numbers(model, setup) * setup.itemsize
+    moments: dict[str, Parts] = {
+        "backward of an MLP": {
+            "hidden states of a layer": hidden, "queries, keys, values": qkv,
+            "MLP intermediates": mlp_bytes(widest, setup), "gathered weights": layer_weights,
+        },
+        "backward of attention": {
+            "hidden states of a layer": hidden / 2, "queries, keys, values": qkv,
+            "attention buffers": attention_bytes(model, setup), "gathered weights": layer_weights,
+        },
+        "loss": {
+            "hidden states of the head": 5.0 * setup.tokens_per_rank * model.hidden * setup.itemsize,
+            "logits": logits_bytes(model, setup), "gathered weights": head_weights,
+        },
+    }  # fmt: skip
+    outside = {"peer-to-peer buffers": peer_bytes(model, setup), "CUDA and NCCL": CONTEXT_GIB * GIB}
+    return Memory(always, moments, outside, {name: size for name, size in of_host.items() if size})
+
+
+# ---- states ---------------------------------------------------------------------------------------------------------
+
+
+def trained_parameters(model: ModelShape, setup: Setup) -> int:
+    return model.parameters if setup.method == "full" else model.adapter_parameters(setup.lora_rank)
+
+
+def weight_bytes(model: ModelShape, setup: Setup) -> float:
+    """Bytes of all weights, before they are sharded: frozen ones in their dtype, trained ones as hosts hold them.
+
+    PEFT holds its matrices in float32, and accelerate's FSDP2 all trained weights; DDP leaves them as loaded.
+    """
+    if setup.method == "full":
+        return model.parameters * float(_master_itemsize(setup))
+    quantized = sum(layer.quantizable for layer in model.layers) if setup.method == "qlora" else 0
+    frozen = (model.parameters - quantized) * setup.itemsize + quantized * FOUR_BIT
+    return frozen + model.adapter_parameters(setup.lora_rank) * FLOAT32
+
+
+def _master_itemsize(setup: Setup) -> int:
+    return FLOAT32 if setup.is_sharded or setup.method != "full" else setup.itemsize
+
+
+def _states(model: ModelShape, setup: Setup) -> tuple[Parts, Parts]:
+    """Weights, gradients and optimizer states of one GPU, and those in host memory."""
+    trained = trained_parameters(model, setup) / setup.shards
+    weights = weight_bytes(model, setup) / setup.shards
+    gradients = trained * _master_itemsize(setup)
+    states = trained * OPTIMIZERS[setup.optimizer]
+    if setup.optimizer == "adamw":
+        states = trained * 2 * _master_itemsize(setup)
+    buckets = gradients if setup.gpus > 1 and not setup.is_sharded else 0.0  # DDP reduces copies
+    if setup.offload_params:
+        return {}, {"weights": weights, "gradients": gradients, "optimizer": states}
+    if setup.optimizer.startswith("paged"):
+        return {"weights": weights, "gradients": gradients + buckets}, {"optimizer": states}
+    return {"weights": weights, "gradients": gradients + buckets, "optimizer": states}, {}
+
+
+def _gathered(model: ModelShape, layer: LayerShape, setup: Setup) -> tuple[float, float]:
+    """Unsharded weights and gradients under FSDP2: of the layers in a backward, and of the head in the loss.
+
+    Two layers: the one that runs, and the one that is gathered ahead. The head: in the forward, where a loss in chunks
+    has its peak, also the flat buffer of its gather, which stays until the next. A trained layer has its gradient, and
+    its float32 input of the reduce-scatter.
+    """
+    quantized = layer.quantizable if setup.method == "qlora" else 0
+    of_layer = (layer.parameters - quantized) * setup.itemsize + quantized * FOUR_BIT
+    dequantized = max((a * b for a, b in layer.adapted), default=0) * setup.itemsize if quantized else 0
+    head_gradient = model.head * (FLOAT32 + setup.itemsize) if setup.method == "full" else 0
+    if not setup.is_sharded:
+        return float(dequantized), float(head_gradient)
+    trained = layer.parameters * (FLOAT32 + setup.itemsize) if setup.method == "full" else 0
+    copies = 2.0 if setup.loss == "chunked" else 1.0
+    return 2 * of_layer + trained + dequantized, copies * model.head * setup.itemsize + head_gradient
+
+
+def checkpoint_bytes(model: ModelShape, setup: Setup) -> int:
+    """The input of one layer."""
+    return setup.tokens_per_rank * model.hidden * setup.itemsize
+
+
+def offloaded_layers(model: ModelShape, setup: Setup) -> int:
+    """How many layers' checkpoints wait in host memory."""
+    if setup.offload_above is None or not setup.checkpointing:
+        return 0
+    stay = setup.offload_above * GIB // checkpoint_bytes(model, setup)
+    return max(0, len(model.layers) - int(stay))
+
+
+# ---- one layer ------------------------------------------------------------------------------------------------------
+
+
+def saved_attention_bytes(model: ModelShape, setup: Setup) -> int:
+    """Attention's output and log-sum-exp of one layer."""
+    return setup.tokens_per_rank * (model.out_numbers * setup.itemsize + model.heads * FLOAT32)
+
+
+def qkv_numbers(model: ModelShape, setup: Setup) -> int:
+    """Numbers that attention saves for its backward; its output is not among them if checkpointing saves it."""
+    out = 0 if setup.checkpointing and setup.save_attention else model.out_numbers
+    return model.query_numbers + model.kv_numbers + out
+
+
+def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
+    """Bytes that a layer holds beside its MLP and its attention, for its backward.
+
+    Each norm: its input in float32, and its output; the gradient of the layer's output. Queries and keys with norms:
+    their inputs in float32. Where adapters cast their inputs, each linear layer has a copy of its own. Norms in chunks
+    (mlp_tokens), or fused: no float32, but the input of the second; the gradient of the MLP's input beside chunks.
+    """
+    wide = FLOAT32 // setup.itemsize
+    if setup.mlp_tokens or setup.liger:
+        numbers = (layer.hidden_norms + 2 + bool(setup.mlp_tokens)) * model.hidden
+    else:
+        numbers = (layer.hidden_norms * (wide + 1) + 1) * model.hidden
+    if layer.head_norms:
+        numbers += (1 if setup.liger else wide) * (model.query_numbers + model.kv_heads * model.key_width)
+    if setup.casts_for_adapters:
+        numbers += 4 * model.hidden
+    if setup.method == "full":
+        numbers += layer.hidden_norms * model.hidden  # the normed input, for the gradient of the norm's weight
+    return float(setup.tokens_per_rank * numbers * setup.itemsize)
+
+
+def mlp_bytes(layer: LayerShape, setup: Setup) -> float:
+    """The MLP at the worst moment of its backward.
+
+    With a gate: gate, its activation (fused: not), up and their product, with two gradients; without: before and after
+    the activation, and two gradients. Where adapters cast their input, it is there in float32, too. Experts: a token's
+    copies, what they become, and their gradients.
+    """
+    each = (6 - setup.liger if layer.gated else 4) + (2 if setup.casts_for_adapters else 0)
+    tokens = min(setup.mlp_tokens or setup.tokens_per_rank, setup.tokens_per_rank)
+    return float(tokens * (each * layer.mlp + 4 * layer.routed) * setup.itemsize)
+
+
+def _saved_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
+    """Without checkpointing: bytes that a layer saves from its forward to its backward."""
+    tokens = min(setup.mlp_tokens or setup.tokens_per_rank, setup.tokens_per_rank)
+    numbers = 0 if setup.mlp_tokens else (4 if layer.gated else 2) * layer.mlp + 2 * layer.routed
+    mlp = tokens * numbers * setup.itemsize
+    return hidden_bytes(model, layer, setup) + setup.tokens_per_rank * qkv_numbers(model, setup) * setup.itemsize + mlp
+
+
+def attention_bytes(model: ModelShape, setup: Setup) -> float:
+    """Buffers of a layer's attention: the larger of its gather (forward) and its ring pass (backward).
+
+    The gather: two groups of heads of the whole row. The ring pass: gradient of the output; dq in float32 and rounded;
+    keys and values of two other ranks; two sets of float32 accumulators of dk and dv for a group; dk and dv.
+    """
+    tokens, size = setup.tokens_per_rank, setup.itemsize
+    q, k, v = _meta(model, setup)
+    chunk = max(1, tokens // 2)
+    heads = max(part.stop - part.start for part in ring_pass_groups(q, k, v, chunk, FLOAT32))
+    group = tokens * heads * (model.key_width + model.value_width)
+    around, copies = (2, 2) if setup.ring_size > 1 else (0, 1)
+    backward = (
+        tokens * (model.out_numbers * size + model.query_numbers * (FLOAT32 + size) + model.kv_numbers * size)
+        + around * group * size + copies * group * FLOAT32
+    )  # fmt: skip
+    if setup.ring_size == 1:
+        return float(backward)
+    traffic: Any = SimpleNamespace(groups=2, bytes_per_gather=PULLED)
+    groups = head_groups(q, k, v, traffic, 0, setup.padded, chunk)
+    gathered = setup.padded * (model.key_width + model.value_width) * size * (groups[0].stop - groups[0].start)
+    return float(max(backward, min(2, len(groups)) * gathered))
+
+
+def peer_bytes(model: ModelShape, setup: Setup) -> float:
+    """Buffers of peer-to-peer copies, in one node: two of a rank's keys and values, one of a group's accumulators."""
+    if setup.ring_size == 1 or not setup.in_one_node:
+        return 0.0
+    q, k, v = _meta(model, setup)
+    first = ring_pass_groups(q, k, v, max(1, setup.tokens_per_rank // 2), FLOAT32)[0]
+    halves = head_halves(first.stop - first.start, setup.ring_size)
+    sums = len(halves) * (halves[0].stop - halves[0].start) * (model.key_width + model.value_width) * FLOAT32
+    return float(setup.tokens_per_rank * (2 * model.kv_numbers * setup.itemsize + sums))
+
+
+def _meta(model: ModelShape, setup: Setup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of a rank without memory: the ring's own functions choose groups by their shapes."""
+    dtype = getattr(torch, setup.dtype)
+    sizes = (model.heads, model.key_width), (model.kv_heads, model.key_width), (model.kv_heads, model.value_width)
+    q, k, v = (torch.empty(1, setup.tokens_per_rank, *size, dtype=dtype, device="meta") for size in sizes)
+    return q, k, v
+
+
+# ---- the loss -------------------------------------------------------------------------------------------------------
+
+
+def logits_bytes(model: ModelShape, setup: Setup) -> float:
+    """Logits of a chunk of tokens, or of all tokens of a rank, in the backward of their cross entropy."""
+    rows = setup.tokens_per_rank
+    if setup.loss == "chunked":
+        rows = min(rows, rows_per_chunk(model.vocabulary))
+    return float(LOSS_COPIES * rows * model.vocabulary * FLOAT32)

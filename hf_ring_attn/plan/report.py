@@ -1,0 +1,85 @@
+"""A forecast as a table, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from . import launch
+from .hardware import GIB
+from .search import Forecast
+from .shape import ModelShape
+
+
+def table(model: ModelShape, one: Forecast, others: list[Forecast], gpu: str) -> str:
+    return "\n".join(_lines(model, one, others, gpu))
+
+
+def _lines(model: ModelShape, one: Forecast, others: list[Forecast], gpu: str) -> Iterator[str]:
+    setup, memory, seconds = one.setup, one.memory, one.seconds
+    rows = setup.gpus // setup.ring_size
+    yield (
+        f"{model.name}, {model.parameters / 1e9:.2f} billion parameters, {setup.method}, {setup.dtype}: "
+        f"{setup.tokens:,} tokens in a row, {setup.tokens_per_rank:,} a GPU; "
+        f"{setup.gpus} x {gpu}, ring of {setup.ring_size}" + (f", {rows} rows at a time" if rows > 1 else "")
+    )
+    yield ""
+    yield f"{'peak memory of a GPU, in the ' + memory.moment:48s}{'GiB':>9s}"
+    for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
+        yield f"  {name:46s}{size / GIB:9.2f}"
+    verdict = "fits" if one.fits else "does not fit"
+    yield f"  {'together':46s}{memory.total / GIB:9.2f}   {verdict} in {one.memory_gib:.1f}"
+    yield f"  {'of it in torch.cuda.max_memory_allocated':46s}{memory.allocated / GIB:9.2f}"
+    for name, size in memory.host.items():
+        yield f"  {'in host memory: ' + name:46s}{size / GIB:9.2f}"
+    yield ""
+    yield f"{'a step':48s}{'seconds':>9s}"
+    for name, part in sorted(seconds.parts.items(), key=lambda part: -part[1]):
+        yield f"  {name:46s}{part:9.2f}"
+    yield (
+        f"  {'together':46s}{seconds.total:9.2f}   {_speed(one):,.0f} tokens/s a GPU, "
+        f"MFU {_mfu(one):.0%}{'' if gpu == 'h200' else ' (speeds were measured on an H200)'}"
+    )
+    if seconds.launches > 0.1 * seconds.total:
+        yield "  on a slow host such a short step takes up to twice as long"
+    yield ""
+    if others:
+        yield "faster options that fit:" if one.fits else "options that make it fit, the fastest first:"
+    elif not one.fits:
+        yield "no options that this command knows make it fit: take more GPUs, or a shorter row (--max-tokens)"
+    for other in others:
+        yield f"  {other.memory.total / GIB:7.2f} GiB, {other.seconds.total:9.2f} s   {', '.join(other.changes)}"
+    yield f"start it with: {launch.command(setup)}   (--write FOLDER writes {launch.CONFIG} and {launch.PROGRAM})"
+
+
+def as_json(model: ModelShape, one: Forecast, others: list[Forecast], gpu: str, source: str) -> dict[str, Any]:
+    """All numbers, in bytes and seconds; ``alternatives`` are as in the table."""
+    setup = {name: value for name, value in asdict(one.setup).items() if name != "gpu"}
+    return {
+        "model": model.name, "parameters": model.parameters, "gpu": gpu, "setup": setup,
+        "memory_bytes": {
+            "parts": one.memory.parts, "total": one.memory.total, "allocated": one.memory.allocated,
+            "moment": one.memory.moment, "host": one.memory.host, "limit": one.memory_gib * GIB,
+        },
+        "fits": one.fits,
+        "seconds": {"parts": one.seconds.parts, "total": one.seconds.total},
+        "tokens_per_second_per_gpu": _speed(one), "mfu": _mfu(one),
+        "alternatives": [
+            {"changes": x.changes, "memory_bytes": x.memory.total, "seconds": x.seconds.total} for x in others
+        ],
+        "launch": {
+            "command": launch.command(one.setup), "config": launch.config(one.setup),
+            "program": launch.program(one.setup, source),
+        },
+    }  # fmt: skip
+
+
+def _speed(one: Forecast) -> float:
+    """Tokens per second of a GPU."""
+    return one.setup.tokens / one.seconds.total / one.setup.ring_size
+
+
+def _mfu(one: Forecast) -> float:
+    tflops = one.setup.gpu.tflops if one.setup.itemsize == 2 else one.setup.gpu.float32_tflops
+    return one.seconds.flops / one.seconds.total / one.setup.gpus / tflops / 1e12

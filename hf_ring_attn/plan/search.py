@@ -1,0 +1,119 @@
+"""The longest row that fits, and options that make a row fit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .hardware import GIB
+from .memory import Memory, checkpoint_bytes, memory_of
+from .seconds import Seconds, seconds_of
+from .setup import Setup
+from .shape import ModelShape
+
+CHUNK = 16384
+"""Tokens of an MLP's chunk that a search tries."""
+MOST_TOKENS = 2**30
+
+CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--save-attention", {"save_attention": True}),
+    ("no --save-attention", {"save_attention": False}),
+    ("--loss chunked", {"loss": "chunked"}),
+    ("checkpointing", {"checkpointing": True}),
+    (f"--mlp-tokens {CHUNK}", {"mlp_tokens": CHUNK}),
+    ("--shard fsdp2", {"shard": "fsdp2"}),
+    ("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"}),
+    ("--offload-params", {"offload_params": True, "shard": "fsdp2"}),
+    ("--liger", {"liger": True}),
+    ("--method qlora", {"method": "qlora"}),
+)
+"""Options that a search tries, as a user writes them; the last one changes what is trained."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The memory and time of one setup. ``changes``: how it differs from the user's."""
+
+    setup: Setup
+    memory: Memory
+    seconds: Seconds
+    memory_gib: float
+    changes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return _fits(self.memory, self.setup, self.memory_gib)
+
+
+def _fits(memory: Memory, setup: Setup, memory_gib: float) -> bool:
+    """Into a GPU, and into its share of host memory."""
+    return memory.total <= memory_gib * GIB and sum(memory.host.values()) <= setup.gpu.host_memory_gib * GIB
+
+
+def forecast(model: ModelShape, setup: Setup, memory_gib: float, changes: tuple[str, ...] = ()) -> Forecast:
+    return Forecast(setup, memory_of(model, setup), seconds_of(model, setup), memory_gib, changes)
+
+
+def most_tokens(model: ModelShape, setup: Setup, memory_gib: float) -> int:
+    """The longest row that fits, a multiple of 2 * ring size; 0 if none does."""
+    unit = 2 * setup.ring_size
+
+    def fits(units: int) -> bool:
+        longer = replace(setup, tokens=units * unit)
+        return _fits(memory_of(model, longer), longer, memory_gib)
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high) and high * unit < MOST_TOKENS:
+        low, high = high, 2 * high
+    while high - low > 1:  # not by steps of 1: memory may fall where the ring takes fewer heads at a time
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * unit
+
+
+def alternatives(model: ModelShape, setup: Setup, memory_gib: float, most: int = 3) -> list[Forecast]:
+    """Setups that fit among all combinations of `CHANGES`, the fastest first; of two as fast the one with fewer.
+
+    If ``setup`` fits itself, only faster ones.
+    """
+    own = forecast(model, setup, memory_gib)
+    offload = _offload(model, setup)
+    found = [forecast(model, other, memory_gib, changes) for other, changes in _others(setup, offload)]
+    found = [one for one in found if one.fits and (not own.fits or one.seconds.total < 0.98 * own.seconds.total)]
+    found.sort(key=lambda one: (round(one.seconds.total, 2), len(one.changes)))
+    return [one for at, one in enumerate(found) if not any(_is_within(few, one) for few in found[:at])][:most]
+
+
+def _is_within(few: Forecast, one: Forecast) -> bool:
+    """A faster forecast with a part of the changes makes the rest of them idle."""
+    return set(few.changes) < set(one.changes)
+
+
+def _offload(model: ModelShape, setup: Setup) -> tuple[str, dict[str, Any]]:
+    """The change that puts into host memory what it holds of the checkpoints, or all of them."""
+    away = 0.9 * setup.gpu.host_memory_gib
+    stay = math.ceil(max(0.0, len(model.layers) * checkpoint_bytes(model, setup) / GIB - away))
+    return f"--offload-above {stay}", {"offload_above": float(stay), "checkpointing": True}
+
+
+def _others(setup: Setup, offload: tuple[str, dict[str, Any]]) -> Iterator[tuple[Setup, tuple[str, ...]]]:
+    """Each combination of changes that changes something, and that hosts can run."""
+    changes = (*CHANGES[:-1], offload, CHANGES[-1])
+    useful = [(name, new) for name, new in changes if replace(setup, **new) != setup and _is_possible(setup, name)]
+    for count in range(1, len(useful) + 1):
+        for chosen in itertools.combinations(useful, count):
+            changed = replace(setup, **{key: value for _, new in chosen for key, value in new.items()})
+            idle = changed.save_attention and not changed.checkpointing
+            if not idle:
+                yield changed, tuple(name for name, _ in chosen)
+
+
+def _is_possible(setup: Setup, name: str) -> bool:
+    if name in ("--shard fsdp2", "--offload-params"):
+        return setup.gpus > 1
+    return name != "--method qlora" or setup.method == "lora"

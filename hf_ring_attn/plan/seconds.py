@@ -1,0 +1,203 @@
+"""Seconds of a training step on one GPU: operations and bytes over measured speeds, and what communication adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .hardware import ELEMENTWISE, LAYER_SECONDS, MATMUL, Gpu, attention_shares
+from .memory import FLOAT32, checkpoint_bytes, offloaded_layers, trained_parameters, weight_bytes
+from .setup import Setup
+from .shape import LayerShape, ModelShape
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of one step by kind of work; they add up. ``flops``: of all GPUs, recomputation left out."""
+
+    attention: float
+    matrix_products: float
+    elementwise: float
+    launches: float
+    communication: float
+    optimizer: float
+    flops: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {
+            "attention": self.attention, "matrix products": self.matrix_products, "elementwise": self.elementwise,
+            "launches": self.launches, "communication that waits": self.communication, "optimizer": self.optimizer,
+        }  # fmt: skip
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class _LayerSeconds:
+    """One layer on one GPU: forward, recompute and backward; of attention, and of the rest."""
+
+    attention: tuple[float, float, float]
+    matrix_products: tuple[float, float, float]
+    elementwise: tuple[float, float, float]
+
+    def whole(self, phase: int) -> float:
+        return self.attention[phase] + self.matrix_products[phase] + self.elementwise[phase]
+
+
+def seconds_of(model: ModelShape, setup: Setup) -> Seconds:
+    """Forecasts a step in which each ring trains one row."""
+    layers = [_layer_seconds(model, layer, setup) for layer in model.layers]
+    head_passes = 6 if setup.method == "full" else 4
+    head = setup.tokens_per_rank * head_passes * model.head / matmul_flops(setup)
+    logits = 10 * FLOAT32 * setup.tokens_per_rank * model.vocabulary / _memory_speed(setup.gpu)
+    waiting = sum(_waiting(model, layer, one, setup) for layer, one in zip(model.layers, layers, strict=True))
+    waiting += _offload(model, layers, setup)
+    rows = setup.gpus // setup.ring_size
+    return Seconds(
+        attention=sum(sum(one.attention) for one in layers),
+        matrix_products=sum(sum(one.matrix_products) for one in layers) + head,
+        elementwise=sum(sum(one.elementwise) for one in layers) + logits,
+        launches=LAYER_SECONDS * len(layers), communication=waiting, optimizer=_optimizer(model, setup),
+        flops=rows * _needed_flops(model, setup),
+    )  # fmt: skip
+
+
+def matmul_flops(setup: Setup) -> float:
+    """FLOP/s of matrix products."""
+    return MATMUL * 1e12 * (setup.gpu.tflops if setup.itemsize == 2 else setup.gpu.float32_tflops)
+
+
+def _memory_speed(gpu: Gpu) -> float:
+    return ELEMENTWISE * gpu.bandwidth_gbs * 1e9
+
+
+def pairs(tokens: int, window: int | None) -> float:
+    """Pairs of a query and a key that it sees, in a causal row."""
+    seen = tokens if window is None else min(window, tokens)
+    return seen * tokens - seen**2 / 2
+
+
+def attention_flops(model: ModelShape, layer: LayerShape, tokens: int) -> tuple[float, float]:
+    """Operations of one layer's attention over a row: forward (two products), backward (five)."""
+    seen, key, value = pairs(tokens, layer.window), model.key_width, model.value_width
+    return 2 * seen * model.heads * (key + value), 2 * seen * model.heads * (3 * key + 2 * value)
+
+
+def elementwise_numbers(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
+    """Numbers per token that unfused kernels of one layer's forward read and write, in the model's dtype.
+
+    A norm: 18 per number (in float32). A residual: 3. RoPE: 10. The product with the gate: 5. A copy for an expert: 8.
+    LoRA: its input once, its output six times (two products, a scale, a sum), and where inputs are cast to float32, six
+    times the input. Fused (Liger): a norm 2, RoPE 2, the product with the gate 3.
+    """
+    norm, rope, gate = (2, 2, 3) if setup.liger else (18, 10, 5)
+    numbers = float(norm * layer.hidden_norms * model.hidden + 2 * 3 * model.hidden)
+    rotated = model.query_numbers + model.kv_heads * model.key_width
+    numbers += (rope + norm * layer.head_norms) * rotated
+    numbers += (gate if layer.gated else 2) * layer.mlp + 8 * layer.routed
+    if setup.method != "full":
+        inside, outside = (sum(sizes) for sizes in zip(*layer.adapted, strict=True))
+        numbers += 6 * outside + (7 if setup.casts_for_adapters else 1) * inside
+    return numbers
+
+
+def _layer_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> _LayerSeconds:
+    tokens, again = setup.tokens_per_rank, float(setup.checkpointing)
+    # A checkpointed attention that is saved is not computed again.
+    attends_again = 0.0 if setup.save_attention else again
+    shares = attention_shares(model.key_width)
+    peak = 1e12 * (setup.gpu.tflops if setup.itemsize == 2 else setup.gpu.float32_tflops)
+    forward, backward = (
+        flops / setup.ring_size / (share * peak)
+        for flops, share in zip(attention_flops(model, layer, setup.padded), shares, strict=True)
+    )
+    # A chunk is computed again in its backward, which the recompute of a checkpoint leaves to it.
+    chunks = 2 * layer.mlp_active if setup.mlp_tokens and not setup.checkpointing else 0
+    adapters = 0 if setup.method == "full" else setup.lora_rank * sum(sum(sizes) for sizes in layer.adapted)
+    once = 2 * (layer.active + adapters)
+    gradients = 4 * layer.active if setup.method == "full" else 2 * layer.active + 4 * adapters
+    products = [tokens * flops / matmul_flops(setup) for flops in (once, again * once, gradients + chunks)]
+    if setup.method == "qlora":  # each pass reads 4 bits, and writes and reads 16 of each weight
+        dequantize = layer.quantizable * (0.5 + 2 * setup.itemsize) / _memory_speed(setup.gpu)
+        products = [products[0] + dequantize, products[1] + again * dequantize, products[2] + dequantize]
+    moved = elementwise_numbers(model, layer, setup) * tokens * setup.itemsize / _memory_speed(setup.gpu)
+    return _LayerSeconds(
+        (forward, attends_again * forward, backward), (products[0], products[1], products[2]),
+        (moved, again * moved, 2 * moved),
+    )  # fmt: skip
+
+
+# ---- communication --------------------------------------------------------------------------------------------------
+
+
+def _waiting(model: ModelShape, layer: LayerShape, one: _LayerSeconds, setup: Setup) -> float:
+    """Seconds that compute waits for messages: what does not fit beside it."""
+    waits = 0.0
+    if setup.ring_size > 1:
+        gather, sums = _ring_seconds(model, layer, setup)
+        passes = (one.attention[0], *([one.attention[1]] if one.attention[1] else []))
+        # The first group of heads arrives before anything can be computed: an eighth, as groups are small.
+        waits += sum(max(gather - compute, gather / 8) for compute in passes)
+        waits += max(gather + sums - one.attention[2], gather / 8)
+    if setup.is_sharded:
+        share, speed = (setup.gpus - 1) / setup.gpus, _slowest(setup, setup.gpus)
+        size = setup.itemsize * layer.parameters if setup.method != "qlora" else 0.6 * layer.parameters
+        gather = size * share / speed
+        reduce = FLOAT32 * layer.parameters * share / speed if setup.method == "full" else 0.0
+        waits += max(0.0, gather - one.whole(0))
+        waits += max(0.0, gather + reduce - one.whole(1) - one.whole(2))
+    elif setup.gpus > 1:
+        trained = layer.parameters * setup.itemsize if setup.method == "full" else 0
+        waits += max(0.0, 2 * trained / _slowest(setup, setup.gpus) - one.whole(1) - one.whole(2))
+    return waits
+
+
+def _slowest(setup: Setup, gpus: int) -> float:
+    """Bytes per second of the slowest link among ``gpus``."""
+    return 1e9 * (setup.gpu.link_gbs if gpus <= setup.gpus_per_node else setup.gpu.network_gbs)
+
+
+def _ring_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> tuple[float, float]:
+    """Transfers of one layer: keys and values of the other ranks, and float32 gradients once around the ring.
+
+    A gather moves ranks of the own node by its links and all others by the network; each hop of a ring pass that spans
+    nodes waits for its slowest link. Keys that no query of a windowed layer sees do not travel.
+    """
+    tokens, size = setup.tokens_per_rank, setup.ring_size
+    seen = size - 1 if layer.window is None else min(size - 1, 2 * -(-layer.window // tokens))
+    near = min(seen, min(size, setup.gpus_per_node) - 1)
+    one = tokens * model.kv_numbers * setup.itemsize
+    gather = one * (near / setup.gpu.link_gbs + (seen - near) / setup.gpu.network_gbs) / 1e9
+    sums = seen * tokens * model.kv_numbers * FLOAT32 / _slowest(setup, size)
+    return gather, sums
+
+
+def _offload(model: ModelShape, layers: list[_LayerSeconds], setup: Setup) -> float:
+    """Seconds that a step waits for host memory: checkpoints, and under offload_params weights and gradients."""
+    speed = setup.gpu.host_gbs * 1e9
+    waits = 0.0
+    copy = checkpoint_bytes(model, setup) / speed
+    for one in layers[: offloaded_layers(model, setup)]:
+        waits += max(0.0, copy - one.whole(0)) + max(0.0, copy - one.whole(1) - one.whole(2))
+    if setup.offload_params:
+        weights = weight_bytes(model, setup) / setup.shards
+        gradients = trained_parameters(model, setup) * FLOAT32 / setup.shards
+        waits += (2 * weights + gradients) / speed
+    return waits
+
+
+def _optimizer(model: ModelShape, setup: Setup) -> float:
+    """Seconds of an Adam step: weights, gradients and two states, read and written; on the host if they are there."""
+    moved = 7 * FLOAT32 * trained_parameters(model, setup) / setup.shards
+    return moved / (setup.gpu.host_gbs * 1e9) if setup.offload_params else moved / _memory_speed(setup.gpu)
+
+
+def _needed_flops(model: ModelShape, setup: Setup) -> float:
+    """Operations of one row's step, recomputation left out: what MFU counts."""
+    weights = sum(layer.active for layer in model.layers) + model.head
+    trained = 0 if setup.method != "full" else weights
+    adapters = 0 if setup.method == "full" else model.adapter_parameters(setup.lora_rank)
+    attention = sum(3 * attention_flops(model, layer, setup.tokens)[0] for layer in model.layers)
+    return setup.tokens * (4 * weights + 2 * trained + 6 * adapters) + attention

@@ -1,0 +1,78 @@
+"""How a model is trained: GPUs, row, method and options, as `plan` varies them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .hardware import GPUS, Gpu
+
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+METHODS = ("lora", "qlora", "full")
+SHARDS = ("fsdp2", "ddp")
+LOSSES = ("chunked", "sharded")
+OPTIMIZERS = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "paged_adamw_8bit": 2.0 + 8 / 256}
+"""Bytes of two states per parameter; 8-bit states have a float32 scale per block of 256."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One training run: a row of ``tokens`` per ring.
+
+    Args:
+        gpus: of all nodes. ring: GPUs that share a row; gpus / ring rows are trained at a time.
+        shard: "fsdp2" shards weights over all GPUs; "ddp" replicates them (on one GPU nothing wraps the model).
+        save_attention, loss, mlp_tokens, offload_above: as in RingConfig; mlp_tokens=0: all tokens of a rank at once.
+        offload_params: FSDP2's weights and optimizer are in host memory. liger: fused norms, RoPE and gated MLPs.
+    """
+
+    gpus: int
+    tokens: int
+    gpu: Gpu = field(default_factory=lambda: GPUS["h200"])
+    gpus_per_node: int = 8
+    ring: int = 0
+    method: str = "lora"
+    lora_rank: int = 16
+    shard: str = "fsdp2"
+    dtype: str = "bfloat16"
+    optimizer: str = "adamw"
+    checkpointing: bool = True
+    save_attention: bool = False
+    loss: str = "chunked"
+    mlp_tokens: int = 0
+    offload_above: float | None = None
+    offload_params: bool = False
+    liger: bool = False
+
+    @property
+    def ring_size(self) -> int:
+        return self.ring or self.gpus
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of a rank, padded as the zigzag needs it."""
+        return 2 * -(-self.tokens // (2 * self.ring_size))
+
+    @property
+    def padded(self) -> int:
+        return self.tokens_per_rank * self.ring_size
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.shard == "fsdp2" and self.gpus > 1
+
+    @property
+    def shards(self) -> int:
+        return self.gpus if self.is_sharded else 1
+
+    @property
+    def casts_for_adapters(self) -> bool:
+        """PEFT's float32 matrices get float32 inputs; FSDP2 casts the matrices instead."""
+        return self.method != "full" and self.itemsize == 2 and not self.is_sharded
+
+    @property
+    def in_one_node(self) -> bool:
+        return self.ring_size <= self.gpus_per_node

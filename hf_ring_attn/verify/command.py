@@ -1,0 +1,120 @@
+"""The command ``verify``: its arguments, its ranks, its table and its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import torch
+
+from ..bench.command import DTYPES, count, device
+from ..bench.world import start_ranks, world
+from ..config import is_a_launched_rank
+from ..integration.model import loading
+from .verdict import Finding, verdict
+
+LEAST_TOKENS = 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="of the Hub, a folder, or a config file (random weights)")
+    parser.add_argument("--tokens", type=count(LEAST_TOKENS), default=256, help="of the row")
+    parser.add_argument("--ranks", type=count(), default=2, help="to start, unless a launcher did")
+    parser.add_argument("--layers", type=count(), help="the model's first layers only")
+    parser.add_argument("--device", type=device, help='"cuda" or "cpu"; default: a GPU if there is one')
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def check(_given: argparse.Namespace) -> str | None:
+    """Returns what is wrong with the arguments, or None."""
+    return None
+
+
+def run(given: argparse.Namespace) -> int:
+    """Returns 0 if the ring is exact, 1 if it is not.
+
+    Raises:
+        Refused: the model is unknown, or cannot run in a ring.
+    """
+    config = loading.load_config(given.model)
+    if not is_a_launched_rank() and given.ranks > 1:
+        return start_ranks(given.ranks, ["verify", *_arguments(given)])
+    with world(given.device, may_share=True) as (ring, where):
+        model, loaded = _model(given, config, where)
+        findings, refusal = verdict(model, given.tokens, where)
+        facts = {
+            "model": type(model).__name__, "weights": "loaded" if loaded else "random", "ranks": ring.size,
+            "device": where.type, "dtype": given.dtype, "tokens": given.tokens,
+            "layers": config.get_text_config().num_hidden_layers,
+        }  # fmt: skip
+        if ring.rank == 0:
+            show = _as_json if given.json else _table
+            sys.stdout.write(show(facts, findings, refusal, _not_seen(config, given.tokens)) + "\n")
+            sys.stdout.flush()
+    return 0 if _is_exact(findings, refusal) else 1
+
+
+def _arguments(given: argparse.Namespace) -> list[str]:
+    """The same command for a rank."""
+    values = {"--model": given.model, "--tokens": given.tokens, "--layers": given.layers, "--device": given.device}
+    named = [str(x) for name, value in values.items() if value is not None for x in (name, value)]
+    return [*named, "--dtype", given.dtype, *(["--json"] if given.json else [])]
+
+
+def _model(given: argparse.Namespace, config: Any, where: torch.device) -> tuple[Any, bool]:
+    """The model with eager attention, and True if its weights were loaded; random ones are the same on every rank."""
+    text, dtype = config.get_text_config(), DTYPES[given.dtype]
+    if given.layers is not None and given.layers < text.num_hidden_layers:
+        text.num_hidden_layers = given.layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[: given.layers]
+    model = loading.trained_model(given.model, config, dtype, "eager")
+    loaded = model is not None
+    if model is None:
+        # Larger than usual in small models: attention must look at some tokens and not at others.
+        text.initializer_range = max(getattr(text, "initializer_range", 0.0), (1.5 / text.hidden_size) ** 0.5)
+        torch.manual_seed(0)
+        model = loading.random_model(config, dtype, "eager")
+    return model.to(where).eval(), loaded
+
+
+def _is_exact(findings: list[Finding], refusal: str) -> bool:
+    return not refusal and all(one.exact for one in findings)
+
+
+def _not_seen(config: Any, tokens: int) -> list[str]:
+    """Facts of the config that a row of so many tokens does not reach."""
+    text = config.get_text_config()
+    reaches = {name: getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    return [
+        f"{name} = {value} begins beyond the row: --tokens {2 * value} would show it"
+        for name, value in reaches.items()
+        if isinstance(value, int) and value >= tokens
+    ]
+
+
+def _as_json(facts: dict[str, Any], findings: list[Finding], refusal: str, not_seen: list[str]) -> str:
+    rows = [{"what": x.what, "error": x.error, "limit": x.limit, "exact": x.exact, "where": x.where} for x in findings]
+    whole = {**facts, "exact": _is_exact(findings, refusal), "findings": rows, "self_check": refusal or "passed"}
+    return json.dumps({**whole, "not_seen": not_seen}, indent=1)
+
+
+def _table(facts: dict[str, Any], findings: list[Finding], refusal: str, not_seen: list[str]) -> str:
+    lines = [
+        "{model}, {layers} layers, {weights} weights, {dtype}: {tokens} tokens, {ranks} ranks on {device}".format_map(
+            facts
+        ),
+        f"{'ring against one device':66s}{'error':>9s}{'limit':>9s}",
+    ]
+    for one in findings:
+        if one.exact and ": gradients of " in one.what:
+            continue  # the table shows kinds of modules only where they differ
+        where = f"   {one.where}" if one.where and not one.exact else ""
+        lines.append(f"  {one.what:64s}{one.error:9.1e}{one.limit:9.1e}  {'ok' if one.exact else 'DIFFERS'}{where}")
+    lines.append(f"self-check: {refusal or 'passed'}")
+    lines += [f"not seen: {one}" for one in not_seen]
+    lines.append("exact" if _is_exact(findings, refusal) else "NOT exact")
+    return "\n".join(lines)

@@ -1,0 +1,270 @@
+"""Kinds of fine-tuning for live ranks: quantized weights, optimizers, mixed precision, parameters on the host."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import hf_ring_attn
+from tests.helpers.jobs.plain_jobs import attempt, tokens
+from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, trainer_of
+from tests.helpers.models.tiny_models import tiny
+
+LORA = {"r": 4, "target_modules": "all-linear"}
+NF4 = {
+    "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32,
+    "bnb_4bit_use_double_quant": True,
+}  # fmt: skip
+WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+"""bitsandbytes quantizes blocks of 64 values, and on a CPU a row must have one at least."""
+ON_GPU = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Kind:
+    """One kind of fine-tuning.
+
+    Args:
+        arguments: TrainingArguments. lora: what LoraConfig is given; None trains all weights.
+        quantized: what BitsAndBytesConfig is given. fsdp: of FullyShardedDataParallelPlugin, in a ring.
+        half: computes in 16 bits, so that a weight's gradient is a sum of rounded shares.
+    """
+
+    why: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
+    quantized: dict[str, Any] | None = None
+    fsdp: dict[str, Any] | None = None
+    half: bool = False
+
+
+@dataclass
+class Trained:
+    """Of each step the loss and the norm of gradients; the trained weights before and after all."""
+
+    losses: list[float]
+    norms: list[float]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4, "weight_decay": 0.1}
+INT8 = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
+KINDS = [
+    Kind(why="AdamW", arguments=ADAM),
+    Kind(why="rsLoRA and DoRA, with AdamW", arguments=ADAM, lora={**LORA, "use_rslora": True, "use_dora": True}),
+    Kind(why="Adafactor", arguments={"optim": "adafactor", "learning_rate": 1e-3}),
+    Kind(why="AdamW in 8 bits", arguments={**ADAM, "optim": "adamw_bnb_8bit"}),
+    Kind(why="paged AdamW", arguments={**ADAM, "optim": "paged_adamw_32bit"}),
+    Kind(why="paged AdamW in 8 bits, LoRA", lora=LORA, arguments={**ADAM, "optim": "paged_adamw_8bit"}),
+    Kind(why="QLoRA in NF4", lora=LORA, quantized=NF4, arguments=ADAM),
+    Kind(why="LoRA on 8 bits", lora=LORA, quantized=INT8, arguments=ADAM),
+    Kind(why="FSDP2", fsdp={}, arguments=ADAM),
+    Kind(why="FSDP2, LoRA", fsdp={}, lora=LORA, arguments=ADAM),
+    Kind(why="FSDP2, parameters and optimizer on the host", fsdp={"cpu_offload": True}, arguments=ADAM),
+    Kind(
+        why="QLoRA under FSDP2", fsdp={}, lora=LORA, arguments=ADAM,
+        quantized={**NF4, "bnb_4bit_quant_storage": torch.float32},
+    ),
+    Kind(why="bf16", half=True, arguments={"bf16": True}),
+]  # fmt: skip
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The norm of the difference of all weights together."""
+    return float(torch.stack([(one[name] - x).norm() for name, x in other.items()]).norm())
+
+
+def model_of(kind: Kind, mesh: Mesh, folder: str, device: str = "cpu") -> Any:
+    attention = "ring_fp32" if mesh.cp > 1 else "sdpa"
+    model: Any = tiny("llama", attention, **(ON_GPU if device != "cpu" else WIDE if kind.quantized else {}))
+    if kind.quantized is not None:
+        (Path(folder) / "config.json").write_text(model.config.to_json_string())  # save_pretrained writes on one rank
+        save_file(model.state_dict(), Path(folder) / "model.safetensors", {"format": "pt"})
+        auto: Any = AutoModelForCausalLM
+        config: Any = BitsAndBytesConfig
+        prepare: Any = prepare_model_for_kbit_training
+        model = auto.from_pretrained(
+            folder, quantization_config=config(**kind.quantized), device_map={"": device},
+            attn_implementation=attention, dtype=torch.float32,
+        )  # fmt: skip
+        for part in model.modules():  # on some CPUs its first evaluation, here the self-check's, packs weights for bf16
+            if hasattr(part, "support_avx512bf16_for_cpu"):
+                part.support_avx512bf16_for_cpu = False
+        model = prepare(model, use_gradient_checkpointing=False)
+    if kind.lora is not None:
+        torch.manual_seed(5)
+        model = get_peft_model(model, LoraConfig(**kind.lora))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:  # with zeros the other matrix has no gradient
+                torch.nn.init.normal_(weight, std=0.1)
+    return model
+
+
+@contextmanager
+def small_tensors_in_8_bits() -> Iterator[None]:
+    """bitsandbytes leaves tensors of less than 4096 values in 32 bits: here all are smaller."""
+    optim: Any = importlib.import_module("bitsandbytes.optim")
+    initialized = functools.partialmethod(optim.AdamW.__init__, min_8bit_size=16)
+    with mock.patch.object(optim.AdamW, "__init__", initialized):
+        yield
+
+
+def under_fsdp2(trainer: Any, options: dict[str, Any]) -> None:
+    """accelerate keeps FSDP2 for GPUs; its code runs on a CPU as well."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **options)
+    if options.get("cpu_offload"):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    state = trainer.accelerator.state
+    state.fsdp_plugin, state.distributed_type = plugin, DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # which every AcceleratorState() copies
+    trainer.is_fsdp_enabled = True
+
+
+def trained(
+    kind: Kind, mesh: Mesh, saved: str | None = None, resume: str | None = None, device: str = "cpu"
+) -> Trained:
+    """A run of three steps.
+
+    Args:
+        saved: the folder of its checkpoints. resume: the checkpoint that it goes on from.
+    """
+    on_gpu = device != "cpu"
+    arguments = {"eval_strategy": "no", "use_cpu": not on_gpu, **kind.arguments}
+    rows = Rows(labelled="answers", length=1001 if on_gpu else 23)
+    run = Run(why="", rows=rows, steps=3, arguments=arguments)
+    environment = {"ACCELERATE_USE_CPU": "false"} if on_gpu else {}
+    with (
+        launched(mesh, **environment), a_folder(saved) as folder, ExitStack() as stack,
+        warnings.catch_warnings(action="ignore"),
+    ):  # fmt: skip
+        if "bit" in kind.arguments.get("optim", ""):
+            stack.enter_context(small_tensors_in_8_bits())
+        trainer = trainer_of(run, mesh, folder, model_of(kind, mesh, folder, device))
+        if kind.fsdp is not None and mesh.cp > 1:
+            under_fsdp2(trainer, kind.fsdp)
+        before = weights_of(trainer.model)
+        trainer.train(resume_from_checkpoint=resume)
+        optimizer: Any = trainer.optimizer
+        states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        assert any(x.dtype is torch.uint8 for x in states) == ("8bit" in run.arguments.get("optim", ""))
+        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        return Trained(
+            [entry["loss"] for entry in steps], [entry["grad_norm"] for entry in steps], before,
+            weights_of(trainer.model),
+        )  # fmt: skip
+
+
+def refused(kind: Kind) -> str:
+    """What a trainer's run is refused with."""
+    raised = attempt(trained, kind, Mesh(cp=2))
+    return "nothing" if raised is None else f"{raised[0]}: {raised[1]}"
+
+
+def refused_where_weights_are_packed() -> str:
+    """What a step of QLoRA is refused with on a CPU that packs 4-bit weights."""
+    mesh = Mesh(cp=2)
+    kind = Kind(why="", lora=LORA, quantized=NF4)
+    with launched(mesh), a_folder(None) as folder, warnings.catch_warnings(action="ignore"):
+        hf_ring_attn.install()
+        model = model_of(kind, mesh, folder)
+        for part in model.modules():
+            if hasattr(part, "support_avx512bf16_for_cpu"):
+                part.support_avx512bf16_for_cpu = True
+        raised = attempt(one_step, model.train())
+    return "nothing" if raised is None else f"{raised[0]}: {raised[1]}"
+
+
+def one_step(model: Any) -> None:
+    sharded = hf_ring_attn.shard(tokens(23), model=model)
+    with sharded:
+        model(**sharded.inputs)
+
+
+# ---- float16 with a scaled loss --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scaled:
+    """Of each step the loss, the scale of the loss, and if the optimizer moved; the weights after all."""
+
+    losses: list[float]
+    scales: list[float]
+    moved: list[bool]
+    after: dict[str, Tensor]
+
+
+def with_scaled_loss(in_ring: bool, wrap: str, overflow: int) -> Scaled:
+    """Four steps in float16 under autocast with torch's GradScaler.
+
+    Args:
+        wrap: "", "DDP" or "FSDP2".
+        overflow: the rank where one row of the embeddings has an infinite gradient in the second step.
+    """
+    ring, overflows = in_ring, not in_ring or dist.get_rank() == overflow
+    model: Any = tiny("llama", "ring_fp32" if ring else "sdpa").train()
+    wrapped = model
+    if ring and wrap == "DDP":
+        wrapped = DistributedDataParallel(model)
+    elif ring and wrap == "FSDP2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    found = Scaled([], [], [], {})
+    for number in range(4):
+        batch: Any = tokens(23, seed=number)
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", torch.float16))
+            if ring:
+                sharded = stack.enter_context(hf_ring_attn.shard(batch, model=wrapped))
+                batch = sharded.inputs
+            if number == 1 and overflows:
+                stack.callback(model.model.embed_tokens.register_forward_hook(_overflow).remove)
+            loss = wrapped(**batch).loss
+        scaler.scale(loss).backward()
+        if ring and not wrap:
+            sharded.reduce_gradients(wrapped)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1000.0)
+        before = weights_of(model)["model.norm.weight"]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.losses.append(float(sharded.reduce(loss.detach()) if ring else loss))
+        found.scales.append(scaler.get_scale())
+        found.moved.append(not torch.equal(before, weights_of(model)["model.norm.weight"]))
+    found.after = weights_of(model)
+    return found
+
+
+def _overflow(_module: Any, _args: Any, hidden: Tensor) -> None:
+    hidden.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([0]), float("inf")))
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    trained = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in trained.items()}
+    return {name: x.cpu() for name, x in whole.items()}

@@ -1,0 +1,96 @@
+"""Kinds of fine-tuning by Trainer in a ring against one process: quantized weights, optimizers, 16 bits, offload."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.jobs import kinds_jobs
+from tests.helpers.jobs.comparison import LOSS, Ranks
+from tests.helpers.jobs.kinds_jobs import ADAM, INT8, KINDS, LORA, Kind, Trained, distance
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.models.tiny_models import tiny
+
+UPDATE = 1e-4
+"""Relative bound of how far all steps moved the weights, together; 3e-6 to 7e-6 are found."""
+BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+
+def needed(kind: Kind) -> Any:
+    uses_it = kind.quantized is not None or "bit" in kind.arguments.get("optim", "")
+    return pytest.param(kind, marks=BITSANDBYTES, id=kind.why) if uses_it else pytest.param(kind, id=kind.why)
+
+
+@cache
+def alone(ranks: Ranks, kind: Kind) -> Trained:
+    found: Trained = ranks(1).run(kinds_jobs.trained, kind, Mesh())[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", map(needed, KINDS))
+@pytest.mark.turns
+def test_a_kind_of_fine_tuning_is_that_of_one_process(ranks: Ranks, kind: Kind) -> None:
+    want = alone(ranks, kind)
+    moved = distance(want.after, want.before)
+    assert moved > 0 and want.losses[0] != want.losses[2]
+    for got in ranks(2).run(kinds_jobs.trained, kind, Mesh(cp=2)):
+        assert got.losses == pytest.approx(want.losses, rel=1e-3 if kind.half else LOSS)
+        assert got.norms == pytest.approx(want.norms, rel=1e-2 if kind.half else 10 * LOSS)
+        assert got.after.keys() == want.after.keys()
+        assert distance(got.after, want.after) < (2e-2 if kind.half else UPDATE) * moved
+
+
+MOVES = {"FULL_STATE_DICT": LORA, "SHARDED_STATE_DICT": None}
+
+
+@pytest.mark.parametrize("form", MOVES)
+@pytest.mark.turns
+def test_fsdp2_resumes_at_another_ring_size(ranks: Ranks, tmp_path: Path, form: str) -> None:
+    """Under FSDP2 again, since Trainer refuses its checkpoints elsewhere."""
+    kind = Kind(
+        why="FSDP2, saved", lora=MOVES[form], fsdp={"state_dict_type": form},
+        arguments={**ADAM, "save_strategy": "steps", "save_steps": 2},
+    )  # fmt: skip
+    want = ranks(2).run(kinds_jobs.trained, kind, Mesh(cp=2), str(tmp_path / "first"))[0]
+    checkpoint = str(tmp_path / "first" / "checkpoint-2")
+    for got in ranks(4).run(kinds_jobs.trained, kind, Mesh(cp=4), str(tmp_path / "second"), checkpoint):
+        assert got.losses == pytest.approx(want.losses, rel=LOSS)
+        assert distance(got.after, want.after) < UPDATE * distance(want.after, want.before)
+
+
+REFUSED = {
+    "its 8-bit layers (LLM.int8) compute columns": Kind(why="", lora=LORA, quantized={"load_in_8bit": True}),
+    "FSDP2 drops what bitsandbytes stores beside 8-bit weights": Kind(why="", fsdp={}, lora=LORA, quantized=INT8),
+}
+EXACTLY = "UnsupportedModel: LlamaForCausalLM cannot be trained in a ring exactly: "
+
+
+@BITSANDBYTES
+@pytest.mark.parametrize("text", REFUSED)
+def test_quantized_weights_are_refused_by_name(ranks: Ranks, text: str) -> None:
+    for said in ranks(2).run(kinds_jobs.refused, REFUSED[text]):
+        assert said.startswith(EXACTLY + text), said
+
+
+@BITSANDBYTES
+def test_4_bits_are_refused_on_a_cpu_that_packs_them(ranks: Ranks) -> None:
+    """The self-check is such an evaluation: the loss was 5.771 after it, not 5.781."""
+    for said in ranks(2).run(kinds_jobs.refused_where_weights_are_packed):
+        assert said.startswith(EXACTLY + "bitsandbytes packs its 4-bit weights"), said
+
+
+@pytest.mark.parametrize("wrap", ["", "DDP", "FSDP2"])
+def test_a_scaled_loss_in_float16(ranks: Ranks, wrap: str) -> None:
+    """An overflow on one rank, in one row of one weight, is an overflow on all: they skip the step, and scale alike."""
+    want = kinds_jobs.with_scaled_loss(False, "", 1)
+    assert want.moved == [True, False, True, True] and want.scales == [256.0, 128.0, 128.0, 256.0]
+    for got in ranks(2).run(kinds_jobs.with_scaled_loss, True, wrap, 1):
+        assert (got.scales, got.moved) == (want.scales, want.moved)
+        assert got.losses == pytest.approx(want.losses, rel=2e-3)
+        weights = tiny("llama").state_dict()
+        first = {name: weights[name] for name in want.after}
+        assert distance(got.after, want.after) < 2e-2 * distance(want.after, first)

@@ -1,0 +1,27 @@
+"""Shapes of models for the tests of `plan`: on the meta device, so they cost no memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers import AutoConfig
+
+from hf_ring_attn.integration.model import loading
+from hf_ring_attn.plan.shape import ModelShape, shape_of
+
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def shape(entries: dict[str, Any]) -> ModelShape:
+    values = dict(entries)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    return shape_of(config, loading.empty_model(config))
+
+
+@functools.cache
+def llama_8b() -> ModelShape:
+    return shape(LLAMA_8B)

@@ -1,0 +1,117 @@
+"""The command ``plan``: its table, its JSON, what it writes and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]  # it has no types
+
+from hf_ring_attn import cli
+from hf_ring_attn.plan import launch
+from hf_ring_attn.plan.setup import METHODS, OPTIMIZERS, SHARDS, Setup
+from tests.plan.shapes import LLAMA_8B
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 4}))
+    return str(path)
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = cli.main(["plan", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_table_shows_parts_seconds_and_the_launch(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert cli.main(["plan", "--model", model, "--gpus", "2", "--tokens", "128K"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("LlamaForCausalLM, 1.92 billion parameters, lora, bfloat16: 131,072 tokens in a row")
+    for part in ("layer checkpoints", "MLP intermediates", "weights", "peer-to-peer buffers", "attention", "launches"):
+        assert f"\n  {part} " in text, part
+    assert "fits in 79.1" in text and "accelerate launch --config_file ring.yaml train.py" in text
+
+
+def test_json_has_all_numbers(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    code, found = as_json(capsys, "--model", model, "--gpus", "2", "--tokens", "131072", "--gpu", "h200")
+    assert code == 0 and found["fits"] is True
+    assert set(found) == {
+        "model", "parameters", "gpu", "setup", "memory_bytes", "fits", "seconds", "tokens_per_second_per_gpu", "mfu",
+        "alternatives", "launch",
+    }  # fmt: skip
+    assert set(found["memory_bytes"]) == {"parts", "total", "allocated", "moment", "host", "limit"}
+    assert sum(found["memory_bytes"]["parts"].values()) == pytest.approx(found["memory_bytes"]["total"])
+    assert sum(found["seconds"]["parts"].values()) == pytest.approx(found["seconds"]["total"])
+    assert 0 < found["mfu"] < 1 and found["setup"]["tokens"] == 131072
+
+
+def test_the_longest_row_agrees_with_the_table(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    common = ("--model", model, "--gpus", "2", "--memory", "40")
+    code, longest = as_json(capsys, *common, "--max-tokens")
+    tokens = longest["setup"]["tokens"]
+    assert code == 0 and longest["memory_bytes"]["total"] <= 40 * 2**30
+    assert as_json(capsys, *common, "--tokens", str(tokens))[1] == longest
+    code, longer = as_json(capsys, *common, "--tokens", str(tokens + 4))
+    assert code == 1 and longer["fits"] is False and longer["alternatives"]
+
+
+REFUSED = {
+    "neither": (["--gpus", "2"], "give either --tokens or --max-tokens"),
+    "no tokens": (["--gpus", "2", "--tokens", "0"], "got 0, which must be a whole number from 1 on"),
+    "negative": (["--gpus", "2", "--tokens=-5"], "got -5, which must be a whole number from 1 on"),
+    "no GPU": (["--gpus", "0", "--tokens", "8K"], "got 0, which must be a whole number from 1 on"),
+    "uneven ring": (["--gpus", "8", "--ring", "3", "--tokens", "8K"], "--gpus 8 must be a multiple of --ring 3"),
+    "memory": (["--gpus", "2", "--tokens", "8K", "--memory", "none"], "got none, which must be a number above 0"),
+    "idle": (["--gpus", "2", "--tokens", "8K", "--save-attention", "--no-checkpointing"], "needs checkpointing"),
+    "offload": (["--gpus", "2", "--tokens", "8K", "--offload-params", "--shard", "ddp"], "needs --shard fsdp2"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "text"), REFUSED.values(), ids=list(REFUSED))
+def test_bad_arguments_are_refused_in_words(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--model", "nobody/nothing", *arguments])
+    assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_refused_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["plan", "--model", str(tmp_path / "none"), "--gpus", "2", "--tokens", "8K"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    (tmp_path / "t5.json").write_text('{"model_type": "t5"}')
+    assert cli.main(["plan", "--model", str(tmp_path / "t5.json"), "--gpus", "2", "--tokens", "8K"]) == 2
+    assert "Unrecognized configuration class" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shard", SHARDS)
+def test_the_launch_is_complete(method: str, shard: str, tmp_path: Path) -> None:
+    setup = Setup(gpus=8, tokens=4096, ring=4, method=method, shard=shard, mlp_tokens=512, offload_above=0.0)
+    launch.write(tmp_path, setup, "some/model")
+    config = yaml.safe_load((tmp_path / launch.CONFIG).read_text())
+    sizes = config["parallelism_config"]
+    assert sizes["parallelism_config_cp_size"] == 4 and config["num_processes"] == 8
+    assert sizes["parallelism_config_dp_replicate_size"] * sizes["parallelism_config_dp_shard_size"] == 2
+    assert config["mixed_precision"] == "bf16"
+    program = (tmp_path / launch.PROGRAM).read_text()
+    compile(program, launch.PROGRAM, "exec")
+    assert ("load_in_4bit" in program) == (method == "qlora") and ("LoraConfig(" in program) == (method != "full")
+    assert "max_length=4096" in program and "mlp_tokens=512" in program
+
+
+def test_yaml_does_not_read_a_no_as_false() -> None:
+    setup = Setup(gpus=2, tokens=4096, dtype="float32")
+    assert yaml.safe_load(launch.config(setup))["mixed_precision"] == "no"
+
+
+def test_optimizers_have_trainers_names() -> None:
+    from transformers.training_args import OptimizerNames
+
+    assert set(launch.OPTIMIZERS) == set(OPTIMIZERS)
+    assert all(OptimizerNames(name) for name in launch.OPTIMIZERS.values())

@@ -1,0 +1,187 @@
+"""Each part of the memory of a step, by hand on the shape of Llama 3.1 8B."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hf_ring_attn import errors
+from hf_ring_attn.plan.hardware import GPUS
+from hf_ring_attn.plan.memory import (
+    ACTIVATIONS,
+    CHECKPOINTS,
+    SAVED,
+    logits_bytes,
+    memory_of,
+    mlp_bytes,
+    peer_bytes,
+    weight_bytes,
+)
+from hf_ring_attn.plan.search import alternatives, forecast, most_tokens
+from hf_ring_attn.plan.seconds import attention_flops, pairs, seconds_of
+from hf_ring_attn.plan.setup import Setup
+from tests.plan.shapes import LLAMA_8B, llama_8b, shape
+
+LAYER = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
+ALL = 32 * (LAYER + 2 * 4096) + 2 * 128256 * 4096 + 4096
+LORA = 16 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+
+
+def setup(**changes: Any) -> Setup:
+    return replace(Setup(gpu=GPUS["h200"], gpus=2, tokens=131072), **changes)
+
+
+def test_parameters_are_counted_by_kind() -> None:
+    model = llama_8b()
+    assert (model.parameters, model.layers[0].active, model.head, model.embedding) == (
+        ALL, LAYER, 128256 * 4096, 128256 * 4096,
+    )  # fmt: skip
+    assert model.adapter_parameters(16) == LORA
+    assert (model.heads, model.kv_heads, model.key_width, model.layers[0].mlp) == (32, 8, 128, 14336)
+
+
+def test_states_of_lora_by_fsdp2_and_by_ddp() -> None:
+    sharded, replicated = (memory_of(llama_8b(), setup(shard=shard)).always for shard in ("fsdp2", "ddp"))
+    assert sharded["weights"] == (2 * ALL + 4 * LORA) / 2
+    assert (sharded["gradients"], sharded["optimizer"]) == (2 * LORA, 4 * LORA)
+    assert replicated["weights"] == 2 * ALL + 4 * LORA
+    assert (replicated["gradients"], replicated["optimizer"]) == (8 * LORA, 8 * LORA)  # gradients, and DDP's buckets
+
+
+def test_states_of_qlora_and_of_full_training() -> None:
+    quantized = 32 * LAYER
+    four_bit = quantized * (0.5 + 1 / 64 + 4 / (64 * 256))
+    assert weight_bytes(llama_8b(), setup(method="qlora")) == (ALL - quantized) * 2 + four_bit + 4 * LORA
+    full = memory_of(llama_8b(), setup(method="full")).always  # accelerate's FSDP2 trains in float32
+    assert (full["weights"], full["gradients"], full["optimizer"]) == (2 * ALL, 2 * ALL, 4 * ALL)
+    paged = memory_of(llama_8b(), setup(method="full", optimizer="paged_adamw_8bit"))
+    assert "optimizer" not in paged.always and paged.host["optimizer"] == ALL * (2 + 8 / 256) / 2
+    assert not {"weights", "optimizer"} & set(memory_of(llama_8b(), setup(offload_params=True)).always)
+
+
+def test_checkpoints_and_saved_attention() -> None:
+    always = memory_of(llama_8b(), setup(save_attention=True)).always
+    assert always[CHECKPOINTS] == 32 * 65536 * 4096 * 2
+    assert always[SAVED] == 32 * 65536 * (4096 * 2 + 32 * 4)
+    away = memory_of(llama_8b(), setup(offload_above=0.0))
+    assert away.always[CHECKPOINTS] == 2 * 65536 * 4096 * 2 and away.host[CHECKPOINTS] == 32 * 65536 * 4096 * 2
+    assert memory_of(llama_8b(), setup(checkpointing=False)).always[ACTIVATIONS] > 32 * 65536 * 4 * 14336 * 2
+
+
+def test_the_mlp_and_its_chunks() -> None:
+    layer = llama_8b().layers[0]
+    assert mlp_bytes(layer, setup()) == 6 * 65536 * 14336 * 2
+    assert mlp_bytes(layer, setup(mlp_tokens=4096)) == 6 * 4096 * 14336 * 2
+    assert mlp_bytes(layer, setup(shard="ddp")) == 8 * 65536 * 14336 * 2  # with PEFT's float32 copies
+    assert memory_of(llama_8b(), setup()).moment == "backward of an MLP"
+    assert memory_of(llama_8b(), setup(mlp_tokens=4096)).moment == "backward of attention"
+
+
+def test_logits_of_a_chunk_and_of_a_rank() -> None:
+    assert logits_bytes(llama_8b(), setup()) == 3 * 4 * (2**27 // 128256) * 128256
+    assert logits_bytes(llama_8b(), setup(loss="sharded")) == 3 * 4 * 65536 * 128256
+    assert memory_of(llama_8b(), setup(loss="sharded")).moment == "loss"
+
+
+def test_peer_to_peer_buffers_are_within_a_node() -> None:
+    kv = 65536 * 8 * 256
+    assert peer_bytes(llama_8b(), setup()) == 2 * 2 * kv + 4 * kv  # one pass takes all heads: 512 MiB of sums
+    assert peer_bytes(llama_8b(), setup(gpus_per_node=1)) == peer_bytes(llama_8b(), setup(gpus=1)) == 0
+
+
+def test_windows_need_less_attention() -> None:
+    entries = {**LLAMA_8B, "model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 4096}
+    window = shape(entries).layers[0]
+    assert window.window == 4096 and pairs(131072, 4096) == 4096 * 131072 - 4096**2 / 2
+    full = attention_flops(llama_8b(), llama_8b().layers[0], 131072)[0]
+    assert attention_flops(llama_8b(), window, 131072)[0] / full == pytest.approx(2 * 4096 / 131072, rel=0.02)
+    mixed = shape(
+        {
+            **LLAMA_8B, "model_type": "qwen3", "head_dim": 128, "num_hidden_layers": 2, "sliding_window": 4096,
+            "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"],
+        }
+    )  # fmt: skip
+    assert [layer.window for layer in mixed.layers] == [4096, None] and mixed.layers[0].head_norms
+
+
+def test_experts_count_by_those_that_a_token_takes() -> None:
+    model = shape(
+        {
+            "model_type": "qwen3_moe", "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 96,
+            "num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 2, "num_attention_heads": 8,
+            "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000,
+        }
+    )  # fmt: skip
+    layer = model.layers[0]
+    attention, router, expert = 256 * (256 + 64 + 64 + 256), 16 * 256, 3 * 256 * 96
+    assert layer.active == attention + router + 4 * expert
+    assert layer.parameters == attention + router + 16 * expert + 2 * 256 + 2 * 32
+    assert (layer.mlp, layer.routed, layer.gated) == (4 * 96, 4 * 256, True)
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        (
+            {
+                "model_type": "gemma3n_text",
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 2,
+                "vocab_size": 64,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "intermediate_size": [48] * 4,
+                "activation_sparsity_pattern": [0.0] * 4,
+            },
+            "share keys and values",
+        ),
+        (
+            {"model_type": "qwen3_next", "num_hidden_layers": 4, "vocab_size": 64, "num_experts": 2, "hidden_size": 64},
+            "'linear_attention' are not known",
+        ),
+        ({"model_type": "mamba2", "num_hidden_layers": 1, "vocab_size": 64}, "its config is of another form"),
+        ({"model_type": "gemma4_text", "num_hidden_layers": 6, "vocab_size": 64}, "its config is of another form"),
+    ],
+    ids=["shared keys", "linear attention", "no attention", "other heads in each layer"],
+)
+def test_what_cannot_be_planned_is_refused_by_name(entries: dict[str, Any], why: str) -> None:
+    with pytest.raises(errors.CannotPlan, match=why):
+        shape(entries)
+
+
+def test_the_longest_row_is_where_the_table_ends() -> None:
+    for changes in ({}, {"save_attention": True}, {"mlp_tokens": 4096, "offload_above": 0.0}):
+        found = most_tokens(llama_8b(), setup(**changes), 80.0)
+        assert found % 4 == 0
+        assert forecast(llama_8b(), setup(tokens=found, **changes), 80.0).fits
+        assert not forecast(llama_8b(), setup(tokens=found + 4, **changes), 80.0).fits
+    assert most_tokens(llama_8b(), setup(), 5.0) == 0
+
+
+def test_options_that_make_a_row_fit_are_found() -> None:
+    long = setup(tokens=2**20)
+    assert not forecast(llama_8b(), long, 139.8).fits
+    found = alternatives(llama_8b(), long, 139.8)
+    assert all(one.fits and "--offload-above 0" in one.changes for one in found)
+    seconds = [one.seconds.total for one in found]
+    assert seconds == sorted(seconds) and len(found[0].changes) == 2
+    short = alternatives(llama_8b(), setup(), 139.8)
+    assert "--save-attention" in short[0].changes
+    assert short[0].fits and short[0].seconds.total < seconds_of(llama_8b(), setup()).total
+    assert alternatives(llama_8b(), long, 8.0) == []
+
+
+def test_host_memory_is_a_limit_too() -> None:
+    long = setup(tokens=2**20, mlp_tokens=16384, offload_above=0.0)
+    limited = replace(long, gpu=replace(long.gpu, host_memory_gib=100.0))
+    assert forecast(llama_8b(), long, 139.8).fits and not forecast(llama_8b(), limited, 139.8).fits
+    found = alternatives(llama_8b(), replace(limited, offload_above=None), 139.8)
+    assert found and all("--offload-above 38" in one.changes for one in found), "128 GiB of checkpoints less 90"
+    assert most_tokens(llama_8b(), limited, 139.8) < most_tokens(llama_8b(), long, 139.8)
+
+
+def test_the_network_is_slower_than_a_node() -> None:
+    one_node = seconds_of(llama_8b(), setup(gpus=16, gpus_per_node=16))
+    two_nodes = seconds_of(llama_8b(), setup(gpus=16, gpus_per_node=8))
+    assert two_nodes.communication > 4 * one_node.communication

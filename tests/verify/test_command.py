@@ -1,0 +1,107 @@
+"""The command ``verify``: exit codes, table and JSON, on two CPU ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_ring_attn import cli
+from hf_ring_attn.integration.model import loading
+from hf_ring_attn.verify.command import _as_json, _not_seen, _table
+from hf_ring_attn.verify.verdict import Finding
+from tests.helpers.jobs.verify_jobs import looks_around
+from tests.helpers.models.tiny_models import SIZES, tiny
+from tests.helpers.programs import start
+
+FACTS = {
+    "model": "LlamaForCausalLM", "weights": "random", "ranks": 2, "device": "cpu", "dtype": "float32", "tokens": 64,
+    "layers": 2,
+}  # fmt: skip
+GOOD, BAD = Finding("leak: a", 0.0, 1e-6), Finding("layers of kind full_attention", 0.1, 1e-4, "model.layers.1")
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from hf_ring_attn.cli import main
+code = main(["verify", "--model", "config.json", "--tokens", "48", "--layers", "1", "--device", "cpu", *sys.argv[1:]])
+Path('code.txt').write_text(str(code))
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **SIZES}))
+    return path
+
+
+def test_a_tiny_llama_passes_on_two_ranks(tmp_path: Path, config: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    text = start(tmp_path, script, ranks=2).output()
+    assert "LlamaForCausalLM, 1 layers, random weights, float32: 48 tokens, 2 ranks on cpu" in text
+    assert "leak: a later token changes earlier logits" in text and text.rstrip().endswith("\nexact")
+    assert (tmp_path / "code.txt").read_text() == "0"
+
+
+def test_a_leak_gives_exit_code_1_and_is_named(
+    capsys: pytest.CaptureFixture[str], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = loading.random_model
+
+    def leaking(*arguments: Any) -> Any:
+        model: Any = made(*arguments)
+        model.model.layers[0].self_attn.register_forward_hook(looks_around)
+        return model
+
+    monkeypatch.setattr(loading, "random_model", leaking)
+    assert cli.main(["verify", "--model", str(config), "--tokens", "48", "--ranks", "1", "--device", "cpu"]) == 1
+    text = capsys.readouterr().out
+    assert "DIFFERS" in text and text.endswith("NOT exact\n")
+
+
+@pytest.mark.full
+def test_the_command_starts_its_own_ranks(capfd: pytest.CaptureFixture[str], config: Path) -> None:
+    assert cli.main(["verify", "--model", str(config), "--tokens", "48", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["exact"] is True and found["ranks"] == 2 and found["layers"] == 2
+
+
+def test_what_differs_is_shown_with_its_place() -> None:
+    text = _table(FACTS, [GOOD, BAD], "", ["sliding_window = 4096 begins beyond the row"])
+    assert "DIFFERS   model.layers.1" in text and "not seen: sliding_window" in text and text.endswith("NOT exact")
+    assert _table(FACTS, [GOOD], "", []).endswith("\nexact")
+    assert "self-check: refused" in _table(FACTS, [GOOD], "refused", [])
+
+
+def test_json_has_every_comparison() -> None:
+    found = json.loads(_as_json(FACTS, [GOOD, BAD], "", []))
+    assert set(found) == {*FACTS, "exact", "findings", "self_check", "not_seen"} and found["exact"] is False
+    assert found["findings"][1] == {
+        "what": "layers of kind full_attention", "error": 0.1, "limit": 1e-4, "exact": False, "where": "model.layers.1",
+    }  # fmt: skip
+
+
+def test_windows_beyond_the_row_are_said() -> None:
+    config = tiny("mistral", "eager").config  # a window of 7
+    assert _not_seen(config, 8) == []
+    assert _not_seen(config, 7) == ["sliding_window = 7 begins beyond the row: --tokens 14 would show it"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["--ranks", "0"], "from 1 on"), (["--tokens", "8"], "from 32 on"), (["--device", "tpu"], "must be cuda or cpu")],
+)
+def test_bad_arguments_are_refused_in_words(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", "--model", "nothing", *arguments])
+    assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_refused_before_ranks_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["verify", "--model", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
