@@ -124,8 +124,7 @@ def checked(given: dict[str, Any], where: object = "the recipe") -> dict[str, An
         if values is None and section in ("quantization", "lora"):
             continue
         if not isinstance(values, dict):
-            faults.append(f"{section}: {values!r} is no table of keys and values")
-            settings[section] = {}
+            raise BadRecipe(where, [*faults, f"{section}: {values!r} is no table of keys and values"])
         elif allowed is not None:
             faults += _unknown(f"{section}.", values, allowed)
     faults += _contradictions(settings)

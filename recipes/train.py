@@ -200,6 +200,7 @@ def train(settings: dict[str, Any], resume: bool = False) -> Any:
     if trainer.is_world_process_zero():
         (folder / SAVED).write_text(json.dumps({"settings": settings, "steps": progress.steps}, indent=1) + "\n")
         print(f"saved in {folder}", flush=True)
+    trainer.accelerator.wait_for_everyone()  # whoever goes on may read it
     return trainer
 
 

@@ -1,0 +1,106 @@
+"""Every recipe, run as its run.sh does at toy size: a ring of two has the losses of one process without a ring."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.programs import CPU_2RANKS, Program, launched_by, start
+from tests.recipes.programs_of_recipes import NAMES, RECIPES
+
+LOSS = 1e-5
+"""Relative bound: the order of float32 sums differs."""
+NORM = {"qlora-32b": 2e-2, "qlora-70b": 2e-2}
+"""Bounds of gradient norms; QLoRA's are of gradients in bf16."""
+
+
+def run(folder: Path, name: str, *more: str, ranks: int = 1) -> Program:
+    folder.mkdir(exist_ok=True)
+    environment = launched_by(CPU_2RANKS) if ranks > 1 else {}
+    config = str(RECIPES / name / "config.yaml")
+    return start(folder, RECIPES / "train.py", config, "--toy", "toy", *more, ranks=ranks, environment=environment)
+
+
+def steps(folder: Path) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = json.loads((folder / "toy/output/recipe.json").read_text())["steps"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.turns
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_in_a_ring_of_two_trains_as_one_process(name: str, tmp_path: Path) -> None:
+    ring = run(tmp_path / "ring", name, ranks=2)
+    alone = run(tmp_path / "alone", name, "--set", "attention=sdpa", "--set", "ring={}")
+    text = ring.output()
+    alone.output()
+    got, want = steps(tmp_path / "ring"), steps(tmp_path / "alone")
+    assert "ring of 2" in text and "step 3 of 3: loss" in text
+    assert len(want) == 3 and want[2]["loss"] != pytest.approx(want[0]["loss"], rel=1e-3)
+    assert [step["loss"] for step in got] == pytest.approx([step["loss"] for step in want], rel=LOSS), text
+    norms = [step["grad_norm"] for step in want]
+    assert [step["grad_norm"] for step in got] == pytest.approx(norms, rel=NORM.get(name, 1e-4)), text
+    saved = {path.name for path in (tmp_path / "ring/toy/output").iterdir()}
+    assert saved & {"adapter_model.safetensors", "model.safetensors"} and "checkpoint-2" in saved
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_while_it_saved_goes_on_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    """In a ring, from the checkpoints of one process."""
+    run(tmp_path, "packed-chat").output()
+    want = steps(tmp_path)
+    output = tmp_path / "toy/output"
+    (output / "checkpoint-3/trainer_state.json").unlink()  # it is written last
+    (output / "recipe.json").unlink()
+    text = run(tmp_path, "packed-chat", "--resume", ranks=2).output()
+    assert "checkpoint-3 is incomplete" in text
+    assert [step["step"] for step in steps(tmp_path)] == [3.0], text
+    assert steps(tmp_path)[0]["loss"] == pytest.approx(want[2]["loss"], rel=LOSS)
+
+
+@pytest.mark.slow
+def test_a_context_extension_learns_alike_at_ring_sizes_one_and_two(tmp_path: Path) -> None:
+    """Also `evaluate`: losses by position and numbers found, over a ring."""
+    started = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        environment = launched_by(CPU_2RANKS) if ranks > 1 else {}
+        learn = RECIPES / "extend-context/learn.py"
+        started.append(start(folder, learn, "--output", ".", ranks=ranks, environment=environment))
+    found: list[dict[str, Any]] = []
+    for ranks, program in enumerate(started, 1):
+        text = program.output()
+        found.append(json.loads((tmp_path / str(ranks) / "results.json").read_text()))
+        assert "| positions | loss |" in text
+    one, two = found
+    assert list(one) == list(two) == ["base", "YaRN, not trained", "extended"]
+    for name in one:
+        for measure in ("loss", "needles"):
+            losses = [row["loss"] for row in one[name][measure]]
+            assert [row["loss"] for row in two[name][measure]] == pytest.approx(losses, rel=1e-3), (name, measure)
+    far = {name: one[name]["loss"][-1] for name in one}
+    assert far["base"]["from"] == 128, "twice the base's 64 tokens"
+    assert far["extended"]["loss"] < far["YaRN, not trained"]["loss"] - 0.05
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_has_its_files(name: str) -> None:
+    folder = RECIPES / name
+    assert subprocess.run(["bash", "-n", folder / "run.sh"], capture_output=True, text=True).stderr == ""
+    script, readme = (folder / "run.sh").read_text(), (folder / "README.md").read_text()
+    assert name in script and f"recipes/{name}/run.sh" in readme
+    assert any(config.stem in script for config in (RECIPES / "accelerate").glob("gpu_*.yaml")) or name == "multi-node"
+    assert f"[{name}]({name})" in (RECIPES / "README.md").read_text()
+
+
+@pytest.mark.parametrize("script", ["launch.sh", "multi-node/slurm.sbatch"])
+def test_a_script_has_no_syntax_error(script: str) -> None:
+    assert subprocess.run(["bash", "-n", RECIPES / script], capture_output=True, text=True).stderr == ""
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", RECIPES / script], check=True)
