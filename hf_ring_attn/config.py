@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .arguments import check_choice, check_flag, whole_number
+from .arguments import check_choice, check_flag, number, whole_number
 from .errors import BadOption
 
 KERNEL_NAMES = ("flash4", "triton", "flash2", "flex", "reference")
@@ -53,6 +53,10 @@ class RingConfig:
             and backward, so that what it computes inside exists for one chunk at a time; weights' gradients of chunks
             are added up in float32. The backward computes each chunk once more. None: all tokens at once. 16384 keeps a
             GPU busy. Each module is tried first; one that mixes tokens is refused.
+        offload_above: with gradient checkpointing, keep at most so many GiB of checkpoints (layer inputs) on each GPU,
+            those of the last layers; the others wait in page-locked host memory, copied beside the computation. 0: all
+            of them wait there. None: none, unless transformers' own ``offload`` or accelerate's
+            ``fsdp_activation_checkpointing_offload`` is on, which in a ring means 0.
         self_check: before the first step, run a short random row through the model unsharded and sharded, and refuse if
             the results differ (`integration.selfcheck`); False trains an unchecked model at your own risk.
     """
@@ -67,6 +71,7 @@ class RingConfig:
     deterministic: bool = False
     save_attention: bool = False
     mlp_tokens: int | None = None
+    offload_above: float | None = None
     self_check: bool = True
 
     def __post_init__(self) -> None:
@@ -79,6 +84,8 @@ class RingConfig:
             whole_number("heads_per_gather", self.heads_per_gather, "a positive number of heads, or None", 1)
         if self.mlp_tokens is not None:
             whole_number("mlp_tokens", self.mlp_tokens, "a positive number of tokens, or None", 1)
+        if self.offload_above is not None:
+            number("offload_above", self.offload_above, "a number of GiB, at least 0, or None", above=-1e-300)
         for name in ("pad", "deterministic", "save_attention", "self_check"):
             check_flag(name, getattr(self, name))
 

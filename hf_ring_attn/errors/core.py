@@ -130,6 +130,25 @@ class SavedAttentionChanged(RingAttentionError, RuntimeError):
         )
 
 
+class HostMemoryFull(RingAttentionError, MemoryError):
+    """``wanted``, ``free``: bytes."""
+
+    def __init__(self, wanted: int, free: int) -> None:
+        super().__init__(
+            f"offload_above needs {wanted / 2**30:.1f} GiB more of page-locked host memory, but {free / 2**30:.1f} GiB "
+            "are free. Raise offload_above, so that more checkpoints stay on the GPU, shard the sequence over more "
+            "GPUs, or give the job more memory."
+        )
+
+
+class ChangedInPlace(RingAttentionError, RuntimeError):
+    def __init__(self, shape: object) -> None:
+        super().__init__(
+            f"a checkpointed layer changed its input {shape} in place while offload_above copied it to the host, so "
+            "its recompute would start from other numbers. Leave offload_above out of RingConfig for this model."
+        )
+
+
 class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(

@@ -61,7 +61,10 @@ def parsed() -> argparse.Namespace:
                         help="checkpointing keeps what attention computed (ring_fp32)")  # fmt: skip
     parser.add_argument("--mlp-tokens", type=int, metavar="N",
                         help="MLPs and norms run over chunks of N tokens, such as 16384 (ring_fp32)")  # fmt: skip
+    parser.add_argument("--offload", type=float, metavar="GIB",
+                        help="GiB of checkpoints that stay on a GPU; others wait on the host (ring_fp32)")  # fmt: skip
     parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
+    parser.add_argument("--optim", default="adamw_torch", help="the optimizer, by its name in TrainingArguments")
     parser.add_argument("--window", type=int, metavar="N",
                         help="layers attend to N tokens: a long row's memory without its time (--shape)")  # fmt: skip
     parser.add_argument("--liger", action="store_true", help="Liger's norms, RoPE and gated MLPs; not its loss")
@@ -76,9 +79,10 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.trainer == "sft" and options.loss != "auto":
         parser.error("SFTTrainer always computes its loss with TRL's fused head: leave --loss out")
-    chosen = options.save_attention or options.deterministic or options.loss != "auto" or options.mlp_tokens
+    chosen = options.save_attention or options.deterministic or options.loss != "auto"
+    chosen = chosen or options.mlp_tokens is not None or options.offload is not None
     if chosen and options.implementation != "ring_fp32":
-        parser.error("--save-attention, --deterministic, --loss and --mlp-tokens are options of ring_fp32")
+        parser.error("--save-attention, --deterministic, --loss, --mlp-tokens and --offload are options of ring_fp32")
     if options.window and options.model is not None:
         parser.error("--window is for a --shape, whose weights are random")
     return options
@@ -118,7 +122,7 @@ def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
         "bf16": options.dtype == "bfloat16", "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not on_gpu,
-        "seed": 0, "train_sampling_strategy": "sequential", "use_liger_kernel": options.liger,
+        "seed": 0, "optim": options.optim, "train_sampling_strategy": "sequential", "use_liger_kernel": options.liger,
         # A ring turns Liger's losses off by itself; accelerate's own context parallelism does not.
         "liger_kernel_config": {"fused_linear_cross_entropy": False, "cross_entropy": False},
     }  # fmt: skip
@@ -154,7 +158,7 @@ def make_trainer(options: argparse.Namespace) -> Any:
 
         ring = hf_ring_attn.RingConfig(
             save_attention=options.save_attention, deterministic=options.deterministic, loss=options.loss,
-            mlp_tokens=options.mlp_tokens,
+            mlp_tokens=options.mlp_tokens, offload_above=options.offload,
         )  # fmt: skip
         hf_ring_attn.configure(model, ring)
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too

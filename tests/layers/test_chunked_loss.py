@@ -102,10 +102,10 @@ def _ignores_none(logits: Tensor, labels: Tensor, ignore_index: int, **options: 
 
 
 DEFECTS: dict[str, tuple[str, Any]] = {
-    "gradients of one chunk alone": ("_added", lambda total, gradient: gradient),
+    "gradients of one chunk alone": ("add_wide", lambda total, gradient: gradient),
     "the factor of the loss left out": ("_scaled", lambda x, factor, dtype, rows: x.to(dtype)),
     "sums in 16 bits": (
-        "_added",
+        "add_wide",
         lambda total, gradient: gradient.bfloat16() if total is None else total + gradient.bfloat16(),
     ),
     "a loss that ignores no label": ("cross_entropy", _ignores_none),

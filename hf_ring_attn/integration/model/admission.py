@@ -53,6 +53,7 @@ ONCE = Support(
     (
         fsdp.unsupported, structure.unsupported, recurrent.unsupported, temperature.unsupported, experts.unsupported,
         adapters.unsupported, quantized.unsupported, loss.unsupported, mlp_chunks.unsupported,
+        checkpointing.unsupported,
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,
@@ -91,6 +92,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
         context.ring.size, model.training, facts.has_labels, facts.numbered, facts.hidden is not None,
         context.ring.size == 1 and facts.documents is not None, context.config.loss, context.keeps_labels,
         context.text is not None, "trl" in sys.modules, context.config.mlp_tokens is None,
+        context.config.offload_above is None,
     )  # fmt: skip
     admitted = record.state(_Admitted)
     asked = [EACH_BATCH] if case in admitted else [ONCE, EACH_BATCH]

@@ -1,53 +1,94 @@
-"""Gradient checkpointing that saves attention, so that a layer's recompute neither gathers nor attends.
+"""Gradient checkpointing in a ring: which function checkpoints each layer, and two things that it can do beside.
 
-The output and log-sum-exp of each attention are saved, B x T x H x (Dv + 1 or 2) numbers a layer; all else is
-recomputed. Only non-reentrant checkpointing can be selective.
+``save_attention``: the output and log-sum-exp of each attention are saved, B x T x H x (Dv + 1 or 2) numbers a layer,
+so that a recompute neither gathers nor attends; all else is recomputed. Only non-reentrant checkpointing can do so.
+``offload_above``: inputs of layers wait in host memory.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention.saved_results import SavedResults
+from ...layers.host_memory import Stored, host_memory
+from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import modules_of
+from ..context.model_record import latest_record
 from ..log import warn
+
+FUNCTIONS = {"_gradient_checkpointing_func": "of transformers", "checkpoint_fn": "of torch's CheckpointWrapper"}
+"""The attributes of a module in which its checkpoint function is."""
+SMALLEST = 1 << 20
+"""Bytes below which an input stays on a GPU."""
+
+
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Yields the reason why inputs of layers could not be offloaded."""
+    if context.config.offload_above is not None and latest_record(model).compiled:
+        yield "offload_above moves checkpoints from Python, which torch.compile would trace: leave one of them out"
 
 
 def prepare(model: nn.Module, context: BatchContext) -> None:
-    """Gives every checkpointed layer of transformers in ``model`` the policy, unless it has another one."""
-    if not context.config.save_attention:
-        return
-    functions = [
-        (module, function)
-        for module in modules_of(model)
-        if isinstance(function := module.__dict__.get("_gradient_checkpointing_func"), functools.partial)
+    """Gives every checkpointed layer in ``model`` the policy, unless it has another one, and a place for its input."""
+    sites = _sites(model)
+    config = context.config
+    if config.save_attention:
+        _save_attention(model, sites)
+    stock = "OffloadWrapper" in latest_record(model).classes
+    wanted = config.offload_above is not None or stock or any(_is_offloading(function) for *_, function in sites)
+    if wanted and sites:
+        _offload(model, stock)
+        context.log.features.add(f"checkpoints above {config.offload_above or 0:g} GiB on the host")
+    elif wanted and model.training:
+        warn("offload_above has no effect: nothing checkpoints a layer. Set gradient_checkpointing=True.")
+
+
+Site = tuple[nn.Module, str, Any]
+"""A module, the attribute of its checkpoint function, and that function."""
+
+
+def _sites(model: nn.Module) -> list[Site]:
+    return [
+        (module, name, function)
+        for module in latest_record(model).modules()
+        for name in FUNCTIONS
+        if isinstance(function := module.__dict__.get(name), functools.partial)
     ]
-    if not functions and model.training:
+
+
+# ---- saved attention ----
+
+
+def _save_attention(model: nn.Module, sites: list[Site]) -> None:
+    if not sites and model.training:
         warn(
-            "save_attention=True has no effect: transformers checkpoints no layer of the model. Set "
-            "gradient_checkpointing=True (and FSDP's own activation checkpointing to False), or leave it out."
+            "save_attention=True has no effect: nothing checkpoints a layer of the model. Set "
+            "gradient_checkpointing=True, or leave it out."
         )
-    for module, function in functions:
-        policy = function.keywords.get("context_fn")
+    for module, name, function in sites:
+        around, inner = _split(function)
+        policy = inner.keywords.get("context_fn")
         if policy is not None:
             if policy is not contexts:
                 warn("save_attention=True has no effect beside another context_fn: leave one of them out.")
             continue
-        if function.keywords.get("use_reentrant") is not False:
+        if inner.keywords.get("use_reentrant") is not False:
             warn(
                 "save_attention=True has no effect under reentrant checkpointing, whose recompute gathers again: set "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
             return
-        selective = functools.partial(function.func, *function.args, **function.keywords, context_fn=contexts)
-        module.__dict__["_gradient_checkpointing_func"] = selective
+        selective = functools.partial(inner.func, *inner.args, **inner.keywords, context_fn=contexts)
+        module.__dict__[name] = selective if around is None else functools.partial(_checkpointed, around, selective)
 
 
 def contexts() -> Any:
@@ -60,3 +101,76 @@ def contexts() -> Any:
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     is_attention = op is torch.ops.hf_ring_attn.ring_flash_attn_fwd.default
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# ---- offloading ----
+
+
+class _Place:
+    """The place of a layer among the checkpointed ones: the last of them is needed first.
+
+    Args:
+        after: checkpointed layers after this one; None: unknown. stock: the host asked for offloading, too.
+    """
+
+    def __init__(self, stock: bool) -> None:
+        self.after: int | None = None
+        self.stock = stock
+
+    def stays(self, x: Tensor, limit: float) -> bool:
+        return self.after is not None and (self.after + 1) * x.nbytes <= limit * 2**30
+
+
+def _offload(model: nn.Module, stock: bool) -> None:
+    """Puts `_checkpointed` around the checkpoint function of each layer, and numbers the layers."""
+    numbered: list[_Place] = []
+    for module, name, function in _sites(model):
+        place, _ = _split(function)
+        if place is None:
+            place = _Place(stock or _is_offloading(function))
+            module.__dict__[name] = functools.partial(_checkpointed, place, function)
+        runs = module.__dict__.get("gradient_checkpointing", True) if name != "checkpoint_fn" else True
+        place.after = None
+        if runs and (name == "checkpoint_fn" or isinstance(module, GradientCheckpointingLayer)):
+            numbered.append(place)
+    for after, place in enumerate(reversed(numbered)):
+        place.after = after
+
+
+def _split(function: Any) -> tuple[_Place | None, Any]:
+    """The place that is around a checkpoint function, if any, and that function."""
+    return function.args if function.func is _checkpointed else (None, function)
+
+
+def _is_offloading(function: Any) -> bool:
+    """Returns True for the function of transformers' ``offload``, which copies on the computation's stream."""
+    place, inner = _split(function)
+    code = getattr(inner.func, "__code__", None)
+    return (place is not None and place.stock) or (code is not None and "save_on_cpu" in code.co_names)
+
+
+def _checkpointed(place: _Place, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a checkpoint function; in a sharded batch, what it saves of its arguments may wait in host memory."""
+    context = batch_context.current()
+    limit = None if context is None else context.config.offload_above
+    if context is not None and limit is None and place.stock:
+        limit = 0.0
+    if limit is None or not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if getattr(function.func, "__code__", None) is not None and "save_on_cpu" in function.func.__code__.co_names:
+        function = functools.partial(checkpoint, *function.args, **function.keywords)
+    bound = limit
+
+    def pack(x: Tensor) -> Tensor | Stored:
+        memory = host_memory(x.device)
+        small = x.device.type != "cpu" and x.nbytes < SMALLEST
+        if small or not x.numel() or type(x) is not Tensor or place.stays(x, bound):
+            memory.settle()
+            return x
+        return memory.store(x)
+
+    def unpack(x: Tensor | Stored) -> Tensor:
+        return x.fetch() if isinstance(x, Stored) else x
+
+    with saved_tensors_hooks(pack, unpack):
+        return function(*args, **kwargs)

@@ -61,8 +61,9 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     tokens, known = context.config.mlp_tokens, latest_record(model).state(_Parts)
     if tokens is not None and not known.found:
         for name, part in _parts(model):
-            make = _Maker(name, part)
-            known.append(replace_forward(part, "mlp_tokens", make))
+            forward = replace_forward(part, "mlp_tokens", _Maker(name, part))
+            forward.tried = forward.checked = False  # the part may have changed
+            known.append(forward)
         known.found = True
     for forward in known:
         forward.tokens = tokens
@@ -71,21 +72,29 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """MLPs and norms of decoder layers, and the norms beside the layers, of the text model."""
+    """In the text model: MLPs and norms of decoder layers, norms of queries and keys, and norms beside the layers."""
     text = dict(text_modules(model))
     layers = {name for name, module in text.items() if isinstance(module, GradientCheckpointingLayer)}
     lists = {name.removesuffix("._checkpoint_wrapped_module").rpartition(".")[0] for name in layers}
     stacks = {name.rpartition(".")[0] for name in lists}  # of model.layers.0: model
+    mlps = {name for name, module in text.items() if name.rpartition(".")[0] in layers and _is_mlp(module)}
     for name, module in text.items():
-        around = name.rpartition(".")[0]
-        if (around in layers and _is_mlp(module)) or (around in layers | stacks and _is_norm(module)):
+        around = _around(name)
+        is_inside = not layers.isdisjoint(around) and mlps.isdisjoint(around)
+        if name in mlps or ((is_inside or around[0] in stacks) and _is_norm(module)):
             yield name, module
+
+
+def _around(name: str) -> list[str]:
+    """The names of the modules around one, the innermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)] + [""]
 
 
 def _is_norm(module: nn.Module) -> bool:
     weights = list(module.parameters())
     is_flat = all(w.dim() <= 1 for w in weights) and not module._modules
-    return "norm" in class_of(module).lower() and is_flat and _takes_hidden_states_alone(module)
+    return "norm" in class_of(module).lower() and is_flat and _takes_hidden_states_alone(module, most=1)
 
 
 def _is_mlp(module: nn.Module) -> bool:
@@ -100,13 +109,16 @@ def _weights(module: nn.Module) -> list[nn.Parameter]:
     return [w for w in module._parameters.values() if w is not None]
 
 
-def _takes_hidden_states_alone(module: nn.Module) -> bool:
-    """By the signature of its class: this package replaces forwards of modules."""
-    parameters = dict(inspect.signature(type(module).forward).parameters)
+def _takes_hidden_states_alone(module: nn.Module, most: int = 9) -> bool:
+    """By the signature of its class: this package replaces forwards of modules. ``most``: of all its parameters."""
+    inner = module._modules.get("original_module") or module  # of PEFT's modules_to_save
+    parameters = dict(inspect.signature(type(inner).forward).parameters)
     parameters.pop("self", None)
     named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = [p for p in named if p.default is p.empty]
-    return len(required) == 1 and not OTHER_INPUTS & parameters.keys()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return False  # attention, perhaps, with its mask among them
+    return len(required) == 1 and len(named) <= most and not OTHER_INPUTS & parameters.keys()
 
 
 class _Maker:
@@ -132,7 +144,10 @@ class _ChunkedForward:
         tokens = self.tokens if context is None else context.config.mlp_tokens  # None: a recompute after the batch
         inputs = [*args, *kwargs.values()]
         x = inputs[0] if inputs else None
-        if tokens is None or not isinstance(x, Tensor) or x.numel() <= tokens * x.shape[-1]:
+        if tokens is None or not isinstance(x, Tensor):
+            return self.forward(*args, **kwargs)
+        most = tokens * (min(x.shape[1:3]) if x.dim() == 4 else 1)  # with heads: [B, T, H, D], or [B, H, T, D]
+        if x.numel() <= most * x.shape[-1]:
             return self.forward(*args, **kwargs)
         if len(inputs) > 1:
             raise errors.NotByToken(self.name, f"was called with {len(inputs)} arguments")
@@ -142,8 +157,7 @@ class _ChunkedForward:
         if not self.tried:
             self._try(rows.detach())
             self.tried = True
-        places = self._places()
-        found = run_in_chunks(self, rows, list(places), tokens)
+        found = run_in_chunks(self, rows, list(self._places()), most)
         return self._whole(found, x)
 
     # ---- a function of tokens ----

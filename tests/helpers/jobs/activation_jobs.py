@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
-from hf_ring_attn import RingConfig
+from hf_ring_attn import RingConfig, errors
+from hf_ring_attn.layers.host_memory import host_memory
 from tests.helpers.jobs.chunked_jobs import sharded
 from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
 from tests.helpers.live_bytes import peak_bytes
@@ -31,7 +41,9 @@ class Step:
 
     ``ring``: options that must not change it. ``lora``: what LoraConfig is given; None for a full fine-tuning.
     ``exact``: relative bound; `IN_FLOAT32` for models that compute a part in float32, whatever the dtype.
-    ``checkpointing``: of transformers, None for none. ``wrap``: "", "DDP", or a way of `chunked_jobs.sharded`.
+    ``moved``: hooks around the forward move all that is saved, as TRL's activation_offloading.
+    ``checkpointing``: what activation_checkpointing_enable is given; None for none. ``fsdp``: accelerate's FSDP plugin
+    checkpoints layers; "offload": and offloads. ``wrap``: "", "DDP", or a way of `chunked_jobs.sharded`.
     """
 
     why: str
@@ -41,18 +53,21 @@ class Step:
     batch: Batch = field(default_factory=lambda: tokens(23))
     lora: dict[str, Any] | None = None
     checkpointing: dict[str, Any] | None = None
+    fsdp: str = ""
     wrap: str = ""
     dtype: torch.dtype = torch.float64
     exact: float = 1e-12
     autocast: bool = False
+    moved: bool = False
 
 
 @dataclass
 class Answer:
-    """Of one rank: the loss, and gradients by parameter."""
+    """Of one rank: the loss, gradients by parameter, and the numbers of tensors that were offloaded and prefetched."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
+    offloaded: tuple[int, int]
 
 
 def model_of(step: Step) -> Any:
@@ -67,6 +82,13 @@ def model_of(step: Step) -> Any:
             if "lora_B" in name:  # it would be 0
                 nn.init.normal_(weight, std=0.1)
     model.train()
+    if step.fsdp:
+        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=set())
+        plugin = SimpleNamespace(
+            auto_wrap_policy=policy, transformer_cls_names_to_wrap=None,
+            activation_checkpointing_offload=step.fsdp == "offload",
+        )  # fmt: skip
+        model = fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
     if step.wrap == "DDP":
         return DistributedDataParallel(model)
     if step.wrap:
@@ -79,21 +101,26 @@ def step_of(step: Step, **options: Any) -> Answer:
     model = model_of(step)
     hf_ring_attn.configure(model, RingConfig(**{"self_check": False, **options}))
     torch.manual_seed(5)
+    memory = host_memory(torch.device("cpu"))
+    before = memory.stored, memory.fetched_early
     batch = hf_ring_attn.shard(step.batch, model=model)
-    with batch, torch.autocast("cpu", torch.bfloat16, enabled=step.autocast):
+    moving = saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone) if step.moved else nullcontext()
+    with batch, torch.autocast("cpu", torch.bfloat16, enabled=step.autocast), moving:
         loss = model(**batch.inputs).loss
     loss.backward()
     if not step.wrap:
         batch.reduce_gradients(model)
     gradients = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients_of(model).items()}
-    return Answer(loss.detach(), gradients)
+    gradients = {name.replace("_checkpoint_wrapped_module.", ""): x for name, x in gradients.items()}
+    offloaded = memory.stored - before[0], memory.fetched_early - before[1]
+    return Answer(loss.detach(), gradients, offloaded)
 
 
 def both(step: Step) -> tuple[Answer, Answer]:
-    """With the options, and without."""
+    """With the options and checkpointing, and with neither."""
     stays = mock.patch.object(Tensor, "float", _itself) if step.exact < IN_FLOAT32 else nullcontext()
     with stays:
-        return step_of(step, **step.ring), step_of(step)
+        return step_of(step, **step.ring), step_of(replace(step, checkpointing=None, fsdp="", moved=False))
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -107,6 +134,37 @@ def run(model: Any, **options: Any) -> Tensor:
         loss: Tensor = model(**batch.inputs).loss
     loss.backward()
     return loss.detach()
+
+
+def refused_by_parts() -> str:
+    """The refusal of a model whose gates FSDP2 shards each by itself."""
+    model: Any = tiny("llama", "ring_fp32")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.gate_proj, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(mlp_tokens=MLP_TOKENS, self_check=False))
+    try:
+        with batch:
+            model(**batch.inputs)
+    except errors.UnsupportedModel as error:
+        return str(error)
+    return ""
+
+
+def compiled_gradients(whole: bool) -> dict[str, Tensor]:
+    """Of a model that is compiled as a whole, or layer by layer."""
+    model = model_of(Step(why=""))
+    fast: Any = torch.compile(model, backend="eager") if whole else model
+    for layer in [] if whole else model.model.layers:
+        layer.compile(backend="eager")
+    config = RingConfig(mlp_tokens=MLP_TOKENS, self_check=False)
+    batch = hf_ring_attn.shard(tokens(23), config=config, model=fast)
+    with batch:
+        loss = fast(**batch.inputs).loss
+    loss.backward()
+    return gradients_of(model)
 
 
 WIDE = 4096
@@ -138,24 +196,20 @@ def rows_of_gates(checkpointing: dict[str, Any] | None) -> list[int]:
     return rows
 
 
-def slope_error() -> float:
-    """How far a gradient is from the difference of losses, with LoRA's dropout under checkpointing."""
-    step = Step(
-        why="",
-        lora={**LORA, "lora_dropout": 0.5},
-        checkpointing={"activation_checkpointing_kwargs": {"use_reentrant": False}},
-    )
-    model = model_of(step)
-    weight = next(x for name, x in model.named_parameters() if "layers.0.mlp.gate_proj.lora_B" in name)
-    losses = []
-    for shift in (0.0, 1e-5, -1e-5):
-        torch.manual_seed(7)
-        with torch.no_grad():
-            weight[0, 0] += shift
-        with mock.patch.object(Tensor, "float", _itself):
-            losses.append(run(model, mlp_tokens=MLP_TOKENS))
-        with torch.no_grad():
-            weight[0, 0] -= shift
-        if not shift:
-            slope = float(weight.grad[0, 0])
-    return abs(float(losses[1] - losses[2]) / 2e-5 - slope) / abs(slope)
+def inputs_alive(options: dict[str, Any]) -> tuple[list[bool], list[int]]:
+    """Which inputs of layers are in memory after a forward, and the number of buffers after each of two steps."""
+    checkpointing = {"activation_checkpointing_kwargs": {"use_reentrant": False}}
+    model = model_of(Step(why="", checkpointing=checkpointing, config={"num_hidden_layers": 4}))
+    seen: list[weakref.ref[Any]] = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _module, args: seen.append(weakref.ref(args[0].untyped_storage())))
+    memory, buffers = host_memory(torch.device("cpu")), []
+    for _ in range(2):
+        seen.clear()
+        batch = hf_ring_attn.shard(tokens(23), config=RingConfig(self_check=False, **options))
+        with batch:
+            loss = model(**batch.inputs).loss
+        alive = [one() is not None for one in seen]
+        loss.backward()
+        buffers.append(len(memory.buffers.idle))
+    return alive, buffers

@@ -88,7 +88,7 @@ def test_without_checkpointing_it_is_told_that_nothing_is_saved() -> None:
         checkpointing.prepare(model, alone(RingConfig(save_attention=True)))
         assert not warn.called, "nothing is computed again in evaluation"
         checkpointing.prepare(model.train(), alone(RingConfig(save_attention=True)))
-        assert "checkpoints no layer of the model" in warn.call_args.args[0]
+        assert "nothing checkpoints a layer of the model" in warn.call_args.args[0]
         warn.reset_mock()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)
         checkpointing.prepare(model, alone(RingConfig(save_attention=True)))

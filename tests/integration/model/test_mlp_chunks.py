@@ -39,6 +39,12 @@ STEPS = [
     Step(why="checkpoints, LoRA", checkpointing=NON_REENTRANT, lora=LORA),
     Step(why="checkpoints, reentrant", checkpointing={"activation_checkpointing_kwargs": {"use_reentrant": True}}),
     Step(why="saved attention", checkpointing=NON_REENTRANT, ring={"mlp_tokens": 3, "save_attention": True}),
+    Step(why="norms of queries and keys", model="gemma3"),
+    Step(why="inputs by layer, sparsity", model="gemma3n", exact=IN_FLOAT32),
+    Step(why="an attention that takes anything", model="learned biases"),
+    Step(why="a trained copy of an MLP", lora={"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
+    Step(why="bfloat16", dtype=torch.bfloat16, exact=2e-2),
+    Step(why="autocast", dtype=torch.float32, autocast=True, exact=2e-2),
     Step(why="DDP", wrap="DDP", checkpointing=NON_REENTRANT),
 ]
 SHARDED = [
@@ -130,8 +136,25 @@ def test_router_logits_are_refused() -> None:
         model(**batch.inputs, output_router_logits=True)
 
 
+def test_parts_that_fsdp2_shards_by_themselves_are_refused(ranks: Ranks) -> None:
+    for refusal in ranks(2).run(jobs.refused_by_parts):
+        assert "calls model.layers.0.mlp several times, and FSDP2 shards gate_proj of it by itself" in refusal
+
+
 def test_a_model_without_mlps_is_refused() -> None:
     assert "no decoder layer has an MLP that takes hidden states alone" in refusal_of(tiny("mamba", "ring_fp32"))
+
+
+def test_every_mlp_and_norm_is_found() -> None:
+    def names(model: Any) -> list[str]:
+        return [name.removeprefix("model.") for name, _ in mlp_chunks._parts(model)]
+
+    layer = ["mlp", "input_layernorm", "post_attention_layernorm"]
+    assert names(tiny("llama")) == [f"layers.{n}.{part}" for n in range(2) for part in layer] + ["norm"]
+    found = names(tiny("gemma3"))
+    assert len(found) == 2 * 7 + 1 and "layers.1.self_attn.k_norm" in found
+    assert [name for name in names(tiny("mixtral")) if "mlp" in name] == ["layers.0.mlp", "layers.1.mlp"]
+    assert not [name for name in names(tiny("gemma3 vision")) if "vision" in name]
 
 
 def test_without_the_option_forwards_are_as_before() -> None:
@@ -175,6 +198,12 @@ def test_sums_of_chunks_are_rounded_once() -> None:
     assert chunks < 1.1 * plain
 
 
-def test_dropout_draws_again_what_it_drew() -> None:
-    """A gradient is that of the very function: by differences of the loss."""
-    assert jobs.slope_error() < 1e-6
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "its layers"])
+@pytest.mark.slow
+def test_compiled_models_are_exact(whole: bool) -> None:
+    """MLPs are left out of the graphs."""
+    torch._dynamo.reset()
+    found, want = jobs.compiled_gradients(whole), jobs.step_of(Step(why=""))
+    assert len(found) == len(want.gradients)
+    for name, gradient in want.gradients.items():
+        assert relative_error(found[name], gradient) < 1e-6, name

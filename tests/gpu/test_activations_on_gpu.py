@@ -1,0 +1,81 @@
+"""Checkpoints on the host and MLPs in chunks on a GPU: the same step in less memory, beside the computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.layers.host_memory import HostMemory
+from hf_ring_attn.testing import relative_error
+
+pytestmark = pytest.mark.gpu
+TOKENS, LAYERS = 16384, 6
+INPUT = TOKENS * 1024 * 2 / 2**30
+"""GiB of a layer's input."""
+
+
+def test_tensors_come_back_while_their_memory_is_used_by_others() -> None:
+    memory = HostMemory(torch.device("cuda", 0))
+    for _ in range(3):
+        given, copies = [], []
+        x = torch.randn(64, 1 << 20, device="cuda", dtype=torch.bfloat16)
+        for _ in range(5):
+            given.append(x.float().sum().item())
+            copies.append(memory.store(x))
+            x = x * 1.01  # the memory of the one before is free now
+        del x
+        while copies:
+            found = copies[-1].fetch()
+            torch.full_like(found, float("nan"))
+            assert found.float().sum().item() == given.pop()
+            del found
+            copies.pop()
+    assert memory.fetched_early == 12 and len(memory.buffers.idle) == 5
+
+
+def step(**options: Any) -> tuple[Tensor, dict[str, Tensor], float]:
+    """The loss, gradients and the peak of a step in GiB."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=LAYERS, vocab_size=1000, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=TOKENS,
+    )  # fmt: skip
+    kind: Any = LlamaForCausalLM
+    model = kind._from_config(config, attn_implementation="ring_fp32", dtype=torch.bfloat16)
+    model.cuda().train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.randint(0, 1000, (1, TOKENS), generator=torch.Generator().manual_seed(1)).cuda()
+    for _ in range(2):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        batch = hf_ring_attn.shard(
+            {"input_ids": ids, "labels": ids}, config=RingConfig(deterministic=True, **options), model=model
+        )
+        with batch:
+            loss = model(**batch.inputs).loss
+        loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    return loss.detach(), gradients, torch.cuda.max_memory_allocated() / 2**30
+
+
+def test_offloading_keeps_the_bits_and_frees_memory() -> None:
+    loss, gradients, peak = step(mlp_tokens=2048)
+    for gib, freed in ((0.0, LAYERS - 2), (2.5 * INPUT, LAYERS - 4)):
+        got, found, less = step(mlp_tokens=2048, offload_above=gib)
+        assert torch.equal(got, loss)
+        assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+        assert less < peak - (freed - 0.5) * INPUT, (peak, less)
+
+
+def test_chunks_are_as_near_and_need_less_memory() -> None:
+    loss, gradients, peak = step()
+    got, found, less = step(mlp_tokens=2048)
+    assert relative_error(got, loss) < 1e-3
+    for name, gradient in gradients.items():
+        assert relative_error(found[name].float(), gradient.float()) < 2e-2, name
+    assert less < peak - 4 * TOKENS * 4096 * 2 / 2**30 / 2, (peak, less)

@@ -1,0 +1,159 @@
+"""Checkpoints in host memory, and the switches of transformers and accelerate for checkpointing, change no answer."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig, errors
+from hf_ring_attn.integration.model import checkpointing
+from hf_ring_attn.layers import host_memory
+from tests.helpers.contexts import alone
+from tests.helpers.jobs import activation_jobs as jobs
+from tests.helpers.jobs.activation_jobs import LORA, Step
+from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, in_rings, without_ring
+from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.models.tiny_models import tiny
+from tests.integration.model.test_mlp_chunks import assert_equal
+
+FOUR = {"num_hidden_layers": 4}
+INPUT = 2 * 23 * 32 * 8
+"""Bytes of a layer's input in one process."""
+
+
+def stock(reentrant: bool = False, **more: Any) -> dict[str, Any]:
+    return {"activation_checkpointing_kwargs": {"use_reentrant": reentrant}, **more}
+
+
+def offloading(gib: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {"offload_above": gib, **more}
+
+
+# Of four layers: inputs that are offloaded, and those of them that are prefetched.
+STEPS = [
+    (Step(why="all", ring=offloading(), checkpointing=stock()), (4, 3)),
+    (Step(why="a budget of one layer", ring=offloading(INPUT / 2**30), checkpointing=stock()), (3, 2)),
+    (Step(why="a budget of all", ring=offloading(1.0), checkpointing=stock()), (0, 0)),
+    (Step(why="reentrant", ring=offloading(), checkpointing=stock(True)), (4, 3)),
+    (Step(why="every second layer", ring=offloading(), checkpointing=stock(every_n_layers=2)), (2, 1)),
+    (Step(why="every second layer, a budget", ring=offloading(INPUT / 2**30), checkpointing=stock(every_n_layers=2)),
+     (1, 0)),
+    (Step(why="transformers' offload", ring={}, checkpointing=stock(offload=True)), (4, 3)),
+    (Step(why="transformers' offload, a budget", ring=offloading(INPUT / 2**30), checkpointing=stock(offload=True)),
+     (3, 2)),
+    (Step(why="transformers' offload, every second", ring={}, checkpointing=stock(every_n_layers=2, offload=True)),
+     (2, 1)),
+    (Step(why="with saved attention", ring=offloading(save_attention=True), checkpointing=stock()), (4, 3)),
+    (Step(why="transformers' offload, saved attention", ring={"save_attention": True},
+          checkpointing=stock(offload=True)), (4, 3)),
+    (Step(why="with MLPs in chunks", ring=offloading(mlp_tokens=3, save_attention=True), checkpointing=stock(),
+          lora=LORA), (4, 3)),
+    (Step(why="FSDP's checkpoints", ring={"save_attention": True, "mlp_tokens": 3}, fsdp="checkpoint"), (0, 0)),
+    (Step(why="FSDP's checkpoints, our offload", ring=offloading(), fsdp="checkpoint"), (4, 3)),
+    (Step(why="FSDP's offload", ring={}, fsdp="offload"), (4, 3)),
+    (Step(why="FSDP's offload, a budget", ring=offloading(INPUT / 2**30), fsdp="offload"), (3, 2)),
+    (Step(why="all that is saved moves", ring={}, moved=True), (0, 0)),
+    (Step(why="all that is saved moves, chunks", ring={"mlp_tokens": 3}, moved=True, lora=LORA), (0, 0)),
+    (Step(why="all that is saved moves, checkpoints", ring={"save_attention": True}, moved=True, checkpointing=stock()),
+     (0, 0)),
+]  # fmt: skip
+SHARDED = [
+    Step(why="FSDP2", ring=offloading(mlp_tokens=3), checkpointing=stock(), wrap="tail"),
+    Step(why="FSDP2, LoRA, saved", ring=offloading(save_attention=True), checkpointing=stock(), wrap="tail", lora=LORA),
+    Step(why="FSDP2 and its offload", ring={"mlp_tokens": 3}, fsdp="offload", wrap="tail"),
+    Step(why="DDP", ring=offloading(), checkpointing=stock(), wrap="DDP"),
+]
+
+
+def with_four_layers(step: Step) -> Step:
+    return Step(**{**vars(step), "config": FOUR})
+
+
+@pytest.mark.parametrize(("step", "offloaded"), STEPS, ids=lambda x: x.why if isinstance(x, Step) else "")
+def test_a_step_is_that_without_checkpoints(step: Step, offloaded: tuple[int, int]) -> None:
+    got, want = jobs.both(with_four_layers(step))
+    assert_equal(got, want, step.exact)
+    assert (got.offloaded, want.offloaded) == (offloaded, (0, 0))
+
+
+@pytest.mark.parametrize("step", [*(step for step, _ in STEPS), *SHARDED], ids=lambda step: step.why)
+@pytest.mark.turns
+def test_a_step_in_a_ring_is_that_without_checkpoints(ranks: Ranks, step: Step) -> None:
+    for got, want in ranks(2).run(jobs.both, with_four_layers(step)):
+        assert_equal(got, want, step.exact)
+
+
+def test_inputs_of_layers_are_freed_and_their_buffers_used_again() -> None:
+    """Of four layers three inputs are on the host after the forward; a second step makes no more buffers."""
+    alive, buffers = jobs.inputs_alive(offloading(INPUT / 2**30))
+    assert alive == [False, False, False, True]
+    assert jobs.inputs_alive({})[0] == [True] * 4
+    assert buffers[0] == buffers[1] >= 3
+
+
+def test_a_layer_that_changes_its_input_is_refused() -> None:
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.activation_checkpointing_enable(**stock())
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda _module, args, _output: args[0].add_(1.0))
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(offload_above=0, self_check=False))
+    with pytest.raises(errors.ChangedInPlace), batch:
+        model(**batch.inputs).loss.backward()
+
+
+def test_a_compiled_model_is_refused() -> None:
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.activation_checkpointing_enable(**stock())
+    model.model.layers[0].compile(backend="eager")
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(offload_above=0, self_check=False))
+    with pytest.raises(errors.UnsupportedModel, match="offload_above moves checkpoints from Python"), batch:
+        model(**batch.inputs)
+
+
+def test_without_checkpoints_it_is_told_that_nothing_is_offloaded() -> None:
+    model = tiny("llama", "ring_fp32").train()
+    with mock.patch.object(checkpointing, "warn") as warn:
+        checkpointing.prepare(model, alone(RingConfig(offload_above=1)))
+    assert "offload_above has no effect: nothing checkpoints a layer" in warn.call_args.args[0]
+
+
+def test_outside_a_ring_hosts_offload_by_themselves() -> None:
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.activation_checkpointing_enable(**stock(offload=True))
+    jobs.run(model)
+    memory = host_memory.host_memory(torch.device("cpu"))
+    before = memory.stored
+    with mock.patch("transformers.modeling_utils.save_on_cpu", return_value=nullcontext()) as copying:
+        model(**tokens(23)).loss.backward()
+        assert (copying.call_count, memory.stored) == (2, before)
+        jobs.run(model)
+    assert (copying.call_count, memory.stored) == (2, before + 2)
+
+
+OPTIONS = RingConfig(mlp_tokens=5, save_attention=True, offload_above=0)
+TRAINERS = [
+    Run(why="every second layer, offloaded", ring=OPTIONS, rows=Rows(labelled="answers"),
+        arguments={"every_n_layers": 2, "offload": True, "use_reentrant": False}),
+    Run(why="LoRA", ring=OPTIONS, lora=True, arguments={"use_reentrant": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", TRAINERS, ids=lambda run: run.why)
+def test_trainer_with_all_of_them_trains_as_one_process_with_none(ranks: Ranks, run: Run) -> None:
+    checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": run.arguments}
+    got = in_rings(ranks, replace(run, arguments=checkpointed), Mesh(cp=2))
+    want = without_ring(ranks, replace(run, arguments={}), Mesh(cp=2))
+    for outcome in got:
+        assert_equal_runs(outcome, want)
+
+
+@pytest.mark.parametrize("value", [-1, "1", float("nan"), True])
+def test_the_budget_is_a_number(value: Any) -> None:
+    with pytest.raises(errors.BadOption, match=r"offload_above=.*a number of GiB, at least 0, or None"):
+        RingConfig(offload_above=value)

@@ -1,0 +1,130 @@
+"""Tensors in host memory: their values, buffers that are used again, memory that runs out, and the order of copies."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_ring_attn import errors
+from hf_ring_attn.layers import host_memory
+from hf_ring_attn.layers.host_memory import Buffers, HostMemory, Stored
+from tests.helpers.stream_trace import Event, Stream, Trace
+
+CPU = torch.device("cpu")
+
+
+def test_a_tensor_comes_back_and_its_buffer_is_used_again() -> None:
+    memory = HostMemory(CPU)
+    given = [torch.randn(3, 4, dtype=dtype).mT for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    copies = [memory.store(x) for x in given]
+    assert all(torch.equal(copy.fetch(), x) for copy, x in zip(reversed(copies), reversed(given), strict=True))
+    assert (memory.stored, memory.fetched_early) == (3, 2)
+    copies.clear()
+    assert sorted(map(len, memory.buffers.idle)) == [24, 48, 96]
+    small = memory.store(torch.ones(5))
+    assert sorted(map(len, memory.buffers.idle)) == [48, 96] and small.buffer.numel() == 24
+    large = memory.store(torch.ones(100))
+    assert len(memory.buffers.idle) == 1, "an idle one made room for a larger one"
+    assert torch.equal(large.fetch(), torch.ones(100)) and torch.equal(small.fetch(), torch.ones(5))
+
+
+def test_a_tensor_is_freed_once_the_next_one_is_stored() -> None:
+    memory = HostMemory(CPU)
+    first = memory.store(torch.ones(3))
+    assert len(memory.leaving) == 1
+    second = memory.store(torch.ones(3))
+    assert len(memory.leaving) == 1
+    second.fetch()
+    assert not memory.leaving and torch.equal(first.fetch(), torch.ones(3))
+
+
+def test_a_tensor_that_changes_while_it_leaves_is_refused() -> None:
+    memory = HostMemory(CPU)
+    x = torch.ones(3)
+    copy = memory.store(x)
+    x += 1
+    with pytest.raises(errors.ChangedInPlace, match=r"changed its input \(3,\) in place while offload_above copied it"):
+        copy.fetch()
+
+
+def test_memory_that_runs_out_is_refused() -> None:
+    locked = Buffers(locked=True)
+    text = r"offload_above needs 2\.0 GiB more of page-locked host memory, but 5\.0 GiB are free"
+    with (
+        mock.patch.object(host_memory, "free_bytes", return_value=5 << 30),
+        pytest.raises(errors.HostMemoryFull, match=text),
+    ):
+        locked.take(2 << 30)
+    found = host_memory.free_bytes()
+    assert found is None or found > 1 << 20
+
+
+def test_pages_can_be_written_and_outlive_their_maker() -> None:
+    made = host_memory.pages(3 * host_memory.GRAIN)
+    assert made.data_ptr() % 4096 == 0 and len(made) == 3 * host_memory.GRAIN
+    gc.collect()
+    made[-1] = 7
+    assert int(made[-1]) == 7 and not int(made[0])
+
+
+# ---- the order of copies ---------------------------------------------------------------------------------------------
+
+
+class Side(Stream):
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+
+class Within:
+    def __init__(self, trace: Trace, stream: Stream) -> None:
+        self.on = trace.on(stream)
+
+    def __enter__(self) -> None:
+        self.on.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.on.__exit__(*error)
+
+
+def races(layers: int = 4, steps: int = 2) -> list[str]:
+    """Of steps whose layers each store their input, and fetch it in the opposite order."""
+    trace = Trace()
+    main = trace.new_stream()
+    trace.current.append(main)
+    memory = HostMemory(CPU)
+    memory.stream = Side(trace, "the copies' stream")
+    memory.module = SimpleNamespace(
+        current_stream=lambda _device: trace.current[-1], stream=lambda stream: Within(trace, stream)
+    )
+    with trace:
+        for _ in range(steps):
+            x: Tensor = torch.ones(4)
+            copies: list[Stored] = []
+            for _ in range(layers):
+                copies.append(memory.store(x))
+                x = x + 1
+            x = x * 2
+            while copies:
+                x = copies[-1].fetch() * x
+                copies.pop()
+        trace.streams.append(memory.stream)
+        trace.reuse()
+    return trace.races()
+
+
+def test_copies_are_in_order_with_the_computation() -> None:
+    assert not races()
+
+
+@pytest.mark.parametrize(("owner", "waits"), [(Stream, "wait_event"), (Side, "wait_stream")])
+def test_planted_races_are_seen(owner: type[Stream], waits: str) -> None:
+    with mock.patch.object(owner, waits):
+        assert races()
