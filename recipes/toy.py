@@ -78,6 +78,8 @@ def toy(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     ring = dict(settings["ring"])
     if ring.get("mlp_tokens"):
         ring["mlp_tokens"] = LENGTH // 8
+    if ring.get("offload_above"):
+        ring["offload_above"] = 0  # a toy has no GiB to keep
     data = dict.fromkeys(settings["data"], str(folder / "rows.parquet"))
     changes = {"model": str(folder / "model"), "revision": None, "dtype": "float32"}
     changes |= {"training": training, "ring": ring, "data": data, "config": shrunk(settings["config"])}
