@@ -125,7 +125,7 @@ def checked(given: dict[str, Any], where: object = "the recipe") -> dict[str, An
             continue
         if not isinstance(values, dict):
             raise BadRecipe(where, [*faults, f"{section}: {values!r} is no table of keys and values"])
-        elif allowed is not None:
+        if allowed is not None:
             faults += _unknown(f"{section}.", values, allowed)
     faults += _contradictions(settings)
     if faults:

@@ -25,11 +25,11 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the programs of all recipes
 
-from evaluate import NAMES, evaluate, plot, tables  # noqa: E402  only now it can be found
-from prepare import stdlib  # noqa: E402  only now it can be found
-from settings import read  # noqa: E402  only now it can be found
-from toy import write_model  # noqa: E402  only now it can be found
-from train import ON_CPU, load_model, train  # noqa: E402  only now it can be found
+from evaluate import NAMES, evaluate, plot, tables
+from prepare import stdlib
+from settings import read
+from toy import write_model
+from train import ON_CPU, load_model, train
 
 FACTOR = 4
 SIZES: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""evaluate.py: losses of tokens are those of the model's own logits; numbers are told and asked for where they should be."""
+"""evaluate.py: losses are those of the model's own logits; numbers are told and asked for where they should be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""merge.py: merged logits are the adapter's to rounding; a merge that is wrong is refused, and leaves nothing behind."""
+"""merge.py: merged logits are the adapter's to rounding; a wrong merge is refused, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def merged(run: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_merged_model_has_the_adapters_logits(
-    dtype: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_merged_model_has_the_adapters_logits(dtype: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = json.loads((run / "recipe.json").read_text())
     saved["settings"]["dtype"] = dtype
     (run / "recipe.json").write_text(json.dumps(saved))
@@ -61,6 +59,7 @@ def test_a_merged_model_has_the_adapters_logits(
 
 def test_a_wrong_merge_is_refused_and_nothing_is_saved(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted defect: the adapter counts for 0.9 of itself in the merged weights."""
+
     def merge_less(self: Any, **options: Any) -> Any:
         for part in self.modules():
             if hasattr(part, "lora_A"):

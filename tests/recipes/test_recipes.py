@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import ParallelismConfig
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 
+from hf_ring_attn.integration.hosts.parallelism_config import promote
 from tests.helpers.programs import CPU_2RANKS, Program, launched_by, start
 from tests.recipes.programs_of_recipes import NAMES, RECIPES
 
@@ -104,3 +109,59 @@ def test_a_script_has_no_syntax_error(script: str) -> None:
     assert subprocess.run(["bash", "-n", RECIPES / script], capture_output=True, text=True).stderr == ""
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", RECIPES / script], check=True)
+
+
+def test_several_machines_are_replicas_of_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of multi-node's run.sh on the second of three machines, as accelerate reads it."""
+    for program in ("python", "accelerate"):  # python would prepare the data
+        (tmp_path / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$TOLD"\n')
+        (tmp_path / program).chmod(0o755)
+    told = {"NODES": "3", "NODE_RANK": "1", "HEAD": "192.0.2.7", "GPUS": "4", "TOLD": str(tmp_path / "told")}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    script = RECIPES / "multi-node/run.sh"
+    subprocess.run(["bash", script, "--resume"], env={**os.environ, **told, "PATH": path}, check=True)
+    flags = (tmp_path / "told").read_text().split("\n")[1:-1]
+    assert flags[-3:] == ["recipes/train.py", "recipes/multi-node/config.yaml", "--resume"]
+    monkeypatch.chdir(RECIPES.parent)
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(flags))
+    assert (args.main_process_ip, args.machine_rank, args.num_machines) == ("192.0.2.7", 1, 3)
+    for key, value in prepare_multi_gpu_env(args).items():
+        monkeypatch.setenv(key, value)
+    parallel = ParallelismConfig()
+    assert promote(parallel)
+    assert parallel._get_mesh() == (("dp_replicate", "cp"), (3, 4))
+
+
+@pytest.mark.parametrize("config", ["gpu_8_fsdp2", "gpu_8_ddp"])
+def test_launch_sh_makes_one_ring_of_all_gpus(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in ("python", "accelerate"):
+        (tmp_path / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$TOLD-$(basename "$0")"\n')
+        (tmp_path / program).chmod(0o755)
+    told = {
+        "GPUS": "2",
+        "TOLD": str(tmp_path / "told"),
+        "TEXTS": "a.txt b.txt",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    command = [
+        "bash",
+        RECIPES / "launch.sh",
+        "lora-128k",
+        config,
+        "--length",
+        "8",
+        "--",
+        "--set",
+        "training.max_steps=3",
+    ]
+    subprocess.run(command, env={**os.environ, **told}, check=True)
+    prepared = (tmp_path / "told-python").read_text().split()
+    assert prepared == ["recipes/prepare.py", "a.txt", "b.txt", "--length", "8", "--output", "data/lora-128k.parquet"]
+    flags = (tmp_path / "told-accelerate").read_text().split("\n")[1:-1]
+    assert flags[-4:] == ["recipes/train.py", "recipes/lora-128k/config.yaml", "--set", "training.max_steps=3"]
+    monkeypatch.chdir(RECIPES.parent)
+    parsed = launch_command_parser().parse_args(["--main_process_port", "0", *flags])
+    args, _, _ = _validate_launch_command(parsed)
+    for key, value in prepare_multi_gpu_env(args).items():
+        monkeypatch.setenv(key, value)
+    assert (ParallelismConfig().cp_size, args.num_processes) == (2, 2)
