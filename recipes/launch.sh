@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Runs a recipe; its run.sh calls this: launch.sh RECIPE LAUNCH_CONFIG PREPARE... -- [arguments of run.sh]
+#   PREPARE...   arguments of prepare.py that make the recipe's default data, if they are not there yet
+# Arguments of run.sh: --toy (two CPU processes, seconds), or train.py's: --set training.max_steps=3, --resume.
+# GPUS=4 takes four GPUs, all of which share each row; TEXTS="FILES AND FOLDERS" are your own data.
+set -euo pipefail
+recipe=$1 config=$2
+shift 2
+prepare=()
+while [ "$1" != -- ]; do prepare+=("$1"); shift; done
+shift
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [ "${1:-}" = --toy ]; then
+    export ACCELERATE_USE_CPU=true
+    exec accelerate launch --config_file recipes/accelerate/cpu_2ranks.yaml recipes/train.py "recipes/$recipe/config.yaml" "$@"
+fi
+gpus=${GPUS:-$(nvidia-smi -L | wc -l)}
+data="data/$recipe.parquet"
+# shellcheck disable=SC2086  # TEXTS is a list
+[ -e "$data" ] || python recipes/prepare.py ${TEXTS:---stdlib} "${prepare[@]}" --output "$data"
+exec accelerate launch --config_file "recipes/accelerate/$config.yaml" --num_processes "$gpus" \
+    --parallelism_config_cp_size "$gpus" recipes/train.py "recipes/$recipe/config.yaml" "$@"

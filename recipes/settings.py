@@ -1,0 +1,177 @@
+"""Settings of a recipe: one YAML file, every key of which is known, and no two of which contradict each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from trl import SFTConfig
+
+from hf_ring_attn import RingConfig
+
+SECTIONS: dict[str, str] = {
+    "model": "a model of the Hub, or a folder",
+    "revision": "of the model",
+    "dtype": "bfloat16, float16 or float32: what weights are loaded in",
+    "attention": "ring_fp32, or another attn_implementation to compare with",
+    "vision": "true: the model takes images, and rows hold them",
+    "config": "entries of the model's config.json that are changed, such as rope_parameters",
+    "quantization": "arguments of BitsAndBytesConfig",
+    "lora": "arguments of LoraConfig; without it all weights are trained",
+    "ring": "options of hf_ring_attn.RingConfig",
+    "data": "train and eval: files of prepare.py",
+    "training": "arguments of SFTConfig (and TrainingArguments)",
+    "toy": "the config that --toy takes in place of the model's",
+}
+DTYPES = ("bfloat16", "float16", "float32")
+DECIDED_ELSEWHERE = {
+    **dict.fromkeys(("packing", "packing_strategy", "padding_free", "eval_packing", "pad_to_multiple_of"),
+                    "prepare.py packs, and train.py reads from its file how"),
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config", "use_cpu"),
+                    "the launch config says how processes share the work"),
+    "model_init_kwargs": "the keys model, revision, dtype and config stand for it",
+}  # fmt: skip
+"""Arguments of SFTConfig that a recipe leaves out, with the reason."""
+
+
+class BadRecipe(ValueError):
+    """The settings of a recipe cannot be used; its text names every key that is at fault."""
+
+    def __init__(self, where: object, faults: Sequence[str]) -> None:
+        super().__init__("\n".join([f"{where} cannot be used:", *(f"  {fault}" for fault in faults)]))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number and a key that stands twice is an error; PyYAML has it otherwise."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]  # type: ignore[no-untyped-call]
+    twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+    if twice:
+        raise yaml.constructor.ConstructorError(None, None, f"{', '.join(twice)} stands twice", node.start_mark)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+def read(path: Path, changes: Iterable[str] = ()) -> dict[str, Any]:
+    """Reads and checks a recipe.
+
+    Args:
+        changes: such as "training.max_steps=3": a key, with dots between levels, and its value in YAML.
+
+    Returns:
+        All sections, those that were left out with their default.
+
+    Raises:
+        BadRecipe: a key is unknown, or contradicts another; all of them are named.
+    """
+    try:
+        given = _parse(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise BadRecipe(path, [str(error)]) from None
+    if not isinstance(given, dict):
+        raise BadRecipe(path, ["it is no table of keys and values"])
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise BadRecipe(path, [f"--set {change}: write KEY=VALUE"])
+        *levels, last = name.split(".")
+        place = given
+        for level in levels:
+            place[level] = place = dict(place.get(level) or {})
+        place[last] = _parse(value)
+    return checked(given, path)
+
+
+def checked(given: dict[str, Any], where: object = "the recipe") -> dict[str, Any]:
+    """Returns all sections of settings that can be used.
+
+    Raises:
+        BadRecipe: as in `read`.
+    """
+    faults = list(_unknown("", given, SECTIONS))
+    settings: dict[str, Any] = {
+        "model": None, "revision": None, "dtype": "bfloat16", "attention": "ring_fp32", "vision": False, "config": {},
+        "quantization": None, "lora": None, "ring": {}, "data": {}, "training": {}, "toy": {}, **given,
+    }  # fmt: skip
+    for section, allowed in {
+        "quantization": inspect.signature(BitsAndBytesConfig.__init__).parameters.keys() - {"self", "kwargs"},
+        "lora": {field.name for field in dataclasses.fields(LoraConfig)},
+        "ring": {field.name for field in dataclasses.fields(RingConfig)},
+        "data": {"train", "eval"},
+        "training": {field.name for field in dataclasses.fields(SFTConfig) if field.init},
+        "config": None, "toy": None,
+    }.items():  # fmt: skip
+        values = settings[section]
+        if values is None and section in ("quantization", "lora"):
+            continue
+        if not isinstance(values, dict):
+            raise BadRecipe(where, [*faults, f"{section}: {values!r} is no table of keys and values"])
+        if allowed is not None:
+            faults += _unknown(f"{section}.", values, allowed)
+    faults += _contradictions(settings)
+    if faults:
+        raise BadRecipe(where, faults)
+    return settings
+
+
+def _unknown(prefix: str, given: Iterable[Any], allowed: Iterable[str]) -> Iterable[str]:
+    for key in given:
+        if key not in allowed:
+            near = difflib.get_close_matches(str(key), allowed, 1)
+            yield f"{prefix}{key}: there is no such key" + (f"; the nearest is {prefix}{near[0]}" if near else "")
+
+
+def _contradictions(settings: dict[str, Any]) -> Iterable[str]:
+    training, ring = settings["training"], settings["ring"]
+    if not settings["model"]:
+        yield "model: it is missing"
+    if "train" not in settings["data"]:
+        yield "data.train: it is missing"
+    if not isinstance(training.get("max_length"), int):
+        yield "training.max_length: the number of tokens in a row is missing"
+    if settings["dtype"] not in DTYPES:
+        yield f"dtype: {settings['dtype']!r} is none of {', '.join(DTYPES)}"
+    for key in training.keys() & DECIDED_ELSEWHERE.keys():
+        yield f"training.{key}: leave it out; {DECIDED_ELSEWHERE[key]}"
+    if settings["quantization"] is not None and settings["lora"] is None:
+        yield "quantization, without lora: quantized weights are not trained themselves"
+    if ring and settings["attention"] != "ring_fp32":
+        yield f"ring.{next(iter(ring))}, with attention {settings['attention']}: only ring_fp32 has these options"
+    kept = [f"ring.{key}" for key in ("save_attention", "offload_above") if ring.get(key) not in (None, False)]
+    for name in ("gradient_checkpointing", "activation_checkpointing"):  # the name until transformers 5.22, and since
+        if kept and training.get(name) is False:
+            yield f"{kept[0]}, with training.{name} false: it is about checkpoints"
+        if kept and (training.get(f"{name}_kwargs") or {}).get("use_reentrant"):
+            yield f"{kept[0]}, with training.{name}_kwargs.use_reentrant: it needs false"
+    if training.get("bf16") and training.get("fp16"):
+        yield "training.bf16, with training.fp16: one of them"
+    if training.get("fp16") and settings["dtype"] == "bfloat16":
+        yield "training.fp16, with dtype bfloat16: load the weights in float32 or float16"
+    if "num_train_epochs" in training and training.get("max_steps", -1) > 0:
+        yield "training.num_train_epochs, with training.max_steps: only max_steps would count"
+    evaluates = training.get("eval_strategy", "no") not in ("no", False)
+    if evaluates and "eval" not in settings["data"]:
+        yield "training.eval_strategy, without data.eval: there is nothing to evaluate"
+    if "eval" in settings["data"] and not evaluates:
+        yield "data.eval, without training.eval_strategy: it would not be read"
+    if "save_steps" in training and training.get("save_strategy") in ("no", False):
+        yield "training.save_steps, with training.save_strategy no: nothing would be saved"

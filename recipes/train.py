@@ -1,0 +1,222 @@
+r"""Trains a recipe with TRL's SFTTrainer: each row's tokens are spread over the ranks of a ring.
+
+    accelerate launch --config_file recipes/accelerate/gpu_8_fsdp2.yaml recipes/train.py recipes/lora-128k/config.yaml
+
+``--toy`` runs the same recipe with a tiny model and short rows, in seconds. Each recipe's run.sh has both commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from peft import LoraConfig
+from settings import BadRecipe, read
+from toy import toy
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PrinterCallback,
+    TrainerCallback,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+from trl import SFTConfig, SFTTrainer
+
+import hf_ring_attn
+
+ON_CPU = os.environ.get("ACCELERATE_USE_CPU") == "true" or not torch.accelerator.is_available()
+SAVED = "recipe.json"
+"""The settings of a run, in its output folder: evaluate.py and merge.py read which model an adapter is for."""
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path, help="the config.yaml of a recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
+                        help="another value for a key, such as training.max_steps=3")  # fmt: skip
+    parser.add_argument("--toy", type=Path, nargs="?", const=Path("outputs/toy"), metavar="FOLDER",
+                        help="a tiny model and short rows, made in that folder")  # fmt: skip
+    parser.add_argument("--resume", action="store_true",
+                        help="go on from the last checkpoint in the output folder, if there is one")  # fmt: skip
+    return parser.parse_args()
+
+
+def changed(config: Any, changes: dict[str, Any], name: str = "config") -> Any:
+    """Puts entries of a recipe into a model's config; tables are merged with what is there.
+
+    Raises:
+        BadRecipe: the config has no such entry.
+    """
+    for key, value in changes.items():
+        if not hasattr(config, key):
+            raise BadRecipe("the recipe", [f"{name}.{key}: a {config.model_type} config has no such entry"])
+        old = getattr(config, key)
+        if isinstance(value, dict) and hasattr(old, "model_type"):
+            changed(old, value, f"{name}.{key}")
+        else:
+            setattr(config, key, {**(old or {}), **value} if isinstance(value, dict) else value)
+    return config
+
+
+def load_config(settings: dict[str, Any]) -> Any:
+    """The model's config with the recipe's entries.
+
+    Raises:
+        BadRecipe: an entry is unknown, or rows are longer than the model's positions.
+    """
+    config = changed(AutoConfig.from_pretrained(settings["model"], revision=settings["revision"]), settings["config"])
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and settings["training"]["max_length"] > positions:
+        asked = settings["training"]["max_length"]
+        fault = f"training.max_length {asked}, with config.max_position_embeddings {positions}: see extend-context"
+        raise BadRecipe("the recipe", [fault])
+    return config
+
+
+def load_model(settings: dict[str, Any]) -> Any:
+    """The model with its ring options; every rank loads it, a quantized one onto its own GPU."""
+    kind = AutoModelForImageTextToText if settings["vision"] else AutoModelForCausalLM
+    more = {}
+    if settings["quantization"] is not None:
+        more["quantization_config"] = BitsAndBytesConfig(**settings["quantization"])
+        if ON_CPU:
+            more["device_map"] = {"": "cpu"}
+    model = kind.from_pretrained(
+        settings["model"], revision=settings["revision"], config=load_config(settings), dtype=settings["dtype"],
+        attn_implementation=settings["attention"], **more,
+    )  # fmt: skip
+    for (
+        part
+    ) in model.modules():  # on some CPUs bitsandbytes packs weights in its first evaluation, and then trains wrongly
+        if ON_CPU and hasattr(part, "support_avx512bf16_for_cpu"):
+            part.support_avx512bf16_for_cpu = False
+    if settings["attention"] == "ring_fp32":
+        hf_ring_attn.configure(model, hf_ring_attn.RingConfig(**settings["ring"]))
+    return model
+
+
+def load_rows(settings: dict[str, Any], name: str) -> Dataset | None:
+    """Rows of a file of prepare.py, or None if the recipe names none.
+
+    Raises:
+        BadRecipe: there is no such file, or rows are longer than training.max_length.
+    """
+    path = settings["data"].get(name)
+    if path is None:
+        return None
+    if not Path(path).is_file():
+        raise BadRecipe("the recipe", [f"data.{name}: there is no file {path}; make it with recipes/prepare.py"])
+    rows = Dataset.from_parquet(str(path))
+    limit = settings["training"]["max_length"]
+    longest = 0 if settings["vision"] else max(map(len, rows.with_format("numpy")["input_ids"]), default=0)
+    if longest > limit:
+        raise BadRecipe("the recipe", [f"data.{name}: a row has {longest} tokens, training.max_length {limit} less"])
+    return rows
+
+
+def arguments(settings: dict[str, Any], rows: Dataset, checkpoint: str | None) -> SFTConfig:
+    """SFTConfig as the recipe and its data say; what a ring wants otherwise is the default here."""
+    packed = "seq_lengths" in rows.column_names
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 1, "ddp_find_unused_parameters": False, "logging_steps": 1, "report_to": "none",
+        "disable_tqdm": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "bf16": False,
+        **settings["training"], "resume_from_checkpoint": checkpoint, "padding_free": packed,
+    }  # fmt: skip
+    if packed:
+        given["max_length"] = None  # rows are as long as they may be; TRL would cut the tokens, not their documents
+    given["use_cpu"] = ON_CPU
+    return SFTConfig(**given)
+
+
+class Progress(TrainerCallback):
+    """One line a step, by the first rank: loss, gradient norm, seconds, and the peak memory of its GPU."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.began: float | None = None
+        self.begun = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.began is None:
+            self.began, self.begun = time.perf_counter(), state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "eval_loss" in (logs or {}) and state.is_world_process_zero:
+            print(f"step {state.global_step}: evaluation loss {logs['eval_loss']:.6f}", flush=True)
+        if "loss" not in (logs or {}) or self.began is None:
+            return
+        # A log reads the loss, so the GPU has done its steps.
+        found = {"step": state.global_step, "loss": logs["loss"], "grad_norm": logs.get("grad_norm", float("nan"))}
+        found["seconds"] = (time.perf_counter() - self.began) / (state.global_step - self.begun)
+        self.began = None
+        if torch.cuda.is_available():
+            found["gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self.steps.append(found)
+        if state.is_world_process_zero:
+            memory = f", {found['gib']:.1f} GiB" if "gib" in found else ""
+            print(f"step {found['step']} of {state.max_steps}: loss {found['loss']:.6f}, gradient norm "
+                  f"{found['grad_norm']:.4f}, {found['seconds']:.2f} s{memory}", flush=True)  # fmt: skip
+
+
+def train(settings: dict[str, Any], resume: bool = False) -> Any:
+    """Trains as the settings say, and saves into the output folder.
+
+    Returns:
+        The SFTTrainer.
+
+    Raises:
+        BadRecipe: the settings, the model and the data do not fit each other.
+    """
+    folder = Path(settings["training"]["output_dir"])
+    checkpoint = get_last_checkpoint(folder) if resume and folder.is_dir() else None
+    rows, evaluation = load_rows(settings, "train"), load_rows(settings, "eval")
+    assert rows is not None
+    args = arguments(settings, rows, True if checkpoint else None)
+    processing = AutoProcessor if settings["vision"] else AutoTokenizer
+    processor = processing.from_pretrained(settings["model"], revision=settings["revision"])
+    model = load_model(settings)
+    lora = LoraConfig(**{"task_type": "CAUSAL_LM", **settings["lora"]}) if settings["lora"] is not None else None
+    set_seed(args.seed)  # LoRA's first matrix is random: alike on every rank
+    progress = Progress()
+    trainer = SFTTrainer(
+        model, args, train_dataset=rows, eval_dataset=evaluation, processing_class=processor, peft_config=lora,
+        callbacks=[progress],
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)  # Progress prints the same
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()  # by all ranks: FSDP2 gathers what it has sharded, rank 0 writes
+    if trainer.is_world_process_zero():
+        (folder / SAVED).write_text(json.dumps({"settings": settings, "steps": progress.steps}, indent=1) + "\n")
+        print(f"saved in {folder}", flush=True)
+    trainer.accelerator.wait_for_everyone()  # whoever goes on may read it
+    return trainer
+
+
+def main() -> None:
+    options = parsed()
+    try:
+        settings = read(options.recipe, options.changes)
+        settings["training"].setdefault("output_dir", f"outputs/{options.recipe.resolve().parent.name}")
+        PartialState(cpu=ON_CPU)  # tells each process its device
+        if options.toy is not None:
+            settings = toy(settings, options.toy)
+        trainer = train(settings, options.resume)
+    except BadRecipe as error:
+        raise SystemExit(str(error)) from None
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""evaluate.py: losses are those of the model's own logits; numbers are told and asked for where they should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.helpers.models.tiny_models import tiny
+from tests.recipes.programs_of_recipes import program
+
+evaluate, plots, toy = program("evaluate"), program("plots"), program("toy")
+
+
+def row(length: int) -> list[int]:
+    return torch.randint(3, 30, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_losses_of_tokens_are_those_of_the_models_logits(name: str) -> None:
+    model: Any = tiny(name, "ring_fp32").eval()
+    tokens = row(41)
+    evaluate.check_logits(model, torch.tensor([tokens]))
+    loss, right = evaluate.scores(model, tokens)
+    logits = tiny(name, "eager").eval()(input_ids=torch.tensor([tokens])).logits[0, :-1]
+    want = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(tokens[1:]), reduction="none")
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    assert right.tolist() == (logits.argmax(-1) == torch.tensor(tokens[1:])).tolist()
+
+
+def test_a_model_that_scales_its_logits_is_refused() -> None:
+    with pytest.raises(SystemExit, match="scales its logits"):
+        evaluate.check_logits(tiny("llama", "ring_fp32", vocab_size=97).eval().apply(_scaled), torch.tensor([row(40)]))
+
+
+def _scaled(module: Any) -> None:
+    if hasattr(module, "lm_head"):
+        forward = module.forward
+
+        def scaled(**inputs: Any) -> Any:
+            out = forward(**inputs)
+            out.logits = out.logits * 2
+            return out
+
+        module.forward = scaled
+
+
+@pytest.mark.parametrize("depth", evaluate.DEPTHS)
+def test_a_number_is_told_at_its_depth_and_asked_for_at_the_end(depth: float) -> None:
+    tokenizer = toy.tokenizer()
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731  handed on
+    tokens, answer = evaluate.probe(encode("." * 500), 256, depth, encode, seed=1)
+    text = tokenizer.decode(tokens)
+    number = tokenizer.decode(answer)
+    assert len(tokens) == 256 and text.count(number) == 2 and text.endswith(number)
+    begin = text.index("\nThe secret")
+    assert begin == pytest.approx(depth * text.count("."), abs=1.5)
+    ask = text[text.rindex("\nThe secret") : -len(number)]
+    assert text[begin:].startswith(ask + number + ".")
+
+
+def test_rows_of_several_texts_have_no_positions() -> None:
+    rows = Dataset.from_dict({"input_ids": [[3, 4]], "seq_lengths": [[1, 1]]})
+    with pytest.raises(SystemExit, match="prepare them with --pack wrapped or none"):
+        evaluate.evaluate(None, None, rows, 1, None, 1)
+
+
+def test_without_matplotlib_no_plot_is_a_line_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert not plots.draw(tmp_path / "a.svg", lambda axes: None)
+    assert "no plot a.svg" in capsys.readouterr().out and "hf-ring-attn[plot]" not in str(list(tmp_path.iterdir()))
+
+
+def test_tables_and_plots(tmp_path: Path) -> None:
+    results = {
+        "loss": [{"from": 0, "to": 32, "loss": 3.0}, {"from": 32, "to": 64, "loss": 2.5}],
+        "needles": [{"length": n, "depth": d, "found": 0.5, "loss": 1.0} for n in (64, 128) for d in evaluate.DEPTHS],
+    }
+    text = evaluate.tables(results)
+    assert "| 32 to 64 | 2.5000 |" in text and "| 128 | 50% | 50% | 50% | 50% | 50% |" in text
+    pytest.importorskip("matplotlib")
+    evaluate.plot(results, {"before": results}, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"loss.svg", "needles.svg"}

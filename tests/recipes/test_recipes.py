@@ -1,0 +1,167 @@
+"""Every recipe, run as its run.sh does at toy size: a ring of two has the losses of one process without a ring."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import ParallelismConfig
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from hf_ring_attn.integration.hosts.parallelism_config import promote
+from tests.helpers.programs import CPU_2RANKS, Program, launched_by, start
+from tests.recipes.programs_of_recipes import NAMES, RECIPES
+
+LOSS = 1e-5
+"""Relative bound: the order of float32 sums differs."""
+NORM = {"qlora-32b": 2e-2, "qlora-70b": 2e-2}
+"""Bounds of gradient norms; QLoRA's are of gradients in bf16."""
+
+
+def run(folder: Path, name: str, *more: str, ranks: int = 1) -> Program:
+    folder.mkdir(exist_ok=True)
+    environment = launched_by(CPU_2RANKS) if ranks > 1 else {}
+    config = str(RECIPES / name / "config.yaml")
+    return start(folder, RECIPES / "train.py", config, "--toy", "toy", *more, ranks=ranks, environment=environment)
+
+
+def steps(folder: Path) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = json.loads((folder / "toy/output/recipe.json").read_text())["steps"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.turns
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_in_a_ring_of_two_trains_as_one_process(name: str, tmp_path: Path) -> None:
+    ring = run(tmp_path / "ring", name, ranks=2)
+    alone = run(tmp_path / "alone", name, "--set", "attention=sdpa", "--set", "ring={}")
+    text = ring.output()
+    alone.output()
+    got, want = steps(tmp_path / "ring"), steps(tmp_path / "alone")
+    assert "ring of 2" in text and "step 3 of 3: loss" in text
+    assert len(want) == 3 and want[2]["loss"] != pytest.approx(want[0]["loss"], rel=1e-3)
+    assert [step["loss"] for step in got] == pytest.approx([step["loss"] for step in want], rel=LOSS), text
+    norms = [step["grad_norm"] for step in want]
+    assert [step["grad_norm"] for step in got] == pytest.approx(norms, rel=NORM.get(name, 1e-4)), text
+    saved = {path.name for path in (tmp_path / "ring/toy/output").iterdir()}
+    assert saved & {"adapter_model.safetensors", "model.safetensors"} and "checkpoint-2" in saved
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_while_it_saved_goes_on_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    """In a ring, from the checkpoints of one process."""
+    run(tmp_path, "packed-chat").output()
+    want = steps(tmp_path)
+    output = tmp_path / "toy/output"
+    (output / "checkpoint-3/trainer_state.json").unlink()  # it is written last
+    (output / "recipe.json").unlink()
+    text = run(tmp_path, "packed-chat", "--resume", ranks=2).output()
+    assert "checkpoint-3 is incomplete" in text
+    assert [step["step"] for step in steps(tmp_path)] == [3.0], text
+    assert steps(tmp_path)[0]["loss"] == pytest.approx(want[2]["loss"], rel=LOSS)
+
+
+@pytest.mark.slow
+def test_a_context_extension_learns_alike_at_ring_sizes_one_and_two(tmp_path: Path) -> None:
+    """Also `evaluate`: losses by position and numbers found, over a ring."""
+    started = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        environment = launched_by(CPU_2RANKS) if ranks > 1 else {}
+        learn = RECIPES / "extend-context/learn.py"
+        started.append(start(folder, learn, "--output", ".", ranks=ranks, environment=environment))
+    found: list[dict[str, Any]] = []
+    for ranks, program in enumerate(started, 1):
+        text = program.output()
+        found.append(json.loads((tmp_path / str(ranks) / "results.json").read_text()))
+        assert "| positions | loss |" in text
+    one, two = found
+    assert list(one) == list(two) == ["base", "YaRN, not trained", "extended"]
+    for name in one:
+        for measure in ("loss", "needles"):
+            losses = [row["loss"] for row in one[name][measure]]
+            assert [row["loss"] for row in two[name][measure]] == pytest.approx(losses, rel=1e-3), (name, measure)
+    far = {name: one[name]["loss"][-1] for name in one}
+    assert far["base"]["from"] == 128, "twice the base's 64 tokens"
+    assert far["extended"]["loss"] < far["YaRN, not trained"]["loss"] - 0.05
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_has_its_files(name: str) -> None:
+    folder = RECIPES / name
+    assert subprocess.run(["bash", "-n", folder / "run.sh"], capture_output=True, text=True).stderr == ""
+    script, readme = (folder / "run.sh").read_text(), (folder / "README.md").read_text()
+    assert name in script and f"recipes/{name}/run.sh" in readme
+    assert any(config.stem in script for config in (RECIPES / "accelerate").glob("gpu_*.yaml")) or name == "multi-node"
+    assert f"[{name}]({name})" in (RECIPES / "README.md").read_text()
+
+
+@pytest.mark.parametrize("script", ["launch.sh", "multi-node/slurm.sbatch"])
+def test_a_script_has_no_syntax_error(script: str) -> None:
+    assert subprocess.run(["bash", "-n", RECIPES / script], capture_output=True, text=True).stderr == ""
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", RECIPES / script], check=True)
+
+
+def test_several_machines_are_replicas_of_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of multi-node's run.sh on the second of three machines, as accelerate reads it."""
+    for program in ("python", "accelerate"):  # python would prepare the data
+        (tmp_path / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$TOLD"\n')
+        (tmp_path / program).chmod(0o755)
+    told = {"NODES": "3", "NODE_RANK": "1", "HEAD": "192.0.2.7", "GPUS": "4", "TOLD": str(tmp_path / "told")}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    script = RECIPES / "multi-node/run.sh"
+    subprocess.run(["bash", script, "--resume"], env={**os.environ, **told, "PATH": path}, check=True)
+    flags = (tmp_path / "told").read_text().split("\n")[1:-1]
+    assert flags[-3:] == ["recipes/train.py", "recipes/multi-node/config.yaml", "--resume"]
+    monkeypatch.chdir(RECIPES.parent)
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(flags))
+    assert (args.main_process_ip, args.machine_rank, args.num_machines) == ("192.0.2.7", 1, 3)
+    for key, value in prepare_multi_gpu_env(args).items():
+        monkeypatch.setenv(key, value)
+    parallel = ParallelismConfig()
+    assert promote(parallel)
+    assert parallel._get_mesh() == (("dp_replicate", "cp"), (3, 4))
+
+
+@pytest.mark.parametrize("config", ["gpu_8_fsdp2", "gpu_8_ddp"])
+def test_launch_sh_makes_one_ring_of_all_gpus(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in ("python", "accelerate"):
+        (tmp_path / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$TOLD-$(basename "$0")"\n')
+        (tmp_path / program).chmod(0o755)
+    told = {
+        "GPUS": "2",
+        "TOLD": str(tmp_path / "told"),
+        "TEXTS": "a.txt b.txt",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    command = [
+        "bash",
+        RECIPES / "launch.sh",
+        "lora-128k",
+        config,
+        "--length",
+        "8",
+        "--",
+        "--set",
+        "training.max_steps=3",
+    ]
+    subprocess.run(command, env={**os.environ, **told}, check=True)
+    prepared = (tmp_path / "told-python").read_text().split()
+    assert prepared == ["recipes/prepare.py", "a.txt", "b.txt", "--length", "8", "--output", "data/lora-128k.parquet"]
+    flags = (tmp_path / "told-accelerate").read_text().split("\n")[1:-1]
+    assert flags[-4:] == ["recipes/train.py", "recipes/lora-128k/config.yaml", "--set", "training.max_steps=3"]
+    monkeypatch.chdir(RECIPES.parent)
+    parsed = launch_command_parser().parse_args(["--main_process_port", "0", *flags])
+    args, _, _ = _validate_launch_command(parsed)
+    for key, value in prepare_multi_gpu_env(args).items():
+        monkeypatch.setenv(key, value)
+    assert (ParallelismConfig().cp_size, args.num_processes) == (2, 2)

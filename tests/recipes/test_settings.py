@@ -1,0 +1,101 @@
+"""Settings of recipes: every wrong key is refused by its name, and so are keys that contradict each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.recipes.programs_of_recipes import NAMES, RECIPES, program
+
+settings = program("settings")
+GOOD: dict[str, Any] = {"model": "a", "data": {"train": "a.parquet"}, "training": {"max_length": 8}}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"modle": "a"}, "modle: there is no such key; the nearest is model"),
+    ({"training.max_lenght": 8}, "training.max_lenght: there is no such key; the nearest is training.max_length"),
+    ({"lora": {"rank": 8}}, "lora.rank: there is no such key"),
+    ({"ring.save_atention": True}, "ring.save_atention: there is no such key; the nearest is ring.save_attention"),
+    ({"data.test": "b"}, "data.test: there is no such key"),
+    ({"lora": {}, "quantization": {"load_in_4bits": True}}, "the nearest is quantization.load_in_4bit"),
+    ({"model": None}, "model: it is missing"),
+    ({"data": {}}, "data.train: it is missing"),
+    ({"training": {}}, "training.max_length: the number of tokens in a row is missing"),
+    ({"training": 3}, "training: 3 is no table"),
+    ({"dtype": "bf16"}, "dtype: 'bf16' is none of bfloat16"),
+    ({"training.packing": True}, "training.packing: leave it out; prepare.py packs"),
+    ({"training.fsdp": "full_shard"}, "training.fsdp: leave it out; the launch config"),
+    ({"training.model_init_kwargs": {}}, "training.model_init_kwargs: leave it out"),
+    ({"quantization": {"load_in_4bit": True}}, "quantization, without lora"),
+    ({"attention": "sdpa", "ring.pad": True}, "ring.pad, with attention sdpa"),
+    ({"ring.save_attention": True, "training.gradient_checkpointing": False}, "ring.save_attention, with training.g"),
+    ({"ring.save_attention": True, "training.activation_checkpointing": False}, "with training.activation_checkp"),
+    (
+        {"ring.save_attention": True, "training.gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        "ring.save_attention, with training.gradient_checkpointing_kwargs.use_reentrant",
+    ),
+    ({"training.bf16": True, "training.fp16": True, "dtype": "float32"}, "training.bf16, with training.fp16"),
+    ({"training.fp16": True}, "training.fp16, with dtype bfloat16"),
+    ({"training.num_train_epochs": 1, "training.max_steps": 3}, "only max_steps would count"),
+    ({"training.eval_strategy": "steps"}, "training.eval_strategy, without data.eval"),
+    ({"data.eval": "b.parquet"}, "data.eval, without training.eval_strategy"),
+    ({"training.save_strategy": "no", "training.save_steps": 3}, "training.save_steps, with training.save_strategy"),
+]
+
+
+def put(changes: dict[str, Any]) -> dict[str, Any]:
+    """Good settings with changes; dots stand between levels."""
+    made = {key: dict(value) if isinstance(value, dict) else value for key, value in GOOD.items()}
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        if key:
+            made.setdefault(section, {})[key] = value
+        else:
+            made[section] = value
+    return made
+
+
+@pytest.mark.parametrize(("changes", "told"), WRONG, ids=[told[:40] for _, told in WRONG])
+def test_a_wrong_key_is_refused_by_name(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(settings.BadRecipe) as raised:
+        settings.checked(put(changes))
+    assert told in str(raised.value)
+    assert len(str(raised.value).split("\n")) == 2, "one fault, and what is at fault"
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(put({"modle": 1, "lora": {"rank": 8}, "training.packing": True})))
+    with pytest.raises(settings.BadRecipe) as raised:
+        settings.read(path)
+    assert [line.split(":")[0].strip() for line in str(raised.value).split("\n")[1:]] == [
+        "modle", "lora.rank", "training.packing",
+    ]  # fmt: skip
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["model: a\nmodel: b\n", "model: [", "3\n"])
+def test_a_file_that_is_no_table_of_single_keys_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(settings.BadRecipe, match=r"model stands twice|while parsing|no table"):
+        settings.read(path)
+
+
+def test_numbers_are_numbers_and_set_changes_them(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(GOOD) + "lora: {r: 8}\n")
+    made = settings.read(path, ["training.learning_rate=1e-4", "lora.r=4", "ring.mlp_tokens=16", "dtype=float32"])
+    assert made["training"] == {"max_length": 8, "learning_rate": 1e-4}
+    assert (made["lora"], made["ring"], made["dtype"]) == ({"r": 4}, {"mlp_tokens": 16}, "float32")
+    with pytest.raises(settings.BadRecipe, match=r"training\.max_step: there is no such key"):
+        settings.read(path, ["training.max_step=3"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_can_be_read(name: str) -> None:
+    read = settings.read(RECIPES / name / "config.yaml")
+    assert read["data"]["train"] == f"data/{name}.parquet", "what launch.sh makes"
+    assert f"--length {read['training']['max_length']}" in (RECIPES / name / "run.sh").read_text()
+    assert f"--tokenizer {read['model']}" in (RECIPES / name / "run.sh").read_text()
