@@ -59,10 +59,11 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The settings that say which model is meant."""
     if options.run is not None:
         saved: dict[str, Any] = json.loads((options.run / SAVED).read_text())["settings"]
-        return saved if saved["lora"] is not None else {**saved, "model": str(options.run), "config": {}}
+        whole = {"model": str(options.run), "revision": None, "config": {}} if saved["lora"] is None else {}
+        return {**saved, **whole, "attention": "ring_fp32"}
     if options.recipe is not None:
         return read(options.recipe)
-    plain = {"revision": None, "dtype": "bfloat16", "attention": "ring_fp32", "vision": False, "quantization": None}
+    plain = {"revision": None, "dtype": "bfloat16", "attention": "ring_fp32", "quantization": None}
     return {**plain, "model": options.model, "config": {}, "lora": None, "ring": {}, "training": {"max_length": 0}}
 
 
@@ -231,8 +232,9 @@ def main() -> None:
     except BadRecipe as error:
         raise SystemExit(str(error)) from None
     if options.run is not None and settings["lora"] is not None:
-        model = PeftModel.from_pretrained(model, options.run).merge_and_unload()
-    model = model.to(state.device)
+        model = PeftModel.from_pretrained(model, options.run).get_base_model()  # its layers have the adapter
+    if settings["quantization"] is None:  # else it is there already
+        model = model.to(state.device)
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], revision=settings["revision"])
     rows = Dataset.from_parquet(str(options.rows))
     results = evaluate(model, tokenizer, rows, options.count, options.lengths, options.trials)

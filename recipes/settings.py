@@ -22,7 +22,6 @@ SECTIONS: dict[str, str] = {
     "revision": "of the model",
     "dtype": "bfloat16, float16 or float32: what weights are loaded in",
     "attention": "ring_fp32, or another attn_implementation to compare with",
-    "vision": "true: the model takes images, and rows hold them",
     "config": "entries of the model's config.json that are changed, such as rope_parameters",
     "quantization": "arguments of BitsAndBytesConfig",
     "lora": "arguments of LoraConfig; without it all weights are trained",
@@ -109,7 +108,7 @@ def checked(given: dict[str, Any], where: object = "the recipe") -> dict[str, An
     """
     faults = list(_unknown("", given, SECTIONS))
     settings: dict[str, Any] = {
-        "model": None, "revision": None, "dtype": "bfloat16", "attention": "ring_fp32", "vision": False, "config": {},
+        "model": None, "revision": None, "dtype": "bfloat16", "attention": "ring_fp32", "config": {},
         "quantization": None, "lora": None, "ring": {}, "data": {}, "training": {}, "toy": {}, **given,
     }  # fmt: skip
     for section, allowed in {

@@ -23,8 +23,6 @@ from toy import toy
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
     AutoTokenizer,
     BitsAndBytesConfig,
     PrinterCallback,
@@ -87,13 +85,12 @@ def load_config(settings: dict[str, Any]) -> Any:
 
 def load_model(settings: dict[str, Any]) -> Any:
     """The model with its ring options; every rank loads it, a quantized one onto its own GPU."""
-    kind = AutoModelForImageTextToText if settings["vision"] else AutoModelForCausalLM
     more = {}
     if settings["quantization"] is not None:
         more["quantization_config"] = BitsAndBytesConfig(**settings["quantization"])
         if ON_CPU:
             more["device_map"] = {"": "cpu"}
-    model = kind.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         settings["model"], revision=settings["revision"], config=load_config(settings), dtype=settings["dtype"],
         attn_implementation=settings["attention"], **more,
     )  # fmt: skip
@@ -120,7 +117,7 @@ def load_rows(settings: dict[str, Any], name: str) -> Dataset | None:
         raise BadRecipe("the recipe", [f"data.{name}: there is no file {path}; make it with recipes/prepare.py"])
     rows = Dataset.from_parquet(str(path))
     limit = settings["training"]["max_length"]
-    longest = 0 if settings["vision"] else max(map(len, rows.with_format("numpy")["input_ids"]), default=0)
+    longest = max(map(len, rows.with_format("numpy")["input_ids"]), default=0)
     if longest > limit:
         raise BadRecipe("the recipe", [f"data.{name}: a row has {longest} tokens, training.max_length {limit} less"])
     return rows
@@ -184,14 +181,13 @@ def train(settings: dict[str, Any], resume: bool = False) -> Any:
     rows, evaluation = load_rows(settings, "train"), load_rows(settings, "eval")
     assert rows is not None
     args = arguments(settings, rows, True if checkpoint else None)
-    processing = AutoProcessor if settings["vision"] else AutoTokenizer
-    processor = processing.from_pretrained(settings["model"], revision=settings["revision"])
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"], revision=settings["revision"])
     model = load_model(settings)
     lora = LoraConfig(**{"task_type": "CAUSAL_LM", **settings["lora"]}) if settings["lora"] is not None else None
     set_seed(args.seed)  # LoRA's first matrix is random: alike on every rank
     progress = Progress()
     trainer = SFTTrainer(
-        model, args, train_dataset=rows, eval_dataset=evaluation, processing_class=processor, peft_config=lora,
+        model, args, train_dataset=rows, eval_dataset=evaluation, processing_class=tokenizer, peft_config=lora,
         callbacks=[progress],
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)  # Progress prints the same

@@ -4,9 +4,9 @@ r"""Does a context extension learn? A small base is trained here at one length, 
     accelerate launch --config_file recipes/accelerate/gpu_8_ddp.yaml --num_processes 2 --parallelism_config_cp_size 2 \
         recipes/extend-context/learn.py --size small --output outputs/learn-2
 
-The text is the source of Python's standard library, a byte a token; some rows tell numbers and ask for them at their end. Losses
-by position and numbers found are measured on modules that were held out: of the base, of the base with YaRN but without
-training, and of the extended model. The extension is this folder's recipe with other sizes.
+The text is the source of Python's standard library, a byte a token; some rows tell numbers and ask for them at their
+end. Losses by position and numbers found are measured on modules that were held out: of the base, of the base with YaRN
+but without training, and of the extended model. The extension is this folder's recipe with other sizes.
 """
 
 from __future__ import annotations

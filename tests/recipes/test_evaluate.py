@@ -16,16 +16,22 @@ evaluate, plots, toy = program("evaluate"), program("plots"), program("toy")
 
 
 def row(length: int) -> list[int]:
-    return torch.randint(3, 30, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    found: list[int] = torch.randint(3, 30, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    return found
+
+
+def evaluated(name: str, attention: str) -> Any:
+    model: Any = tiny(name, attention)
+    return model.eval()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_losses_of_tokens_are_those_of_the_models_logits(name: str) -> None:
-    model: Any = tiny(name, "ring_fp32").eval()
+    model, eager = evaluated(name, "ring_fp32"), evaluated(name, "eager")
     tokens = row(41)
     evaluate.check_logits(model, torch.tensor([tokens]))
     loss, right = evaluate.scores(model, tokens)
-    logits = tiny(name, "eager").eval()(input_ids=torch.tensor([tokens])).logits[0, :-1]
+    logits = eager(input_ids=torch.tensor([tokens])).logits[0, :-1]
     want = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(tokens[1:]), reduction="none")
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
     assert right.tolist() == (logits.argmax(-1) == torch.tensor(tokens[1:])).tolist()
@@ -33,7 +39,7 @@ def test_losses_of_tokens_are_those_of_the_models_logits(name: str) -> None:
 
 def test_a_model_that_scales_its_logits_is_refused() -> None:
     with pytest.raises(SystemExit, match="scales its logits"):
-        evaluate.check_logits(tiny("llama", "ring_fp32", vocab_size=97).eval().apply(_scaled), torch.tensor([row(40)]))
+        evaluate.check_logits(evaluated("llama", "ring_fp32").apply(_scaled), torch.tensor([row(40)]))
 
 
 def _scaled(module: Any) -> None:
@@ -50,7 +56,7 @@ def _scaled(module: Any) -> None:
 
 @pytest.mark.parametrize("depth", evaluate.DEPTHS)
 def test_a_number_is_told_at_its_depth_and_asked_for_at_the_end(depth: float) -> None:
-    tokenizer = toy.tokenizer()
+    tokenizer: Any = toy.tokenizer()
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731  handed on
     tokens, answer = evaluate.probe(encode("." * 500), 256, depth, encode, seed=1)
     text = tokenizer.decode(tokens)

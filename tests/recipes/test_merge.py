@@ -27,9 +27,9 @@ def run(tmp_path: Path) -> Path:
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.2)
-    model.save_pretrained(tmp_path / "run")
+    model.save_pretrained(str(tmp_path / "run"))
     settings = {
-        "model": str(tmp_path / "model"), "revision": None, "dtype": "float32", "config": {}, "vision": False,
+        "model": str(tmp_path / "model"), "revision": None, "dtype": "float32", "config": {},
         "lora": {"r": 4}, "training": {"max_length": 64},
     }  # fmt: skip
     (tmp_path / "run/recipe.json").write_text(json.dumps({"settings": settings, "steps": []}))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.recipes.programs_of_recipes import NAMES, RECIPES, program
 
@@ -66,7 +66,7 @@ def test_a_wrong_key_is_refused_by_name(changes: dict[str, Any], told: str) -> N
 
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(put({"modle": 1, "lora": {"rank": 8}, "training.packing": True})))
+    path.write_text(json.dumps(put({"modle": 1, "lora": {"rank": 8}, "training.packing": True})))
     with pytest.raises(settings.BadRecipe) as raised:
         settings.read(path)
     assert [line.split(":")[0].strip() for line in str(raised.value).split("\n")[1:]] == [
@@ -85,7 +85,7 @@ def test_a_file_that_is_no_table_of_single_keys_is_refused(text: str, tmp_path: 
 
 def test_numbers_are_numbers_and_set_changes_them(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(GOOD) + "lora: {r: 8}\n")
+    path.write_text(json.dumps({**GOOD, "lora": {"r": 8}}))
     made = settings.read(path, ["training.learning_rate=1e-4", "lora.r=4", "ring.mlp_tokens=16", "dtype=float32"])
     assert made["training"] == {"max_length": 8, "learning_rate": 1e-4}
     assert (made["lora"], made["ring"], made["dtype"]) == ({"r": 4}, {"mlp_tokens": 16}, "float32")
