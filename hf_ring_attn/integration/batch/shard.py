@@ -35,14 +35,15 @@ from ..model.chunked import lazy_heads
 from ..selfcheck import check, row
 from . import compare
 from .announce import announce
+from .rows import RowReductions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 @dataclass(eq=False)
-class Sharded:
-    """This rank's share of a batch. See `shard`.
+class Sharded(RowReductions):
+    """This rank's share of a batch. See `shard`, and `RowReductions` for sums along its rows.
 
     Attributes:
         inputs: the model's inputs: ``model(**sharded.inputs)``.
