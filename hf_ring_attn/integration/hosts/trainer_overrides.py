@@ -7,15 +7,16 @@ from typing import Any
 from transformers import Trainer
 
 from ... import errors
+from ..patching.changes import installed
 
-OF_TRL = {"SFTTrainer", "_BaseTrainer"}
-"""TRL's trainers with a sum over tokens as their loss. The others compare whole sequences, or models."""
+OF_TRL = {"SFTTrainer", "DPOTrainer", "_BaseTrainer"}
+"""TRL's trainers that are exact in a ring."""
 COUNTS = ("get_batch_samples", "_get_num_items_in_batch", "_prepare_context_parallel_inputs")
 """Methods that define a loss's divisor and a rank's inputs. Other overrides get whole rows, or are tried."""
 
 
 def refuse_unknown(trainer: Any) -> None:
-    """Refuses TRL's trainers except SFTTrainer, and trainers that override `COUNTS`, unless ``ring_fp32_exact``.
+    """Refuses TRL's trainers except those of `OF_TRL`, and trainers that override `COUNTS`, unless ``ring_fp32_exact``.
 
     Raises:
         UnsupportedTrainer, UnknownTrainer.
@@ -29,6 +30,7 @@ def refuse_unknown(trainer: Any) -> None:
     for method in COUNTS:
         if method in vars(trainer):
             raise errors.UnknownTrainer(kind.__name__, f"the trainer's own {method}")
-        if getattr(kind, method) is not getattr(Trainer, method):
-            place = next(cls.__qualname__ for cls in kind.__mro__ if method in vars(cls))
-            raise errors.UnknownTrainer(kind.__name__, f"{place}.{method}")
+        place = next(cls for cls in kind.__mro__ if method in vars(cls))
+        ours = f"{place.__module__}:{place.__qualname__}.{method}" in installed()
+        if getattr(kind, method) is not getattr(Trainer, method) and not ours:
+            raise errors.UnknownTrainer(kind.__name__, f"{place.__qualname__}.{method}")
