@@ -216,7 +216,7 @@ def shard_for(
         seeds = ring.numbers(ring_random.drawn(), ring.small_device(device), "sent its seed")
         context.text.random = ring_random.RingRandomness(seeds[0], ring.rank)
     context.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, context)
-    for one in ([] if model is None else [model, *beside]):
+    for one in [] if model is None else [model, *beside]:
         _admit(one, context)
     return sharded
 

@@ -9,7 +9,6 @@ from ..patching.changes import Patch, install
 from . import accelerate, dpo_trainer, sft_trainer, trainer
 from .parallelism_config import deferring_cp_checks
 
-
 OF_TRL = {sft_trainer.SFT: sft_trainer.PATCHES, dpo_trainer.DPO: dpo_trainer.PATCHES}
 """The patches of TRL's trainers, by class."""
 

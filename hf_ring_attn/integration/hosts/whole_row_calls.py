@@ -70,18 +70,17 @@ def log_probs_of_rows(name: str) -> TrialStep:
 
     def loss(model: nn.Module, _row: Mapping[str, Any], share: Share) -> Any:
         sharded = Sharded(share.inputs, share.context)
-        output = _whole(model(**_own_share(model, {FUSED: True, **_named(share.inputs)}, share.inputs)), sharded, True)
+        inputs = _own_share(model, {FUSED: True, "labels": share.inputs["labels"]}, share.inputs)
+        output = _whole(model(**inputs), sharded, True)
         weights = 1 + torch.linspace(0, 9, output.log_probs.shape[1], device=output.log_probs.device).sin() / 2
         return (output.log_probs * weights).sum()
 
     return TrialStep(loss, True, "", (name, FUSED))
 
 
-def _named(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: inputs[name] for name in ("labels",) if name in inputs}
-
-
-def _refuse_others(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
+def _refuse_others(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Mapping[str, Any]
+) -> None:
     """Refuses a call with other inputs than the batch's. An error here is raised on every rank: all hold whole rows."""
     name = introspect.name_of(model)
     missing = [key for key, x in whole.items() if isinstance(x, Tensor) and key not in kwargs and key != "labels"]
