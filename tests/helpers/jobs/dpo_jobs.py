@@ -193,7 +193,8 @@ class OtherTokens(DPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         other = {**inputs, "input_ids": inputs["input_ids"].flip(0)}
-        return super()._compute_loss(model, other, return_outputs)
+        parent: Any = super()
+        return parent._compute_loss(model, other, return_outputs)
 
 
 class OwnBatches(DPOTrainer):

@@ -16,7 +16,6 @@ from tests.helpers.jobs.dpo_jobs import (
     STEPS,
     Case,
     OtherTokens,
-    Outcome,
     OwnBatches,
     one_step,
     save,
@@ -24,6 +23,7 @@ from tests.helpers.jobs.dpo_jobs import (
     trained_with,
 )
 from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs.sft_jobs import Outcome
 
 EVERY_LOSS = [
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
