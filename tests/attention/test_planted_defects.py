@@ -19,7 +19,7 @@ from hf_ring_attn.integration.context import whole_batch
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, packed, sliding
 from tests.attention.test_leaks import leaks_of_all
 from tests.attention.test_score_mod import GATHER, errors_of
-from tests.helpers import layer_ranks
+from tests.helpers import layer_ranks, row_ranks
 from tests.helpers.checks import EXACT, UNROUNDED, Ranks, distance, float64_errors, narrow, worst
 from tests.helpers.defects import DEFECTS, planted
 
@@ -119,6 +119,12 @@ class AlongTheRow:
         return worst(distance(layer_ranks.joined(shares, row), layer_ranks.alone(row))) / EXACT
 
 
+def preference_of_rows(ranks: Ranks, world_size: int, defect: str | None) -> float:
+    """The worst relative error of a preference loss and its gradient, in multiples of the bound in float64."""
+    shares = ranks(world_size).run(row_ranks.preference_in_a_ring, TOKENS, 0, defect)
+    return max(worst(distance(share, row_ranks.preference_alone(TOKENS))) for share in shares) / EXACT
+
+
 PLANTED: list[tuple[str, Check, int, float]] = [
     # defect, check, ring size, by how many times it must at least break the bound
     ("bf16_hop", unrounded_sums, 2, 100),
@@ -155,6 +161,10 @@ PLANTED: list[tuple[str, Check, int, float]] = [
     ("states_leak", AlongTheRow("documents, others in each row"), 1, 1e9),
     ("states_leak", AlongTheRow("documents, others in each row"), 4, 1e9),
     ("shares_overwritten", AlongTheRow("heads that share all"), 2, 1e9),
+    ("row_sum_times_ranks", preference_of_rows, 2, 1e9),
+    ("row_gradient_of_one_rank", preference_of_rows, 2, 1e9),
+    ("chunks_in_order_of_ranks", preference_of_rows, 2, 1e9),
+    ("mask_shifted_late", preference_of_rows, 2, 1e9),
 ]
 
 

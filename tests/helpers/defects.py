@@ -18,7 +18,7 @@ from hf_ring_attn.integration.context import whole_batch
 from hf_ring_attn.kernels import Place, ScoreMod, reference
 from hf_ring_attn.kernels.reference import Block, Reference
 from hf_ring_attn.kernels.score_mods.score_mod import Indices, Pull
-from hf_ring_attn.layers import halo, head_parallel
+from hf_ring_attn.layers import collectives, halo, head_parallel, rows
 from hf_ring_attn.layers.halo import Piece, RowShare, Span
 from hf_ring_attn.layers.head_parallel import Compute
 from hf_ring_attn.sharding import plan
@@ -220,12 +220,42 @@ def shares_overwritten() -> Patch:
     return mock.patch.object(head_parallel, "_sum", last)
 
 
+def row_sum_times_ranks() -> Patch:
+    """The sum of a row is multiplied by the ring size, as a rank's share of a loss is."""
+    sum_over_ring = collectives.sum_over_ring
+    return mock.patch.object(rows, "sum_over_ring", lambda x, ring: sum_over_ring(x, ring) * ring.size)
+
+
+def row_gradient_of_one_rank() -> Patch:
+    """The gradient of a row's sum is passed on as it is, so that a mean over ranks divides it by the ring size."""
+
+    def summed(x: Tensor, ring: Ring) -> Tensor:
+        return x + (ring.total(x.detach()) - x.detach())
+
+    return mock.patch.object(rows, "sum_over_ring", summed)
+
+
+def chunks_in_order_of_ranks() -> Patch:
+    """A cumulative sum takes the chunks of a row to lie in the order of ranks."""
+
+    def gathered(x: Tensor, ring: Ring, layout: Layout) -> Tensor:
+        return torch.cat([*ring.gather(x.detach()).wait()[0]], 1)
+
+    return mock.patch.object(rows, "gather_sequence", gathered)
+
+
+def mask_shifted_late() -> Patch:
+    """A mask is moved to the tokens that predict after it was sharded. The program does so by itself."""
+    return nullcontext()
+
+
 DEFECTS: dict[str, Callable[[], Patch]] = {
     defect.__name__: defect
     for defect in (
         bf16_hop, unflipped_half, contiguous_chunks, ring_turned, keys_stay, window_off_by_one, local_positions,
         reused_buffer, dropped_hop, documents_forgotten, labels_shifted_late, local_indices, local_heads,
         captured_overwritten, runs_by_themselves, states_stay, states_leak, shares_overwritten,
+        row_sum_times_ranks, row_gradient_of_one_rank, chunks_in_order_of_ranks, mask_shifted_late,
     )
 }  # fmt: skip
 

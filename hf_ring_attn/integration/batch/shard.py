@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,14 +35,15 @@ from ..model.chunked import lazy_heads
 from ..selfcheck import check, row
 from . import compare
 from .announce import announce
+from .rows import RowReductions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 @dataclass(eq=False)
-class Sharded:
-    """This rank's share of a batch. See `shard`.
+class Sharded(RowReductions):
+    """This rank's share of a batch. See `shard`, and `RowReductions` for sums along its rows.
 
     Attributes:
         inputs: the model's inputs: ``model(**sharded.inputs)``.
@@ -162,12 +163,13 @@ def shard_for(
     model: nn.Module | None,
     whole_loss: bool = False,
     step: TrialStep | None = None,
+    beside: Sequence[nn.Module] = (),
 ) -> Sharded:
     """`shard`, for hosts.
 
     Args:
         whole_loss: the model gets no labels; the caller computes the gathered loss.
-        step: the caller's loss, for the self-check; None: the model's.
+        step: the caller's loss, for the self-check; None: the model's. beside: other models that will get the batch.
     """
     check_type("batch", batch, Mapping, "a dict of the model's inputs")
     check_type("model", model, (nn.Module, type(None)), "a torch.nn.Module, or None")
@@ -214,8 +216,8 @@ def shard_for(
         seeds = ring.numbers(ring_random.drawn(), ring.small_device(device), "sent its seed")
         context.text.random = ring_random.RingRandomness(seeds[0], ring.rank)
     context.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, context)
-    if model is not None:
-        _admit(model, context)
+    for one in [] if model is None else [model, *beside]:
+        _admit(one, context)
     return sharded
 
 

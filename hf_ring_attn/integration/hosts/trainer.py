@@ -128,7 +128,7 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
 
 @contextmanager
 def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
-    with sharded, _prepared(trainer, local), _gathering(model, sharded):
+    with sharded, prepared(trainer, local), _gathering(model, sharded):
         yield sharded
 
 
@@ -137,7 +137,7 @@ def _gathering(model: nn.Module, sharded: Sharded) -> AbstractContextManager[Non
 
 
 @contextmanager
-def _prepared(trainer: Any, local: dict[str, Any]) -> Iterator[None]:
+def prepared(trainer: Any, local: dict[str, Any]) -> Iterator[None]:
     """Keeps the trainer from preparing ``local`` again: a subclass might number each rank's tokens anew."""
     own, prepare = vars(trainer), trainer._prepare_inputs
     before = own.get("_prepare_inputs")
@@ -196,7 +196,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         averaged, ring_size = self.args.average_tokens_across_devices, group.size()
         size = 1 if context is None else context.ring.size
         if context is None and self.model.training:
-            warn(_WHOLE_ROWS.format(type(self).__name__))
+            warn(WHOLE_ROWS.format(type(self).__name__))
         items = num_items_in_batch if averaged else num_items_in_batch * ring_size
         sharded = context is None or context.config.loss != "gathered"
         with smoothed_in_model(self, context) if context is not None and sharded else smoothed(self, model):
@@ -207,7 +207,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_loss
 
 
-_WHOLE_ROWS = (
+WHOLE_ROWS = (
     "{} computes a loss outside of its ring: its training_step does not call Trainer's, so every rank computes whole "
     "rows. That is exact, but saves no memory. Override compute_loss instead."
 )

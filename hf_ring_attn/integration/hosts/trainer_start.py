@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from ..patching.changes import Patch, install
-from . import accelerate, sft_trainer, trainer
+from . import accelerate, dpo_trainer, sft_trainer, trainer
 from .parallelism_config import deferring_cp_checks
+
+OF_TRL = {sft_trainer.SFT: sft_trainer.PATCHES, dpo_trainer.DPO: dpo_trainer.PATCHES}
+"""The patches of TRL's trainers, by class."""
 
 
 def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def create_accelerator_and_postprocess(self: Any) -> None:
-        if any(f"{cls.__module__}:{cls.__name__}" == sft_trainer.SFT for cls in type(self).__mro__):
-            install(sft_trainer.PATCHES)  # trl may have been imported after this package
+        for cls in type(self).__mro__:  # trl may have been imported after this package
+            install(OF_TRL.get(f"{cls.__module__}:{cls.__name__}", ()))
         with deferring_cp_checks(self.model):
             original(self)
         accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)

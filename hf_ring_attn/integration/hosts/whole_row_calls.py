@@ -1,0 +1,126 @@
+"""Models that a host calls with whole rows: each rank computes its own tokens, and gets the output of all tokens.
+
+So a host's loss of whole sequences runs as it was written, on numbers of whole rows in their order, and needs no other
+function for each kind of loss. Log-probabilities travel, one number a token and kind: keys and values of one layer take
+a thousand times as much. If every rank computes the loss, the mean of gradients over ranks is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import errors
+from ..batch.shard import Sharded
+from ..context import batch_context, introspect
+from ..context.cut import Share, TrialStep
+
+FUSED = "fused_lm_head"
+"""The argument that asks TRL's head for log-probabilities in place of logits."""
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+@contextmanager
+def whole_row_calls(models: Iterable[nn.Module], sharded: Sharded, whole: Mapping[str, Any]) -> Iterator[None]:
+    """Lets ``models`` be called with the batch ``whole``, of which ``sharded`` is this rank's share.
+
+    With ``fused_lm_head=True`` they return each field [B, S - 1] of a label, as TRL's head does for whole rows; else
+    logits [B, S, V].
+
+    Raises:
+        OtherInputs: on the call, if it has other tokens, masks or labels than the batch.
+    """
+    running: list[nn.Module] = []
+
+    def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if running or batch_context.current() is not sharded.context:  # inside a wrapper, or the self-check's row
+            return None
+        _refuse_others(model, args, kwargs, whole)
+        running.append(model)
+        return (), _own_share(model, kwargs, sharded.inputs)
+
+    def after(model: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if running != [model]:
+            return None
+        running.clear()
+        if output is None:  # an error ended the call
+            return None
+        return _whole(output, sharded, bool(kwargs.get(FUSED)))
+
+    handles = []
+    for model in {id(model): model for model in models}.values():
+        handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def log_probs_of_rows(name: str) -> TrialStep:
+    """The step of the self-check: a loss in which each token's log-probability has its own weight.
+
+    What a host makes of whole rows it makes without the ring. ``name``: of the host's class.
+    """
+
+    def loss(model: nn.Module, _row: Mapping[str, Any], share: Share) -> Any:
+        sharded = Sharded(share.inputs, share.context)
+        inputs = _own_share(model, {FUSED: True, "labels": share.inputs["labels"]}, share.inputs)
+        output = _whole(model(**inputs), sharded, True)
+        weights = 1 + torch.linspace(0, 9, output.log_probs.shape[1], device=output.log_probs.device).sin() / 2
+        return (output.log_probs * weights).sum()
+
+    return TrialStep(loss, True, "", (name, FUSED))
+
+
+def _refuse_others(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Mapping[str, Any]
+) -> None:
+    """Refuses a call with other inputs than the batch's. An error here is raised on every rank: all hold whole rows."""
+    name = introspect.name_of(model)
+    missing = [key for key, x in whole.items() if isinstance(x, Tensor) and key not in kwargs and key != "labels"]
+    if args or missing:
+        raise errors.OtherInputs(name, missing or ["named inputs"], [])
+    tensors = {key: x for key, x in kwargs.items() if isinstance(x, Tensor)}
+    other = [key for key, x in tensors.items() if key not in whole or not _same(x, whole[key])]
+    if other:
+        raise errors.OtherInputs(name, [], other)
+
+
+def _same(x: Tensor, other: Any) -> bool:
+    return x is other or (isinstance(other, Tensor) and x.shape == other.shape and torch.equal(x, other))
+
+
+def _own_share(model: nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call with this rank's tokens in place of whole rows."""
+    wants_labels = kwargs.get("labels") is not None
+    mine = {name: x for name, x in inputs.items() if wants_labels or name not in _LABELS}
+    taken = introspect.parameters_of(model, mine)
+    return {**kwargs, **{name: x for name, x in mine.items() if name in taken}}
+
+
+def _whole(output: Any, sharded: Sharded, fused: bool) -> Any:
+    """The output with the entries of all tokens, in the order of the row."""
+    if not isinstance(output, Mapping) or output.get("log_probs" if fused else "logits") is None:
+        raise errors.NoLogits()
+    length, fields = sharded.layout.local_length, {}
+    for name, x in output.items():
+        if not fused and name != "logits":
+            continue
+        of_tokens = isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == length
+        if of_tokens and fused:
+            fields[name] = _gather(sharded, x)[:, :-1]  # no token follows the last one
+        elif of_tokens:
+            fields[name] = sharded.gather(x)
+        elif name != "loss":  # that of this rank's tokens
+            fields[name] = x
+    return type(output)(**fields)
+
+
+def _gather(sharded: Sharded, x: Tensor) -> Tensor:
+    return sharded.gather(x.byte()).bool() if x.dtype == torch.bool else sharded.gather(x)

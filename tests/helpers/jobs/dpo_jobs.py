@@ -1,0 +1,217 @@
+"""Preference runs for live ranks: DPOTrainer in a ring, or without the plugin, and what each of them gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, PrinterCallback
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.integration.batch.shard import Sharded
+from hf_ring_attn.integration.context import whole_batch
+from hf_ring_attn.integration.context.mesh import ring_group
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, model, quiet, texts, tokenizer
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics
+
+TRAIN_ROWS, EVAL_ROWS, BATCH, STEPS = 16, 6, 2, 3
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One way to learn preferences, and why it is here.
+
+    Args:
+        args: for DPOConfig. reference: a model beside the policy, of other weights; else DPOTrainer finds its own.
+        kind: the class of the model. prompt: this share of a text is the prompt, of ten.
+        masks: the first row of each batch has no completion tokens, as a truncated one.
+        metrics: have compute_metrics, which gets logits of whole rows.
+    """
+
+    why: str
+    args: dict[str, Any] = field(default_factory=dict)
+    reference: bool = True
+    lora: bool = False
+    kind: str = "LlamaForCausalLM"
+    prompt: int = 3
+    masks: bool = False
+    metrics: bool = False
+
+    def with_args(self, **more: Any) -> Case:
+        return dataclasses.replace(self, args={**self.args, **more})
+
+
+@dataclass
+class WithoutCompletion(DataCollatorForPreference):
+    """Takes the completion tokens of each batch's first row away."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = super().torch_call(examples)
+        batch["completion_mask"][0] = 0
+        return batch
+
+
+def preferences(case: Case, count: int, start: int = 0) -> Dataset:
+    """Pairs of uneven lengths: the rejected answer is a part of the chosen one, and something else."""
+    rows = []
+    for number, text in enumerate(texts(count, start)):
+        at = max(1, len(text) * case.prompt // 10)
+        rows.append({"prompt": text[:at], "chosen": text[at:], "rejected": text[at : at + 3 + number % 9] + "?" * 4})
+    return Dataset.from_list(rows)
+
+
+def teacher(attention: str, kind: str) -> PreTrainedModel:
+    """A reference of other opinions, not so far away that a step's gradient is the exponent of rounding."""
+    net = model(attention, kind)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(1.05)
+    return net
+
+
+def trainer(case: Case, folder: str, attention: str, kind: type[DPOTrainer] = DPOTrainer, **options: Any) -> DPOTrainer:
+    words = tokenizer()
+    given = vars(config(folder, max_steps=STEPS, max_length=64))
+    shared = ("output_dir", "max_steps", "per_device_train_batch_size", "lr_scheduler_type", "optim", "max_grad_norm",
+              "max_length", "logging_steps", "bf16", "use_cpu", "report_to", "seed", "save_strategy", "disable_tqdm",
+              "gradient_checkpointing", "dataloader_pin_memory", "per_device_eval_batch_size")  # fmt: skip
+    args: dict[str, Any] = {name: given[name] for name in shared}
+    args |= {"learning_rate": 0.1, "beta": 0.1, "max_grad_norm": 100.0, **case.args}
+    collator = WithoutCompletion(pad_token_id=0, max_length=64) if case.masks else None
+    defaults = {
+        "model": model(attention, case.kind), "ref_model": teacher(attention, case.kind) if case.reference else None,
+        "train_dataset": preferences(case, TRAIN_ROWS), "eval_dataset": preferences(case, EVAL_ROWS, start=4000),
+        "processing_class": words, "peft_config": lora() if case.lora else None, "data_collator": collator,
+        "compute_metrics": ordered_metrics if case.metrics else None,
+    }  # fmt: skip
+    made = kind(args=DPOConfig(**args), **{**defaults, **options})
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def save(case: Case, folder: str) -> None:
+    """Writes the rows to a folder that ranks share, as DPOTrainer needs it to compute a reference before training."""
+    preferences(case, TRAIN_ROWS).save_to_disk(f"{folder}/train")
+    preferences(case, EVAL_ROWS, start=4000).save_to_disk(f"{folder}/evaluate")
+
+
+def trained(case: Case, mesh: Mesh, saved: str = "", self_check: bool = True) -> Outcome:
+    """The steps and an evaluation on this rank; without a ring in one process, with ``mesh.dp`` batches at a time."""
+    with launched(mesh if mesh.cp > 1 else Mesh(), **OFFLINE), a_folder(None) as folder, quiet():
+        rows = {"per_device_train_batch_size": BATCH * (mesh.dp if mesh.cp == 1 else 1)}
+        rows["per_device_eval_batch_size"] = BATCH // mesh.dp if mesh.cp > 1 else BATCH
+        data: dict[str, Any] = {}
+        if saved:
+            names = {"train_dataset": "train", "eval_dataset": "evaluate"}
+            data = {name: Dataset.load_from_disk(f"{saved}/{part}") for name, part in names.items()}
+        dpo = trainer(case.with_args(**rows), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **data)
+        net: Any = dpo.model
+        hf_ring_attn.configure(net, RingConfig(self_check=self_check))
+        before = trained_parameters(dpo)
+        dpo.train()
+        steps = [numbers(entry) for entry in dpo.state.log_history if "loss" in entry]
+        evaluation = numbers(dpo.evaluate())
+        group = ring_group(dpo.accelerator)
+        return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(dpo))
+
+
+def numbers(entry: dict[str, Any]) -> dict[str, float]:
+    """Every number that does not depend on the clock."""
+    clock = ("_runtime", "_per_second", "_time")
+    return {name: float(x) for name, x in entry.items() if isinstance(x, (int, float)) and not name.endswith(clock)}
+
+
+def trained_parameters(dpo: DPOTrainer) -> dict[str, Tensor]:
+    net: Any = dpo.model
+    return {name: p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
+
+
+# ---- defects -------------------------------------------------------------------------------------------------------
+
+
+def rows_times_ranks() -> Any:
+    """What each token has is multiplied by the ring size, as a rank's share of a loss is."""
+    gather = Sharded.gather
+    return mock.patch.object(Sharded, "gather", lambda self, x: gather(self, x) * self.ring.size)
+
+
+def gradients_of_one_rank() -> Any:
+    """The gradient of a gathered row is not summed over ranks, so that their mean divides it by the ring size."""
+
+    def gathered(self: Sharded, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            whole = gather(self, x.detach())
+        if x.requires_grad:
+            mine = self.layout.pad(whole.new_zeros(whole.shape), 1)
+            mine[:, self.positions] = x - x.detach()
+            whole = whole + mine[:, : self.layout.length]
+        return whole
+
+    gather = Sharded.gather
+    return mock.patch.object(Sharded, "gather", gathered)
+
+
+def labels_one_token_late() -> Any:
+    """Labels are taken to be of the token that they stand at, as if the mask were cut after the shift."""
+
+    def labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
+        if "labels" in inputs:
+            inputs["shift_labels"] = inputs["labels"]
+        return shifted(inputs, rows, length)
+
+    shifted = whole_batch._labels
+    return mock.patch.object(whole_batch, "_labels", labels)
+
+
+DEFECTS: dict[str, Callable[[], Any]] = {
+    defect.__name__: defect for defect in (rows_times_ranks, gradients_of_one_rank, labels_one_token_late)
+}
+
+
+def trained_with(defect: str, case: Case, mesh: Mesh) -> Outcome:
+    """A run with a defect, which the self-check might see, so it is off."""
+    with DEFECTS[defect]():
+        return trained(case, mesh, self_check=False)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+class OtherTokens(DPOTrainer):
+    """Has a term of rows that are not the batch's."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        other = {**inputs, "input_ids": inputs["input_ids"].flip(0)}
+        parent: Any = super()
+        return parent._compute_loss(model, other, return_outputs)
+
+
+class OwnBatches(DPOTrainer):
+    """Hands the batch on as it is."""
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        return nullcontext, inputs
+
+
+def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
+    """What a trainer's construction and its first step raise, as "Type: text", or "trained"."""
+    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
+        try:
+            dpo = trainer(case.with_args(max_steps=1), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **options)
+            net: Any = dpo.model
+            hf_ring_attn.configure(net, ring or RingConfig())
+            dpo.train()
+        except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
+            return f"{type(error).__name__}: {error}"
+        return "trained"

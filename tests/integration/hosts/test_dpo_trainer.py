@@ -1,0 +1,130 @@
+"""DPOTrainer in a ring is DPOTrainer in one process without the plugin; what would not be is refused in words."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_ring_attn import RingConfig
+from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks
+from tests.helpers.jobs.dpo_jobs import (
+    DEFECTS,
+    STEPS,
+    Case,
+    OtherTokens,
+    OwnBatches,
+    one_step,
+    save,
+    trained,
+    trained_with,
+)
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs.sft_jobs import Outcome
+
+EVERY_LOSS = [
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
+METRICS = {
+    "entropy", "num_tokens", "logits/chosen", "logits/rejected", "mean_token_accuracy", "rewards/chosen",
+    "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
+}  # fmt: skip
+
+ACCUMULATED = Case("sigmoid, accumulated, and a reference model", {"gradient_accumulation_steps": 2})
+CASES = [
+    ACCUMULATED,
+    Case("every loss at once", {"loss_type": EVERY_LOSS, "label_smoothing": 0.1, "learning_rate": 3e-3}),
+    Case("LD-DPO's cumulative masks", {"ld_alpha": 0.4}),
+    Case("WPO's weights of rows", {"use_weighting": True, "learning_rate": 0.5}),
+    Case("prompts longer than a rank's share", prompt=9),
+    Case("a row without completion tokens", {"loss_type": ["sigmoid_norm", "ipo"], "learning_rate": 0.02}, masks=True),
+    Case("LoRA, whose adapter is off for the reference", reference=False, lora=True),
+    Case(
+        "LoRA, checkpointed",
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        reference=False, lora=True,
+    ),
+    Case("a reference that is computed before", {"precompute_ref_log_probs": True}),
+    Case("the policy itself is the reference, computed before", {"precompute_ref_log_probs": True}, reference=False),
+    Case("an f-divergence", {"f_divergence_type": "js_divergence"}),
+    Case("a reference that follows the policy", {"sync_ref_model": True, "ref_model_sync_steps": 1}),
+    Case("experts and their auxiliary loss", {"router_aux_loss_coef": 0.5}, kind="MixtralForCausalLM"),
+    Case("metrics of logits in whole rows", metrics=True),
+]  # fmt: skip
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("logits of whole rows in each step", {"ring": RingConfig(loss="gathered")}, "NoLogits: loss='gathered' needs"),
+    (
+        "a loss of other tokens",
+        {"kind": OtherTokens},
+        "OtherInputs: LlamaForCausalLM was called in a ring with ",
+    ),
+    (
+        "a batch that is not sharded",
+        {"kind": OwnBatches},
+        "UnknownTrainer: OwnBatches counts or shards its batches",
+    ),
+]
+
+
+@cache
+def in_one_process(ranks: Ranks, case: Case, mesh: Mesh) -> Outcome:
+    return ranks(1).run(trained, case, mesh.alone)[0]
+
+
+def compare(ranks: Ranks, case: Case, mesh: Mesh, folder: Path) -> None:
+    want = in_one_process(ranks, case, mesh)
+    saved = str(folder) if "precompute_ref_log_probs" in case.args else ""
+    if saved:
+        save(case, saved)
+    outcomes = ranks(mesh.size).run(trained, case, mesh, saved)
+    assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    assert len(want.steps) == STEPS
+    assert want.steps[0].keys() > METRICS
+    assert any((want.after[name] - p).abs().max() > 1e-3 for name, p in want.before.items()), "nothing was learnt"
+    for got in outcomes:
+        for number, (mine, theirs) in enumerate(zip(got.steps, want.steps, strict=True), 1):
+            assert mine.keys() == theirs.keys()
+            for name, x in theirs.items():
+                if name == "rewards/accuracies" and number == 1 and not case.reference:
+                    continue  # the policy is still its reference, and rounding decides which reward is greater
+                assert mine[name] == pytest.approx(x, rel=LOSS, abs=LOSS), f"step {number}: {name}"
+        assert got.evaluation.keys() == want.evaluation.keys()
+        for name, x in want.evaluation.items():
+            assert got.evaluation[name] == pytest.approx(x, rel=LOSS, abs=LOSS), f"evaluation: {name}"
+        for name, parameter in want.after.items():
+            assert (got.after[name] - parameter).abs().max() <= PARAMETER, name
+            assert torch.equal(got.after[name], outcomes[0].after[name])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
+@pytest.mark.turns
+def test_dpo_in_a_ring_is_dpo_in_one_process(ranks: Ranks, case: Case, tmp_path: Path) -> None:
+    compare(ranks, case, Mesh(cp=2), tmp_path)
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.turns
+def test_a_planted_defect_is_seen(ranks: Ranks, defect: str) -> None:
+    want = in_one_process(ranks, ACCUMULATED, Mesh())
+    for got in ranks(2).run(trained_with, defect, ACCUMULATED, Mesh(cp=2)):
+        apart = {name: abs(got.steps[-1][name] - x) for name, x in want.steps[-1].items()}
+        assert max(apart["grad_norm"] / want.steps[-1]["grad_norm"], apart["logps/chosen"]) > 100 * LOSS, apart
+
+
+@pytest.mark.parametrize(("why", "options", "text"), REFUSED, ids=[why for why, *_ in REFUSED])
+def test_what_would_differ_is_refused(ranks: Ranks, why: str, options: dict[str, Any], text: str) -> None:
+    for said in ranks(2).run(one_step, Case(why), Mesh(cp=2), **options):
+        assert said.startswith(text), said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(dp=2, cp=2)], ids=str)
+@pytest.mark.parametrize("case", [ACCUMULATED, CASES[2], CASES[6], CASES[8]], ids=lambda case: case.why)
+def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh, tmp_path: Path) -> None:
+    compare(ranks, case, mesh, tmp_path)
