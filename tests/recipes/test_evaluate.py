@@ -57,7 +57,11 @@ def _scaled(module: Any) -> None:
 @pytest.mark.parametrize("depth", evaluate.DEPTHS)
 def test_a_number_is_told_at_its_depth_and_asked_for_at_the_end(depth: float) -> None:
     tokenizer: Any = toy.tokenizer()
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731  handed on
+
+    def encode(text: str) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return found
+
     tokens, answer = evaluate.probe(encode("." * 500), 256, depth, encode, seed=1)
     text = tokenizer.decode(tokens)
     number = tokenizer.decode(answer)

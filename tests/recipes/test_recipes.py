@@ -118,7 +118,7 @@ def test_several_machines_are_replicas_of_rings(tmp_path: Path, monkeypatch: pyt
         (tmp_path / program).chmod(0o755)
     told = {"NODES": "3", "NODE_RANK": "1", "HEAD": "192.0.2.7", "GPUS": "4", "TOLD": str(tmp_path / "told")}
     path = f"{tmp_path}:{os.environ['PATH']}"
-    script = RECIPES / "multi-node/run.sh"
+    script = str(RECIPES / "multi-node/run.sh")
     subprocess.run(["bash", script, "--resume"], env={**os.environ, **told, "PATH": path}, check=True)
     flags = (tmp_path / "told").read_text().split("\n")[1:-1]
     assert flags[-3:] == ["recipes/train.py", "recipes/multi-node/config.yaml", "--resume"]
@@ -154,7 +154,7 @@ def test_launch_sh_makes_one_ring_of_all_gpus(config: str, tmp_path: Path, monke
         "--set",
         "training.max_steps=3",
     ]
-    subprocess.run(command, env={**os.environ, **told}, check=True)
+    subprocess.run([str(word) for word in command], env={**os.environ, **told}, check=True)
     prepared = (tmp_path / "told-python").read_text().split()
     assert prepared == ["recipes/prepare.py", "a.txt", "b.txt", "--length", "8", "--output", "data/lora-128k.parquet"]
     flags = (tmp_path / "told-accelerate").read_text().split("\n")[1:-1]
