@@ -14,7 +14,10 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.layers.host_memory import HostMemory
 from hf_ring_attn.testing import relative_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 TOKENS, LAYERS = 16384, 6
 INPUT = TOKENS * 1024 * 2 / 2**30
 """GiB of a layer's input."""

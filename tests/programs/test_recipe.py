@@ -91,7 +91,8 @@ def test_layers_are_compiled_in_place(what: str, compiled: set[str]) -> None:
     recipe = train()
     options = Namespace(rank=4)
     model = get_peft_model(LlamaForCausalLM(LlamaConfig(**recipe["SHAPES"]["tiny"])), recipe["adapter"](options))
-    for layer in recipe["compiled"](model, what).get_base_model().model.layers:
+    recipe["compile_layers"](model, what)
+    for layer in model.get_base_model().model.layers:
         found = {name for name, part in layer.named_modules() if part._compiled_call_impl is not None}
         assert found == compiled | ({"post_attention_layernorm"} if what == "parts" else set())
 
