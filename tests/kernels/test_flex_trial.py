@@ -89,6 +89,7 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.full) for x in (torch.float16, torch.float32))]
 )
+@pytest.mark.turns
 def test_what_a_softmax_does_not_see_is_tried_too(dtype: torch.dtype, every: int) -> None:
     """Its gradient all but cancels, so that rounding alone could be taken for a fault, or a fault for rounding."""
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.recipes.programs_of_recipes import NAMES, RECIPES
 
 LOSS = 1e-5
 """Relative bound: the order of float32 sums differs."""
+QUANTIZED = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 NORM = {"qlora-32b": 2e-2, "qlora-70b": 2e-2}
 """Bounds of gradient norms; QLoRA's are of gradients in bf16."""
 
@@ -38,7 +40,9 @@ def steps(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 @pytest.mark.turns
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=QUANTIZED) if name.startswith("qlora") else name for name in NAMES]
+)
 def test_a_recipe_in_a_ring_of_two_trains_as_one_process(name: str, tmp_path: Path) -> None:
     ring = run(tmp_path / "ring", name, ranks=2)
     alone = run(tmp_path / "alone", name, "--set", "attention=sdpa", "--set", "ring={}")
@@ -69,6 +73,7 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_from_the_last_complete_che
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_a_context_extension_learns_alike_at_ring_sizes_one_and_two(tmp_path: Path) -> None:
     """Also `evaluate`: losses by position and numbers found, over a ring."""
     started = []

@@ -210,6 +210,7 @@ def test_tiles_of_random_masks_are_the_dense_mask(request: pytest.FixtureRequest
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.turns
 def test_attention_under_random_masks_is_dense_attention(
     ranks: Ranks, world_size: int, request: pytest.FixtureRequest
 ) -> None:

@@ -67,6 +67,7 @@ def test_compiled_it_is_one_graph_for_all_batches(ranks: Ranks, case: Compiled) 
 
 @pytest.mark.parametrize("model", [*(pytest.param(n, marks=pytest.mark.full) for n in ("llama", "mistral")), "gemma3"])
 @pytest.mark.parametrize("case", [LAYERS, WHOLE], ids=lambda case: case.why)
+@pytest.mark.turns
 def test_so_it_is_in_a_ring_of_one(case: Compiled, model: str) -> None:
     found = compile_jobs.compiled(replace(case, model=model))
     assert max(found.away) < SAME, found.away
@@ -93,6 +94,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("case", "text"), REFUSED, ids=["kernel", "dropout"])
+@pytest.mark.turns
 def test_a_refusal_comes_by_name(ranks: Ranks, case: Compiled, text: str) -> None:
     for raised in ranks(2).run(compile_jobs.refused, replace(case, graphs=None)):
         assert raised.startswith(text)

@@ -106,6 +106,7 @@ def test_models_that_do_not_hand_it_on_are_refused(ranks: Ranks, kind: str) -> N
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("compiled", ["in place", "wrapped"])
+@pytest.mark.turns
 def test_so_are_they_compiled(ranks: Ranks, compiled: str, named: bool) -> None:
     for refusal in ranks(2).run(attempt, called, "NemotronForCausalLM", compiled, named):
         assert refusal is not None

@@ -54,6 +54,7 @@ def test_images_in_sft_are_those_of_one_process(ranks: Ranks, case: Case) -> Non
 
 @pytest.mark.parametrize(("case", "mesh"), LARGER, ids=lambda x: getattr(x, "why", str(x)))
 @pytest.mark.slow
+@pytest.mark.turns
 def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     compare(ranks, case, mesh)
 

@@ -82,6 +82,7 @@ def test_a_ring_evaluates_as_one_process_does(ranks: Ranks, run: Run, mesh: Mesh
 @pytest.mark.parametrize(
     "options", [{}, {"bf16": True}, {"torch_compile": True, "torch_compile_backend": "eager"}], ids=str
 )
+@pytest.mark.turns
 def test_an_evaluation_before_training_changes_nothing(ranks: Ranks, options: dict[str, object]) -> None:
     """`evaluate` had prepared the bare model, so nothing wrapped it for training and nobody averaged gradients."""
     run = Run(why="", steps=2, evaluated=FIVE, arguments={"eval_strategy": "no", **options})

@@ -35,6 +35,7 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("hf_ring
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_an_adapter_from_a_ring_serves_without_the_plugin(ranks: Ranks, tmp_path: Path) -> None:
     base, adapter, logits = tmp_path / "base", tmp_path / "adapter", tmp_path / "logits.pt"
     model("sdpa").save_pretrained(base)

@@ -63,6 +63,7 @@ def assert_equal(got: Answer, want: Answer, exact: float) -> None:
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if not step.wrap], ids=lambda step: step.why)
+@pytest.mark.turns
 def test_chunks_give_the_step_of_all_tokens(step: Step) -> None:
     assert_equal(*jobs.both(step), step.exact)
 
