@@ -12,10 +12,10 @@ from torch import nn
 
 from ... import errors
 from ..batch.shard import Sharded, shard_for
-from ..context import batch_context, introspect, model_record
+from ..context import batch_context, model_record
 from ..context.whole_batch import IGNORED
 from ..log import warn
-from ..model import adapters, admission
+from ..model import admission
 from ..patching.changes import Patch
 from . import trainer
 from .whole_row_calls import log_probs_of_rows, whole_row_calls
@@ -42,10 +42,7 @@ def _shard(dpo: Any, model: nn.Module, whole: dict[str, Any]) -> tuple[dict[str,
     if dpo._is_vision_dataset:
         raise errors.UnsupportedOption("DPOTrainer with images", "its rows were never tested in a ring; train on text")
     options = model_record.options_of(model)
-    if options.loss == "gathered":
-        raise errors.NoLogits()
-    if dpo.model.training and adapters.head_read_past_fsdp(dpo.model):
-        raise errors.HeadReadPastFsdp(introspect.name_of(dpo.model))
+    trainer.refuse_past_fused_head(dpo, options.loss)
     batch = {name: x for name, x in whole.items() if name not in BESIDE}
     batch["labels"] = whole["input_ids"].masked_fill(whole["completion_mask"] == 0, IGNORED)
     if options.layout == "auto":

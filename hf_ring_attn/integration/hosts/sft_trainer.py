@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import errors
-from ..context import batch_context, introspect
+from ..context import batch_context
 from ..context.whole_batch import IGNORED
-from ..model import adapters
 from ..model.experts import AuxiliaryLoss
 from ..patching.changes import Patch
 from . import trainer
@@ -36,10 +34,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
                 num_items_in_batch = num_items_in_batch * group.size()
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         ring_size = context.ring.size if group is None else group.size()
-        if context.config.loss == "gathered":
-            raise errors.NoLogits()
-        if self.model.training and adapters.head_read_past_fsdp(self.model):
-            raise errors.HeadReadPastFsdp(introspect.name_of(self.model))
+        trainer.refuse_past_fused_head(self, context.config.loss)
         one_mean = not self.model.training  # in training all batches of a step have one mean
         if num_items_in_batch is None and (count := inputs.get("num_items_in_batch")) is not None:
             # For a model with accepts_loss_kwargs=False: SFTTrainer would divide by this rank's count of labels.

@@ -18,7 +18,7 @@ from ..context import batch_context, introspect, model_record
 from ..context.cut import Share, TrialStep
 from ..context.mesh import ring_enabled, ring_group
 from ..log import warn
-from ..model import admission, fsdp
+from ..model import adapters, admission, fsdp
 from ..model.lazy_logits import ChunkedLoss
 from ..patching.changes import Patch
 from . import liger, trainer_overrides
@@ -40,6 +40,14 @@ def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer by its class and its arguments."""
     trainer_overrides.refuse_unknown(trainer)
     liger.leave_loss_to_ring(trainer.args)
+
+
+def refuse_past_fused_head(trainer: Any, loss: str) -> None:
+    """Refuses what TRL's fused head cannot do: give logits to gather, or read a trained head that FSDP2 shards."""
+    if loss == "gathered":
+        raise errors.NoLogits()
+    if trainer.model.training and adapters.head_read_past_fsdp(trainer.model):
+        raise errors.HeadReadPastFsdp(introspect.name_of(trainer.model))
 
 
 def _refuse_loss(trainer: Any, options: Any) -> None:

@@ -57,13 +57,14 @@ ONCE = Support(
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,
+        liger.prepare,
     ),
 )  # fmt: skip
 """Called once for each structure of a model and kind of batch."""
 
 EACH_BATCH = Support(
     (training_mode.unsupported, multimodal.unsupported),
-    (checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare, liger.prepare),
+    (checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare),
 )
 """Called for every batch: a mode or a rate changes without a change of structure."""
 

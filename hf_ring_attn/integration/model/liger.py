@@ -22,7 +22,7 @@ KEY = "logits of Liger's forward"
 
 
 def prepare(model: nn.Module, _context: BatchContext | None = None) -> None:
-    """Hooks the model whose forward is Liger's. For every batch: `Trainer` applies Liger after an evaluation."""
+    """Hooks the model whose forward is Liger's; `Trainer` may apply Liger after an evaluation, to a known model."""
     if (owner := _unhooked(model)) is not None:
         attach(owner, KEY, _ask_for_logits)
 

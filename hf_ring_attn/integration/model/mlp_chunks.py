@@ -134,9 +134,15 @@ class _ChunkedForward:
 
     def __init__(self, name: str, module: nn.Module, replaced: Any) -> None:
         self.name = f"{name} ({class_of(module)})"
-        self.module, self.forward, self.replaced = module, module.forward, replaced
+        self.module, self.replaced = module, replaced
         self.tokens: int | None = None
         self.tried = self.checked = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward; its class's as of now, which a program may have changed since."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     @torch.compiler.disable(reason="hf_ring_attn runs a module in chunks, whose number varies")  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -208,3 +208,19 @@ def test_compiled_models_are_exact(whole: bool) -> None:
     assert len(found) == len(want.gradients)
     for name, gradient in want.gradients.items():
         assert relative_error(found[name], gradient) < 1e-6, name
+
+
+def test_a_class_forward_that_changes_between_two_batches_is_the_one_that_runs() -> None:
+    """As Liger changes it. The loss was that of the first batch's forward."""
+
+    def loss(model: Any, mlp_tokens: int | None) -> float:
+        config = RingConfig(self_check=False, mlp_tokens=mlp_tokens)
+        with (sharded := hf_ring_attn.shard(tokens(23), config=config, model=model)):
+            return float(model(**sharded.inputs).loss)
+
+    model, whole = tiny("llama", "ring_fp32").train(), tiny("llama", "ring_fp32").train()
+    before, kind = loss(model, 4), type(model.model.layers[0].mlp)
+    forward = kind.forward
+    with mock.patch.object(kind, "forward", lambda self, x: 3 * forward(self, x)):
+        changed = loss(model, 4)
+        assert changed == pytest.approx(loss(whole, None), rel=1e-6) and abs(changed - before) > 1e-2
