@@ -83,7 +83,8 @@ def memory_of(model: ModelShape, setup: Setup) -> Memory:
     else:
         away = offloaded_layers(model, setup)
         of_host[CHECKPOINTS] = float(away * checkpoint)
-        always[CHECKPOINTS] = float((count - away + min(2, away)) * checkpoint)  # one in use, one on its way
+        # The last layers' stay, and are used first; then one is in use and one on its way back.
+        always[CHECKPOINTS] = float(max(count - away, min(2, away)) * checkpoint)
     if setup.checkpointing and setup.save_attention:
         always[SAVED] = float(count * saved_attention_bytes(model, setup))
     widest = max(model.layers, key=lambda layer: mlp_bytes(layer, setup) + hidden_bytes(model, layer, setup))
