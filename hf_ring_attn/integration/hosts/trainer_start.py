@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..patching.changes import Patch, install
-from . import accelerate, dpo_trainer, sft_trainer, trainer
+from . import accelerate, preference_trainers, sft_trainer, trainer
 from .parallelism_config import deferring_cp_checks
 
-OF_TRL = {sft_trainer.SFT: sft_trainer.PATCHES, dpo_trainer.DPO: dpo_trainer.PATCHES}
+OF_TRL = {sft_trainer.SFT: sft_trainer.PATCHES, **preference_trainers.PATCHES}
 """The patches of TRL's trainers, by class."""
 
 

@@ -7,9 +7,9 @@ a thousand times as much. If every rank computes the loss, the mean of gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +24,52 @@ FUSED = "fused_lm_head"
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
+class Rows(NamedTuple):
+    """Whole rows that models are called with, and this rank's share of them."""
+
+    sharded: Sharded
+    whole: Mapping[str, Any]
+
+
 @contextmanager
-def whole_row_calls(models: Iterable[nn.Module], sharded: Sharded, whole: Mapping[str, Any]) -> Iterator[None]:
+def whole_row_calls(
+    models: Iterable[nn.Module], sharded: Sharded, whole: Mapping[str, Any], others: Sequence[Rows] = ()
+) -> Iterator[None]:
     """Lets ``models`` be called with the batch ``whole``, of which ``sharded`` is this rank's share.
 
     With ``fused_lm_head=True`` they return each field [B, S - 1] of a label, as TRL's head does for whole rows; else
     logits [B, S, V].
 
+    Args:
+        others: rows that models may be called with beside the batch, without gradients.
+
     Raises:
         OtherInputs: on the call, if it has other tokens, masks or labels than the batch.
     """
-    running: list[nn.Module] = []
+    running: list[tuple[nn.Module, Sharded]] = []
 
     def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if running or batch_context.current() is not sharded.context:  # inside a wrapper, or the self-check's row
             return None
-        _refuse_others(model, args, kwargs, whole)
-        running.append(model)
-        return (), _own_share(model, kwargs, sharded.inputs)
+        beside = () if torch.is_grad_enabled() else others
+        found = next((rows.sharded for rows in beside if _other_inputs(args, kwargs, rows.whole) == ([], [])), sharded)
+        if found is sharded:
+            _refuse_others(model, args, kwargs, whole)
+        mine = _own_share(model, kwargs, found.inputs)
+        if found is not sharded:
+            found.__enter__()
+        running.append((model, found))
+        return (), mine
 
     def after(model: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if running != [model]:
+        if not running or running[0][0] is not model:
             return None
-        running.clear()
+        found = running.pop()[1]
+        if found is not sharded:
+            found.__exit__(None, None, None)
         if output is None:  # an error ended the call
             return None
-        return _whole(output, sharded, bool(kwargs.get(FUSED)))
+        return _whole(output, found, bool(kwargs.get(FUSED)))
 
     handles = []
     for model in {id(model): model for model in models}.values():
@@ -82,14 +102,20 @@ def _refuse_others(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> None:
     """Refuses a call with other inputs than the batch's. An error here is raised on every rank: all hold whole rows."""
-    name = introspect.name_of(model)
+    missing, other = _other_inputs(args, kwargs, whole)
+    if missing or other:
+        raise errors.OtherInputs(introspect.name_of(model), missing, other)
+
+
+def _other_inputs(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Names of inputs that a call lacks, and of those that are not the batch's."""
     missing = [key for key, x in whole.items() if isinstance(x, Tensor) and key not in kwargs and key != "labels"]
     if args or missing:
-        raise errors.OtherInputs(name, missing or ["named inputs"], [])
+        return missing or ["named inputs"], []
     tensors = {key: x for key, x in kwargs.items() if isinstance(x, Tensor)}
-    other = [key for key, x in tensors.items() if key not in whole or not _same(x, whole[key])]
-    if other:
-        raise errors.OtherInputs(name, [], other)
+    return [], [key for key, x in tensors.items() if key not in whole or not _same(x, whole[key])]
 
 
 def _same(x: Tensor, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""DPOTrainer in a ring is DPOTrainer in one process without the plugin; what would not be is refused in words."""
+"""DPO and KTO in a ring are what they are in one process without the plugin; what would not be is refused in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks
-from tests.helpers.jobs.dpo_jobs import (
+from tests.helpers.jobs.preference_jobs import (
     DEFECTS,
     STEPS,
     Case,
@@ -32,6 +32,11 @@ EVERY_LOSS = [
 METRICS = {
     "entropy", "num_tokens", "logits/chosen", "logits/rejected", "mean_token_accuracy", "rewards/chosen",
     "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
+}  # fmt: skip
+
+OF_KTO = {
+    "kl", "entropy", "num_tokens", "logits/chosen", "logits/rejected", "rewards/chosen", "rewards/rejected",
+    "rewards/margins", "logps/chosen", "logps/rejected",
 }  # fmt: skip
 
 ACCUMULATED = Case("sigmoid, accumulated, and a reference model", {"gradient_accumulation_steps": 2})
@@ -56,6 +61,25 @@ CASES = [
     Case("metrics of logits in whole rows", metrics=True),
 ]  # fmt: skip
 
+SEQUENTIAL = {"train_sampling_strategy": "sequential"}
+WITH_KL = Case("KTO, accumulated, and a reference model", {**SEQUENTIAL, "gradient_accumulation_steps": 2}, kto=True)
+CASES_OF_KTO = [
+    WITH_KL,
+    Case("KTO without a KL term", {"loss_type": "apo_zero_unpaired", "undesirable_weight": 0.7}, kto=True),
+    Case("KTO, prompts longer than a rank's share", SEQUENTIAL, prompt=9, kto=True),
+    Case("KTO, a row without completion tokens", {**SEQUENTIAL, "learning_rate": 0.02}, masks=True, kto=True),
+    Case(
+        "KTO, LoRA, checkpointed",
+        {**SEQUENTIAL, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        reference=False, lora=True, kto=True,
+    ),
+    Case("KTO, a reference that is computed before", {**SEQUENTIAL, "precompute_ref_log_probs": True}, kto=True),
+    Case(
+        "KTO, experts and their auxiliary loss", {**SEQUENTIAL, "router_aux_loss_coef": 0.5, "learning_rate": 0.02},
+        kind="MixtralForCausalLM", kto=True,
+    ),
+]  # fmt: skip
+
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("logits of whole rows in each step", {"ring": RingConfig(loss="gathered")}, "NoLogits: loss='gathered' needs"),
@@ -74,7 +98,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @cache
 def in_one_process(ranks: Ranks, case: Case, mesh: Mesh) -> Outcome:
-    return ranks(1).run(trained, case, mesh.alone)[0]
+    return ranks(mesh.dp if case.kto else 1).run(trained, case, mesh.alone)[0]
 
 
 def compare(ranks: Ranks, case: Case, mesh: Mesh, folder: Path) -> None:
@@ -85,7 +109,7 @@ def compare(ranks: Ranks, case: Case, mesh: Mesh, folder: Path) -> None:
     outcomes = ranks(mesh.size).run(trained, case, mesh, saved)
     assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
     assert len(want.steps) == STEPS
-    assert want.steps[0].keys() > METRICS
+    assert {name for step in want.steps for name in step} > (OF_KTO if case.kto else METRICS)
     assert any((want.after[name] - p).abs().max() > 1e-3 for name, p in want.before.items()), "nothing was learnt"
     for got in outcomes:
         for number, (mine, theirs) in enumerate(zip(got.steps, want.steps, strict=True), 1):
@@ -102,17 +126,18 @@ def compare(ranks: Ranks, case: Case, mesh: Mesh, folder: Path) -> None:
             assert torch.equal(got.after[name], outcomes[0].after[name])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
+@pytest.mark.parametrize("case", [*CASES, *CASES_OF_KTO], ids=lambda case: case.why)
 @pytest.mark.turns
-def test_dpo_in_a_ring_is_dpo_in_one_process(ranks: Ranks, case: Case, tmp_path: Path) -> None:
+def test_training_in_a_ring_is_training_in_one_process(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     compare(ranks, case, Mesh(cp=2), tmp_path)
 
 
+@pytest.mark.parametrize("case", [ACCUMULATED, WITH_KL], ids=lambda case: case.why)
 @pytest.mark.parametrize("defect", DEFECTS)
 @pytest.mark.turns
-def test_a_planted_defect_is_seen(ranks: Ranks, defect: str) -> None:
-    want = in_one_process(ranks, ACCUMULATED, Mesh())
-    for got in ranks(2).run(trained_with, defect, ACCUMULATED, Mesh(cp=2)):
+def test_a_planted_defect_is_seen(ranks: Ranks, defect: str, case: Case) -> None:
+    want = in_one_process(ranks, case, Mesh())
+    for got in ranks(2).run(trained_with, defect, case, Mesh(cp=2)):
         apart = {name: abs(got.steps[-1][name] - x) for name, x in want.steps[-1].items()}
         assert max(apart["grad_norm"] / want.steps[-1]["grad_norm"], apart["logps/chosen"]) > 100 * LOSS, apart
 
@@ -125,6 +150,8 @@ def test_what_would_differ_is_refused(ranks: Ranks, why: str, options: dict[str,
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(dp=2, cp=2)], ids=str)
-@pytest.mark.parametrize("case", [ACCUMULATED, CASES[2], CASES[6], CASES[8]], ids=lambda case: case.why)
+@pytest.mark.parametrize(
+    "case", [ACCUMULATED, CASES[2], CASES[6], CASES[8], WITH_KL, CASES_OF_KTO[4]], ids=lambda case: case.why
+)
 def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh, tmp_path: Path) -> None:
     compare(ranks, case, mesh, tmp_path)

@@ -1,4 +1,4 @@
-"""Preference runs for live ranks: DPOTrainer in a ring, or without the plugin, and what each of them gives."""
+"""Preference runs for live ranks: DPOTrainer and KTOTrainer in a ring, or without the plugin, and what they give."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PrinterCallback
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
+from trl.trainer.kto_config import KTOConfig
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
@@ -36,7 +38,7 @@ class Case:
         args: for DPOConfig. reference: a model beside the policy, of other weights; else DPOTrainer finds its own.
         kind: the class of the model. prompt: this share of a text is the prompt, of ten.
         masks: the first row of each batch has no completion tokens, as a truncated one.
-        metrics: have compute_metrics, which gets logits of whole rows.
+        metrics: have compute_metrics, which gets logits of whole rows. kto: KTOTrainer, else DPOTrainer.
     """
 
     why: str
@@ -47,6 +49,7 @@ class Case:
     prompt: int = 3
     masks: bool = False
     metrics: bool = False
+    kto: bool = False
 
     def with_args(self, **more: Any) -> Case:
         return dataclasses.replace(self, args={**self.args, **more})
@@ -62,12 +65,27 @@ class WithoutCompletion(DataCollatorForPreference):
         return batch
 
 
+@dataclass
+class WithoutAnswer(DataCollatorForUnpairedPreference):
+    """As `WithoutCompletion`, for KTO, also of its second rows."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = super().torch_call(examples)
+        for name in ("completion_mask", "KL_completion_mask"):
+            batch[name][0] = 0
+        return batch
+
+
 def preferences(case: Case, count: int, start: int = 0) -> Dataset:
-    """Pairs of uneven lengths: the rejected answer is a part of the chosen one, and something else."""
-    rows = []
+    """Pairs of uneven lengths: the rejected answer is a part of the chosen one, and something else. For KTO: judged."""
+    rows: list[dict[str, Any]] = []
     for number, text in enumerate(texts(count, start)):
         at = max(1, len(text) * case.prompt // 10)
-        rows.append({"prompt": text[:at], "chosen": text[at:], "rejected": text[at : at + 3 + number % 9] + "?" * 4})
+        good, bad = text[at:], text[at : at + 3 + number % 9] + "?" * 4
+        if case.kto:
+            rows.append({"prompt": text[:at], "completion": bad if number % 3 else good, "label": number % 3 == 0})
+        else:
+            rows.append({"prompt": text[:at], "chosen": good, "rejected": bad})
     return Dataset.from_list(rows)
 
 
@@ -80,7 +98,7 @@ def teacher(attention: str, kind: str) -> PreTrainedModel:
     return net
 
 
-def trainer(case: Case, folder: str, attention: str, kind: type[DPOTrainer] = DPOTrainer, **options: Any) -> DPOTrainer:
+def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options: Any) -> Any:
     words = tokenizer()
     given = vars(config(folder, max_steps=STEPS, max_length=64))
     shared = ("output_dir", "max_steps", "per_device_train_batch_size", "lr_scheduler_type", "optim", "max_grad_norm",
@@ -88,36 +106,43 @@ def trainer(case: Case, folder: str, attention: str, kind: type[DPOTrainer] = DP
               "gradient_checkpointing", "dataloader_pin_memory", "per_device_eval_batch_size")  # fmt: skip
     args: dict[str, Any] = {name: given[name] for name in shared}
     args |= {"learning_rate": 0.1, "beta": 0.1, "max_grad_norm": 100.0, **case.args}
-    collator = WithoutCompletion(pad_token_id=0, max_length=64) if case.masks else None
+    own, configured, collating = DPOTrainer, DPOConfig, WithoutCompletion
+    if case.kto:
+        own, configured, collating = KTOTrainer, KTOConfig, WithoutAnswer
     defaults = {
         "model": model(attention, case.kind), "ref_model": teacher(attention, case.kind) if case.reference else None,
         "train_dataset": preferences(case, TRAIN_ROWS), "eval_dataset": preferences(case, EVAL_ROWS, start=4000),
-        "processing_class": words, "peft_config": lora() if case.lora else None, "data_collator": collator,
+        "processing_class": words, "peft_config": lora() if case.lora else None,
+        "data_collator": collating(pad_token_id=0, max_length=64) if case.masks else None,
         "compute_metrics": ordered_metrics if case.metrics else None,
     }  # fmt: skip
-    made = kind(args=DPOConfig(**args), **{**defaults, **options})
+    made = (kind or own)(args=configured(**args), **{**defaults, **options})
     made.remove_callback(PrinterCallback)
     return made
 
 
 def save(case: Case, folder: str) -> None:
-    """Writes the rows to a folder that ranks share, as DPOTrainer needs it to compute a reference before training."""
+    """Writes the rows to a folder that ranks share, as trainers need it to compute a reference before training."""
     preferences(case, TRAIN_ROWS).save_to_disk(f"{folder}/train")
     preferences(case, EVAL_ROWS, start=4000).save_to_disk(f"{folder}/evaluate")
 
 
 def trained(case: Case, mesh: Mesh, saved: str = "", self_check: bool = True) -> Outcome:
-    """The steps and an evaluation on this rank; without a ring in one process, with ``mesh.dp`` batches at a time."""
-    with launched(mesh if mesh.cp > 1 else Mesh(), **OFFLINE), a_folder(None) as folder, quiet():
-        rows = {"per_device_train_batch_size": BATCH * (mesh.dp if mesh.cp == 1 else 1)}
-        rows["per_device_eval_batch_size"] = BATCH // mesh.dp if mesh.cp > 1 else BATCH
+    """The steps and an evaluation on this rank; without a ring in one process, with ``mesh.dp`` batches at a time.
+
+    KTO without a ring: in ``mesh.dp`` processes, since it mixes the rows of a device's batch.
+    """
+    at_once = mesh.dp if mesh.cp == 1 and not case.kto else 1
+    with launched(mesh if at_once == 1 else Mesh(), **OFFLINE), a_folder(None) as folder, quiet():
+        rows = {"per_device_train_batch_size": BATCH * at_once, "per_device_eval_batch_size": BATCH}
+        if not case.kto:
+            rows["per_device_eval_batch_size"] = BATCH // mesh.dp if mesh.cp > 1 else BATCH
         data: dict[str, Any] = {}
         if saved:
             names = {"train_dataset": "train", "eval_dataset": "evaluate"}
             data = {name: Dataset.load_from_disk(f"{saved}/{part}") for name, part in names.items()}
         dpo = trainer(case.with_args(**rows), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **data)
-        net: Any = dpo.model
-        hf_ring_attn.configure(net, RingConfig(self_check=self_check))
+        hf_ring_attn.configure(dpo.model, RingConfig(self_check=self_check))
         before = trained_parameters(dpo)
         dpo.train()
         steps = [numbers(entry) for entry in dpo.state.log_history if "loss" in entry]
@@ -132,9 +157,8 @@ def numbers(entry: dict[str, Any]) -> dict[str, float]:
     return {name: float(x) for name, x in entry.items() if isinstance(x, (int, float)) and not name.endswith(clock)}
 
 
-def trained_parameters(dpo: DPOTrainer) -> dict[str, Tensor]:
-    net: Any = dpo.model
-    return {name: p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
+def trained_parameters(dpo: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in dpo.model.named_parameters() if p.requires_grad}
 
 
 # ---- defects -------------------------------------------------------------------------------------------------------
@@ -209,8 +233,7 @@ def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: 
     with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
         try:
             dpo = trainer(case.with_args(max_steps=1), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **options)
-            net: Any = dpo.model
-            hf_ring_attn.configure(net, ring or RingConfig())
+            hf_ring_attn.configure(dpo.model, ring or RingConfig())
             dpo.train()
         except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
             return f"{type(error).__name__}: {error}"

@@ -1,0 +1,121 @@
+"""TRL's DPOTrainer and KTOTrainer in a ring: models get sharded rows, losses and metrics are those of whole rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ... import errors
+from ..batch.shard import Sharded, shard_for
+from ..context import batch_context, model_record
+from ..context.whole_batch import IGNORED
+from ..log import warn
+from ..model import admission
+from ..patching.changes import Patch
+from . import trainer
+from .whole_row_calls import Rows, log_probs_of_rows, whole_row_calls
+
+BESIDE = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps", "label", "ref_logps", "ref_KL_logps")
+"""Entries of a batch that no model gets."""
+KL = "KL_"
+"""How the names of KTO's second rows begin: prompts with other rows' completions, whose models need no gradient."""
+
+
+def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        if trainer.group_of(self) is None:
+            return original(self, model, inputs)
+        whole = self._prepare_inputs(inputs)
+        return functools.partial(_step, self, model, _shard(self, model, whole), whole), whole
+
+    return _prepare_context_parallel_inputs
+
+
+def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> list[Rows]:
+    """The models' whole inputs with labels, and this rank's share of them: the batch's, and KTO's for its KL term."""
+    trainer.refuse_trainer(host)
+    admission.refuse_always(host.model)
+    name = type(host).__name__
+    if host._is_vision_dataset:
+        raise errors.UnsupportedOption(f"{name} with images", "its rows were never tested in a ring; train on text")
+    options = model_record.options_of(model)
+    trainer.refuse_past_fused_head(host, options.loss)
+    if options.layout == "auto":
+        options = replace(options, layout="balanced")
+    beside = [host.ref_model] if host.ref_model is not None and model is not host.ref_model else []
+    step = log_probs_of_rows(name)
+    given = [{x: value for x, value in whole.items() if not x.startswith(KL)}]
+    if f"{KL}input_ids" in whole:
+        given.append({x.removeprefix(KL): value for x, value in whole.items() if x.startswith(KL)})
+    rows = []
+    for inputs in given:
+        batch = {x: value for x, value in inputs.items() if x not in BESIDE}
+        batch["labels"] = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORED)
+        sharded = shard_for(batch, trainer.group_of(host), options, model, step=step, beside=beside)
+        rows.append(Rows(sharded, batch))
+    return rows
+
+
+@contextmanager
+def _step(host: Any, model: nn.Module, rows: list[Rows], whole: dict[str, Any]) -> Iterator[Sharded]:
+    models = [x for x in (model, host.model, host.ref_model) if x is not None]
+    first, *others = rows
+    with first.sharded, trainer.prepared(host, whole), whole_row_calls(models, *first, others):
+        yield first.sharded
+
+
+def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _compute_loss(self: Any, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        if trainer.group_of(self) is not None and batch_context.current() is None:
+            warn(trainer.WHOLE_ROWS.format(type(self).__name__))
+        return original(self, model, inputs, return_outputs)
+
+    return _compute_loss
+
+
+def _compute_ref_log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_ref_log_probs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        if trainer.group_of(self) is None:
+            return original(self, model, inputs)
+        with _step(self, model, _shard(self, model, inputs), inputs):
+            return original(self, model, inputs)
+
+    return compute_ref_log_probs
+
+
+def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prediction_step(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        if trainer.group_of(self) is None:
+            return original(self, model, inputs, prediction_loss_only, ignore_keys)
+        whole = self._prepare_inputs(inputs)
+        with _step(self, model, _shard(self, model, whole), whole):
+            return original(self, model, whole, prediction_loss_only, ignore_keys)
+
+    return prediction_step
+
+
+DPO = "trl.trainer.dpo_trainer:DPOTrainer"
+KTO = "trl.trainer.kto_trainer:KTOTrainer"
+
+
+def _patches(host: str) -> list[Patch]:
+    return [
+        Patch(f"{host}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
+        Patch(f"{host}._compute_loss", "(self, model, inputs, return_outputs)", _compute_loss),
+        Patch(f"{host}.compute_ref_log_probs", "(self, model, inputs)", _compute_ref_log_probs),
+        Patch(f"{host}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
+    ]
+
+
+PATCHES = {host: _patches(host) for host in (DPO, KTO)}
