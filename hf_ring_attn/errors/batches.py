@@ -312,6 +312,15 @@ class UnsupportedOption(Refused):
         super().__init__(f"{option} is not possible with ring_fp32: {why}.")
 
 
+class PartialGroups(Refused):
+    def __init__(self, completions: int, counted: str, generations: int) -> None:
+        super().__init__(
+            f"{completions} completions ({counted}) are no whole groups of {generations} generations. The ranks of a "
+            "ring share their rows, so their number counts rings, not processes. Set per_device_train_batch_size, "
+            "per_device_eval_batch_size or steps_per_generation to a multiple, or num_generations to a divisor."
+        )
+
+
 class UnknownOutput(Refused):
     def __init__(self, name: str, got: object, local: int) -> None:
         super().__init__(
