@@ -25,7 +25,7 @@ from ..log import say, warn
 from ..model import admission
 from ..patching.changes import Patch
 from . import rings_as_processes as rings
-from . import trainer
+from . import trainer, trainer_overrides
 from .whole_row_calls import log_probs_of_rows, whole_row_calls
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -55,6 +55,7 @@ def start(host: Any) -> None:
 def _refuse(host: Any) -> None:
     """Refuses what was never tried in a ring. At the start not all attributes are there, so each step asks again."""
     trainer.refuse_trainer(host)
+    trainer_overrides.refuse_unknown(host, _COUNT_PROCESSES)
     admission.refuse_always(host.model)
     for option, is_on in {
         "use_vllm": host.args.use_vllm,
@@ -67,6 +68,11 @@ def _refuse(host: Any) -> None:
             raise errors.UnsupportedOption(f"{type(host).__name__} with {option}", _UNTRIED)
 
 
+_COUNT_PROCESSES = (
+    "_generate_and_score_completions", "_generate", "_calculate_rewards", "_get_per_token_logps_and_entropies",
+    "prediction_step",
+)  # fmt: skip
+"""Methods whose override might gather from every rank, or compute whole rows."""
 _UNTRIED = "its rows were never tested in a ring; generate text with transformers' generate, or in a rollout_func"
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -234,6 +240,7 @@ def _patches(kind: str) -> list[Patch]:
         Patch(f"{kind}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
         Patch(f"{module}:gather", "(tensor)", rings.gather),
         Patch(f"{module}:gather_object", "(object)", rings.gather_object),
+        Patch(f"{module}:set_seed", "(seed, device_specific=, deterministic=)", rings.set_seed),
         Patch(f"{module}:shuffle_sequence_dict", "(seq_dict)", rings.shuffle),
     ]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...comm.ring import world_size
+from ...comm.ring import world_rank, world_size
 from ..context import ring_random
 from ..context.mesh import ring_of_process
 
@@ -88,6 +88,19 @@ def gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
         return [x for values in original([object])[::size] for x in values]
 
     return gather_object
+
+
+def set_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `set_seed`: a ring's first rank has the seed of a process of that number, the others have their own."""
+
+    def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> Any:
+        ring = ring_of_process()
+        if ring.size > 1 and device_specific:
+            process = world_rank()
+            seed, device_specific = seed + (process + world_size() if ring.rank else process // ring.size), False
+        return original(seed, device_specific, deterministic)
+
+    return set_seed
 
 
 def shuffle(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,13 +20,14 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.context.mesh import ring_group
-from hf_ring_attn.integration.hosts.rings_as_processes import RingsAsProcesses
 from tests.helpers.jobs.dpo_jobs import gradients_of_one_rank, numbers, rows_times_ranks, teacher
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, model, quiet, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
+from tests.helpers.models.tiny_models import SIZES, build
 
-TRAIN_ROWS, EVAL_ROWS, BATCH, STEPS = 24, 2, 4, 3
+GRPO, RLOO = GRPOTrainer.__module__, RLOOTrainer.__module__
+TRAIN_ROWS, EVAL_ROWS, BATCH, STEPS = 24, 4, 4, 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,21 +37,20 @@ class Case:
     Args:
         args: for GRPOConfig or RLOOConfig.
         fixed: completions are pieces of a text, of uneven lengths; else the model generates them.
-        reference: beta > 0 has another model's weights for its reference.
         rloo: by RLOOTrainer. kind: the class of the model. stream: prompts come from an IterableDataset.
-        truncates: some completions do not end, and mask_truncated_completions leaves rows without completion tokens.
+        prompt: bytes of the longest. chat: prompts are conversations. judge: a model gives the reward.
     """
 
     why: str
     args: dict[str, Any] = field(default_factory=dict)
     fixed: bool = True
-    reference: bool = False
     lora: bool = False
     rloo: bool = False
     kind: str = "LlamaForCausalLM"
     stream: bool = False
     prompt: int = 20
     chat: bool = False
+    judge: bool = False
 
     def with_args(self, **more: Any) -> Case:
         return dataclasses.replace(self, args={**self.args, **more})
@@ -115,7 +115,22 @@ class FixedRLOO(RLOOTrainer):
         return completions(len(prompt_ids), first, self.state.global_step)
 
 
+def judged(case: Case, attention: str) -> dict[str, Any]:
+    """A reward model, of the attention that a ring's models need."""
+    if not case.judge:
+        return {}
+    sizes = {**SIZES, "vocab_size": 259, "num_labels": 1, "pad_token_id": 0, "max_position_embeddings": 256}
+    judge = build("LlamaForSequenceClassification", attention, **sizes)
+    judge.config._name_or_path = "judge"
+    return {"reward_funcs": [judge, letters], "reward_processing_classes": [tokenizer(), None]}
+
+
 # ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def reference(_path: str, attn_implementation: str, **_: Any) -> Any:
+    """The model that a trainer loads for its reference: the policy's weights come from no path here."""
+    return teacher(attn_implementation, "LlamaForCausalLM")
 
 
 def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options: Any) -> Any:
@@ -127,30 +142,24 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
     args |= {"learning_rate": 0.1, "max_grad_norm": 100.0, "num_generations": 2, "max_completion_length": 12,
              "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, **case.args}  # fmt: skip
     net = model(attention, case.kind)
-    if case.reference:
-        teacher(attention, case.kind).save_pretrained(f"{folder}/reference")
-        net.config._name_or_path = f"{folder}/reference"
     made_by, config_of = (RLOOTrainer, RLOOConfig) if case.rloo else (GRPOTrainer, GRPOConfig)
     if case.fixed:
         made_by = FixedRLOO if case.rloo else made_by
         options = {**({} if case.rloo else {"rollout_func": of_text}), **options}
-    rewards = options.pop("reward_funcs", [letters, digits, later])
-    made = (kind or made_by)(
-        model=net, args=config_of(**args), reward_funcs=rewards, processing_class=tokenizer(),
-        train_dataset=prompts(case, TRAIN_ROWS), eval_dataset=prompts(case, EVAL_ROWS, start=4000),
-        peft_config=lora() if case.lora else None, **options,
-    )  # fmt: skip
+    with mock.patch(f"{RLOO if case.rloo else GRPO}.create_model_from_path", reference):
+        made = (kind or made_by)(
+            model=net, args=config_of(**args), processing_class=tokenizer(), peft_config=lora() if case.lora else None,
+            train_dataset=prompts(case, TRAIN_ROWS), eval_dataset=prompts(case, EVAL_ROWS, start=4000),
+            **{"reward_funcs": [letters, digits, later], **judged(case, attention), **options},
+        )  # fmt: skip
     made.remove_callback(PrinterCallback)
     return made
 
 
 def trained(case: Case, mesh: Mesh, self_check: bool = True) -> Outcome:
-    """The steps and an evaluation on this rank; without a ring in one process, with ``mesh.dp`` batches at a time."""
-    with launched(mesh if mesh.cp > 1 else Mesh(), **OFFLINE), a_folder(None) as folder, quiet():
-        times = mesh.dp if mesh.cp == 1 else 1
-        rows = {f"per_device_{part}_batch_size": BATCH * times for part in ("train", "eval")}
-        rows["per_device_eval_batch_size"] = BATCH if mesh.cp == 1 else BATCH // mesh.dp
-        grpo = trainer(case.with_args(**rows), folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
+    """The steps and an evaluation on this rank; ``mesh.alone`` runs as many replicas without the plugin."""
+    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
+        grpo = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
         hf_ring_attn.configure(grpo.model, RingConfig(self_check=self_check))
         before = trained_parameters(grpo)
         grpo.train()
@@ -178,10 +187,6 @@ def trained_parameters(grpo: Any) -> dict[str, Tensor]:
 
 def prompts_for_each_rank() -> Any:
     """The sampler takes prompts for every rank of a ring."""
-
-    def count(self: Any) -> int:
-        return self.__dict__["_accelerator"].num_processes
-
     return mock.patch("hf_ring_attn.integration.hosts.trainer_start.STARTS", {})
 
 
@@ -226,3 +231,56 @@ def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: 
         except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
             return f"{type(error).__name__}: {error}"
         return "trained"
+
+
+class OtherTokens(GRPOTrainer):
+    """Has a term of rows that are not the batch's."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        parent: Any = super()
+        return parent._compute_loss(model, {**inputs, "prompt_ids": inputs["prompt_ids"].flip(0)})
+
+
+class OwnRewards(GRPOTrainer):
+    """Might gather rewards from every rank."""
+
+    def _calculate_rewards(self, *args: Any) -> Any:
+        parent: Any = super()
+        return parent._calculate_rewards(*args)
+
+
+class WithTools(GRPOTrainer):
+    """As if a chat template knew tools."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tools = [print]
+
+
+class OfImages(GRPOTrainer):
+    """As if the processor took images."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_vlm = True
+
+
+# ---- the first inner step --------------------------------------------------------------------------------------------
+
+
+class Ratios(GRPOTrainer):
+    """Notes the ratio of each token's probability to that when it was generated."""
+
+    def get_off_policy_mask(self, advantages: Tensor, mask: Tensor, **given: Any) -> Tensor:  # type: ignore[override]
+        apart = (given["per_token_logps"] - given["sampling_per_token_logps"]).detach() * mask
+        self.__dict__.setdefault("ratios", []).append(apart.exp())
+        return torch.ones_like(advantages)
+
+
+def ratios(case: Case, mesh: Mesh) -> list[Tensor]:
+    """[B, C] of each step."""
+    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
+        grpo = trainer(case.with_args(off_policy_mask_threshold=1e9), folder, "ring_fp32", kind=Ratios)
+        grpo.train()
+        found: list[Tensor] = grpo.ratios
+        return found
