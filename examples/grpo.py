@@ -15,7 +15,7 @@ from small import small_llama
 from text import documents, tokenizer
 
 
-def vowels(completions: list[str], **_: Any) -> list[float]:
+def vowels(completions: list[str], **_: Any) -> list[float | None]:
     """The reward: the share of vowels."""
     return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in completions]
 

@@ -130,9 +130,9 @@ def for_trl_grpo(files: Path, attention: str, output: Path) -> list[str]:
     flags = {
         "model_name_or_path": files / "model", "dataset_name": files / "prompts", "attn_implementation": attention,
         "output_dir": output, "max_steps": STEPS, "save_steps": STEPS, "logging_steps": 1, "num_generations": 2,
-        "max_completion_length": 12, "per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.3, "beta": 0.1,
-        "reward_funcs": "tests.helpers.jobs.trl_trainers.lengths", "gradient_accumulation_steps": 2, "bf16": False,
-        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "dtype": "float32",
+        "max_completion_length": 12, "per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.3,
+        "beta": 0.1, "reward_funcs": "tests.helpers.jobs.trl_trainers.lengths", "gradient_accumulation_steps": 2,
+        "bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "dtype": "float32",
     }  # fmt: skip
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 

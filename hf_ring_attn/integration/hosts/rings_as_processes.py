@@ -61,7 +61,8 @@ def rings_as_processes(trainer: Any) -> Iterator[None]:
 
 def once_per_ring(everyone: Tensor, ring_size: int) -> Tensor:
     """Takes each ring's first rank's rows out of those [ranks * n, ...] of all ranks."""
-    ranks = everyone.unflatten(0, (world_size() // ring_size, ring_size, -1))
+    rings = world_size() // ring_size
+    ranks = everyone.view(rings, ring_size, len(everyone) // (rings * ring_size), *everyone.shape[1:])
     return ranks[:, 0].flatten(0, 1)
 
 

@@ -142,7 +142,8 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
     args |= {"learning_rate": 0.1, "max_grad_norm": 100.0, "num_generations": 2, "max_completion_length": 12,
              "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, **case.args}  # fmt: skip
     net = model(attention, case.kind)
-    made_by, config_of = (RLOOTrainer, RLOOConfig) if case.rloo else (GRPOTrainer, GRPOConfig)
+    made_by: Any = RLOOTrainer if case.rloo else GRPOTrainer
+    config_of: Any = RLOOConfig if case.rloo else GRPOConfig
     if case.fixed:
         made_by = FixedRLOO if case.rloo else made_by
         options = {**({} if case.rloo else {"rollout_func": of_text}), **options}
