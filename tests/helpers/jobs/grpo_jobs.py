@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PrinterCallback
+from trl.models import prepare_fsdp
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_config import RLOOConfig
@@ -21,6 +22,7 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.context.mesh import ring_group
 from tests.helpers.jobs.dpo_jobs import gradients_of_one_rank, numbers, rows_times_ranks, teacher
+from tests.helpers.jobs.kinds_jobs import under_fsdp2, weights_of
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, model, quiet, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
@@ -39,6 +41,7 @@ class Case:
         fixed: completions are pieces of a text, of uneven lengths; else the model generates them.
         rloo: by RLOOTrainer. kind: the class of the model. stream: prompts come from an IterableDataset.
         prompt: bytes of the longest. chat: prompts are conversations. judge: a model gives the reward.
+        fsdp: in a ring FSDP2 shards the weights.
     """
 
     why: str
@@ -51,6 +54,7 @@ class Case:
     prompt: int = 20
     chat: bool = False
     judge: bool = False
+    fsdp: bool = False
 
     def with_args(self, **more: Any) -> Case:
         return dataclasses.replace(self, args={**self.args, **more})
@@ -162,6 +166,10 @@ def trained(case: Case, mesh: Mesh, self_check: bool = True) -> Outcome:
     with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
         grpo = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
         hf_ring_attn.configure(grpo.model, RingConfig(self_check=self_check))
+        if case.fsdp and mesh.cp > 1:
+            under_fsdp2(grpo, {})
+            if grpo.ref_model is not None:
+                grpo.ref_model = prepare_fsdp(grpo.ref_model, grpo.accelerator)
         before = trained_parameters(grpo)
         grpo.train()
         steps = [numbers(entry) for entry in grpo.state.log_history if "loss" in entry]
@@ -180,7 +188,7 @@ def table(grpo: Any) -> dict[str, float]:
 
 
 def trained_parameters(grpo: Any) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in grpo.model.named_parameters() if p.requires_grad}
+    return weights_of(grpo.model)
 
 
 # ---- defects -------------------------------------------------------------------------------------------------------

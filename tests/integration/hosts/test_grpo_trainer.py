@@ -80,6 +80,10 @@ CASES = [
             "delta": 1.5,
         },
     ),
+    Case("evaluated between steps", {**TWICE, "eval_strategy": "steps", "eval_steps": 1}, fixed=False),
+    Case("FSDP2 and a reference", {**OFF_POLICY, "beta": 0.1}, fixed=False, fsdp=True),
+    Case("FSDP2, LoRA", {**TWICE, "num_iterations": 2, "beta": 0.1}, lora=True, fsdp=True),
+    Case("RLOO under FSDP2", RLOO, rloo=True, fixed=False, fsdp=True),
     Case("RLOO", {**RLOO, "num_iterations": 2}, rloo=True),
     Case(
         "RLOO, generated", {**RLOO, **TWICE, "steps_per_generation": 4, "normalize_advantages": True},
@@ -88,6 +92,7 @@ CASES = [
     Case("RLOO with LoRA", {**RLOO, "learning_rate": 0.01}, rloo=True, lora=True),
 ]  # fmt: skip
 RLOO_GROUPS = Case("RLOO, groups of two replicas", {**RLOO, **TWICE, "num_generations": 8}, rloo=True)
+ON_FOUR = [FIRST, GROUPS, *(case for case in CASES if case.stream or case.lora or case.fsdp), RLOO_GROUPS]
 
 
 @cache
@@ -126,7 +131,7 @@ def test_each_kind_of_it_too(ranks: Ranks, case: Case) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(dp=2, cp=2)], ids=str)
-@pytest.mark.parametrize("case", [FIRST, GROUPS, CASES[10], CASES[15], RLOO_GROUPS], ids=lambda case: case.why)
+@pytest.mark.parametrize("case", ON_FOUR, ids=lambda case: case.why)
 def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     if mesh.dp == 1 and "num_generations" in case.args:
         case = case.with_args(num_generations=4)
