@@ -260,6 +260,15 @@ class Ring:
             dist.all_gather_object(everyone, mine, group=self.group)
         return everyone
 
+    def of_first(self, mine: Any, doing: str) -> Any:
+        """Broadcasts the first rank's picklable object; the others' are ignored."""
+        if self.size == 1:
+            return mine
+        sent = [mine]
+        with _following_peers(doing, self):
+            dist.broadcast_object_list(sent, group=self.group, group_src=0)
+        return sent[0]
+
     def small_device(self, device: torch.device) -> torch.device:
         """The device for small messages: the GPU for NCCL, which cannot send CPU tensors."""
         if self.size > 1 and dist.get_backend(self.group) == "nccl":

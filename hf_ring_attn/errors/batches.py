@@ -302,14 +302,23 @@ class UnsupportedTrainer(Refused):
     def __init__(self, trainer: str) -> None:
         super().__init__(
             f"{trainer} is not supported in a ring yet: its loss compares whole sequences, or models, and a rank holds "
-            "a part of each sequence. Use it without a ring (cp_size=1); trl's SFTTrainer, DPOTrainer, "
-            "KTOTrainer and transformers.Trainer run in one."
+            "a part of each sequence. Use it without a ring (cp_size=1); transformers.Trainer and TRL's SFTTrainer, "
+            "DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer and RLOOTrainer run in one."
         )
 
 
 class UnsupportedOption(Refused):
     def __init__(self, option: str, why: str) -> None:
         super().__init__(f"{option} is not possible with ring_fp32: {why}.")
+
+
+class PartialGroups(Refused):
+    def __init__(self, completions: int, counted: str, generations: int) -> None:
+        super().__init__(
+            f"{completions} completions ({counted}) are no whole groups of {generations} generations. The ranks of a "
+            "ring share their rows, so their number counts rings, not processes. Set per_device_train_batch_size, "
+            "per_device_eval_batch_size or steps_per_generation to a multiple, or num_generations to a divisor."
+        )
 
 
 class UnknownOutput(Refused):

@@ -115,11 +115,16 @@ def test_an_example_on_two_ranks_gives_the_numbers_of_plain_torch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "apart"),
-    [("trainer", 1e-6), ("sft_packing", 1e-6), ("dpo", 1e-5)],  # which subtracts sums of log-probabilities
+    ("name", "count", "apart"),
+    [
+        ("trainer", 4, 1e-6),
+        ("sft_packing", 4, 1e-6),
+        ("dpo", 4, 1e-5),  # which subtracts sums of log-probabilities
+        pytest.param("grpo", 6, 1e-5, marks=pytest.mark.turns),
+    ],
 )
 def test_a_trainer_on_two_ranks_gives_the_losses_of_one_process_with_sdpa(
-    name: str, apart: float, tmp_path: Path
+    name: str, count: int, apart: float, tmp_path: Path
 ) -> None:
     (tmp_path / "ring").mkdir()
     (tmp_path / "alone.py").write_text(
@@ -128,7 +133,7 @@ def test_a_trainer_on_two_ranks_gives_the_losses_of_one_process_with_sdpa(
     ring = start(tmp_path / "ring", EXAMPLES / f"{name}.py", ranks=2, environment=launched_by(CPU_2RANKS))
     alone = start(tmp_path, tmp_path / "alone.py")
     ring_text, alone_text = ring.output(), alone.output()
-    assert len(numbers(ring_text)) == 4, ring_text
+    assert len(numbers(ring_text)) == count, ring_text
     assert numbers(ring_text) == pytest.approx(numbers(alone_text), rel=apart), ring_text
     assert "ring of 2" in ring_text
     assert "[hf_ring_attn]" not in alone_text
@@ -136,7 +141,7 @@ def test_a_trainer_on_two_ranks_gives_the_losses_of_one_process_with_sdpa(
 
 def test_every_example_is_run_here_or_by_ci() -> None:
     programs = {path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()}
-    assert programs == {row[0] for row in PLAIN} | {"trainer", "sft_packing", "dpo", "first_light"}
+    assert programs == {row[0] for row in PLAIN} | {"trainer", "sft_packing", "dpo", "grpo", "first_light"}
 
 
 @pytest.mark.parametrize("wrong", ["loss", "grad_norm", "logits", "nan"])

@@ -23,7 +23,7 @@ from ...sharding.mask import Band
 from ...traffic import GatheredKV, LayerRole
 from ..context import batch_context
 from ..context.batch_context import MaskSpec
-from ..context.mesh import warn_without_ring
+from ..context.mesh import ring_group, warn_without_ring
 from ..log import say
 from ..model import replicas, temperature
 
@@ -194,7 +194,7 @@ def _note(scoped: bool, trains: bool, kernel: str, request: Request) -> None:
     """Records the kernel for the log line at the start."""
     context = batch_context.current()
     if not scoped:
-        say(f"no ring active; kernel {kernel}")
+        say(f"{'no ring active' if ring_group() is None else 'whole rows on every rank'}; kernel {kernel}")
         if trains:
             warn_without_ring()
     elif context is not None:  # not in a recompute

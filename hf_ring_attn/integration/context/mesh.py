@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ...comm.ring import Ring, world_size
+from ...comm.ring import LOCAL, Ring, world_size
 from ..log import warn
 
 if TYPE_CHECKING:
@@ -34,6 +34,11 @@ def ring_group(accelerator: Any = None) -> ProcessGroup | None:
         return None
     group: ProcessGroup = mesh["cp"].get_group()
     return group
+
+
+def ring_of_process() -> Ring:
+    """The ring of this process's `Accelerator`; a ring of one where none is enabled."""
+    return Ring.of(ring_group()) if ring_enabled(_shared_state("parallelism_config")) else Ring(LOCAL)
 
 
 def mixed_precision() -> str:

@@ -111,21 +111,24 @@ class ModelRecord:
         )
 
 
-_RECORDS: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = weakref.WeakKeyDictionary()
+_RECORDS: weakref.WeakKeyDictionary[nn.Module, list[ModelRecord]] = weakref.WeakKeyDictionary()
+_KEPT = 3
+"""The most records of a model: an adapter that is switched off and on would have a new one at each turn."""
 
 
 def record_of(model: nn.Module) -> ModelRecord:
-    """The record of ``model``, a new one if its structure has changed. Visits all modules."""
+    """The record of ``model`` with its current structure, a new one if it never had that. Visits all modules."""
     model = inside(model)
-    known = _RECORDS.get(model)
-    if known is None or not known.is_current():
-        known = _RECORDS[model] = ModelRecord(model)
-    return known
+    records = _RECORDS.setdefault(model, [])
+    record = next((one for one in records if one.is_current()), None) or ModelRecord(model)
+    records[:] = [record, *(one for one in records if one is not record)][:_KEPT]
+    return record
 
 
 def latest_record(model: nn.Module) -> ModelRecord:
     """The record of ``model`` as of its last batch, without visiting its modules."""
-    return _RECORDS.get(inside(model)) or record_of(model)
+    records = _RECORDS.get(inside(model))
+    return records[0] if records else record_of(model)
 
 
 def forget_model(model: nn.Module) -> None:

@@ -9,11 +9,14 @@ gets the same numbers. A ring of several kinds of GPUs draws the same only withi
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy
 import torch
+
+from ...comm.ring import Ring
 
 SEEDS = 1 << 31
 """Number of seeds that every generator accepts."""
@@ -80,6 +83,30 @@ _GPUS = _Source(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, torc
 def _sources() -> tuple[_Source, ...]:
     """The generators, GPUs last: one without a saved state has nothing to restore."""
     return (*_HOST, _GPUS) if torch.cuda.is_initialized() else _HOST
+
+
+@contextmanager
+def of_first_rank(ring: Ring) -> Iterator[None]:
+    """Draws on every rank what the ring's first rank draws, as one process would; the others' generators are kept."""
+    sources = (*_HOST, _GPU) if torch.cuda.is_initialized() else _HOST
+    own = [source.get() for source in sources]
+    if ring.rank > 0:
+        theirs = ring.of_first(None, _SENT)
+        for source, state in zip(sources, theirs, strict=True):
+            source.put(state)
+    else:
+        ring.of_first(own, _SENT)
+    try:
+        yield
+    finally:
+        if ring.rank > 0:
+            for source, state in zip(sources, own, strict=True):
+                source.put(state)
+
+
+_SENT = "sent the state of its random generators"
+_GPU = _Source(torch.cuda.get_rng_state, torch.cuda.set_rng_state, torch.cuda.manual_seed)
+"""That of this rank's GPU: ranks have different ones."""
 
 
 def seed_all(seed: int) -> None:

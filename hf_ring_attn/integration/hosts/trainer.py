@@ -163,7 +163,7 @@ def _count_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def count(self: Any, inputs: dict[str, Any]) -> Any:
         group = group_of(self)
-        if group is not None and group.rank() > 0:
+        if group is not None and group.rank() > 0 and isinstance(inputs, Mapping):  # a list of samples counts nothing
             inputs = {name: x[:0] if isinstance(x, Tensor) and x.dim() else x for name, x in inputs.items()}
         return original(self, inputs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import Trainer
@@ -10,16 +11,18 @@ from ... import errors
 from ..patching.changes import installed
 
 OF_TRL = {
-    "trl.trainer.base_trainer:_BaseTrainer", "trl.trainer.dpo_trainer:DPOTrainer", "trl.trainer.kto_trainer:KTOTrainer",
-    "trl.trainer.sft_trainer:SFTTrainer",
+    "trl.trainer.base_trainer:_BaseTrainer", "trl.trainer.sft_trainer:SFTTrainer",
+    "trl.trainer.dpo_trainer:DPOTrainer", "trl.trainer.kto_trainer:KTOTrainer",
+    "trl.trainer.reward_trainer:RewardTrainer",
+    "trl.trainer.grpo_trainer:GRPOTrainer", "trl.trainer.rloo_trainer:RLOOTrainer",
 }  # fmt: skip
 """TRL's trainers that are exact in a ring. Others have the same names."""
 COUNTS = ("get_batch_samples", "_get_num_items_in_batch", "_prepare_context_parallel_inputs")
 """Methods that define a loss's divisor and a rank's inputs. Other overrides get whole rows, or are tried."""
 
 
-def refuse_unknown(trainer: Any) -> None:
-    """Refuses TRL's trainers except those of `OF_TRL`, and trainers that override `COUNTS`, unless ``ring_fp32_exact``.
+def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:
+    """Refuses TRL's trainers except those of `OF_TRL`, and overrides of ``methods``, unless ``ring_fp32_exact``.
 
     Raises:
         UnsupportedTrainer, UnknownTrainer.
@@ -32,10 +35,10 @@ def refuse_unknown(trainer: Any) -> None:
             raise errors.UnsupportedTrainer(f"{cls.__module__}.{cls.__name__}" if alike else cls.__name__)
     if getattr(trainer, "ring_fp32_exact", False):
         return
-    for method in COUNTS:
+    for method in methods:
         if method in vars(trainer):
             raise errors.UnknownTrainer(kind.__name__, f"the trainer's own {method}")
         place = next(cls for cls in kind.__mro__ if method in vars(cls))
         ours = f"{place.__module__}:{place.__qualname__}.{method}" in installed()
-        if getattr(kind, method) is not getattr(Trainer, method) and not ours:
+        if getattr(kind, method) is not getattr(Trainer, method, None) and not ours:
             raise errors.UnknownTrainer(kind.__name__, f"{place.__qualname__}.{method}")

@@ -6,23 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 from ..patching.changes import Patch, install
-from . import accelerate, preference_trainers, sft_trainer, trainer
+from . import accelerate, grpo_trainer, preference_trainers, sft_trainer, trainer
 from .parallelism_config import deferring_cp_checks
 
-OF_TRL = {sft_trainer.SFT: sft_trainer.PATCHES, **preference_trainers.PATCHES}
+OF_TRL = {sft_trainer.SFT: sft_trainer.PATCHES, **preference_trainers.PATCHES, **grpo_trainer.PATCHES}
 """The patches of TRL's trainers, by class."""
+STARTS = dict.fromkeys(grpo_trainer.PATCHES, grpo_trainer.start)
+"""Settings of a trainer that a ring changes, and refusals, by class."""
 
 
 def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def create_accelerator_and_postprocess(self: Any) -> None:
-        for cls in type(self).__mro__:  # trl may have been imported after this package
-            install(OF_TRL.get(f"{cls.__module__}:{cls.__name__}", ()))
+        names = [f"{cls.__module__}:{cls.__name__}" for cls in type(self).__mro__]
+        for name in names:  # trl may have been imported after this package
+            install(OF_TRL.get(name, ()))
         with deferring_cp_checks(self.model):
             original(self)
         accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)
         accelerate.settle(self.accelerator, self.model)  # also where an Accelerator existed before the trainer
         if trainer.group_of(self) is not None:
             trainer.refuse_trainer(self)
+            for name in names:
+                if name in STARTS:
+                    STARTS[name](self)
 
     return create_accelerator_and_postprocess
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from transformers import Trainer
 from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 from hf_ring_attn import errors
@@ -23,7 +26,7 @@ OWN_GATES = ["Distillation", "GRPO", "RLOO"]
 """Those whose config refuses context parallelism by itself, if it is told of it there."""
 
 
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"DPO", "KTO"}))
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"DPO", "KTO", "Reward", "GRPO", "RLOO"}))
 def test_it_is_refused_by_name_when_it_is_constructed_in_a_ring(ranks: Ranks, name: str) -> None:
     for said in ranks(2).run(constructed, name, Mesh(cp=2)):
         assert said.startswith(f"UnsupportedTrainer: {name}Trainer is not supported in a ring yet: its loss compares ")
@@ -36,8 +39,9 @@ def test_it_is_refused_too_where_its_own_config_asks_for_a_ring(ranks: Ranks, na
     """A ring's config passes TRL's own gates, which look for torch's context parallelism."""
     own = name in OWN_GATES and backend == "torch"
     start = (
-        f"ValueError: {name}Trainer does not support sequence-dim" if own else f"UnsupportedTrainer: {name}Trainer is "
-    )
+        f"ValueError: {name}Trainer does not support sequence-dim" if own
+        else "constructed" if name in ("GRPO", "RLOO") else f"UnsupportedTrainer: {name}Trainer is "
+    )  # fmt: skip
     for said in ranks(2).run(constructed, name, Mesh(cp=2), {"cp_size": 2, "cp_backend": backend}):
         assert said.startswith(start)
 
@@ -61,7 +65,7 @@ def all_trainers() -> set[Any]:
 
 
 def test_no_other_trainer_of_trl_gets_through() -> None:
-    trainers = all_trainers() - {SFTTrainer, DPOTrainer, KTOTrainer}
+    trainers = all_trainers() - {SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer}
     assert len(trainers) > 15
     for kind in trainers:
         with pytest.raises(errors.UnsupportedTrainer, match=kind.__name__):

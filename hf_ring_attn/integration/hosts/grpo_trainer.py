@@ -1,0 +1,250 @@
+"""TRL's GRPOTrainer and RLOOTrainer in a ring: each ring samples, rewards and scores rows once.
+
+Prompts, completions, rewards and metrics are those of a process for each ring (`rings_as_processes`). Completions are
+generated in whole rows, with the random numbers of the ring's first rank, whose result all its ranks take. Then models
+compute sharded rows (`whole_row_calls`), so the trainers' own losses run as they were written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import errors
+from ..batch.shard import Sharded, shard_for
+from ..context import batch_context, model_record, ring_random
+from ..context.mesh import ring_of_process
+from ..context.whole_batch import IGNORED
+from ..log import say, warn
+from ..model import admission
+from ..patching.changes import Patch
+from . import rings_as_processes as rings
+from . import trainer, trainer_overrides
+from .whole_row_calls import log_probs_of_rows, whole_row_calls
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def start(host: Any) -> None:
+    """Counts a new trainer's generation batch by rings, and refuses what cannot be exact.
+
+    Raises:
+        UnsupportedOption, PartialGroups.
+    """
+    args = host.args
+    replicas = host.accelerator.num_processes // host.accelerator.parallelism_config.cp_size
+    # TRL's config counted processes; its sampler takes as many prompts from the data at a time.
+    args.generation_batch_size = args.per_device_train_batch_size * replicas * args.steps_per_generation
+    if args.generation_batch_size % args.num_generations:
+        counted = f"per_device_train_batch_size {args.per_device_train_batch_size} x {replicas} rings x "
+        counted += f"steps_per_generation {args.steps_per_generation}"
+        raise errors.PartialGroups(args.generation_batch_size, counted, args.num_generations)
+    _refuse(host)
+    say(
+        f"{type(host).__name__} generates {args.generation_batch_size} completions at a time: {replicas} x "
+        f"{args.per_device_train_batch_size} (a ring has one batch) x steps_per_generation={args.steps_per_generation}"
+    )
+
+
+def _refuse(host: Any) -> None:
+    """Refuses what was never tried in a ring. At the start not all attributes are there, so each step asks again."""
+    trainer.refuse_trainer(host)
+    trainer_overrides.refuse_unknown(host, _COUNT_PROCESSES)
+    admission.refuse_always(host.model)
+    for option, is_on in {
+        "use_vllm": host.args.use_vllm,
+        "use_transformers_continuous_batching": host.args.use_transformers_continuous_batching,
+        "tools": getattr(host, "tools", None),
+        "environment_factory": getattr(host, "environment_factories", None),
+        "a model of images": getattr(host, "_is_vlm", False),
+    }.items():
+        if is_on:
+            raise errors.UnsupportedOption(f"{type(host).__name__} with {option}", _UNTRIED)
+
+
+_COUNT_PROCESSES = (
+    "_generate_and_score_completions", "_generate", "_calculate_rewards", "_get_per_token_logps_and_entropies",
+    "prediction_step",
+)  # fmt: skip
+"""Methods whose override might gather from every rank, or compute whole rows."""
+_UNTRIED = "its rows were never tested in a ring; generate text with transformers' generate, or in a rollout_func"
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _sharded_rows(host: Any, model: nn.Module, rows: dict[str, Tensor], sharded: Sharded) -> Iterator[None]:
+    models = [x for x in (model, host.model, host.ref_model) if x is not None]
+    with sharded, whole_row_calls(models, sharded, rows):
+        yield
+
+
+def _shard(host: Any, model: nn.Module, rows: dict[str, Tensor]) -> Sharded:
+    options = model_record.options_of(host.model)
+    trainer.refuse_past_fused_head(host, options.loss)
+    if options.layout == "auto":
+        options = replace(options, layout="balanced")
+    step = log_probs_of_rows(type(host).__name__)
+    return shard_for(rows, trainer.group_of(host), options, model, step=step)
+
+
+def _rows(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int) -> dict[str, Tensor]:
+    """The model's whole inputs, with labels where these trainers have them: at completions."""
+    labels = input_ids.masked_fill(attention_mask == 0, IGNORED)
+    labels[:, :-logits_to_keep] = IGNORED
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _get_per_token_logps_and_entropies(
+        self: Any,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> Any:
+        whole = functools.partial(
+            original, compute_entropy=compute_entropy, compute_aux_loss=compute_aux_loss, **images
+        )
+        if trainer.group_of(self) is None or batch_context.current() is not None:
+            return whole(self, model, input_ids, attention_mask, logits_to_keep, batch_size)
+        if torch.is_grad_enabled():  # a share's graph needs its batch until the backward has ended
+            warn(trainer.WHOLE_ROWS.format(type(self).__name__))
+            return whole(self, model, input_ids, attention_mask, logits_to_keep, batch_size)
+        parts = []
+        for ids, mask in zip(*(x.split(batch_size or len(x)) for x in (input_ids, attention_mask)), strict=True):
+            rows = _rows(ids, mask, logits_to_keep)
+            with _sharded_rows(self, model, rows, _shard(self, model, rows)):
+                parts.append(whole(self, model, ids, mask, logits_to_keep))
+        log_probs, entropies, aux_losses = zip(*parts, strict=True)
+        return (
+            torch.cat(log_probs),
+            torch.cat(entropies) if compute_entropy else None,
+            torch.stack(aux_losses).mean() if compute_aux_loss else None,
+        )
+
+    return _get_per_token_logps_and_entropies
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: Any) -> Any:
+        if trainer.group_of(self) is None:
+            return original(self, model, inputs)
+        model.train()  # as Trainer does, but only after this call: an evaluation may have ended just now
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        whole = self._prepare_inputs(inputs)
+        prompts, completions = ([whole[f"{part}_{x}"] for x in ("ids", "mask")] for part in ("prompt", "completion"))
+        ids, mask = (torch.cat(both, 1) for both in zip(prompts, completions, strict=True))
+        rows = _rows(ids, mask, completions[0].shape[1])
+        return functools.partial(_step, self, model, rows, _shard(self, model, rows), whole), whole
+
+    return _prepare_context_parallel_inputs
+
+
+@contextmanager
+def _step(host: Any, model: nn.Module, rows: dict[str, Tensor], sharded: Sharded, whole: Any) -> Iterator[None]:
+    with _sharded_rows(host, model, rows, sharded), trainer.prepared(host, whole), rings.rings_as_processes(host):
+        yield
+
+
+def _score(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
+        if trainer.group_of(self) is None:
+            return original(self, inputs)
+        _refuse(self)
+        with rings.rings_as_processes(self):
+            if not self.model.training:
+                _refuse_partial_groups(self, len(inputs))
+            return original(self, inputs)
+
+    return _generate_and_score_completions
+
+
+def _refuse_partial_groups(host: Any, rows: int) -> None:
+    replicas = host.accelerator.num_processes
+    if rows * replicas % host.num_generations_eval:
+        counted = f"{rows} rows of an evaluation x {replicas} rings"
+        raise errors.PartialGroups(rows * replicas, counted, host.num_generations_eval)
+
+
+def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _generate(self: Any, prompts: list[Any]) -> Any:
+        ring = ring_of_process()
+        # All ranks generate, since FSDP2 gathers weights from all; a rollout_func may give each something else.
+        with ring_random.of_first_rank(ring):
+            return ring.of_first(original(self, prompts), "sent its completions")
+
+    return _generate
+
+
+def _rewards(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _calculate_rewards(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A reward may cost money, or be random: a ring asks for it once. Models may be sharded over all ranks.
+        functions = self.reward_funcs
+        if ring_of_process().rank > 0:
+            self.reward_funcs = [one if isinstance(one, nn.Module) else _no_reward for one in functions]
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.reward_funcs = functions
+
+    return _calculate_rewards
+
+
+def _no_reward(prompts: list[Any], **_: Any) -> list[float]:
+    return [0.0] * len(prompts)
+
+
+def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if trainer.group_of(self) is None:
+            return original(self, *args, **kwargs)
+        with rings.rings_as_processes(self):
+            return original(self, *args, **kwargs)
+
+    return prediction_step
+
+
+_IMAGES = (
+    "pixel_values=, image_grid_thw=, num_images=, pixel_attention_mask=, spatial_shapes=, num_tiles=, image_sizes=, "
+    "token_type_ids=, mm_token_type_ids=, image_position_ids="
+)
+_LOG_PROBS = (
+    "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=, compute_entropy=, compute_aux_loss=, "
+    f"{_IMAGES})"
+)
+
+
+def _patches(kind: str) -> list[Patch]:
+    module = kind.partition(":")[0]
+    return [
+        Patch(f"{kind}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
+        Patch(f"{kind}._generate_and_score_completions", "(self, inputs)", _score),
+        Patch(f"{kind}._generate", "(self, prompts)", _generate),
+        Patch(f"{kind}._calculate_rewards", "(self, inputs, prompts, completions, completion_ids_list)", _rewards),
+        Patch(f"{kind}._get_per_token_logps_and_entropies", _LOG_PROBS, _log_probs),
+        Patch(f"{kind}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
+        Patch(f"{module}:gather", "(tensor)", rings.gather),
+        Patch(f"{module}:gather_object", "(object)", rings.gather_object),
+        Patch(f"{module}:set_seed", "(seed, device_specific=, deterministic=)", rings.set_seed),
+        Patch(f"{module}:shuffle_sequence_dict", "(seq_dict)", rings.shuffle),
+    ]
+
+
+GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
+RLOO = "trl.trainer.rloo_trainer:RLOOTrainer"
+PATCHES = {kind: _patches(kind) for kind in (GRPO, RLOO)}

@@ -1,0 +1,114 @@
+"""Counts rings in place of processes, for hosts that give each process rows of its own.
+
+Ranks of a ring hold the same rows. A host that numbers processes, or gathers a value from each, sees one for each ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ...comm.ring import world_rank, world_size
+from ..context import ring_random
+from ..context.mesh import ring_of_process
+
+
+class RingsAsProcesses:
+    """An `Accelerator` whose processes are the rings. Each ring's value is that of its first rank."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._ring_size = int(accelerator.parallelism_config.cp_size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    @property
+    def num_processes(self) -> int:
+        return int(self._accelerator.num_processes) // self._ring_size
+
+    @property
+    def process_index(self) -> int:
+        return int(self._accelerator.process_index) // self._ring_size  # "cp" is the innermost axis of the mesh
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[n, ...] (a scalar is taken as [1]) of each ring: [rings * n, ...]."""
+        return once_per_ring(self._accelerator.gather(tensor), self._ring_size)
+
+    def reduce(self, tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
+        """The sum or the mean over rings."""
+        rings = self.gather(tensor[None])
+        total = rings.mean(0) if reduction == "mean" else rings.sum(0)
+        return total * scale if reduction == "mean" else total
+
+
+@contextmanager
+def rings_as_processes(trainer: Any) -> Iterator[None]:
+    """Lets a trainer count rings in place of processes."""
+    accelerator = trainer.accelerator
+    if isinstance(accelerator, RingsAsProcesses):
+        yield
+        return
+    trainer.accelerator = RingsAsProcesses(accelerator)
+    try:
+        yield
+    finally:
+        trainer.accelerator = accelerator
+
+
+def once_per_ring(everyone: Tensor, ring_size: int) -> Tensor:
+    """Takes each ring's first rank's rows out of those [ranks * n, ...] of all ranks."""
+    rings = world_size() // ring_size
+    ranks = everyone.view(rings, ring_size, len(everyone) // (rings * ring_size), *everyone.shape[1:])
+    return ranks[:, 0].flatten(0, 1)
+
+
+# ---- functions that a host's module imports from accelerate and from TRL ---------------------------------------------
+
+
+def gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `gather` of tensors."""
+
+    def gather(tensor: Any) -> Any:
+        size = ring_of_process().size
+        return original(tensor) if size == 1 else once_per_ring(original(tensor), size)
+
+    return gather
+
+
+def gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `gather_object` of lists."""
+
+    def gather_object(object: Any) -> Any:  # noqa: A002  the original's name
+        size = ring_of_process().size
+        if size == 1:
+            return original(object)
+        return [x for values in original([object])[::size] for x in values]
+
+    return gather_object
+
+
+def set_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `set_seed`: a ring's first rank has the seed of a process of that number, the others have their own."""
+
+    def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> Any:
+        ring = ring_of_process()
+        if ring.size > 1 and device_specific:
+            process = world_rank()
+            seed, device_specific = seed + (process + world_size() if ring.rank else process // ring.size), False
+        return original(seed, device_specific, deterministic)
+
+    return set_seed
+
+
+def shuffle(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `shuffle_sequence_dict`: ranks of a ring shuffle their rows alike."""
+
+    def shuffle_sequence_dict(seq_dict: Any) -> Any:
+        with ring_random.of_first_rank(ring_of_process()):
+            return original(seq_dict)
+
+    return shuffle_sequence_dict

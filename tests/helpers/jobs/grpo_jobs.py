@@ -1,0 +1,295 @@
+"""Reinforcement runs for live ranks: GRPOTrainer and RLOOTrainer in a ring, or without the plugin."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PrinterCallback
+from trl.models import prepare_fsdp
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.integration.context.mesh import ring_group
+from tests.helpers.jobs.preference_jobs import gradients_of_one_rank, numbers, rows_times_ranks, teacher
+from tests.helpers.jobs.kinds_jobs import under_fsdp2, weights_of
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, model, quiet, texts, tokenizer
+from tests.helpers.jobs.trainer_jobs import a_folder, launched
+from tests.helpers.models.tiny_models import SIZES, build
+
+GRPO, RLOO = GRPOTrainer.__module__, RLOOTrainer.__module__
+TRAIN_ROWS, EVAL_ROWS, BATCH, STEPS = 24, 4, 4, 3
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One way to reinforce, and why it is here.
+
+    Args:
+        args: for GRPOConfig or RLOOConfig.
+        fixed: completions are pieces of a text, of uneven lengths; else the model generates them.
+        rloo: by RLOOTrainer. kind: the class of the model. stream: prompts come from an IterableDataset.
+        prompt: bytes of the longest. chat: prompts are conversations. judge: a model gives the reward.
+        fsdp: in a ring FSDP2 shards the weights.
+    """
+
+    why: str
+    args: dict[str, Any] = field(default_factory=dict)
+    fixed: bool = True
+    lora: bool = False
+    rloo: bool = False
+    kind: str = "LlamaForCausalLM"
+    stream: bool = False
+    prompt: int = 20
+    chat: bool = False
+    judge: bool = False
+    fsdp: bool = False
+
+    def with_args(self, **more: Any) -> Case:
+        return dataclasses.replace(self, args={**self.args, **more})
+
+
+def prompts(case: Case, count: int, start: int = 0) -> Any:
+    """Of uneven lengths, the longest of ``case.prompt`` bytes, with a column for the reward."""
+    pieces = [text[: 1 + number * 7 % case.prompt] for number, text in enumerate(texts(count, start))]
+    turns: list[Any] = [[{"role": "user", "content": piece}] for piece in pieces] if case.chat else pieces
+    rows = Dataset.from_list([{"prompt": turn, "liked": number % 5} for number, turn in enumerate(turns)])
+    return rows.to_iterable_dataset() if case.stream else rows
+
+
+# ---- what a program gives the trainer --------------------------------------------------------------------------------
+
+
+def letters(completions: list[Any], liked: list[int], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+    """A reward that differs within a group."""
+    found = [len(set(str(text))) / 10 + len(text) % (2 + like) for text, like in zip(completions, liked, strict=True)]
+    log_metric("letters/most", max(found))
+    log_extra("letters", found)
+    return found
+
+
+def digits(completions: list[Any], **_: Any) -> list[float | None]:
+    """Has no opinion of long completions."""
+    return [None if len(text) > 20 else float(sum(map(ord, str(text))) % 3) for text in completions]
+
+
+async def later(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that is awaited."""
+    return [float(len(text) % 4) for text in completions]
+
+
+def completions(count: int, first: int, step: int) -> list[list[int]]:
+    """Token ids of uneven lengths, of which two of three end: row ``first + i`` of generation ``step``."""
+    words: Any = tokenizer()
+    rows = []
+    for number in range(first, first + count):
+        text = texts(200, 1000)[(number * 7 + step * 31) % 200]
+        ids = words(text[: 1 + (number * 5 + step) % 23])["input_ids"]
+        rows.append(ids if number % 3 == 0 else [*ids, words.eos_token_id])
+    return rows
+
+
+def of_text(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """A rollout_func: takes the place of generation, and numbers rows over all processes."""
+    first = trainer.accelerator.process_index * len(prompts)
+    ids = completions(len(prompts), first, trainer.state.global_step)
+    words: Any = tokenizer()
+    given = [words.apply_chat_template(p, tokenize=False) if isinstance(p, list) else p for p in prompts]
+    return {"prompt_ids": words(given)["input_ids"], "completion_ids": ids, "logprobs": None}
+
+
+class FixedRLOO(RLOOTrainer):
+    """RLOOTrainer has no rollout_func."""
+
+    ring_fp32_exact = True
+
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, multimodal_fields: Any) -> Any:
+        first = self.accelerator.process_index * len(prompt_ids)
+        return completions(len(prompt_ids), first, self.state.global_step)
+
+
+def judged(case: Case, attention: str) -> dict[str, Any]:
+    """A reward model, of the attention that a ring's models need."""
+    if not case.judge:
+        return {}
+    sizes = {**SIZES, "vocab_size": 259, "num_labels": 1, "pad_token_id": 0, "max_position_embeddings": 256}
+    judge = build("LlamaForSequenceClassification", attention, **sizes)
+    judge.config._name_or_path = "judge"
+    return {"reward_funcs": [judge, letters], "reward_processing_classes": [tokenizer(), None]}
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def reference(_path: str, attn_implementation: str, **_: Any) -> Any:
+    """The model that a trainer loads for its reference: the policy's weights come from no path here."""
+    return teacher(attn_implementation, "LlamaForCausalLM")
+
+
+def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options: Any) -> Any:
+    given = vars(config(folder, max_steps=STEPS))
+    shared = ("output_dir", "max_steps", "per_device_train_batch_size", "lr_scheduler_type", "optim",
+              "logging_steps", "bf16", "use_cpu", "report_to", "seed", "save_strategy", "disable_tqdm",
+              "gradient_checkpointing", "dataloader_pin_memory", "per_device_eval_batch_size")  # fmt: skip
+    args: dict[str, Any] = {name: given[name] for name in shared}
+    args |= {"learning_rate": 0.1, "max_grad_norm": 100.0, "num_generations": 2, "max_completion_length": 12,
+             "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, **case.args}  # fmt: skip
+    net = model(attention, case.kind)
+    made_by: Any = RLOOTrainer if case.rloo else GRPOTrainer
+    config_of: Any = RLOOConfig if case.rloo else GRPOConfig
+    if case.fixed:
+        made_by = FixedRLOO if case.rloo else made_by
+        options = {**({} if case.rloo else {"rollout_func": of_text}), **options}
+    with mock.patch(f"{RLOO if case.rloo else GRPO}.create_model_from_path", reference):
+        made = (kind or made_by)(
+            model=net, args=config_of(**args), processing_class=tokenizer(), peft_config=lora() if case.lora else None,
+            train_dataset=prompts(case, TRAIN_ROWS), eval_dataset=prompts(case, EVAL_ROWS, start=4000),
+            **{"reward_funcs": [letters, digits, later], **judged(case, attention), **options},
+        )  # fmt: skip
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def trained(case: Case, mesh: Mesh, self_check: bool = True) -> Outcome:
+    """The steps and an evaluation on this rank; ``mesh.alone`` runs as many replicas without the plugin."""
+    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
+        grpo = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
+        hf_ring_attn.configure(grpo.model, RingConfig(self_check=self_check))
+        if case.fsdp and mesh.cp > 1:
+            under_fsdp2(grpo, {})
+            if grpo.ref_model is not None:
+                grpo.ref_model = prepare_fsdp(grpo.ref_model, grpo.accelerator)
+        before = trained_parameters(grpo)
+        grpo.train()
+        steps = [numbers(entry) for entry in grpo.state.log_history if "loss" in entry]
+        evaluation = {**numbers(grpo.evaluate()), **table(grpo)}
+        group = ring_group(grpo.accelerator)
+        return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(grpo))
+
+
+def table(grpo: Any) -> dict[str, float]:
+    """The numbers of the last generation's table of completions, and its number of entries of each column."""
+    logs = grpo._logs
+    columns = {**logs["rewards"], "advantages": logs["advantages"], **logs["extra"]}
+    found = {f"table/{name}/{at}": x for name, column in columns.items() for at, x in enumerate(column)}
+    found |= {f"table/{name}": float(len(logs[name])) for name in ("prompt", "completion", "advantages")}
+    return {name: -1.0 if x != x else float(x) for name, x in found.items()}
+
+
+def trained_parameters(grpo: Any) -> dict[str, Tensor]:
+    return weights_of(grpo.model)
+
+
+# ---- defects -------------------------------------------------------------------------------------------------------
+
+
+def prompts_for_each_rank() -> Any:
+    """The sampler takes prompts for every rank of a ring."""
+    return mock.patch("hf_ring_attn.integration.hosts.trainer_start.STARTS", {})
+
+
+def rewards_of_each_rank() -> Any:
+    """The rewards of a ring are gathered from each of its ranks, as if they were of other rows."""
+    everyone = lambda gathered, _size: gathered  # noqa: E731  a line of a defect
+    return mock.patch("hf_ring_attn.integration.hosts.rings_as_processes.once_per_ring", everyone)
+
+
+def own_random_numbers() -> Any:
+    """Ranks shuffle and generate by their own random numbers."""
+    return mock.patch("hf_ring_attn.integration.context.ring_random._HOST", ())
+
+
+DEFECTS: dict[str, Callable[[], Any]] = {
+    defect.__name__: defect
+    for defect in (
+        rows_times_ranks, gradients_of_one_rank, prompts_for_each_rank, rewards_of_each_rank, own_random_numbers,
+    )
+}  # fmt: skip
+
+
+def trained_with(defect: str, case: Case, mesh: Mesh) -> Outcome | str:
+    """A run with a defect, which the self-check might see, so it is off; or the refusal that a defect ends in."""
+    with DEFECTS[defect]():
+        try:
+            return trained(case, mesh, self_check=False)
+        except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
+            return f"{type(error).__name__}: {error}"
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
+    """What a trainer's construction and its first step raise, as "Type: text", or "trained"."""
+    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
+        try:
+            grpo = trainer(case.with_args(max_steps=1), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **options)
+            hf_ring_attn.configure(grpo.model, ring or RingConfig())
+            grpo.train()
+        except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
+            return f"{type(error).__name__}: {error}"
+        return "trained"
+
+
+class OtherTokens(GRPOTrainer):
+    """Has a term of rows that are not the batch's."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        parent: Any = super()
+        return parent._compute_loss(model, {**inputs, "prompt_ids": inputs["prompt_ids"].flip(0)})
+
+
+class OwnRewards(GRPOTrainer):
+    """Might gather rewards from every rank."""
+
+    def _calculate_rewards(self, *args: Any) -> Any:
+        parent: Any = super()
+        return parent._calculate_rewards(*args)
+
+
+class WithTools(GRPOTrainer):
+    """As if a chat template knew tools."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tools = [print]
+
+
+class OfImages(GRPOTrainer):
+    """As if the processor took images."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_vlm = True
+
+
+# ---- the first inner step --------------------------------------------------------------------------------------------
+
+
+class Ratios(GRPOTrainer):
+    """Notes the ratio of each token's probability to that when it was generated."""
+
+    def get_off_policy_mask(self, advantages: Tensor, mask: Tensor, **given: Any) -> Tensor:  # type: ignore[override]
+        apart = (given["per_token_logps"] - given["sampling_per_token_logps"]).detach() * mask
+        self.__dict__.setdefault("ratios", []).append(apart.exp())
+        return torch.ones_like(advantages)
+
+
+def ratios(case: Case, mesh: Mesh) -> list[Tensor]:
+    """[B, C] of each step."""
+    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
+        grpo = trainer(case.with_args(off_policy_mask_threshold=1e9), folder, "ring_fp32", kind=Ratios)
+        grpo.train()
+        found: list[Tensor] = grpo.ratios
+        return found
