@@ -242,9 +242,16 @@ class LossNotSharded(Refused):
     """``gathers``: `loss="gathered"` can compute it, for a causal language model.
 
     ``again``: it could, if the loss were a separate function: the model's forward computes it.
+    ``named``: the model's head could get whole rows, if `shard` got the model.
     """
 
-    def __init__(self, what: str, gathers: bool = False, again: bool = False) -> None:
+    def __init__(self, what: str, gathers: bool = False, again: bool = False, named: bool = False) -> None:
+        if named:
+            super().__init__(
+                f"{what} cannot be computed exactly from one rank's tokens. Train it with transformers.Trainer, or name "
+                "the model when you shard, so that its head gets whole rows: hf_ring_attn.shard(batch, model=model)."
+            )
+            return
         trainer = "No trainer can train it in a ring yet"
         if again:
             trainer = (
@@ -302,8 +309,8 @@ class UnsupportedTrainer(Refused):
     def __init__(self, trainer: str) -> None:
         super().__init__(
             f"{trainer} is not supported in a ring yet: its loss compares whole sequences, or models, and a rank holds "
-            "a part of each sequence. Use it without a ring (cp_size=1); trl.SFTTrainer, trl.DPOTrainer and "
-            "transformers.Trainer run in one."
+            "a part of each sequence. Use it without a ring (cp_size=1); trl.SFTTrainer, trl.DPOTrainer, "
+            "trl.RewardTrainer and transformers.Trainer run in one."
         )
 
 

@@ -11,6 +11,7 @@ from ..patching.changes import installed
 
 OF_TRL = {
     "trl.trainer.base_trainer:_BaseTrainer", "trl.trainer.dpo_trainer:DPOTrainer", "trl.trainer.sft_trainer:SFTTrainer",
+    "trl.trainer.reward_trainer:RewardTrainer",
 }  # fmt: skip
 """TRL's trainers that are exact in a ring. Others have the same names."""
 COUNTS = ("get_batch_samples", "_get_num_items_in_batch", "_prepare_context_parallel_inputs")
