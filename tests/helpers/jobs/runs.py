@@ -127,7 +127,7 @@ class Judged(Rows):
         return rows
 
     def collate(self, rows: list[Row]) -> Row:
-        whole = [name for name, x in rows[0].items() if x.dim() == 0 or self.by == "several" and name == "labels"]
+        whole = [name for name, x in rows[0].items() if x.dim() == 0 or (self.by == "several" and name == "labels")]
         batch = super().collate([{name: x for name, x in row.items() if name not in whole} for row in rows])
         return batch | {name: torch.stack([row[name] for row in rows]) for name in whole}
 

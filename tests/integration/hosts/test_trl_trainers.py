@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import Trainer
 from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 from hf_ring_attn import errors
@@ -22,7 +23,7 @@ OWN_GATES = ["Distillation", "GRPO", "RLOO"]
 """Those whose config refuses context parallelism by itself, if it is told of it there."""
 
 
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"DPO"}))
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"DPO", "Reward"}))
 def test_it_is_refused_by_name_when_it_is_constructed_in_a_ring(ranks: Ranks, name: str) -> None:
     for said in ranks(2).run(constructed, name, Mesh(cp=2)):
         assert said.startswith(f"UnsupportedTrainer: {name}Trainer is not supported in a ring yet: its loss compares ")
@@ -60,7 +61,7 @@ def all_trainers() -> set[Any]:
 
 
 def test_no_other_trainer_of_trl_gets_through() -> None:
-    trainers = all_trainers() - {SFTTrainer, DPOTrainer}
+    trainers = all_trainers() - {SFTTrainer, DPOTrainer, RewardTrainer}
     assert len(trainers) > 15
     for kind in trainers:
         with pytest.raises(errors.UnsupportedTrainer, match=kind.__name__):

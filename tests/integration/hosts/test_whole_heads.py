@@ -24,7 +24,7 @@ def run_of(why: str, model: str, by: str = "class", pad_to: str = "right", **mor
 RUNS = [
     run_of("the last token's class", "llama of rows", arguments=ACCUMULATED),
     run_of("the last token's class, padded on the left", "llama of rows", pad_to="left"),
-    run_of("a score, regression", "llama of scores", by="score"),
+    run_of("a score, regression", "llama of scores", by="score", arguments={"learning_rate": 1e-3}),
     run_of("several classes at once", "llama of rows", by="several"),
     run_of("LoRA and a trained head", "llama of rows", lora=("score",), arguments=ACCUMULATED),
     run_of("classes of tokens", "llama of tokens", by="tokens"),
