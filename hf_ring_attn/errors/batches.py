@@ -242,16 +242,9 @@ class LossNotSharded(Refused):
     """``gathers``: `loss="gathered"` can compute it, for a causal language model.
 
     ``again``: it could, if the loss were a separate function: the model's forward computes it.
-    ``named``: the model's head could get whole rows, if `shard` got the model.
     """
 
-    def __init__(self, what: str, gathers: bool = False, again: bool = False, named: bool = False) -> None:
-        if named:
-            super().__init__(
-                f"{what} cannot be computed exactly from one rank's tokens. Train it with transformers.Trainer, or name "
-                "the model when you shard, so that its head gets whole rows: hf_ring_attn.shard(batch, model=model)."
-            )
-            return
+    def __init__(self, what: str, gathers: bool = False, again: bool = False) -> None:
         trainer = "No trainer can train it in a ring yet"
         if again:
             trainer = (
@@ -264,6 +257,17 @@ class LossNotSharded(Refused):
                 "transformers.Trainer (SFTTrainer makes no logits)"
             )
         super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {trainer}; {_OWN_LOOP}")
+
+
+class UnnamedModel(Refused):
+    """A model whose head needs whole rows, for which its batch was not sharded."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"the loss of {model}, which is no causal language model's, cannot be computed exactly from one rank's "
+            "tokens: its head needs whole rows. Name the model when you shard, hf_ring_attn.shard(batch, model=model), "
+            "or use transformers.Trainer."
+        )
 
 
 class LossNotChunked(Refused):

@@ -137,8 +137,8 @@ def shard(
     shift_labels are made from the whole row, and num_items_in_batch is the batch's or its number of labelled tokens,
     over W: so out.loss is this rank's share times W. It is a Python number, unless a ``model`` without FSDP2 is given.
 
-    Given a ``model`` that classifies rows, or labels for one of tokens (classes, masked words), the model below its head
-    computes sharded rows, and the head and its loss get whole rows: ``inputs``, labels of any shape and outputs are whole.
+    Given a ``model`` that classifies rows, or labels for one of tokens (classes, masked words), the model below its
+    head computes sharded rows, and the head and its loss get whole ones: inputs, labels of any shape, and outputs.
 
     Args:
         batch: the model's whole inputs: input_ids or inputs_embeds, and any of labels, shift_labels, attention_mask
@@ -146,8 +146,8 @@ def shard(
             the ring; it is not changed.
         group: the process group of the ring; None: accelerate's "cp" axis, else the world.
         config: options; None: those set on the model (`configure`), else the defaults.
-        model: the model that will run; needed if it is compiled as a whole, to prepare it without hooks, and if its head
-            gets whole rows.
+        model: the model that will run; needed if it is compiled as a whole, to prepare it without hooks, or if its
+            head gets whole rows.
 
     Raises:
         BadBatch, UnevenLength: on every rank, if any rank's batch cannot be sharded exactly.

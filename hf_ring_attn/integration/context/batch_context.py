@@ -145,8 +145,8 @@ class RunLog:
 
 @dataclass
 class TextModel:
-    """The text model at whose input a batch is sharded: one with images or sound (`multimodal`), or one for a head of whole
-    rows (`whole_heads`).
+    """The model at whose input a batch is sharded: a text model, with images or sound before it (`multimodal`), or one
+    below a head of whole rows (`whole_heads`).
 
     Args:
         running: it is being called. random: synchronizes random numbers around it; None in a ring of one.

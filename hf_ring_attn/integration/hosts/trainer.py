@@ -347,7 +347,7 @@ def predict(
 def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
     """Gathers a model's output to whole sequences."""
     if sharded.context.whole_head:  # it is whole
-        return nested_detach(made(x, "predict"))
+        return nested_detach(made(x, "predict"))  # type: ignore[no-untyped-call]
     if isinstance(x, (tuple, list)):
         return type(x)(whole_sequences(sharded, name, part) for part in x)
     layout = sharded.layout

@@ -144,13 +144,14 @@ class Head:
             if self.state.keeps:
                 self.all_logits()
             ring, tokens = self.state.ring, len(labels)
+            ring = ring if ring is not None and 1 < ring.size <= tokens else None
             part, of_part = slice(None), options
-            if is_shared := ring is not None and 1 < ring.size <= tokens:
+            if ring is not None:
                 part = slice(tokens * ring.rank // ring.size, tokens * (ring.rank + 1) // ring.size)
                 of_part = replace(options, reduction="sum")
             rows = rows_per_chunk(self.vocabulary)
             loss = chunked_cross_entropy(logits_of, self.rows[part], self.weights, labels[part], rows, of_part)
-            if is_shared:
+            if ring is not None:
                 loss = sum_over_ring(loss, ring)
                 if options.reduction == "mean":
                     loss = loss / labels.ne(options.ignore_index).sum()

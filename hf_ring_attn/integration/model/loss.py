@@ -23,7 +23,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
 
 
 def prepare(model: nn.Module, context: BatchContext) -> None:
-    """Raises LossNotSharded if labels make the model compute another loss than a causal language model's.
+    """Raises LossNotSharded, or UnnamedModel, if labels make the model compute another loss than a causal one.
 
     The self-check tries what a forward makes of it.
     """
@@ -32,8 +32,9 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         return
     # transformers uses the causal loss for names that it does not know (as of GPT2LMHeadModel).
     if LOSS_MAPPING.get(str(head.loss_type), ForCausalLMLoss) is not ForCausalLMLoss:
-        what = f"the loss of {class_of(head)}, which is no causal language model's,"
-        raise errors.LossNotSharded(what, named=body_of(model) is not None)
+        if body_of(model) is not None:
+            raise errors.UnnamedModel(class_of(head))
+        raise errors.LossNotSharded(f"the loss of {class_of(head)}, which is no causal language model's,")
     function = head.loss_function  # a user or a class may replace it
     if not context.keeps_labels and function is not ForCausalLMLoss:
         name = getattr(function, "__qualname__", type(function).__name__)

@@ -1,9 +1,9 @@
 """Heads that get whole rows: the model below a head computes this rank's tokens, and its hidden states are gathered.
 
-So a head's own code pools (the last token, the first, a mean), and its own loss sees whole rows and their labels: classes of
-rows and tokens, spans, masked tokens. One tensor [B, S, D] travels, once forward and once backward. Every rank computes the
-head and its loss, and draws the same numbers there, so the mean of gradients over ranks is right. The loss of a vocabulary
-is shared: each rank computes a part of the tokens (`lazy_logits`).
+So a head's own code pools (the last token, the first, a mean), and its own loss sees whole rows and their labels:
+classes of rows and of tokens, spans, masked tokens. One tensor [B, S, D] travels, forward and backward. Every rank
+computes the head and its loss, with the same random numbers, so the mean of gradients over ranks is right. Of a loss
+over a vocabulary each rank computes a part of the tokens (`lazy_logits`).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.context.mesh import ring_group
 from hf_ring_attn.integration.model import multimodal, whole_heads
+from hf_ring_attn.layers import collectives
 from tests.helpers.jobs.dpo_jobs import numbers
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet, texts, tokenizer
@@ -66,7 +67,7 @@ def comparisons(case: Case, count: int, start: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def trainer(case: Case, folder: str, attention: str, kind: type[RewardTrainer] = RewardTrainer, **more: Any) -> Any:
+def trainer(case: Case, folder: str, attention: str, **more: Any) -> Any:
     args: dict[str, Any] = {
         "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": BATCH, "optim": "sgd", "seed": 3,
         "lr_scheduler_type": "constant", "max_grad_norm": 100.0, "learning_rate": 0.01, "logging_steps": 1,
@@ -77,7 +78,7 @@ def trainer(case: Case, folder: str, attention: str, kind: type[RewardTrainer] =
     lora = LoraConfig(
         r=4, target_modules=["q_proj", "down_proj"], task_type=TaskType.SEQ_CLS, modules_to_save=["score"]
     )
-    made = kind(
+    made = RewardTrainer(
         model=build(case.kind, attention, **sizes), args=RewardConfig(**args), processing_class=tokenizer(),
         train_dataset=comparisons(case, TRAIN_ROWS), eval_dataset=comparisons(case, EVAL_ROWS, start=4000),
         peft_config=lora if case.lora else None, data_collator=PaddedLeft(pad_token_id=0) if case.left else None,
@@ -117,7 +118,7 @@ def tokens_by_ranks() -> Any:
         places = torch.cat([layout.positions(rank) for rank in range(ring.size)])
         return gather(x, ring, layout)[:, places[places < layout.length]]
 
-    gather = whole_heads.gather_sequence
+    gather = collectives.gather_sequence
     return mock.patch.object(whole_heads, "gather_sequence", gathered)
 
 
@@ -128,9 +129,10 @@ def gradients_of_one_rank() -> Any:
         rows = gather(x.detach(), ring, layout)
         mine = layout.pad(rows.new_zeros(rows.shape), 1)
         mine[:, layout.positions()] = x - x.detach()
-        return rows + mine[:, : layout.length]
+        whole: Tensor = rows + mine[:, : layout.length]
+        return whole
 
-    gather = whole_heads.gather_sequence
+    gather = collectives.gather_sequence
     return mock.patch.object(whole_heads, "gather_sequence", gathered)
 
 

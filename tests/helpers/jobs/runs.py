@@ -102,8 +102,8 @@ class Judged(Rows):
     """Samples for a head of whole rows.
 
     Args:
-        by: a "class" of the row, a "score", "several" classes at once, a class of "tokens", "masked" tokens (every fifth
-            alone has a label), or a "span" of tokens.
+        by: a "class" of the row, a "score", "several" classes at once, a class of "tokens", "masked" tokens (every
+            fifth alone has a label), or a "span" of tokens.
     """
 
     by: str = "class"

@@ -180,7 +180,7 @@ def trainer_of(
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(5)
-        targets, whole = ["q_proj", "v_proj", "down_proj"], None if run.lora is True else list(run.lora)
+        targets, whole = ["q_proj", "v_proj", "down_proj"], list(run.lora) if isinstance(run.lora, tuple) else None
         lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, modules_to_save=whole)
         model = get_peft_model(model, lora)
     if mesh.cp > 1:

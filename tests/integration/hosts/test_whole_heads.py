@@ -1,4 +1,4 @@
-"""Heads that get whole rows train in a ring as in one process: classes of rows and tokens, scores, spans, masked tokens."""
+"""Heads of whole rows train in a ring as in one process: classes of rows and tokens, scores, spans, masked tokens."""
 
 from __future__ import annotations
 

@@ -1,0 +1,92 @@
+"""Heads of whole rows in a loop with `shard`: losses, outputs and gradients of one process, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.testing import relative_error
+from tests.helpers.jobs.comparison import WITH_TOWERS, Ranks
+from tests.helpers.jobs.plain_jobs import gradients_of
+from tests.helpers.jobs.runs import Judged
+from tests.helpers.models.tiny_models import tiny
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of rows of uneven lengths for a model of `tiny_models`. ``compiled``: as a whole."""
+
+    why: str
+    model: str
+    by: str = "class"
+    pad_to: str = "right"
+    packed: bool = False
+    ring: RingConfig = RingConfig()
+    compiled: bool = False
+
+    def batch(self) -> dict[str, Tensor]:
+        rows = Judged(count=3, length=23, by=self.by, shortest=None if self.packed else 9, packed=self.packed,
+                      pad_to="" if self.packed else self.pad_to)  # fmt: skip
+        return rows.collate(rows.make())
+
+
+CASES = [
+    Case("the last token's class", "llama of rows"),
+    Case("padded on the left", "llama of rows", pad_to="left"),
+    Case("compiled", "llama of rows", compiled=True),
+    Case("classes of tokens, packed", "llama of tokens", "tokens", packed=True),
+    Case("spans", "llama of spans", "span"),
+    Case("the first token's class, by a pooler", "bert of rows"),
+    Case("the mean's class", "modernbert of rows", pad_to="left"),
+    Case("masked tokens, a mean", "bert of masked tokens", "masked"),
+    Case("masked tokens, all logits", "bert of masked tokens", "masked", ring=RingConfig(loss="sharded")),
+    Case("masked tokens, a sum", "modernbert of masked tokens", "masked", ring=RingConfig(loss="chunked")),
+]
+
+
+@dataclass
+class Answer:
+    loss: Tensor
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def answer(case: Case, attention: str | None) -> Answer:
+    model: Any = tiny(case.model, attention).double()
+    batch = case.batch()
+    if attention is None:
+        out = model(**batch, use_cache=False)
+        out.loss.backward()
+        loss = out.loss.detach()
+    else:
+        if case.compiled:
+            model.compile(backend="eager")
+        sharded = hf_ring_attn.shard(batch, model=model, config=case.ring)
+        with sharded:
+            out = model(**sharded.inputs)
+        out.loss.backward()
+        sharded.reduce_gradients(model)
+        loss = sharded.reduce(out.loss)
+    outputs = {name: x.detach() for name, x in out.items() if "logits" in name}
+    return Answer(loss, outputs, gradients_of(model))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_head_of_whole_rows_is_that_of_one_process(ranks: Ranks, case: Case, size: int) -> None:
+    want = answer(case, None)
+    for got in ranks(size).run(answer, case, "ring_fp32"):
+        assert relative_error(got.loss, want.loss) < WITH_TOWERS
+        real = case.batch().get("attention_mask", torch.ones(3, 23)).bool()
+        for name, x in want.outputs.items():
+            at = real if x.shape[:2] == real.shape else ...
+            assert relative_error(got.outputs[name][at], x[at]) < WITH_TOWERS
+        for name, gradient in want.gradients.items():
+            nothing = float(gradient.abs().max()) < 1e-12  # of what a softmax does not see
+            assert nothing or relative_error(got.gradients[name], gradient) < 2 * WITH_TOWERS, name
