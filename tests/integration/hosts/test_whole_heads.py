@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import MESHES, Ranks, assert_equal_runs, without_ring
 from tests.helpers.jobs.runs import Judged, Mesh, Run
 from tests.helpers.jobs.trainer_jobs import train
@@ -34,12 +35,35 @@ RUNS = [
     run_of("the mean's class", "modernbert of rows", pad_to="left"),
     run_of("masked tokens, means of batches", "bert of masked tokens", by="masked", arguments=ACCUMULATED),
     run_of("masked tokens of all batches", "modernbert of masked tokens", by="masked", arguments=ACCUMULATED),
+    run_of(
+        "masked tokens, labels smoothed, all logits",
+        "bert of masked tokens",
+        by="masked",
+        ring=RingConfig(loss="sharded"),
+        arguments={"label_smoothing_factor": 0.1},
+    ),
+    run_of(
+        "classes of tokens, not averaged over devices",
+        "llama of tokens",
+        by="tokens",
+        predicts="unlabelled",
+        arguments={**ACCUMULATED, "average_tokens_across_devices": False},
+    ),
+    run_of(
+        "checkpointed, reentrant, predictions without labels",
+        "llama of rows",
+        predicts="unlabelled",
+        arguments={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
     run_of("masked tokens alone", "modernbert of the masked tokens alone", by="masked", metrics="", predicts=""),
 ]
 
 
-@pytest.mark.parametrize("mesh", MESHES[:1], ids=str)
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.why)
+@pytest.mark.parametrize(("run", "mesh"), [
+    pytest.param(run, mesh, id=f"{run.why}-{mesh}", marks=() if mesh is MESHES[0] else pytest.mark.full)
+    for run in RUNS for mesh in MESHES
+])  # fmt: skip
+@pytest.mark.turns
 def test_a_head_of_whole_rows_trains_as_in_one_process(ranks: Ranks, run: Run, mesh: Mesh) -> None:
     want = without_ring(ranks, run, mesh)
     for got in ranks(mesh.size).run(train, run, mesh):
