@@ -114,7 +114,9 @@ def cut(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[s
         _refuse_mask(where, mask, rows, length)
         facts = mask_facts(layout, rows, text_positions(positions), mask)
         context.learn(documents=facts.documents, hidden=facts.hidden, positions=facts.positions)
-        mask = torch.ones(rows, layout.local_length, dtype=torch.int64, device=tokens.device)
+        if mask is None or not context.whole_head:
+            mask = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
+        mask = _share(layout, mask, 1, int(not context.whole_head))  # ESM multiplies embeddings by it
     if positions is None:
         if reasons := list(structure.position_reasons(text, context.facts.hidden is not None)):
             raise errors.UnsupportedModel(where, reasons)

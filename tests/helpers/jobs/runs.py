@@ -103,7 +103,7 @@ class Judged(Rows):
 
     Args:
         by: a "class" of the row, a "score", "several" classes at once, a class of "tokens", "masked" tokens (every
-            fifth alone has a label), or a "span" of tokens.
+            fifth alone has a label), tokens "everywhere", padding too, or a "span" of tokens.
     """
 
     by: str = "class"
@@ -116,6 +116,8 @@ class Judged(Rows):
             if self.by == "masked":
                 row["labels"] = row["labels"].masked_fill(torch.arange(len(ids)) % 5 != index % 5, -100)
                 row["input_ids"] = ids.masked_fill(row["labels"] != -100, VOCABULARY - 1)
+            elif self.by == "everywhere":
+                row["position_ids"] = torch.arange(len(ids))
             elif self.by == "tokens":
                 row["labels"] = (row["labels"] % 3).masked_fill(row["labels"] == -100, -100)
             elif self.by == "span":
@@ -129,6 +131,9 @@ class Judged(Rows):
     def collate(self, rows: list[Row]) -> Row:
         whole = [name for name, x in rows[0].items() if x.dim() == 0 or (self.by == "several" and name == "labels")]
         batch = super().collate([{name: x for name, x in row.items() if name not in whole} for row in rows])
+        if self.by == "everywhere":
+            batch["labels"] = batch["labels"].clamp(min=1)
+            batch["position_ids"] = torch.arange(batch["labels"].shape[1]).expand(len(rows), -1).contiguous()
         return batch | {name: torch.stack([row[name] for row in rows]) for name in whole}
 
 

@@ -112,6 +112,7 @@ MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
     "bert of rows": ("BertForSequenceClassification", {**STILL, "num_labels": 3}, "sdpa"),
     "bert of tokens": ("BertForTokenClassification", {**STILL, "num_labels": 3}, "sdpa"),
     "bert of masked tokens": ("BertForMaskedLM", STILL, "sdpa"),
+    "esm of masked tokens": ("EsmForMaskedLM", STILL, "sdpa"),
     "modernbert of rows": ("ModernBertForSequenceClassification", {**MODERN, "classifier_pooling": "mean"}, "sdpa"),
     "modernbert of masked tokens": ("ModernBertForMaskedLM", MODERN, "sdpa"),
     "modernbert of the masked tokens alone": ("ModernBertForMaskedLM", {**MODERN, "sparse_prediction": True}, "sdpa"),
