@@ -76,3 +76,9 @@ def test_a_planted_defect_is_seen(ranks: Ranks, defect: str, self_check: bool) -
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.why)
 def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     compare(ranks, case, mesh)
+
+
+def test_a_model_without_a_score_of_rows_is_refused(ranks: Ranks) -> None:
+    for said in ranks(2).run(trained_with, "none", Case("", kind="LlamaForCausalLM"), Mesh(cp=2), True):
+        assert isinstance(said, str)
+        assert said.startswith("UnsupportedModel: LlamaForCausalLM cannot be trained in a ring exactly: RewardTrainer ")

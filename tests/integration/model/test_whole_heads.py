@@ -7,20 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.comparison import WITH_TOWERS, Ranks
-from tests.helpers.jobs.plain_jobs import gradients_of
+from tests.helpers.jobs.plain_jobs import Batch, gradients_of
 from tests.helpers.jobs.runs import Judged
-from tests.helpers.models.tiny_models import tiny
+from tests.helpers.models.tiny_models import SIZES, build, tiny
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of rows of uneven lengths for a model of `tiny_models`. ``compiled``: as a whole."""
+    """A batch of rows of uneven lengths for a model of `tiny_models`. ``compiled``: as a whole; ``fsdp``: by FSDP2."""
 
     why: str
     model: str
@@ -29,6 +32,7 @@ class Case:
     packed: bool = False
     ring: RingConfig = RingConfig()
     compiled: bool = False
+    fsdp: bool = False
 
     def batch(self) -> dict[str, Tensor]:
         rows = Judged(count=3, length=23, by=self.by, shortest=None if self.packed else 9, packed=self.packed,
@@ -40,6 +44,7 @@ CASES = [
     Case("the last token's class", "llama of rows"),
     Case("padded on the left", "llama of rows", pad_to="left"),
     Case("compiled", "llama of rows", compiled=True),
+    Case("FSDP2", "llama of rows", fsdp=True),
     Case("classes of tokens, packed", "llama of tokens", "tokens", packed=True),
     Case("spans", "llama of spans", "span"),
     Case("the first token's class, by a pooler", "bert of rows"),
@@ -68,14 +73,20 @@ def answer(case: Case, attention: str | None) -> Answer:
     else:
         if case.compiled:
             model.compile(backend="eager")
+        if case.fsdp:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for part in (*model.model.layers, model):
+                fully_shard(part, mesh=mesh)
         sharded = hf_ring_attn.shard(batch, model=model, config=case.ring)
         with sharded:
             out = model(**sharded.inputs)
         out.loss.backward()
-        sharded.reduce_gradients(model)
+        if not case.fsdp:
+            sharded.reduce_gradients(model)
         loss = sharded.reduce(out.loss)
     outputs = {name: x.detach() for name, x in out.items() if "logits" in name}
-    return Answer(loss, outputs, gradients_of(model))
+    gradients = {name: x.full_tensor() if case.fsdp and attention else x for name, x in gradients_of(model).items()}
+    return Answer(loss, outputs, gradients)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
@@ -91,3 +102,39 @@ def test_a_head_of_whole_rows_is_that_of_one_process(ranks: Ranks, case: Case, s
         for name, gradient in want.gradients.items():
             nothing = float(gradient.abs().max()) < 1e-12  # of what a softmax does not see
             assert nothing or relative_error(got.gradients[name], gradient) < 2 * WITH_TOWERS, name
+
+
+ALBERT = {"embedding_size": 32, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+ROWS = Case("", "llama of rows").batch()
+
+
+def refused(kind: str, config: dict[str, Any], more: Batch) -> str:
+    """What a forward raises."""
+    model = build(kind, **{**SIZES, **config})
+    try:
+        sharded = hf_ring_attn.shard({**ROWS, **more}, model=model)
+        with sharded:
+            model(**sharded.inputs)
+    except hf_ring_attn.RingAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "more", "text"),
+    [
+        ("AlbertForSequenceClassification", ALBERT, {}, "SelfCheckFailed: self-check: AlbertForSequenceClassification"),
+        (
+            "LlamaForSequenceClassification", {}, {"pixel_values": torch.ones(1, 3)},
+            "the batch holds images or sound, and the model classifies: its rows cannot be sharded yet.",
+        ),
+        (
+            "RobertaForSequenceClassification", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, {},
+            "UnsupportedModel: RobertaModel cannot be trained in a ring exactly: embeddings (RobertaEmbeddings) num",
+        ),
+    ],
+    ids=["a token selected inside", "images", "positions by tokens"],
+)  # fmt: skip
+def test_what_would_differ_is_refused(ranks: Ranks, kind: str, config: dict[str, Any], more: Batch, text: str) -> None:
+    for said in ranks(2).run(refused, kind, config, more):
+        assert text in said, said
