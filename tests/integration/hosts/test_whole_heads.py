@@ -55,6 +55,14 @@ RUNS = [
         predicts="unlabelled",
         arguments={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     ),
+    run_of(
+        "a loss function of whole rows",
+        "llama of tokens",
+        by="tokens",
+        pad_to="",
+        loss_function=True,
+        arguments=ACCUMULATED,
+    ),
     run_of("masked tokens alone", "modernbert of the masked tokens alone", by="masked", metrics="", predicts=""),
 ]
 

@@ -85,7 +85,9 @@ def answer(case: Case, attention: str | None) -> Answer:
             sharded.reduce_gradients(model)
         loss = sharded.reduce(out.loss)
     outputs = {name: x.detach() for name, x in out.items() if "logits" in name}
-    gradients = {name: x.full_tensor() if case.fsdp and attention else x for name, x in gradients_of(model).items()}
+    gradients: dict[str, Any] = dict(gradients_of(model))
+    if case.fsdp and attention is not None:
+        gradients = {name: x.full_tensor() for name, x in gradients.items()}
     return Answer(loss, outputs, gradients)
 
 
