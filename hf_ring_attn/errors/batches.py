@@ -259,6 +259,17 @@ class LossNotSharded(Refused):
         super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {trainer}; {_OWN_LOOP}")
 
 
+class UnnamedModel(Refused):
+    """A model whose head needs whole rows, for which its batch was not sharded."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"the loss of {model}, which is no causal language model's, cannot be computed exactly from one rank's "
+            "tokens: its head needs whole rows. Name the model when you shard, hf_ring_attn.shard(batch, model=model), "
+            "or use transformers.Trainer."
+        )
+
+
 class LossNotChunked(Refused):
     def __init__(self, model: str, why: str) -> None:
         super().__init__(

@@ -29,7 +29,7 @@ from ..context.cut import TrialStep, cut
 from ..context.mesh import find_ring
 from ..context.shared_kv import SharedKV
 from ..context.whole_batch import tokens_of, whole_rows
-from ..model import agreement, call_inputs, fsdp, liger, replicas
+from ..model import agreement, call_inputs, fsdp, liger, replicas, whole_heads
 from ..model.call_inputs import TrackedInputs, track
 from ..model.chunked import lazy_heads
 from ..selfcheck import check, row
@@ -137,20 +137,24 @@ def shard(
     shift_labels are made from the whole row, and num_items_in_batch is the batch's or its number of labelled tokens,
     over W: so out.loss is this rank's share times W. It is a Python number, unless a ``model`` without FSDP2 is given.
 
+    Given a ``model`` that classifies rows, or labels for one of tokens (classes, masked words), the model below its
+    head computes sharded rows, and the head and its loss get whole ones: inputs, labels of any shape, and outputs.
+
     Args:
         batch: the model's whole inputs: input_ids or inputs_embeds, and any of labels, shift_labels, attention_mask
             [B, S], position_ids [B, S], num_items_in_batch (of all batches of a step) ... The same on every rank of
             the ring; it is not changed.
         group: the process group of the ring; None: accelerate's "cp" axis, else the world.
         config: options; None: those set on the model (`configure`), else the defaults.
-        model: the model that will run; needed only if it is compiled as a whole, to prepare it without hooks.
+        model: the model that will run; needed if it is compiled as a whole, to prepare it without hooks, or if its
+            head gets whole rows.
 
     Raises:
         BadBatch, UnevenLength: on every rank, if any rank's batch cannot be sharded exactly.
         RanksDiffer: on every rank, if the ranks hold different batches.
         LeftHalfway: an error interrupted an earlier attention of this ring.
     """
-    sharded = shard_for(batch, group, config, model)
+    sharded = shard_for(batch, group, config, model, head=whole_heads.needs_whole_rows(model, batch))
     counted = track(sharded.inputs, call_inputs.COUNTED)  # trainers count by themselves
     sharded.context.state(TrackedInputs).update(counted)
     return sharded
@@ -164,12 +168,14 @@ def shard_for(
     whole_loss: bool = False,
     step: TrialStep | None = None,
     beside: Sequence[nn.Module] = (),
+    head: bool = False,
 ) -> Sharded:
     """`shard`, for hosts.
 
     Args:
         whole_loss: the model gets no labels; the caller computes the gathered loss.
         step: the caller's loss, for the self-check; None: the model's. beside: other models that will get the batch.
+        head: the model's head gets whole rows (`whole_heads`).
     """
     check_type("batch", batch, Mapping, "a dict of the model's inputs")
     check_type("model", model, (nn.Module, type(None)), "a torch.nn.Module, or None")
@@ -186,7 +192,7 @@ def shard_for(
         facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
             facts.update(compare.inputs_of(batch, tokens))
-        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options)
+        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options, head=head)
         facts["layout"] = whole.layout.owners
     except errors.Refused as error:
         refusal = error

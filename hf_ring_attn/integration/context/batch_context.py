@@ -106,7 +106,7 @@ class BatchFacts(MaskFacts):
 
     Args:
         max_position: the largest position id of the batch, for RoPE that depends on it. rows: B.
-        has_labels: the batch has labels, so the model computes a loss on its shard.
+        has_labels: the batch has labels, so the model computes a loss.
         numbered: the batch had no position_ids, so each row is numbered 0, 1, 2, ...
         explicit: `shard` got options, which override those of the model.
     """
@@ -145,14 +145,17 @@ class RunLog:
 
 @dataclass
 class TextModel:
-    """The text model of a batch with images or sound, at whose input the batch is sharded (`multimodal`).
+    """The model at whose input a batch is sharded: a text model, with images or sound before it (`multimodal`), or one
+    below a head of whole rows (`whole_heads`).
 
     Args:
         running: it is being called. random: synchronizes random numbers around it; None in a ring of one.
+        gathers: its output is gathered, so that the head computes whole rows, and the loss of these.
     """
 
     config: Any = None
     running: bool = False
+    gathers: bool = False
     random: RingRandomness | None = None
 
 
@@ -161,7 +164,7 @@ class BatchContext:
     """A sharded batch: its ring, its layout, facts about it, and a log of its run.
 
     Args:
-        text: the text model of a batch with images or sound; None: the batch itself is sharded.
+        text: the model at whose input the batch is sharded; None: the batch itself is sharded.
         keeps_labels: the model gets no labels; the loss is computed on gathered logits.
     """
 
@@ -206,11 +209,16 @@ class BatchContext:
         """True while every rank computes whole rows: in a batch with images, around its text model."""
         return self.text is not None and not self.text.running
 
+    @property
+    def whole_head(self) -> bool:
+        """True if the model's head and its loss see whole rows on every rank."""
+        return self.text is not None and self.text.gathers
+
     def admit(self) -> None:
         """Called for every mask made in this context; a placeholder context refuses."""
 
     def refuse_labels_of_bidirectional(self) -> None:
-        if self.facts.has_labels and self.ring.size > 1:
+        if self.facts.has_labels and self.ring.size > 1 and not self.whole_head:
             raise errors.LossNotSharded("the loss of a model with bidirectional attention (masked LM, encoders)")
 
 

@@ -12,7 +12,7 @@ from ...comm.ring import Ring
 from ...config import RingConfig
 from ...sharding.layout import Layout
 from .batch_context import BatchContext, BatchFacts, TextModel
-from .whole_batch import PADDING, MaskFacts, WholeBatch, tokens_of, whole_rows
+from .whole_batch import OF_HEADS, PADDING, MaskFacts, WholeBatch, tokens_of, whole_rows
 
 
 class Share(NamedTuple):
@@ -38,10 +38,11 @@ class TrialStep:
     key: tuple[Any, ...] = ()
 
 
-def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, late: bool) -> Share:
-    """Shards a batch known to be the same on all ranks. ``late``: at the text model's input, as one with images."""
+def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, text: TextModel | None) -> Share:
+    """Shards a batch known to be the same on all ranks. ``text``: at the input of a model like this one."""
     tokens = tokens_of(batch)
-    whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), config, late)
+    layout, head = Layout(tokens.shape[1], ring.size, ring.rank), text is not None and text.gathers
+    whole = whole_rows(batch, tokens, layout, config, text is not None, head)
     return cut(batch, whole, ring, config)
 
 
@@ -52,16 +53,17 @@ def cut(
     layout, seen = whole.layout, MaskFacts() if whole.facts is None else whole.facts
     facts = BatchFacts(
         **vars(seen), max_position=whole.max_position, rows=tokens_of(batch).shape[0],
-        has_labels=whole.items is not None,
+        has_labels=whole.items is not None or (whole.head and not batch.keys().isdisjoint(OF_HEADS)),
         numbered=whole.facts is not None and batch.get("position_ids") is None,
     )  # fmt: skip
-    context = BatchContext(ring, layout, config, facts, TextModel() if whole.facts is None else None)
+    text = TextModel(gathers=whole.head) if whole.facts is None else None
+    context = BatchContext(ring, layout, config, facts, text)
     inputs = {
         name: layout.shard(layout.pad(x, 1, PADDING.get(name, 0)), 1) if name in whole.names else x
         for name, x in whole.inputs.items()
     }
     items = whole.inputs.get("num_items_in_batch", whole.items)  # if given, it may count several batches
-    if items is not None:
+    if items is not None and not whole.head:  # a head of whole rows divides by the whole count
         number = items.item() if count_as_number and isinstance(items, Tensor) else items
         inputs["num_items_in_batch"] = number / ring.size
     inputs["use_cache"] = False

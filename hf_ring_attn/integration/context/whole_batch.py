@@ -31,6 +31,8 @@ FEATURES = re.compile(
 """Inputs of images and sound; a batch with any is sharded at the text model's input: see `multimodal`."""
 DENSE = {"labels", "shift_labels", "position_ids", "attention_mask"}
 """Inputs that are read here, so they must be tensors with values."""
+OF_HEADS = ("labels", "start_positions", "end_positions")
+"""Inputs of which a head of whole rows computes its loss."""
 FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
 
 
@@ -57,8 +59,8 @@ class WholeBatch:
 
     Args:
         inputs: the model's inputs. names: those with an entry per token.
-        facts: None in a batch with images or sound, until its text model is called.
-        items: the number of labelled tokens; None without labels.
+        facts: None in a batch that is sharded at a text model's input, until this is called.
+        items: the number of labelled tokens; None without labels of tokens. head: the model's head gets whole rows.
     """
 
     inputs: dict[str, Any]
@@ -67,6 +69,7 @@ class WholeBatch:
     facts: MaskFacts | None
     max_position: int | None
     items: Tensor | None
+    head: bool = False
 
 
 def tokens_of(batch: Mapping[str, Any]) -> Tensor:
@@ -89,9 +92,11 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
 
 
 def whole_rows(
-    batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config: RingConfig, late: bool = False
+    batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config: RingConfig, late: bool = False, head: bool = False
 ) -> WholeBatch:
     """Reads a batch before sharding. ``layout``: the zigzag. ``late``: shard at the text model's input.
+
+    ``head``: shard at the input of the model below the head, which gets whole rows, and labels of any shape.
 
     Raises:
         BadBatch, BadShape, UnevenLength: it cannot be sharded exactly.
@@ -111,15 +116,22 @@ def whole_rows(
             f"attention_mask {what}, but a ring takes [{rows}, {length}], one entry a "
             "token: pass the 2-D mask of the tokenizer, or position_ids that restart at each document."
         )
-    items = _labels(inputs, rows, length)
+    items = None if head else _labels(inputs, rows, length)
     hinted = any(batch.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx"))  # they are not passed on
-    if late or any(map(FEATURES.search, inputs)):
+    featured = any(map(FEATURES.search, inputs))
+    if head and featured:
+        raise errors.BadBatch(
+            "the batch holds images or sound, and the model classifies: its rows cannot be sharded yet. Train it on "
+            "text, or without a ring."
+        )
+    if late or head or featured:
         if hinted:
             text = text_positions(inputs.get("position_ids"))
             counted = torch.arange(length)[None] if text is None else text
             _check_hints(batch, mask_facts(layout, rows, counted, attention_mask).documents, rows, length)
         # Its documents are not known yet, so it stays in the zigzag layout.
-        return WholeBatch(inputs, {"labels", "shift_labels"} & inputs.keys(), layout, None, None, items)
+        names = set() if head else {"labels", "shift_labels"} & inputs.keys()
+        return WholeBatch(inputs, names, layout, None, None, items, head)
     given = inputs.get("position_ids")
     on_cpu: Tensor | None = None
     if given is None:  # known without waiting for a GPU
@@ -166,9 +178,9 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
     if labels is not None:
         if tuple(labels.shape) != (rows, length):
             need = (
-                f"a ring needs one label a token, [{rows}, {length}]: a causal language model's. One label a row "
-                "(sequence classification, reward models) belongs to one token or to a mean of all: compute that loss "
-                "in your own loop from sharded.gather(out.last_hidden_state)"
+                f"a ring needs one label a token, [{rows}, {length}]: a causal language model's. For a model that "
+                "classifies rows use transformers.Trainer, or name it: hf_ring_attn.shard(batch, model=model); for "
+                "others compute the loss from sharded.gather(out.last_hidden_state)"
             )
             raise errors.BadShape("labels", tuple(labels.shape), need)
         if "shift_labels" not in inputs:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import nested_detach
 
 from ... import errors
 from ..batch.shard import Sharded, shard_for
@@ -18,8 +19,8 @@ from ..context import batch_context, introspect, model_record
 from ..context.cut import Share, TrialStep
 from ..context.mesh import ring_enabled, ring_group
 from ..log import warn
-from ..model import adapters, admission, fsdp
-from ..model.lazy_logits import ChunkedLoss
+from ..model import adapters, admission, fsdp, whole_heads
+from ..model.lazy_logits import ChunkedLoss, made
 from ..patching.changes import Patch
 from . import liger, trainer_overrides
 from .gathered_loss import gathered
@@ -53,9 +54,14 @@ def refuse_past_fused_head(trainer: Any, loss: str) -> None:
 def _refuse_loss(trainer: Any, options: Any) -> None:
     """Refuses a model or a loss before the first step, when the trainer is complete."""
     admission.refuse_always(trainer.model)
+    if _gives_whole_rows(trainer):  # to the head, and to whatever computes a loss of its output
+        return
+    if _is_a(trainer, "RewardTrainer"):
+        why = "RewardTrainer needs the score of each row's last token, and it is no model of transformers that has one"
+        raise errors.UnsupportedModel(introspect.name_of(trainer.model), [why])
     if options.loss != "gathered":
         # SFTTrainer has a loss of its own, which smooths no labels.
-        makes_logits = options.loss == "sharded" or any(kind.__name__ == "SFTTrainer" for kind in type(trainer).__mro__)
+        makes_logits = options.loss == "sharded" or _is_a(trainer, "SFTTrainer")
         if trainer.label_smoother is not None and makes_logits:
             raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
         if trainer.compute_loss_func is not None:
@@ -67,6 +73,19 @@ def _refuse_loss(trainer: Any, options: Any) -> None:
         name = type(trainer.model).__name__
         todo = f"{name} has accepts_loss_kwargs=False, so the loss is neither a mean nor a sum; set it to 0.0"
         raise errors.UnsupportedOption("label_smoothing_factor", todo)
+
+
+def _is_a(trainer: Any, name: str) -> bool:
+    return any(kind.__name__ == name for kind in type(trainer).__mro__)
+
+
+def _gives_whole_rows(trainer: Any) -> bool:
+    """Returns True if the head of the trainer's model gets whole rows: see `whole_heads`."""
+    return whole_heads.body_of(trainer.model) is not None and not _is_a(trainer, "SFTTrainer")
+
+
+def _gathers(context: batch_context.BatchContext) -> bool:
+    return context.config.loss == "gathered" and not context.whole_head
 
 
 def _counts(trainer: Any) -> bool:
@@ -87,27 +106,31 @@ def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _share(
-    trainer: Any, model: nn.Module, whole: Any, trains: bool, count: Callable[[Any, dict[str, Any]], Any]
-) -> tuple[Callable[[], Any], dict[str, Any]]:
+    trainer: Any, model: nn.Module, whole: Any, trains: bool, count: Callable[[Any, dict[str, Any]], Any],
+    has_loss: bool = True,
+) -> tuple[Callable[[], Any], dict[str, Any]]:  # fmt: skip
     """Shards a whole batch that the trainer has prepared. Returns the context of its step, and a dict of inputs.
 
     Args:
         trains: it is a training step. count: computes the num_items_in_batch of a batch, for the trial step.
+        has_loss: the step computes a loss.
     """
     refuse_trainer(trainer)  # again: with model_init the ring was not known at the start
     options = model_record.options_of(model)
     _refuse_loss(trainer, options)
     if options.layout == "auto":
         options = replace(options, layout="balanced")
-    step = _trial_step(trainer, trains, count)
-    sharded = shard_for(whole, group_of(trainer), options, model, options.loss == "gathered", step)
+    head = _gives_whole_rows(trainer)
+    step = _trial_step(trainer, trains, count) if has_loss else None
+    keeps_labels = options.loss == "gathered" and not head
+    sharded = shard_for(whole, group_of(trainer), options, model, keeps_labels, step, head=head)
     local = _inputs(trainer, whole, sharded)
     return functools.partial(_step, trainer, model, sharded, local), local
 
 
 def _inputs(trainer: Any, whole: Any, sharded: Sharded) -> dict[str, Any]:
     """The inputs for the trainer's step, in a new dict."""
-    local, is_gathered = dict(sharded.inputs), sharded.context.config.loss == "gathered"
+    local, is_gathered = dict(sharded.inputs), _gathers(sharded.context)
     if _counts(trainer) or is_gathered:  # the trainer counts, or the model sees all labels
         local.pop("num_items_in_batch", None)
     if is_gathered:
@@ -141,7 +164,7 @@ def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any
 
 
 def _gathering(model: nn.Module, sharded: Sharded) -> AbstractContextManager[None]:
-    return gathered(model, sharded) if sharded.context.config.loss == "gathered" else nullcontext()
+    return gathered(model, sharded) if _gathers(sharded.context) else nullcontext()
 
 
 @contextmanager
@@ -206,7 +229,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         if context is None and self.model.training:
             warn(WHOLE_ROWS.format(type(self).__name__))
         items = num_items_in_batch if averaged else num_items_in_batch * ring_size
-        sharded = context is None or context.config.loss != "gathered"
+        sharded = context is None or not (_gathers(context) or context.whole_head)
         with smoothed_in_model(self, context) if context is not None and sharded else smoothed(self, model):
             result = original(self, model, inputs, return_outputs, items / size if sharded else items)
         times = 1 / ring_size if averaged else 1
@@ -292,17 +315,19 @@ def predict(
     """
     inputs = trainer._prepare_inputs(inputs)
     has_labels = len(names) > 0 and all(inputs.get(name) is not None for name in names)
-    labels = tuple(inputs[name].detach() for name in names) if has_labels else None
+    return_loss = inputs.get("return_loss")
+    has_loss = has_labels or (not names and bool(trainer.can_return_loss if return_loss is None else return_loss))
+    labels = tuple(inputs[name].detach() for name in names) if has_loss else None
     if ignore_keys is None:
         ignore_keys = getattr(getattr(trainer.model, "config", None), "keys_to_ignore_at_inference", None) or []
         ignore_keys = [*ignore_keys, "past_key_values"]
-    num_items = count(trainer, inputs) if has_labels else None
+    num_items = count(trainer, inputs) if has_loss else None
 
-    enter, local = _share(trainer, model, inputs, False, count)
+    enter, local = _share(trainer, model, inputs, False, count, has_loss)
     loss = outputs = None
     with torch.no_grad(), trainer.compute_loss_context_manager(), enter() as sharded:
         sharded.context.state(ChunkedLoss).keeps = not prediction_loss_only  # its weights may be freed afterwards
-        if not has_labels:
+        if not has_loss:
             outputs = model(**local)
         elif prediction_loss_only:
             loss = trainer.compute_loss(model, local, return_outputs=False, num_items_in_batch=num_items)
@@ -321,6 +346,8 @@ def predict(
 
 def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
     """Gathers a model's output to whole sequences."""
+    if sharded.context.whole_head:  # it is whole
+        return nested_detach(made(x, "predict"))  # type: ignore[no-untyped-call]
     if isinstance(x, (tuple, list)):
         return type(x)(whole_sequences(sharded, name, part) for part in x)
     layout = sharded.layout

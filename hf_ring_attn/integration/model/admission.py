@@ -92,7 +92,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     case = (
         context.ring.size, model.training, facts.has_labels, facts.numbered, facts.hidden is not None,
         context.ring.size == 1 and facts.documents is not None, context.config.loss, context.keeps_labels,
-        context.text is not None, "trl" in sys.modules, context.config.mlp_tokens is None,
+        context.text is not None, context.whole_head, "trl" in sys.modules, context.config.mlp_tokens is None,
         context.config.offload_above is None,
     )  # fmt: skip
     admitted = record.state(_Admitted)

@@ -171,7 +171,8 @@ def watch(model: nn.Module, context: BatchContext, inside: bool = False) -> list
     def after(_model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
         if looks and batch_context.current() is context:  # else the self-check's row, or another batch
             _refuse_others(model, args, given, context, _has_loss(output))
-        if context.ring.size > 1 and not context.facts.has_labels and _has_loss(output):
+        by_share = context.ring.size > 1 and not context.whole_head
+        if by_share and not context.facts.has_labels and _has_loss(output):
             raise errors.LossWithoutLabels(name_of(model))
         if given.get("score_mod") is None:
             return

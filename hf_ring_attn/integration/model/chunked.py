@@ -63,7 +63,7 @@ class _LazyForward:
         if why := next(reasons(self.module), ""):
             state.why = why
             return self.real(hidden)
-        state.losses = 0
+        state.losses, state.ring = 0, context.ring if context.whole_head else None
         head = Head(self.module, self.forward, hidden, state)
         return LazyLogits.of(head, (), (*hidden.shape[:-1], head.vocabulary), head.dtype)
 

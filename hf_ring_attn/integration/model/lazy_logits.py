@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_map
 
 from ... import errors
 from ...comm.first_order import first_order_only
+from ...comm.ring import Ring
 from ...layers.chunked_loss import CrossEntropy, chunked_cross_entropy, graph_of_its_own, leaf, rows_per_chunk
+from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_unit
 
 Operation = Callable[[Tensor], Tensor]
@@ -50,12 +52,14 @@ class ChunkedLoss:
         smoothing: by which the loss of the next forward smooths labels.
         keeps: all logits are made, too, while the head's weights are there; without a float32 copy.
         losses: how many were computed in chunks. why: the reason why logits were made instead.
+        ring: of ranks that all have the same tokens, and compute a part of the loss each; None: each has its own.
     """
 
     smoothing: float = 0.0
     keeps: bool = False
     losses: int = 0
     why: str = ""
+    ring: Ring | None = None
 
 
 class Head:
@@ -139,8 +143,18 @@ class Head:
             self.check()
             if self.state.keeps:
                 self.all_logits()
+            ring, tokens = self.state.ring, len(labels)
+            ring = ring if ring is not None and 1 < ring.size <= tokens else None
+            part, of_part = slice(None), options
+            if ring is not None:
+                part = slice(tokens * ring.rank // ring.size, tokens * (ring.rank + 1) // ring.size)
+                of_part = replace(options, reduction="sum")
             rows = rows_per_chunk(self.vocabulary)
-            loss = chunked_cross_entropy(logits_of, self.rows, self.weights, labels, rows, options)
+            loss = chunked_cross_entropy(logits_of, self.rows[part], self.weights, labels[part], rows, of_part)
+            if ring is not None:
+                loss = sum_over_ring(loss, ring)
+                if options.reduction == "mean":
+                    loss = loss / labels.ne(options.ignore_index).sum()
         self.state.losses += 1
         return loss
 
@@ -224,6 +238,11 @@ class LazyLogits(Tensor):
 
 def _ordinary(x: Any, user: str) -> Any:
     return x.tensor(user) if isinstance(x, LazyLogits) else x
+
+
+def made(x: Any, user: str) -> Any:
+    """An output of a model, nested perhaps, with its lazy logits made."""
+    return tree_map(lambda part: _ordinary(part, user), x)
 
 
 def _make_relatives(args: Sequence[Any], user: str) -> None:

@@ -4,6 +4,8 @@ Placeholders of images are counted and filled in whole rows, and positions numbe
 sharded before the model is called. A hook on the text model shards its inputs. All modules before it, such as the
 vision tower, run outside the ring on every rank, with the same random numbers (`ring_random`). Labels are sharded
 beforehand. The gradient of a tower is this rank's share, as that of any weight.
+
+A head of whole rows uses the same cut, at the input of the model below it, whose output is gathered (`whole_heads`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ..context.batch_context import BatchContext, MaskSpec
 from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import PADDING, mask_facts, text_positions
 from ..patching.hooks import attach
-from . import structure
+from . import structure, whole_heads
 
 CUT_BEFORE = {"labels", "shift_labels", "num_items_in_batch"}
 PER_TOKEN = {"input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs"}
@@ -41,39 +43,53 @@ def _text_of(model: nn.Module) -> Any:
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Yields a reason if a batch holds images or sound, and the model has no text model."""
-    if context.text is not None and _text_of(model) is None:
+    """Yields a reason if a batch is sharded at the input of a text model, and the model has none."""
+    if context.whole_head and whole_heads.body_of(model) is None:
+        yield "its batch was sharded for the head of another model, which gets whole rows"
+    elif context.text is not None and not context.whole_head and _text_of(model) is None:
         yield "its batch holds images or sound, but it has no inner text model that could take a part of the row"
 
 
 def prepare(model: nn.Module, context: BatchContext) -> None:
-    """Hooks the text model inside ``model``, whose batch holds images."""
+    """Hooks the text model inside ``model``, at whose input its batch is sharded."""
     if context.text is not None:
-        text = _text_of(model)
+        text = whole_heads.body_of(model) if context.whole_head else _text_of(model)
         context.text.config = text.config
         attach(text, "text model", _enter, _leave)
+        if context.whole_head:
+            whole_heads.prepare_pooler(text)
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def _context_of(module: Any) -> BatchContext | None:
+    """The active batch that is sharded at the input of this text model."""
     context = batch_context.current()
+    known = context is not None and context.text is not None and context.text.config is module.config
+    return context if known else None
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    context = _context_of(module)
     if context is None or context.text is None:
         return None
     context.text.running = True
     if context.text.random is not None:
         context.text.random.apart()
     named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
-    return (), cut(module, named, context)
+    local = cut(module, named, context)
+    return (), whole_heads.taken(module, local) if context.whole_head else local
 
 
-def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
-    context = batch_context.current()
-    if context is not None and context.text is not None:
-        context.text.running = False
-        if context.text.random is not None:
-            context.text.random.together()
+def _leave(module: nn.Module, _args: Any, output: Any) -> Any:
+    context = _context_of(module)
+    if context is None or context.text is None:
+        return None
+    context.text.running = False
+    if context.text.random is not None:
+        context.text.random.together()
+    return whole_heads.whole(output, context) if context.whole_head and output is not None else None
 
 
 def cut(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[str, Any]:
@@ -98,7 +114,9 @@ def cut(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[s
         _refuse_mask(where, mask, rows, length)
         facts = mask_facts(layout, rows, text_positions(positions), mask)
         context.learn(documents=facts.documents, hidden=facts.hidden, positions=facts.positions)
-        mask = torch.ones(rows, layout.local_length, dtype=torch.int64, device=tokens.device)
+        if mask is None or not context.whole_head:
+            mask = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
+        mask = _share(layout, mask, 1, int(not context.whole_head))  # ESM multiplies embeddings by it
     if positions is None:
         if reasons := list(structure.position_reasons(text, context.facts.hidden is not None)):
             raise errors.UnsupportedModel(where, reasons)
@@ -109,13 +127,14 @@ def cut(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[s
     for name, x in named.items():
         if name in local or name == "deepstack_visual_embeds":
             continue
-        if name in PER_TOKEN and x is not None:
+        of_tokens = isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)
+        if (name in PER_TOKEN and x is not None) or (of_tokens and context.whole_head and name not in CUT_BEFORE):
             local[name] = _share(layout, x, 1, PADDING.get(name, 0))
         elif name in CUT_BEFORE:
             local[name] = x
         else:
             for _, tensor in tensors_of(x):
-                if length in tensor.shape:
+                if length in tensor.shape[context.whole_head :]:  # a head's own input has an entry a row
                     why = f"a ring does not know how to cut {tuple(tensor.shape)}; {_ALONE}"
                     raise errors.UnsupportedArgument(where, name, why, _CALLED)
             local[name] = x

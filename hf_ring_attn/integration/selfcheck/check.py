@@ -69,13 +69,15 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     if sample is None or torch.compiler.is_compiling():
         return
     inner, has_labels, loss = introspect.inside(model), context.facts.has_labels, context.config.loss
-    case: tuple[object, ...] = (ring.name, has_labels, loss)
+    case: tuple[object, ...] = (ring.name, has_labels, loss, context.whole_head)
     if _sharding(record) is None:  # else other rings, whose batches may be of another kind, take part in each forward
         case += (sample.first is None, sample.hides)
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
     trains = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
-    tried = ("step", *case[:3], trains, *step.key)
-    needs_step = has_labels and (step.loss is not None or loss != "gathered") and tried not in verdicts
+    tried = ("step", *case[:4], trains, *step.key)
+    has_loss = has_labels or context.whole_head
+    by_model = has_labels and (loss != "gathered" or context.whole_head)
+    needs_step = has_loss and (step.loss is not None or by_model) and tried not in verdicts
     if case not in verdicts or needs_step:
         if not record.uses_ring():  # a loss or a head beside the model
             return
@@ -140,7 +142,7 @@ class _Check:
     def run(self, attempt: Callable[[int, int], _Attempt | None]) -> str:
         """Returns the verdict in words. ``attempt``: called with a seed and a number of rows; None: nothing to try."""
         try:
-            return self._run(attempt, 1)
+            return self._run(attempt, self.sample.rows if self.context.whole_head else 1)
         except errors.SelfCheckNotRun:
             if self.sharding is not None or self.sample.rows == 1:
                 raise
@@ -161,7 +163,8 @@ class _Check:
 
     def try_tokens(self, seed: int, rows: int) -> _Attempt:
         """Compares what the model returns for each token."""
-        row = self._row(seed, rows, self.context.facts.has_labels and self.config.loss != "gathered")
+        has_labels = self.context.facts.has_labels and not self.context.whole_head
+        row = self._row(seed, rows, has_labels and self.config.loss != "gathered")
         mine = self._shared(row, self.ring)
         mine.context.state(ChunkedLoss).keeps = True  # its logits are compared
         with dtypes_seen() as dtypes:
@@ -177,7 +180,8 @@ class _Check:
 
         def refusal(limits: list[float]) -> errors.Refused:
             self._refuse_other_weights(whole, least)
-            self._refuse_pooled(whole, share, places, limits[0])
+            if not self.context.whole_head:
+                self._refuse_pooled(whole, share, places, limits[0])
             where, tokens = self._first_difference(row, mine, places, least), mine.context.layout.length
             kind = introspect.class_of(self.model.get_submodule(where))
             return errors.SelfCheckFailed(self.name, self.ring.size, tokens, found, limits[0], where, kind)
@@ -217,7 +221,8 @@ class _Check:
             if found[0] > limits[0]:
                 numbers = f"{float(got.loss):.6g} in the ring, {float(want.loss):.6g} in one process"
                 what = f"the loss of {name} (the self-check found {numbers})"
-                return errors.LossNotSharded(what, again=self.config.loss != "gathered")
+                by_model = self.config.loss != "gathered" and not self.context.whole_head
+                return errors.LossNotSharded(what, again=by_model)
             worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
             weight = [*weights][worst - 1]
             return errors.GradientDiffers(name, weight, self.ring.size, found[worst], limits[worst])
@@ -234,7 +239,7 @@ class _Check:
         config = self.config
         if ring.size == 1 and config.loss != "gathered":  # the loss of the whole row is the full one
             config = replace(config, loss="sharded")
-        mine = share(row, ring, config, self.context.text is not None)
+        mine = share(row, ring, config, self.context.text)
         mine.context.log.seen |= self.context.log.seen  # the model was admitted
         if mine.context.text is not None and self.context.text is not None:
             mine.context.text.config = self.context.text.config

@@ -43,6 +43,7 @@ class Sample:
         rows, length: its size. tokens: the first tokens of its first row, by input. others: its inputs without tokens.
         first: the first position id; None if it has no position_ids.
         masked: it has a 2-D mask. hides: the mask hides tokens on the left, on the right.
+        head: the model's head gets whole rows. labels: the batch's, of any shape, for such a head.
     """
 
     rows: int
@@ -52,6 +53,8 @@ class Sample:
     first: int | None
     masked: bool
     hides: tuple[bool, bool]
+    head: bool = False
+    labels: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], whole: WholeBatch, context: batch_context.BatchContext) -> Sample | None:
@@ -63,18 +66,24 @@ class Sample:
         rows = tokens_of(batch).shape[0]
         tokens = {n: x for n, x in given.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
         others = {name: x for name, x in given.items() if name not in tokens}
-        if context.text is not None:  # a row of text alone: images do not come in parts
+        images = context.text is not None and not context.whole_head
+        if images:  # a row of text alone: images do not come in parts
             tokens = {name: x if name in TOKENS else torch.zeros_like(x) for name, x in tokens.items()}
             others = {n: x for n, x in others.items() if not FEATURES.search(n) and next(tensors_of(x), None) is None}
-        count, positions = row_length(context.ring.size), batch.get("position_ids")
+        count, positions, mask = row_length(context.ring.size), batch.get("position_ids"), batch.get("attention_mask")
+        if context.whole_head and mask is not None:  # its model has not read the mask yet
+            hidden = mask.to("cpu", torch.bool).logical_not()
+        labels = batch.get("labels") if context.whole_head else None
         return cls(
             rows,
             length,
             {name: x[:1, :count].detach().clone() for name, x in tokens.items()},
             others,
-            None if positions is None or context.text is not None else int(positions.flatten()[0]),
-            batch.get("attention_mask") is not None,
+            None if positions is None or images else int(positions.flatten()[0]),
+            mask is not None,
             (False, False) if hidden is None else (bool(hidden[:, 0].any()), bool(hidden[:, length - 1].any())),
+            context.whole_head,
+            labels.detach() if isinstance(labels, Tensor) else None,
         )
 
     def row(self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1) -> dict[str, Any]:
@@ -103,12 +112,33 @@ class Sample:
             mask[:, : 3 * left] = 0
             mask[:, count - 3 * right :] = 0
             row["attention_mask"] = mask.to(device)
-        if labelled:
+            if self.head and ids is not None and (padding := getattr(config, "pad_token_id", None)) is not None:
+                row["input_ids"] = row["input_ids"].masked_fill(row["attention_mask"] == 0, padding)
+        if labelled and self.head:
+            row.update(self._labels(mask, generator))
+        elif labelled:
             # Labels on one rank only: then the mean of the ranks' own means is far from the mean of all.
             there = torch.isin(torch.arange(count), Layout(count, world_size, 1).positions())
             row["labels"] = random.masked_fill(~there | (mask == 0), IGNORED).to(device)
         others = {name: x[:rows] if isinstance(x, Tensor) and x.dim() else x for name, x in self.others.items()}
+        if self.head:  # spans end within the row
+            spans = [name for name, x in others.items() if name.endswith("_positions") and isinstance(x, Tensor)]
+            others |= {name: others[name] % count for name in spans}
         return {**others, **row, "use_cache": False}
+
+    def _labels(self, mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """Labels of the batch's values: of its first rows, or of tokens, of which the last has one at least."""
+        if self.labels is None:
+            return {}
+        if tuple(self.labels.shape) != (self.rows, self.length):
+            return {"labels": self.labels[: len(mask)]}
+        values = self.labels.unique().cpu()
+        values = values[values != IGNORED]
+        values = values if len(values) else torch.zeros(1, dtype=values.dtype)
+        chosen = values[torch.randint(len(values), mask.shape, generator=generator)]
+        ignored = torch.rand(mask.shape, generator=generator) < 0.5
+        ignored[:, -1] = False
+        return {"labels": chosen.masked_fill(ignored | (mask == 0), IGNORED).to(self.labels.device)}
 
 
 def _words(config: Any, ids: Tensor | None, configs: list[Any]) -> Tensor:

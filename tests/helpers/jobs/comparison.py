@@ -71,9 +71,12 @@ def assert_equal_runs(got: Outcome, want: Outcome) -> None:
     assert got.parameters.keys() == want.parameters.keys()
     for name, parameter in want.parameters.items():
         assert float((got.parameters[name] - parameter).abs().max()) < PARAMETER, name
-        assert relative_error(got.updates[name], want.updates[name]) < UPDATE, name
+        moves = float(want.updates[name].abs().max()) > ROUNDING
+        assert relative_error(got.updates[name], want.updates[name]) < UPDATE or not moves, name
 
 
+ROUNDING = 1e-7
+"""A bias that a softmax does not see has a gradient of rounding alone: of keys, and of spans."""
 WITH_TOWERS = 3e-6
 """Relative bound of all that a model with towers gives: transformers keeps RMS norms, RoPE and the loss in float32,
 whatever the model's dtype."""

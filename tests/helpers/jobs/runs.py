@@ -98,6 +98,46 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Judged(Rows):
+    """Samples for a head of whole rows.
+
+    Args:
+        by: a "class" of the row, a "score", "several" classes at once, a class of "tokens", "masked" tokens (every
+            fifth alone has a label), tokens "everywhere", padding too, or a "span" of tokens.
+    """
+
+    by: str = "class"
+
+    def make(self) -> list[Row]:
+        rows = super().make()
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        for index, row in enumerate(rows):
+            ids = row["input_ids"] = row["input_ids"].clamp(min=1)  # 0 is padding
+            if self.by == "masked":
+                row["labels"] = row["labels"].masked_fill(torch.arange(len(ids)) % 5 != index % 5, -100)
+                row["input_ids"] = ids.masked_fill(row["labels"] != -100, VOCABULARY - 1)
+            elif self.by == "everywhere":
+                row["position_ids"] = torch.arange(len(ids))
+            elif self.by == "tokens":
+                row["labels"] = (row["labels"] % 3).masked_fill(row["labels"] == -100, -100)
+            elif self.by == "span":
+                del row["labels"]
+                row |= {"start_positions": torch.tensor(index % 5), "end_positions": torch.tensor(5 + index % 4)}
+            else:
+                one, three = torch.rand((), generator=generator), torch.rand(3, generator=generator)
+                row["labels"] = {"class": (one * 3).long(), "score": one, "several": three.round()}[self.by]
+        return rows
+
+    def collate(self, rows: list[Row]) -> Row:
+        whole = [name for name, x in rows[0].items() if x.dim() == 0 or (self.by == "several" and name == "labels")]
+        batch = super().collate([{name: x for name, x in row.items() if name not in whole} for row in rows])
+        if self.by == "everywhere":
+            batch["labels"] = batch["labels"].clamp(min=1)
+            batch["position_ids"] = torch.arange(batch["labels"].shape[1]).expand(len(rows), -1).contiguous()
+        return batch | {name: torch.stack([row[name] for row in rows]) for name in whole}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placed(Rows):
     """Samples with something beside the text, for which placeholders stand at another place in each row."""
 
@@ -175,7 +215,7 @@ class Run:
     Args:
         why: what it shows that the others do not; unique.
         streamed: the samples come from an IterableDataset.
-        model: a name of `tiny_models.MODELS`; lora: train a LoRA adapter of it only.
+        model: a name of `tiny_models.MODELS`; lora: train a LoRA adapter of it, and whole modules of these names, only.
         arguments: TrainingArguments beyond those that all runs share.
         ring: the ring's options; they mean nothing without the plugin.
         loss_function: compute_loss_func is `capped_loss`.
@@ -188,7 +228,7 @@ class Run:
 
     why: str
     model: str = "llama"
-    lora: bool = False
+    lora: bool | tuple[str, ...] = False
     streamed: bool = False
     rows: Rows = Rows()
     evaluated: Rows = Rows(count=5, seed=2)

@@ -180,7 +180,8 @@ def trainer_of(
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(5)
-        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        targets, whole = ["q_proj", "v_proj", "down_proj"], list(run.lora) if isinstance(run.lora, tuple) else None
+        lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, modules_to_save=whole)
         model = get_peft_model(model, lora)
     if mesh.cp > 1:
         hf_ring_attn.configure(model, run.ring)

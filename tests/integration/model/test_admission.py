@@ -83,9 +83,9 @@ FORWARDS = [
         text="Gemma2Attention called attention with is_causal=False: its mask is causal, but transformers' sdpa drops",
     ),
     Forward(
-        why="labels of a masked language model", kind="BertForMaskedLM", error="LossNotSharded",
+        why="labels of a masked language model", kind="BertForMaskedLM", error="UnnamedModel",
         config=BERT,
-        text=f"the loss of BertForMaskedLM, which is no causal language model's, {IN_A_LOOP}",
+        text="the loss of BertForMaskedLM, which is no causal language model's, cannot be computed exactly from one",
     ),
     Forward(
         why="a causal loss behind attention that sees both ways", kind="BertLMHeadModel", error="LossNotSharded",
@@ -93,8 +93,8 @@ FORWARDS = [
         text="the loss of a model with bidirectional attention (masked LM, encoders) cannot be computed exactly",
     ),
     Forward(
-        why="labels of tokens", kind="LlamaForTokenClassification", error="LossNotSharded",
-        text="the loss of LlamaForTokenClassification, which is no causal language model's,",
+        why="labels of tokens", kind="LlamaForTokenClassification", error="UnnamedModel",
+        text="its head needs whole rows. Name the model when you shard, hf_ring_attn.shard(batch, model=model), or use",
     ),
     Forward(
         why="a class of the sequence", kind="LlamaForSequenceClassification", labelled=False,
@@ -204,9 +204,9 @@ TRAININGS = [
         text=f"compute_loss_func {GATHERED_INSTEAD}",
     ),
     Training(
-        why="a masked language model", model="BertForMaskedLM", config=BERT,
+        why="a causal loss behind attention that sees both ways", model="BertLMHeadModel", config=BERT,
         error="LossNotSharded",
-        text="the loss of BertForMaskedLM, which is no causal language model's,",
+        text=f"the loss of a model with bidirectional attention (masked LM, encoders) {IN_A_LOOP}",
     ),
     Training(
         why="an encoder and a decoder, whose labels are others than its tokens", model="T5ForConditionalGeneration",

@@ -63,12 +63,20 @@ def error_of(make: Callable[[], Any], batch: Batch, compiled: bool = False) -> s
     return ""
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-def test_a_loss_of_other_inputs_than_labels_is_refused(ranks: Ranks, compiled: bool) -> None:
-    """It was that of each rank's tokens, silently."""
-    for error in ranks(2).run(error_of, asks, QUESTION, compiled):
+def test_a_loss_of_other_inputs_than_labels_is_refused(ranks: Ranks) -> None:
+    """It was that of each rank's tokens, silently. With a named model its head gets whole rows (`whole_heads`)."""
+    for error in ranks(2).run(error_of, asks, QUESTION):
         assert error.startswith("LossWithoutLabels: LlamaForQuestionAnswering returned a loss, but the batch has no ")
-    assert error_of(asks, QUESTION, compiled) == ""  # one process
+    assert error_of(asks, QUESTION) == ""  # one process
+
+
+def test_it_is_refused_of_a_compiled_model_too(ranks: Ranks) -> None:
+    for error in ranks(2).run(error_of, compiled_by_name, TARGETS, True):
+        assert error.startswith("LossWithoutLabels: LlamaForCausalLM returned a loss, but the batch has no labels")
+
+
+def compiled_by_name() -> nn.Module:
+    return Headed(RETURNS["by name"])
 
 
 def asks() -> Any:

@@ -1,0 +1,92 @@
+"""Heads that get whole rows: the model below a head computes this rank's tokens, and its hidden states are gathered.
+
+So a head's own code pools (the last token, the first, a mean), and its own loss sees whole rows and their labels:
+classes of rows and of tokens, spans, masked tokens. One tensor [B, S, D] travels, forward and backward. Every rank
+computes the head and its loss, with the same random numbers, so the mean of gradients over ranks is right. Of a loss
+over a vocabulary each rank computes a part of the tokens (`lazy_logits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import (
+    LOSS_MAPPING,
+    ForMaskedLMLoss,
+    ForQuestionAnsweringLoss,
+    ForSequenceClassificationLoss,
+    ForTokenClassification,
+)
+
+from ... import errors
+from ...layers.collectives import gather_sequence
+from ..context import batch_context
+from ..context.batch_context import BatchContext
+from ..context.introspect import head_of, parameters_of
+from ..context.whole_batch import OF_HEADS
+from ..patching.hooks import attach
+
+OF_TOKENS = (ForTokenClassification, ForMaskedLMLoss)
+OF_ROWS = (ForSequenceClassificationLoss, ForQuestionAnsweringLoss)
+"""The losses of transformers' heads that get whole rows: of tokens' own labels, and of whole rows."""
+_BY_HOST = "hf_ring_attn gathers hidden states"
+
+
+def body_of(model: nn.Module) -> Any:
+    """The model below a head that gets whole rows; None for other models."""
+    head: Any = head_of(model)
+    if LOSS_MAPPING.get(str(getattr(head, "loss_type", None))) not in (*OF_TOKENS, *OF_ROWS):
+        return None
+    body = getattr(head, "base_model", head)
+    return None if body is head else body
+
+
+def needs_whole_rows(model: nn.Module | None, batch: Mapping[str, Any]) -> bool:
+    """Returns True if the head of ``model`` gets whole rows in a loop: one of rows, or any with labels."""
+    if model is None or body_of(model) is None:
+        return False
+    head: Any = head_of(model)
+    return LOSS_MAPPING[str(head.loss_type)] in OF_ROWS or any(batch.get(name) is not None for name in OF_HEADS)
+
+
+def prepare_pooler(body: Any) -> None:
+    """Hooks a pooler inside ``body`` (BERT's), which reads a token of the whole row."""
+    if isinstance(pooler := getattr(body, "pooler", None), nn.Module):
+        attach(pooler, "whole rows", _gather_inputs)
+
+
+def taken(body: nn.Module, local: dict[str, Any]) -> dict[str, Any]:
+    """The inputs in ``local`` that the forward of ``body`` takes.
+
+    Raises:
+        UnsupportedModel: it takes no position_ids, so each rank would number its own tokens from 0.
+    """
+    names = parameters_of(body, local)
+    if "position_ids" not in names:
+        why = "its forward takes no position_ids, so each rank would number its own tokens from 0"
+        raise errors.UnsupportedModel(type(body).__name__, [why])
+    return {name: x for name, x in local.items() if name in names}
+
+
+@torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
+def whole(x: Any, context: BatchContext) -> Any:
+    """An output of the body with the hidden states [B, T, ...] of all tokens, [B, S, ...]."""
+    if isinstance(x, Tensor):
+        is_share = x.dim() > 2 and tuple(x.shape[:2]) == tuple(context.share.shape)
+        return gather_sequence(x, context.ring, context.layout) if is_share else x
+    if isinstance(x, Mapping):
+        fields: Any = {name: whole(part, context) for name, part in x.items()}
+        return type(x)(**fields)
+    if type(x) in (tuple, list):
+        return type(x)(whole(part, context) for part in x)
+    return x
+
+
+def _gather_inputs(_pooler: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    context = batch_context.current()
+    if context is None or not context.whole_head or context.before_text:
+        return None
+    return whole(args, context), {name: whole(x, context) for name, x in kwargs.items()}

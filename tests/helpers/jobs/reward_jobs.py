@@ -1,0 +1,163 @@
+"""Reward models for live ranks: RewardTrainer in a ring, or without the plugin, and what each of them gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, TaskType
+from torch import Tensor
+from transformers import PrinterCallback
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.integration.context.mesh import ring_group
+from hf_ring_attn.integration.model import multimodal, whole_heads
+from hf_ring_attn.layers import collectives
+from tests.helpers.jobs.dpo_jobs import numbers
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet, texts, tokenizer
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics
+from tests.helpers.models.tiny_models import SIZES, build
+
+TRAIN_ROWS, EVAL_ROWS, BATCH, STEPS = 16, 6, 2, 3
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One way to train a reward model, and why it is here.
+
+    Args:
+        args: for RewardConfig. margin: rows have one. left: rows are padded on the left.
+        kind: the class of the model. metrics: have compute_metrics, which gets the scores.
+    """
+
+    why: str
+    args: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    margin: bool = False
+    left: bool = False
+    kind: str = "LlamaForSequenceClassification"
+    metrics: bool = False
+
+
+@dataclass
+class PaddedLeft(DataCollatorForPreference):
+    """Moves each row's padding to its left."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = super().torch_call(examples)
+        order = batch["attention_mask"].argsort(dim=1, stable=True)
+        return batch | {name: batch[name].gather(1, order) for name in ("input_ids", "attention_mask")}
+
+
+def comparisons(case: Case, count: int, start: int = 0) -> Dataset:
+    """Pairs of uneven lengths: the rejected text is a part of the chosen one, and something else."""
+    rows: list[dict[str, Any]] = []
+    for number, text in enumerate(texts(count, start)):
+        rows.append({"chosen": text, "rejected": text[: 3 + number % 9] + "?" * 4})
+        if case.margin:
+            rows[-1]["margin"] = 0.25 * (number % 4)
+    return Dataset.from_list(rows)
+
+
+def trainer(case: Case, folder: str, attention: str, **more: Any) -> Any:
+    args: dict[str, Any] = {
+        "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": BATCH, "optim": "sgd", "seed": 3,
+        "lr_scheduler_type": "constant", "max_grad_norm": 100.0, "learning_rate": 0.01, "logging_steps": 1,
+        "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+        "gradient_checkpointing": False, "dataloader_pin_memory": False, **case.args, **more,
+    }  # fmt: skip
+    sizes = {**SIZES, "vocab_size": 259, "max_position_embeddings": 256, "num_labels": 1}
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], task_type=TaskType.SEQ_CLS, modules_to_save=["score"]
+    )
+    made = RewardTrainer(
+        model=build(case.kind, attention, **sizes), args=RewardConfig(**args), processing_class=tokenizer(),
+        train_dataset=comparisons(case, TRAIN_ROWS), eval_dataset=comparisons(case, EVAL_ROWS, start=4000),
+        peft_config=lora if case.lora else None, data_collator=PaddedLeft(pad_token_id=0) if case.left else None,
+        compute_metrics=ordered_metrics if case.metrics else None,
+    )  # fmt: skip
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def trained(case: Case, mesh: Mesh, self_check: bool = True) -> Outcome:
+    """The steps and an evaluation on this rank; without a ring in one process, with ``mesh.dp`` batches at a time."""
+    with launched(mesh if mesh.cp > 1 else Mesh(), **OFFLINE), a_folder(None) as folder, quiet():
+        rows = {"per_device_train_batch_size": BATCH * (mesh.dp if mesh.cp == 1 else 1)}
+        rows["per_device_eval_batch_size"] = BATCH // mesh.dp if mesh.cp > 1 else BATCH
+        reward = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **rows)
+        hf_ring_attn.configure(reward.model, RingConfig(self_check=self_check))
+        before = trained_parameters(reward)
+        reward.train()
+        steps = [numbers(entry) for entry in reward.state.log_history if "loss" in entry]
+        evaluation = numbers(reward.evaluate())
+        group = ring_group(reward.accelerator)
+        return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(reward))
+
+
+def trained_parameters(reward: RewardTrainer) -> dict[str, Tensor]:
+    net: Any = reward.model
+    return {name: p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
+
+
+# ---- defects -------------------------------------------------------------------------------------------------------
+
+
+def tokens_by_ranks() -> Any:
+    """Hidden states are gathered in the order of ranks, not in that of the row."""
+
+    def gathered(x: Tensor, ring: Any, layout: Any) -> Tensor:
+        places = torch.cat([layout.positions(rank) for rank in range(ring.size)])
+        return gather(x, ring, layout)[:, places[places < layout.length]]
+
+    gather = collectives.gather_sequence
+    return mock.patch.object(whole_heads, "gather_sequence", gathered)
+
+
+def gradients_of_one_rank() -> Any:
+    """The gradient of gathered hidden states is not summed over ranks, so their mean divides it by the ring size."""
+
+    def gathered(x: Tensor, ring: Any, layout: Any) -> Tensor:
+        rows = gather(x.detach(), ring, layout)
+        mine = layout.pad(rows.new_zeros(rows.shape), 1)
+        mine[:, layout.positions()] = x - x.detach()
+        whole: Tensor = rows + mine[:, : layout.length]
+        return whole
+
+    gather = collectives.gather_sequence
+    return mock.patch.object(whole_heads, "gather_sequence", gathered)
+
+
+def order_of_ranks() -> Any:
+    """Positions are those of a rank's own tokens."""
+
+    def cut(text: Any, named: dict[str, Any], context: Any) -> dict[str, Any]:
+        local = real(text, named, context)
+        places = local["position_ids"]
+        return local | {"position_ids": places.argsort(-1)}
+
+    real = multimodal.cut
+    return mock.patch.object(multimodal, "cut", cut)
+
+
+DEFECTS: dict[str, Callable[[], Any]] = {
+    defect.__name__: defect for defect in (tokens_by_ranks, gradients_of_one_rank, order_of_ranks)
+}
+
+
+def trained_with(defect: str, case: Case, mesh: Mesh, self_check: bool) -> Outcome | str:
+    """A run with a defect; what the self-check raises, if it sees it."""
+    with DEFECTS.get(defect, nullcontext)():
+        try:
+            return trained(case, mesh, self_check)
+        except hf_ring_attn.RingAttentionError as error:
+            return f"{type(error).__name__}: {error}"

@@ -1,0 +1,84 @@
+"""RewardTrainer in a ring is RewardTrainer in one process without the plugin."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks
+from tests.helpers.jobs.reward_jobs import DEFECTS, STEPS, Case, trained, trained_with
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs.sft_jobs import Outcome
+
+METRICS = {"loss", "grad_norm", "num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy", "margin"}
+
+ACCUMULATED = Case("accumulated, with margins", {"gradient_accumulation_steps": 2}, margin=True)
+CASES = [
+    ACCUMULATED,
+    Case("centred, padded on the left", {"center_rewards_coefficient": 0.1}, left=True),
+    Case("LoRA and a trained score head", {"gradient_accumulation_steps": 2}, lora=True),
+    Case(
+        "LoRA, checkpointed",
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, lora=True,
+    ),
+    Case("windows, and metrics of scores", kind="Qwen2ForSequenceClassification", metrics=True),
+]  # fmt: skip
+
+
+@cache
+def in_one_process(ranks: Ranks, case: Case, mesh: Mesh) -> Outcome:
+    return ranks(1).run(trained, case, mesh.alone)[0]
+
+
+def compare(ranks: Ranks, case: Case, mesh: Mesh) -> None:
+    want, outcomes = in_one_process(ranks, case, mesh), ranks(mesh.size).run(trained, case, mesh)
+    assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    assert len(want.steps) == STEPS
+    assert want.steps[0].keys() > METRICS
+    assert any((want.after[name] - p).abs().max() > 1e-3 for name, p in want.before.items()), "nothing was learnt"
+    assert case.lora <= any("score" in name for name in want.after)
+    for got in outcomes:
+        for number, (mine, theirs) in enumerate(zip(got.steps, want.steps, strict=True), 1):
+            assert mine.keys() == theirs.keys()
+            for name, x in theirs.items():
+                assert mine[name] == pytest.approx(x, rel=LOSS, abs=LOSS), f"step {number}: {name}"
+        assert got.evaluation.keys() == want.evaluation.keys()
+        for name, x in want.evaluation.items():
+            assert got.evaluation[name] == pytest.approx(x, rel=LOSS, abs=LOSS), f"evaluation: {name}"
+        for name, parameter in want.after.items():
+            assert (got.after[name] - parameter).abs().max() <= PARAMETER, name
+            assert torch.equal(got.after[name], outcomes[0].after[name])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
+@pytest.mark.turns
+def test_rewards_in_a_ring_are_those_of_one_process(ranks: Ranks, case: Case) -> None:
+    compare(ranks, case, Mesh(cp=2))
+
+
+@pytest.mark.parametrize("self_check", [True, False], ids=["by the self-check", "by the numbers"])
+@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.turns
+def test_a_planted_defect_is_seen(ranks: Ranks, defect: str, self_check: bool) -> None:
+    want = in_one_process(ranks, ACCUMULATED, Mesh())
+    for got in ranks(2).run(trained_with, defect, ACCUMULATED, Mesh(cp=2), self_check):
+        if self_check or isinstance(got, str):
+            assert isinstance(got, str), "not refused"
+            continue
+        apart = {name: abs(got.steps[-1][name] - x) for name, x in want.steps[-1].items()}
+        assert max(apart["grad_norm"] / want.steps[-1]["grad_norm"], apart["mean_reward"]) > 100 * LOSS, apart
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(dp=2, cp=2)], ids=str)
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.why)
+def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh) -> None:
+    compare(ranks, case, mesh)
+
+
+def test_a_model_without_a_score_of_rows_is_refused(ranks: Ranks) -> None:
+    for said in ranks(2).run(trained_with, "none", Case("", kind="LlamaForCausalLM"), Mesh(cp=2), True):
+        assert isinstance(said, str)
+        assert said.startswith("UnsupportedModel: LlamaForCausalLM cannot be trained in a ring exactly: RewardTrainer ")

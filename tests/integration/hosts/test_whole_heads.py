@@ -1,0 +1,83 @@
+"""Heads of whole rows train in a ring as in one process: classes of rows and tokens, scores, spans, masked tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_ring_attn import RingConfig
+from tests.helpers.jobs.comparison import MESHES, Ranks, assert_equal_runs, without_ring
+from tests.helpers.jobs.runs import Judged, Mesh, Run
+from tests.helpers.jobs.trainer_jobs import train
+
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+
+
+def run_of(why: str, model: str, by: str = "class", pad_to: str = "right", **more: object) -> Run:
+    """A run of rows of uneven lengths, with metrics of its evaluation and predictions."""
+    rows = Judged(by=by, shortest=9 if pad_to else None, pad_to=pad_to, length=23)
+    given = {"metrics": "logits", "predicts": "labelled", **more}
+    return Run(why=why, model=model, rows=rows, evaluated=replace(rows, count=5, seed=2), **given)  # type: ignore[arg-type]
+
+
+RUNS = [
+    run_of("the last token's class", "llama of rows", arguments=ACCUMULATED),
+    run_of("the last token's class, padded on the left", "llama of rows", pad_to="left"),
+    run_of("a score, regression", "llama of scores", by="score", arguments={"learning_rate": 1e-3}),
+    run_of("several classes at once", "llama of rows", by="several"),
+    run_of("LoRA and a trained head", "llama of rows", lora=("score",), arguments=ACCUMULATED),
+    run_of("classes of tokens", "llama of tokens", by="tokens"),
+    run_of("classes of tokens, means of batches", "bert of tokens", by="tokens", arguments=ACCUMULATED),
+    run_of("spans", "llama of spans", by="span", arguments={"label_names": ["start_positions", "end_positions"]}),
+    run_of("the first token's class, by a pooler", "bert of rows", arguments=ACCUMULATED),
+    run_of("the mean's class", "modernbert of rows", pad_to="left"),
+    run_of("masked tokens, means of batches", "bert of masked tokens", by="masked", arguments=ACCUMULATED),
+    run_of("masked tokens of all batches", "modernbert of masked tokens", by="masked", arguments=ACCUMULATED),
+    run_of(
+        "masked tokens, labels smoothed, all logits",
+        "bert of masked tokens",
+        by="masked",
+        ring=RingConfig(loss="sharded"),
+        arguments={"label_smoothing_factor": 0.1},
+    ),
+    run_of(
+        "classes of tokens, not averaged over devices",
+        "llama of tokens",
+        by="tokens",
+        predicts="unlabelled",
+        arguments={**ACCUMULATED, "average_tokens_across_devices": False},
+    ),
+    run_of(
+        "checkpointed, reentrant, predictions without labels",
+        "llama of rows",
+        predicts="unlabelled",
+        arguments={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+    run_of(
+        "a loss function of whole rows",
+        "llama of tokens",
+        by="tokens",
+        pad_to="",
+        loss_function=True,
+        arguments=ACCUMULATED,
+    ),
+    run_of("masked tokens alone", "modernbert of the masked tokens alone", by="masked", metrics="", predicts=""),
+]
+
+
+@pytest.mark.parametrize(("run", "mesh"), [
+    pytest.param(run, mesh, id=f"{run.why}-{mesh}", marks=() if mesh is MESHES[0] else pytest.mark.full)
+    for run in RUNS for mesh in MESHES
+])  # fmt: skip
+@pytest.mark.turns
+def test_a_head_of_whole_rows_trains_as_in_one_process(ranks: Ranks, run: Run, mesh: Mesh) -> None:
+    want = without_ring(ranks, run, mesh)
+    for got in ranks(mesh.size).run(train, run, mesh):
+        assert got.ring_size == mesh.cp
+        assert_equal_runs(got, want)
+        if want.predictions is not None and want.label_ids is not None:
+            assert got.predictions is not None and got.label_ids is not None
+            torch.testing.assert_close(got.predictions, want.predictions, rtol=1e-5, atol=1e-5)
+            assert torch.equal(got.label_ids, want.label_ids)
