@@ -65,8 +65,10 @@ def check_dense(name: str, x: object) -> None:
     """Checks that ``x`` is a dense tensor with values."""
     check_type(name, x, Tensor, "a tensor")
     assert isinstance(x, Tensor)
-    check(x.layout == torch.strided and not x.is_nested, f"{name}.layout", x.layout, "that of a dense tensor")
-    check(x.device.type != "meta", f"{name}.device", x.device, "one that holds values")
+    if x.layout != torch.strided or x.is_nested:  # before the words: it runs some twenty times a batch
+        raise BadOption(f"{name}.layout", x.layout, "that of a dense tensor")
+    if x.is_meta:
+        raise BadOption(f"{name}.device", x.device, "one that holds values")
 
 
 def check_tensor(name: str, x: object, dtypes: Sequence[torch.dtype], on: torch.device | None = None) -> None:

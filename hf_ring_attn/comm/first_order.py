@@ -56,7 +56,8 @@ class _Refusing(torch.autograd.Function):
 
 
 _TRACEABLE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""torch's compiler traces the question below; that of torch 2.11 ends a graph there with an error."""
+"""torch's compiler traces the question below; that of torch 2.11 ends a graph there with an error. So before torch 2.13
+a compiled function with forward-mode gradients (torch.func.jvp) is not refused: call it uncompiled there."""
 
 
 def refuse_transforms(what: str, *tensors: Tensor | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 
 from ..errors import BadOption, NotSendable, PeerLost, RanksDiffer, RefusedElsewhere
-from .fingerprint import first_difference, number_of, row_of
+from .fingerprint import first_difference, numbers_of, row_of
 
 # torch renamed these in 2.13 and warns about the old names on every call.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -227,7 +227,7 @@ class Ring:
 
         Args:
             facts: values by name, the same names in the same order on every rank: numbers, strings, tensors, and
-                collections of them. Each is sent as one integer (`number_of`); if one differs, the ranks search for
+                collections of them. Each is sent as one integer (`numbers_of`); if one differs, the ranks search for
                 the value that does.
             todo: advice for the error.
             refusal: the reason why this rank refuses its batch; then every rank raises with it.
@@ -242,7 +242,7 @@ class Ring:
         """
         if self.size == 1:
             return list(any_of)
-        row: list[int | Tensor] = [int(refusal is not None), *map(number_of, facts.values()), *any_of]
+        row: list[int | Tensor] = [int(refusal is not None), *numbers_of(facts.values()), *any_of]
         table = self.rows(row, device, doing)
         if any(line[0] for line in table):
             texts = self._objects(refusal)
@@ -281,10 +281,10 @@ class Ring:
         Raises:
             RanksDiffer: the ranks are at different places of the program.
         """
-        row = [*_WORDS.unpack(doing.encode()[: _WORDS.size].ljust(_WORDS.size)), *numbers]
+        row = [*_packed(doing), *numbers]
         table = self.gather(row_of(row + [0] * (-len(row) % ROW), device), doing).wait()[0].tolist()
-        doings: list[object] = [_WORDS.pack(*line[:8]).decode(errors="replace").strip() for line in table]
-        if len(set(doings)) > 1:
+        if any(line[:8] != table[0][:8] for line in table):
+            doings: list[object] = [_WORDS.pack(*line[:8]).decode(errors="replace").strip() for line in table]
             raise RanksDiffer("place in the program", doings, _IN_STEP)
         return [line[8 : len(row)] for line in table]
 
@@ -298,6 +298,12 @@ ROW = 64
 
 _WORDS = struct.Struct("<8q")
 """The start of a small message: 64 letters of its rank's activity."""
+
+
+@cache
+def _packed(doing: str) -> tuple[int, ...]:
+    return _WORDS.unpack(doing.encode()[: _WORDS.size].ljust(_WORDS.size))
+
 
 _IN_STEP = "Every rank of a ring must call shard(), its model, reduce() and gather() as often, in the same order."
 

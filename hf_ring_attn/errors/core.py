@@ -198,13 +198,16 @@ class PeerLost(RingAttentionError, RuntimeError):
     def __init__(self, doing: str, rank: int, size: int, waited: float | None = None) -> None:
         if waited is None:
             what = "lost another rank while it"
-            why = "That rank failed first: its own traceback is the cause to look at."
+            why = (
+                "That rank failed (its traceback is the cause to look at), or its program ended: it skipped a batch, "
+                "or left its loop early."
+            )
         else:
             what = f"waited {waited:.0f} s for another rank, until the time-out, while it"
-            why = "That rank is late, or failed: see its traceback."
+            why = "That rank is late, skipped a batch, or caught an error and went on: see its log."
         super().__init__(
-            f"rank {rank} of a ring of {size} {what} {doing}. {why} If it has none, it caught its error "
-            "and went on. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
+            f"rank {rank} of a ring of {size} {what} {doing}. {why} A ring cannot skip a batch on one rank: end the "
+            "job, or skip it on all ranks."
         )
 
 

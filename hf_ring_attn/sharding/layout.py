@@ -198,7 +198,8 @@ def _places(world_size: int, owners: Owners) -> tuple[tuple[int, int], ...]:
 def _tokens(row: Tensor, dim: int) -> int:
     """The number of tokens of a row along ``dim``."""
     check_dense("row", row)
-    check(is_whole(dim, -row.dim(), row.dim() - 1), "dim", dim, f"a dim of the row, which has {row.dim()}")
+    if not is_whole(dim, -row.dim(), row.dim() - 1):
+        raise BadOption("dim", dim, f"a dim of the row, which has {row.dim()}")
     return row.shape[dim]
 
 

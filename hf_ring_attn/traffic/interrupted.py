@@ -83,11 +83,9 @@ class InterruptionGuard:
 
 def interruption_guard(ring: Ring) -> InterruptionGuard:
     """Returns the guard of a ring's process group, shared by its transports; a fresh one without communication."""
-    return (
-        InterruptionGuard()
-        if ring.size == 1 or ring.name == LOCAL
-        else _KNOWN.setdefault(ring.group, InterruptionGuard())
-    )
+    if ring.size == 1 or ring.name == LOCAL:
+        return InterruptionGuard()
+    return _KNOWN.get(ring.group) or _KNOWN.setdefault(ring.group, InterruptionGuard())
 
 
 _KNOWN: weakref.WeakKeyDictionary[object, InterruptionGuard] = weakref.WeakKeyDictionary()

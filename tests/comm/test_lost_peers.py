@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hf_ring_attn
 from hf_ring_attn.comm.ring import LOCAL, Pending, Ring
 from hf_ring_attn.errors import NotSendable, PeerLost, RanksDiffer
 from tests.helpers.checks import Ranks
@@ -49,9 +50,27 @@ def test_a_rank_that_dies_is_named_as_the_cause(ranks: Ranks, operation: str) ->
     for rank in (0, 2):
         assert (
             f"hf_ring_attn.errors.PeerLost: rank {rank} of a ring of 3 lost another rank while it {operation}. That "
-            "rank failed first: its own traceback is the cause to look at. If it has none, it caught its error and "
-            "went on. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
+            "rank failed (its traceback is the cause to look at), or its program ended: it skipped a batch, or left "
+            "its loop early. A ring cannot skip a batch on one rank: end the job, or skip it on all ranks."
         ) in failures[rank]
+
+
+def leaving_early(who: int) -> None:
+    """A loop with `shard`, of which one rank has a batch less; its program then ends without an error."""
+    ids = torch.zeros(1, 24, dtype=torch.int64)
+    for _ in range(2 - (dist.get_rank() == who)):
+        hf_ring_attn.shard({"input_ids": ids})
+    if dist.get_rank() == who:
+        os._exit(0)
+
+
+def test_a_rank_that_leaves_its_loop_early_is_named_as_such(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed) as error:
+        ranks(3).run(leaving_early, 1)
+    for rank in (0, 2):
+        last = error.value.failures[rank].strip().splitlines()[-1]
+        assert last.startswith(f"hf_ring_attn.errors.PeerLost: rank {rank} of a ring of 3 lost another rank while it")
+        assert "compared its batch with the other ranks" in last and "left its loop early" in last
 
 
 def test_only_what_the_backend_says_is_called_a_lost_peer() -> None:
@@ -90,7 +109,7 @@ def waiting(seconds: float) -> str:
 def test_a_time_out_is_no_failure(ranks: Ranks) -> None:
     text = ranks(2).run(waiting, 1.0)[0]
     assert "rank 0 of a ring of 2 waited 1 s for another rank, until the time-out, while it averaged over the" in text
-    assert "failed first" not in text
+    assert "That rank is late" in text and "failed" not in text
 
 
 def sent(dtype: torch.dtype) -> str:

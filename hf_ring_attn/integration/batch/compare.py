@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -31,8 +30,7 @@ REST = "other inputs"
 
 def empty_facts(config: RingConfig, batch: Mapping[str, Any]) -> dict[str, object]:
     """All compared facts, the same number on every rank: the options, and None for facts that are not known yet."""
-    options = {f"RingConfig.{field.name}": getattr(config, field.name) for field in fields(config)}
-    return {**options, **dict.fromkeys(("rows", "tokens", _tokens(batch), *NAMED, REST, "layout"))}
+    return {"RingConfig": config, **dict.fromkeys(("rows", "tokens", _tokens(batch), *NAMED, REST, "layout"))}
 
 
 def inputs_of(batch: Mapping[str, Any], tokens: Tensor) -> dict[str, object]:

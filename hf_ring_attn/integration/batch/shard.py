@@ -27,6 +27,7 @@ from ..context import batch_context, introspect, model_record, ring_random, shar
 from ..context.batch_context import BatchContext
 from ..context.cut import TrialStep, cut
 from ..context.mesh import find_ring
+from ..context.model_record import Visits
 from ..context.shared_kv import SharedKV
 from ..context.whole_batch import tokens_of, whole_rows
 from ..model import agreement, call_inputs, fsdp, liger, replicas, whole_heads
@@ -224,6 +225,7 @@ def shard_for(
     context.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, context)
     for one in [] if model is None else [model, *beside]:
         _admit(one, context)
+    context.state(Visits).clear()  # the models may change until they are called
     return sharded
 
 
@@ -254,6 +256,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     def bind(model: nn.Module) -> None:
         _admit(model, context)
         watched.extend(_watch(model, context, running=True))
+        context.state(Visits).clear()
 
     # Not compiled: a model that is compiled in place, and not given to `shard`, would trace them.
     @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]

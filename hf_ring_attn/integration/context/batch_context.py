@@ -189,7 +189,9 @@ class BatchContext:
 
     def state(self, kind: type[S]) -> S:
         """A feature's own state of this batch: an instance of its class, made at first use."""
-        found: S = self._states.setdefault(kind, kind())
+        found: S | None = self._states.get(kind)
+        if found is None:
+            found = self._states[kind] = kind()
         return found
 
     def spec(self, seen: MaskExpr, batch: int, make: Callable[[MaskExpr, int], MaskSpec]) -> MaskSpec:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ...comm.ring import Ring
@@ -52,19 +53,34 @@ def cut(
     """Shards whole rows. ``count_as_number``: make num_items_in_batch a Python number (see `fsdp.uncast`)."""
     layout, seen = whole.layout, MaskFacts() if whole.facts is None else whole.facts
     facts = BatchFacts(
-        **vars(seen), max_position=whole.max_position, rows=tokens_of(batch).shape[0],
+        **vars(seen), max_position=whole.max_position, rows=whole.rows,
         has_labels=whole.items is not None or (whole.head and not batch.keys().isdisjoint(OF_HEADS)),
         numbered=whole.facts is not None and batch.get("position_ids") is None,
     )  # fmt: skip
     text = TextModel(gathers=whole.head) if whole.facts is None else None
     context = BatchContext(ring, layout, config, facts, text)
-    inputs = {
-        name: layout.shard(layout.pad(x, 1, PADDING.get(name, 0)), 1) if name in whole.names else x
-        for name, x in whole.inputs.items()
-    }
+    inputs = {**whole.inputs, **_shares({name: whole.inputs[name] for name in whole.names}, layout)}
     items = whole.inputs.get("num_items_in_batch", whole.items)  # if given, it may count several batches
     if items is not None and not whole.head:  # a head of whole rows divides by the whole count
         number = items.item() if count_as_number and isinstance(items, Tensor) else items
         inputs["num_items_in_batch"] = number / ring.size
     inputs["use_cache"] = False
     return Share(inputs, context)
+
+
+def _shares(rows: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """This rank's tokens of padded rows [B, S, ...]; of all [B, S] of one dtype by the same operations."""
+    padded = {name: layout.pad(x, 1, PADDING.get(name, 0)) for name, x in rows.items()}
+    alike: dict[object, list[str]] = {}
+    for name, x in padded.items():
+        together = layout.world_size > 1 and x.dim() == 2 and not x.is_floating_point()
+        alike.setdefault((x.dtype, x.device) if together else name, []).append(name)
+    shares: dict[str, Tensor] = {}
+    for names in alike.values():
+        if len(names) == 1:
+            shares[names[0]] = layout.shard(padded[names[0]], 1)
+        else:  # copied apart: views would share a version counter, by which `call_inputs` sees a write
+            cut_rows = layout.shard(torch.stack([padded[name] for name in names]), 2)
+            each: Any = torch.unbind_copy(cut_rows)  # type: ignore[func-returns-value]  # a mistake of torch's stubs
+            shares.update(zip(names, each, strict=True))
+    return shares

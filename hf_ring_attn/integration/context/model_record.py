@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -57,6 +58,26 @@ _SAVED = {"architectures", "dtype", "torch_dtype", "transformers_version"}
 """Fields that save_pretrained sets, on the one rank that saves."""
 
 
+@dataclass(eq=False)
+class Visit:
+    """One visit of all modules of a model.
+
+    Args:
+        structure: parts, flags of weights, hooks and functions; no values, no training flags.
+        weights: the parameters; a tied one occurs several times. trained: those that train.
+        checkpointing: the modules with a checkpoint function.
+    """
+
+    structure: list[object] = field(default_factory=list)
+    weights: list[nn.Parameter] = field(default_factory=list)
+    trained: list[nn.Parameter] = field(default_factory=list)
+    checkpointing: list[nn.Module] = field(default_factory=list)
+
+
+class Visits(dict["ModelRecord", Visit]):
+    """The visits of models that a batch is admitting now, so that each is visited once."""
+
+
 class ModelRecord:
     """Facts about a model with its current structure; each feature stores its state here.
 
@@ -64,10 +85,9 @@ class ModelRecord:
         configs: the transformers configs in the model. values: their plain fields, by name, as text.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        modules = modules_of(model)
+    def __init__(self, modules: list[nn.Module], visit: Visit) -> None:
         self._modules = list(map(weakref.ref, modules))
-        self._structure = _structure(modules)
+        self._structure = visit.structure
         self.configs = list(configs_of(modules))
         self.values = _values(self.configs)
         self.ids = {*map(id, modules), *map(id, self.configs)}
@@ -98,17 +118,17 @@ class ModelRecord:
 
     def state(self, kind: type[S]) -> S:
         """A feature's own state of this model: an instance of its class, made at first use."""
-        found: S = self._states.setdefault(kind, kind())
+        found: S | None = self._states.get(kind)
+        if found is None:
+            found = self._states[kind] = kind()
         return found
 
-    def is_current(self) -> bool:
-        """Compares the model with this record. Visits all modules."""
+    def visit(self) -> Visit | None:
+        """Visits all modules. Returns None if the model differs from this record."""
         modules = self.modules()
-        return (
-            len(modules) == len(self._modules)
-            and _structure(modules) == self._structure
-            and _values(self.configs) == self.values
-        )
+        visit = _visited(modules)
+        current = len(modules) == len(self._modules) and visit.structure == self._structure
+        return visit if current and _values(self.configs) == self.values else None
 
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, list[ModelRecord]] = weakref.WeakKeyDictionary()
@@ -116,19 +136,27 @@ _KEPT = 3
 """The most records of a model: an adapter that is switched off and on would have a new one at each turn."""
 
 
-def record_of(model: nn.Module) -> ModelRecord:
-    """The record of ``model`` with its current structure, a new one if it never had that. Visits all modules."""
+def visit(model: nn.Module) -> tuple[ModelRecord, Visit]:
+    """Visits all modules of ``model``. Returns the record of its current structure, maybe a new one, and the visit."""
     model = inside(model)
     records = _RECORDS.setdefault(model, [])
-    record = next((one for one in records if one.is_current()), None) or ModelRecord(model)
-    records[:] = [record, *(one for one in records if one is not record)][:_KEPT]
-    return record
+    for record in records:
+        found = record.visit()
+        if found is not None:
+            break
+    else:
+        modules = modules_of(model)
+        found = _visited(modules)
+        record = ModelRecord(modules, found)
+    if not records or record is not records[0]:
+        records[:] = [record, *(one for one in records if one is not record)][:_KEPT]
+    return record, found
 
 
 def latest_record(model: nn.Module) -> ModelRecord:
     """The record of ``model`` as of its last batch, without visiting its modules."""
     records = _RECORDS.get(inside(model))
-    return records[0] if records else record_of(model)
+    return records[0] if records else visit(model)[0]
 
 
 def forget_model(model: nn.Module) -> None:
@@ -141,35 +169,51 @@ def forget_models() -> None:
     _RECORDS.clear()
 
 
+CHECKPOINT_FUNCTIONS = _OF_TRANSFORMERS, _OF_TORCH = "_gradient_checkpointing_func", "checkpoint_fn"
+"""The attributes of a module in which transformers, and torch's CheckpointWrapper, have its checkpoint function."""
+
 _TABLES = itemgetter(
     "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
 
 
-def _structure(modules: list[nn.Module]) -> list[object]:
-    """Lists the parts, weights, hooks and functions of modules; no values, no training flags. Runs for every batch.
+def _visited(modules: list[nn.Module]) -> Visit:
+    """Visits modules. Runs for every batch, mostly waiting for memory: after a step no cache holds the modules.
 
     By ids: those of modules and configs are not reused while all these modules live.
     """
-    found: list[object] = list(map(type, modules))
+    visit = Visit(list(map(type, modules)))
+    found = visit.structure
     found += [_code(kind.forward) for kind in dict.fromkeys(found)]  # type: ignore[attr-defined]
-    add, extend = found.append, found.extend
+    add, extend, add_weight, add_trained = found.append, found.extend, visit.weights.append, visit.trained.append
     for module in modules:
         own = module.__dict__
         parts, weights, after, before, back, pre_back = _TABLES(own)
-        extend(map(id, parts.values()))
-        for weight in weights.values():
-            add(weight is not None and weight.requires_grad)
+        if parts:
+            extend(map(id, parts.values()))
+        if weights:
+            for weight in weights.values():
+                if weight is None:
+                    add(False)
+                    continue
+                trains = weight.requires_grad
+                add(trains)
+                add_weight(weight)
+                if trains:
+                    add_trained(weight)
         if after or before or back or pre_back:
             hooks = (*after.values(), *before.values(), *back.values(), *pre_back.values())
             extend(_code(hook) for hook in hooks if not is_ours(hook))
-        add(id(own.get("config")))
-        if (forward := own.get("forward")) is not None:
+        add(id(own["config"]) if "config" in own else None)
+        if "forward" in own:
+            forward = own["forward"]
             forward = getattr(forward, "replaced", None) if is_ours(forward) else forward
             extend((id(forward), _code(forward)) if forward is not None else ())
-        if own.get("_compiled_call_impl") is not None:
+        if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
             add("compiled")
-    return found
+        if _OF_TRANSFORMERS in own or _OF_TORCH in own:
+            visit.checkpointing.append(module)
+    return visit
 
 
 def _code(function: Any) -> object:

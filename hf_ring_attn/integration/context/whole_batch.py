@@ -60,7 +60,8 @@ class WholeBatch:
     Args:
         inputs: the model's inputs. names: those with an entry per token.
         facts: None in a batch that is sharded at a text model's input, until this is called.
-        items: the number of labelled tokens; None without labels of tokens. head: the model's head gets whole rows.
+        items: the number of labelled tokens; None without labels of tokens. rows: B. head: the model's head gets whole
+            rows.
     """
 
     inputs: dict[str, Any]
@@ -69,11 +70,12 @@ class WholeBatch:
     facts: MaskFacts | None
     max_position: int | None
     items: Tensor | None
+    rows: int
     head: bool = False
 
 
 def tokens_of(batch: Mapping[str, Any]) -> Tensor:
-    foreign = sorted(name for name in FOREIGN & set(batch) if batch[name] is not None)
+    foreign = sorted(name for name in FOREIGN if batch.get(name) is not None)
     if foreign:
         raise errors.BadBatch(
             f"the batch holds {foreign}: encoders and caches cannot be sharded along the sequence yet. Train the text "
@@ -131,16 +133,16 @@ def whole_rows(
             _check_hints(batch, mask_facts(layout, rows, counted, attention_mask).documents, rows, length)
         # Its documents are not known yet, so it stays in the zigzag layout.
         names = set() if head else {"labels", "shift_labels"} & inputs.keys()
-        return WholeBatch(inputs, names, layout, None, None, items, head)
+        return WholeBatch(inputs, names, layout, None, None, items, rows, head)
     given = inputs.get("position_ids")
-    on_cpu: Tensor | None = None
-    if given is None:  # known without waiting for a GPU
-        on_cpu, given = torch.arange(length)[None], torch.arange(length, device=tokens.device)[None]
+    numbered = given is None  # 0, 1, 2, ...: known without waiting for a GPU, and no document restarts
+    if given is None:
+        given = torch.arange(length, device=tokens.device)[None]
     if given.dim() != 2 or given.shape[1] != length or given.shape[0] not in (1, rows):
         raise errors.BadShape("position_ids", tuple(given.shape), f"it must be [{rows}, {length}]")
     inputs["position_ids"] = given.expand(rows, -1).contiguous()
 
-    on_cpu = given.cpu() if on_cpu is None else on_cpu
+    on_cpu = None if numbered else given.cpu()
     facts = mask_facts(layout, rows, on_cpu, attention_mask)
     if hinted:
         _check_hints(batch, facts.documents, rows, length)
@@ -154,7 +156,8 @@ def whole_rows(
 
     per_token = {n for n, x in inputs.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
     arranged, facts = _arranged(facts, layout, config)
-    return WholeBatch(inputs, per_token, arranged, facts, int(on_cpu.max()) if length else 0, items)
+    largest = max(0, length - 1) if on_cpu is None else int(on_cpu.max()) if length else 0
+    return WholeBatch(inputs, per_token, arranged, facts, largest, items, rows)
 
 
 def _arranged(facts: MaskFacts, layout: Layout, config: RingConfig) -> tuple[Layout, MaskFacts]:

@@ -14,7 +14,7 @@ from ...config import RingConfig
 from ..context import shared_kv
 from ..context.batch_context import BatchContext
 from ..context.introspect import configs_of, name_of, unwrapped
-from ..context.model_record import ModelRecord, configured, record_of
+from ..context.model_record import ModelRecord, Visits, configured, visit
 from ..log import warn
 from . import (
     adapters,
@@ -79,7 +79,8 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     Raises:
         UnsupportedModel. LossNotSharded: see `loss`.
     """
-    record, log, facts = record_of(model), context.log, context.facts
+    log, facts = context.log, context.facts
+    record, context.state(Visits)[record] = visit(model)
     options = configured(record.configs)
     if options is not None and not facts.explicit:
         _adopt(options, context)

@@ -7,6 +7,8 @@ drift apart, so each batch compares a sample of one weight.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from ...comm.fingerprint import number_of
 from ..context.batch_context import BatchContext
 from ..context.introspect import inside
 from ..context.mesh import mixed_precision
-from ..context.model_record import ModelRecord, configured, forget_model, latest_record
+from ..context.model_record import ModelRecord, Visits, configured, forget_model, latest_record
 from . import admission
 
 SAMPLE = 2**14
@@ -28,6 +30,7 @@ _DRIFT = (
     "They were the same before: on some rank its optimizer took another step (skipped one, or has another learning "
     "rate), or gradients were not averaged before it. Average them on all ranks, then step on all ranks alike."
 )
+_DTYPE: Callable[[Any], torch.dtype] = attrgetter("dtype")
 _DOING = "compared its model with the other ranks"
 
 
@@ -80,7 +83,7 @@ def admit(model: nn.Module, context: BatchContext) -> ModelRecord:
 def _agree(model: nn.Module, record: ModelRecord, context: BatchContext, refusal: errors.Refused | None) -> bool:
     """Compares this rank's model with the others'. Returns True if it changed on another rank, not on this one."""
     ring, known = context.ring, record.state(_Known)
-    weights: list[Any] = record.weights()
+    weights: list[Any] = context.state(Visits)[record].weights
     if not known.details:
         _examine(inside(model), record, known)
     facts = _facts(model, weights, record, context)
@@ -128,9 +131,9 @@ def _facts(model: nn.Module, weights: list[Any], record: ModelRecord, context: B
         "grad mode": "enabled" if torch.is_grad_enabled() else "disabled",
         "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off",
         "mixed precision of accelerate": mixed_precision(),
-        "dtypes of weights": ", ".join(sorted(map(str, {x.dtype for x in weights}))),
+        "dtypes of weights": ", ".join(sorted(map(str, set(map(_DTYPE, weights))))),
         "gradient checkpointing": "on" if checkpoints else "off",
-        "RingConfig": dict(vars(configured(record.configs) or context.config)),
+        "RingConfig": configured(record.configs) or context.config,
     }
 
 

@@ -22,11 +22,9 @@ from ...attention.saved_results import SavedResults
 from ...layers.host_memory import Stored, host_memory
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.model_record import latest_record
+from ..context.model_record import CHECKPOINT_FUNCTIONS, Visits, latest_record
 from ..log import warn
 
-FUNCTIONS = {"_gradient_checkpointing_func": "of transformers", "checkpoint_fn": "of torch's CheckpointWrapper"}
-"""The attributes of a module in which its checkpoint function is."""
 SMALLEST = 1 << 20
 """Bytes below which an input stays on a GPU."""
 
@@ -39,14 +37,16 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
 
 def prepare(model: nn.Module, context: BatchContext) -> None:
     """Gives every checkpointed layer in ``model`` the policy, unless it has another one, and a place for its input."""
-    sites = _sites(model)
-    config = context.config
+    record, config = latest_record(model), context.config
+    visit = context.state(Visits).get(record)
+    modules = record.modules() if visit is None else visit.checkpointing
+    sites = _sites(modules)
     if config.save_attention:
         _save_attention(model, sites)
-    stock = "OffloadWrapper" in latest_record(model).classes
+    stock = "OffloadWrapper" in record.classes
     wanted = config.offload_above is not None or stock or any(_is_offloading(function) for *_, function in sites)
     if wanted and sites:
-        _offload(model, stock)
+        _offload(modules, stock)
         context.log.features.add(f"checkpoints above {config.offload_above or 0:g} GiB on the host")
     elif wanted and model.training:
         warn("offload_above has no effect: nothing checkpoints a layer. Set gradient_checkpointing=True.")
@@ -56,11 +56,11 @@ Site = tuple[nn.Module, str, Any]
 """A module, the attribute of its checkpoint function, and that function."""
 
 
-def _sites(model: nn.Module) -> list[Site]:
+def _sites(modules: list[nn.Module]) -> list[Site]:
     return [
         (module, name, function)
-        for module in latest_record(model).modules()
-        for name in FUNCTIONS
+        for module in modules
+        for name in CHECKPOINT_FUNCTIONS
         if isinstance(function := module.__dict__.get(name), functools.partial)
     ]
 
@@ -121,10 +121,10 @@ class _Place:
         return self.after is not None and (self.after + 1) * x.nbytes <= limit * 2**30
 
 
-def _offload(model: nn.Module, stock: bool) -> None:
+def _offload(modules: list[nn.Module], stock: bool) -> None:
     """Puts `_checkpointed` around the checkpoint function of each layer, and numbers the layers."""
     numbered: list[_Place] = []
-    for module, name, function in _sites(model):
+    for module, name, function in _sites(modules):
         place, _ = _split(function)
         if place is None:
             place = _Place(stock or _is_offloading(function))

@@ -21,7 +21,7 @@ from ... import errors
 from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
 from ..context.introspect import unwrapped
-from ..context.model_record import latest_record
+from ..context.model_record import Visits, latest_record
 from ..log import warn
 
 SAME_WEIGHTS = (
@@ -52,10 +52,12 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
     """Notes a bare model that trains in a ring, and compares its weights."""
     if context.ring.size > 1 and model.training and not averages_gradients(model):
         compare(model, context)
-        trained = [x for x in latest_record(model).weights() if x.requires_grad]
+        record = latest_record(model)
+        visit = context.state(Visits).get(record)
+        trained = [x for x in record.weights() if x.requires_grad] if visit is None else visit.trained
         _note(type(model).__name__, trained, context)
         if trained:
-            smallest = latest_record(model).state(_Smallest)
+            smallest = record.state(_Smallest)
             if not smallest:
                 # The last of the smallest: LoRA's first factor has no gradient at first, the second one has.
                 smallest.append(min(reversed(range(len(trained))), key=lambda index: trained[index].numel()))
@@ -130,7 +132,9 @@ def average_gradients(model: nn.Module, context: BatchContext) -> None:
                 f"each rank scaled its gradients by another factor (from {min(each):.3g} to {max(each):.3g})",
                 "The norm of a rank's gradients is not that of the batch's: clip gradients after it.",
             )
-    context.state(ReducedGradients).update(map(id, trained))
+    reduced = context.state(ReducedGradients)
+    reduced.update(map(id, trained))
+    _last[:] = [one for one in _last if one[2] is not context or not reduced.issuperset(map(id, _alive(one[1])))]
     for parameter, mean in zip(trained, averaged, strict=True):
         parameter.grad = mean
 
@@ -198,6 +202,10 @@ def _note(name: str, trained: list[Any], context: BatchContext) -> None:
     _last.append((name, list(map(weakref.ref, trained)), context, sum(versions)))
 
 
+def _alive(references: list[weakref.ref[Tensor]]) -> list[Tensor]:
+    return [x for reference in references if (x := reference()) is not None]
+
+
 def _same(references: list[weakref.ref[Tensor]], tensors: list[Tensor]) -> bool:
     return len(references) == len(tensors) and all(one() is x for one, x in zip(references, tensors, strict=True))
 
@@ -206,9 +214,9 @@ def warn_if_not_reduced() -> None:
     """Warns, once, if the last batch was followed by a step with gradients that differ from rank to rank."""
     while _last:
         name, references, context, written = _last.pop()
-        trained = [x for x in (reference() for reference in references) if x is not None]
+        trained = _alive(references)
         # Without a step since, gradients are still being added up, or there is no training.
-        if sum(map(_VERSION, trained)) == written or context.state(ReducedGradients).issuperset(map(id, trained)):
+        if sum(map(_VERSION, trained)) == written:
             continue
         warn(
             f"{name} trained in a ring of {context.ring.size}, but neither DDP nor FSDP wraps it and "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...sharding.layout import Layout
 from ..context import batch_context, introspect
 from ..context.tensor_tree import tensors_of
-from ..context.whole_batch import FEATURES, IGNORED, WholeBatch, tokens_of
+from ..context.whole_batch import FEATURES, IGNORED, WholeBatch
 
 LEAST_TOKENS, LEAST_CHUNK = 26, 4
 
@@ -63,7 +63,7 @@ class Sample:
         if context.ring.size == 1 or not context.config.self_check or not length:
             return None
         given = {name: x for name, x in whole.inputs.items() if name in batch and name not in DROPPED}
-        rows = tokens_of(batch).shape[0]
+        rows = whole.rows
         tokens = {n: x for n, x in given.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)}
         others = {name: x for name, x in given.items() if name not in tokens}
         images = context.text is not None and not context.whole_head

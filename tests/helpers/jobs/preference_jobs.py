@@ -106,9 +106,9 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
               "gradient_checkpointing", "dataloader_pin_memory", "per_device_eval_batch_size")  # fmt: skip
     args: dict[str, Any] = {name: given[name] for name in shared}
     args |= {"learning_rate": 0.1, "beta": 0.1, "max_grad_norm": 100.0, **case.args}
-    own, configured, collating = DPOTrainer, DPOConfig, WithoutCompletion
-    if case.kto:
-        own, configured, collating = KTOTrainer, KTOConfig, WithoutAnswer
+    of_dpo, of_kto = (DPOTrainer, DPOConfig, WithoutCompletion), (KTOTrainer, KTOConfig, WithoutAnswer)
+    classes: tuple[Any, Any, Any] = of_kto if case.kto else of_dpo
+    own, configured, collating = classes
     defaults = {
         "model": model(attention, case.kind), "ref_model": teacher(attention, case.kind) if case.reference else None,
         "train_dataset": preferences(case, TRAIN_ROWS), "eval_dataset": preferences(case, EVAL_ROWS, start=4000),

@@ -21,7 +21,7 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.context.mesh import ring_group
 from hf_ring_attn.integration.model import multimodal, whole_heads
 from hf_ring_attn.layers import collectives
-from tests.helpers.jobs.dpo_jobs import numbers
+from tests.helpers.jobs.preference_jobs import numbers
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics

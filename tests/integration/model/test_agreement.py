@@ -52,7 +52,7 @@ DIFFERENCES: dict[str, tuple[Any, str]] = {
     "frozen": (changed(lambda model: model.model.norm.requires_grad_(False)), "weights['model.norm.weight']"),
     "options": (
         changed(lambda model: hf_ring_attn.configure(model, RingConfig(backward="gather"))),
-        "RingConfig['backward'], but got rank 0: ring, rank 1: gather",
+        "RingConfig.backward, but got rank 0: ring, rank 1: gather",
     ),
     "checkpointing": (CHECKPOINTED, "gradient checkpointing, but got rank 0: off, rank 1: on"),
 }
