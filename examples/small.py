@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments, set_seed
 
 from text import VOCABULARY
+
+NEW = "activation_checkpointing"
+CHECKPOINTING = NEW if NEW in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing"
+"""The option's name since transformers 5.23, where its old name warns at each run."""
 
 
 def small_llama(attention: str = "ring_fp32", layers: int = 2, width: int = 64) -> Any:
