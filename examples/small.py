@@ -8,10 +8,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments, s
 
 from text import VOCABULARY
 
-NEW = "activation_checkpointing"
-CHECKPOINTING = NEW if NEW in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing"
-"""The option's name since transformers 5.23, where its old name warns at each run."""
-
 
 def small_llama(attention: str = "ring_fp32", layers: int = 2, width: int = 64) -> Any:
     """A LlamaForCausalLM with heads of 32, two query heads to a key head.
@@ -28,3 +24,9 @@ def small_llama(attention: str = "ring_fp32", layers: int = 2, width: int = 64) 
     )  # fmt: skip
     set_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)  # type: ignore[no-untyped-call]
+
+
+def checkpointing(on: bool) -> dict[str, Any]:
+    """The option of a trainer for checkpointing, by its name since transformers 5.23 or by the name before that."""
+    name = "activation_checkpointing"
+    return {name if name in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing": on}
