@@ -31,7 +31,7 @@ def main(attention: str = "ring_fp32") -> None:
     options = DPOConfig(
         output_dir="outputs/dpo", max_length=1000, max_steps=4, per_device_train_batch_size=2, learning_rate=1e-3,
         logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False,
-        **checkpointing(False),
+        ddp_find_unused_parameters=False, **checkpointing(False),
     )  # fmt: skip
     model = small_llama(attention)
     set_seed(0)  # the adapter starts from random numbers, on all ranks the same

@@ -20,7 +20,7 @@ def main(attention: str = "ring_fp32") -> None:
     options = SFTConfig(
         output_dir="outputs/sft_packing", packing=True, packing_strategy="bfd", max_length=1000, max_steps=4,
         per_device_train_batch_size=1, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none",
-        disable_tqdm=True, use_cpu=True, bf16=False, **checkpointing(True),
+        disable_tqdm=True, use_cpu=True, bf16=False, ddp_find_unused_parameters=False, **checkpointing(True),
     )  # fmt: skip
     model = small_llama(attention)
     set_seed(0)  # the adapter starts from random numbers, on all ranks the same
