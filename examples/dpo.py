@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import set_seed
 from trl import DPOConfig, DPOTrainer
 
 import hf_ring_attn  # noqa: F401  registers "ring_fp32"
-from small import small_llama
+from small import checkpointing, small_llama
 from text import documents, tokenizer
 
 
@@ -30,10 +31,12 @@ def main(attention: str = "ring_fp32") -> None:
     options = DPOConfig(
         output_dir="outputs/dpo", max_length=1000, max_steps=4, per_device_train_batch_size=2, learning_rate=1e-3,
         logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False,
-        gradient_checkpointing=False,
+        ddp_find_unused_parameters=False, **checkpointing(False),
     )  # fmt: skip
+    model = small_llama(attention)
+    set_seed(0)  # the adapter starts from random numbers, on all ranks the same
     trainer = DPOTrainer(
-        small_llama(attention),
+        model,
         args=options,
         train_dataset=pairs(8),
         processing_class=tokenizer(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments, set_seed
 
 from text import VOCABULARY
 
@@ -24,3 +24,9 @@ def small_llama(attention: str = "ring_fp32", layers: int = 2, width: int = 64) 
     )  # fmt: skip
     set_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)  # type: ignore[no-untyped-call]
+
+
+def checkpointing(on: bool) -> dict[str, Any]:
+    """The option of a trainer for checkpointing, by its name since transformers 5.23 or by the name before that."""
+    name = "activation_checkpointing"
+    return {name if name in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing": on}

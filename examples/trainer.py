@@ -19,7 +19,7 @@ def main(attention: str = "ring_fp32") -> None:
     options = TrainingArguments(
         output_dir="outputs/trainer", num_train_epochs=1, per_device_train_batch_size=1,
         gradient_accumulation_steps=2, per_device_eval_batch_size=2, learning_rate=1e-2, logging_steps=1,
-        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, ddp_find_unused_parameters=False,
     )  # fmt: skip
     trainer = Trainer(small_llama(attention), options, train_dataset=Rows(6, 1001), eval_dataset=Rows(3, 1001, skip=6))
     trainer.train()
