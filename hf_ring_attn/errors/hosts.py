@@ -18,8 +18,9 @@ class ChangedHost(Refused):
 class UntestedHost(UserWarning):
     def __init__(self, host: str, version: str, tested: str) -> None:
         super().__init__(
-            f"hf_ring_attn was tested with {host} {tested}, not with {version}. The patched functions have the right "
-            f"parameters, so it continues; if results look wrong, compare them with a tested {host} first."
+            f"hf_ring_attn was tested with {host} {tested}, not with {version}. The functions that it patches have the "
+            "right parameters, and the self-check runs before the first step, so it continues. If results look wrong, "
+            f"compare them with a tested {host} first; hf-ring-attn doctor lists the tested versions."
         )
 
 

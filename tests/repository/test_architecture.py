@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "integration.hosts",
     },
     "testing": RING,
-    "doctor": HOST | {"testing"},
+    "doctor": HOST | {"testing", "bench", "__init__"},  # it starts ranks as bench does
     "plan": HOST | {"testing"},
     "bench": HOST | {"testing"},
     "verify": HOST | {"testing", "bench"},  # it starts ranks as bench does

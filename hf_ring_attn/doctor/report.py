@@ -1,4 +1,4 @@
-"""``hf-ring-attn doctor``: lists installed packages, and for each kernel if it supports an attention, or why not."""
+"""Lists installed packages, the machine, and for each kernel if it supports an attention, or why not."""
 
 from __future__ import annotations
 
@@ -6,49 +6,51 @@ import platform
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
-
-from .attention import kernel_trial
-from .integration.patching.changes import TESTED
-from .kernels import BY_NAME_ONLY, KERNELS, Request, named
+from .. import __version__
+from ..attention import kernel_trial
+from ..integration.patching.changes import TESTED, is_tested
+from ..kernels import BY_NAME_ONLY, KERNELS, Request, named
+from ..kernels.flash4 import library
+from . import machine
 
 PACKAGES = (
-    "hf-ring-attn", "torch", "transformers", "accelerate", "peft", "trl", "triton", "flash-attn-4", "flash-attn",
+    "torch", "transformers", "accelerate", "trl", "peft", "triton", "flash-attn-4", "flash-attn", "liger-kernel",
+    "bitsandbytes",
 )  # fmt: skip
 
 
 def report(request: Request) -> tuple[str, bool]:
-    """Returns a text (packages, devices, kernels for one request), and True if some kernel supports the request."""
+    """Returns a text (packages, machine, kernels for one request), and True if some kernel supports the request."""
     reasons = {
         name: kernel.unsupported(request) or list(kernel_trial.fails(name, request)) for name, kernel in KERNELS.items()
     }
     taken = next((name for name in named("auto") if not reasons[name]), None)
-    lines = [*_packages(), "", *_devices(), "", *_kernels(request, reasons)]
+    lines = [*_packages(), "", *machine.lines(), "", *_kernels(request, reasons)]
     lines.append("none of them can: see the reasons above" if taken is None else f'"auto" takes {taken}')
     return "\n".join(lines), taken is not None
 
 
 def _packages() -> Iterator[str]:
-    yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    """A line a package: installed version, tested versions, and "NOT TESTED" if it is none of them."""
+    yield f"hf-ring-attn {__version__}, python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield f"  {'':14s} {'installed':18s} tested"
     for name in PACKAGES:
         try:
             found = version(name)
         except PackageNotFoundError:
-            found = "not installed"
-        oldest, newest = TESTED.get(name, ("", ""))
-        tested = "" if not oldest else f"tested with {oldest}" + ("" if oldest == newest else f" to {newest}")
-        yield f"  {name:14s} {found:18s} {tested}".rstrip()
+            found = ""
+        tested, fits = _tested(name, found)
+        verdict = "" if not found or fits else "   NOT TESTED"
+        yield f"  {name:14s} {found or 'not installed':18s} {tested}{verdict}".rstrip()
 
 
-def _devices() -> Iterator[str]:
-    if not torch.cuda.is_available():
-        yield "no GPU that torch can use"
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield (
-            f"cuda:{index} {properties.name}, compute capability {properties.major}.{properties.minor}, "
-            f"{properties.total_memory / 2**30:.0f} GiB"
-        )
+def _tested(name: str, found: str) -> tuple[str, bool]:
+    """The tested versions of a package, and True if ``found`` is one of them, or if the package has no such row."""
+    if name == library.PACKAGE:
+        return ", ".join(library.TESTED), found in library.TESTED
+    if name not in TESTED:
+        return "", True
+    return " to ".join(dict.fromkeys(TESTED[name])), bool(found) and is_tested(name, found)
 
 
 def _kernels(request: Request, reasons: Mapping[str, list[str]]) -> Iterator[str]:
