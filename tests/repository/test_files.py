@@ -19,8 +19,8 @@ FIRST_SCREEN_LINES = 45
 # a noqa that lacks its codes, or at least two words of reason after them
 NOQA_WITHOUT_REASON = re.compile(r"#\s*noqa\b(?!: [A-Z]+\d+(?:, ?[A-Z]+\d+)*[\s#(-]+[^\W\d_]\S*\s+\S)")
 PRIVATE_PLACE = re.compile(r"file://|(?<![\w.~])/(?:root|home|Users)/\w")  # a mirror on a disk, a person's folder
-
-FROM_A_REGISTRY = re.compile(r"\bpip3? install\b[^#\n]*?[\s'\"]hf[-_]ring[-_]attn(\[[\w,]*\])?([=<>~!]=?[\d.]+)?(?![-\w./])")
+OUR_NAME = r"hf[-_]ring[-_]attn(\[[\w,]*\])?([=<>~!]=?[\d.]+)?(?![-\w./])"
+FROM_A_REGISTRY = re.compile(rf"\bpip3? install\b[^#\n]*?[\s'\"]{OUR_NAME}")
 
 
 def files() -> Iterator[Path]:
