@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
+from .autoload import command as autoload
 from .bench import command as bench
 from .doctor import command as doctor
 from .errors import RingAttentionError
@@ -27,10 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_arguments(commands.add_parser("plan", help=about, description=about))
     about = "compare a model in a ring with itself on one device, and look for leaks"
     verify.add_arguments(commands.add_parser("verify", help=about, description=about))
+    about = 'register "ring_fp32" in programs that do not import the package'
+    autoload.add_arguments(commands.add_parser("autoload", help=about, description=about))
     given = parser.parse_args(arguments)
     check, run = {
         "doctor": (doctor.check, doctor.run), "bench": (bench.check, bench.run), "plan": (plan.check, plan.run),
-        "verify": (verify.check, verify.run),
+        "verify": (verify.check, verify.run), "autoload": (autoload.check, autoload.run),
     }[given.command]  # fmt: skip
     if problem := check(given):
         commands.choices[given.command].error(problem)

@@ -8,6 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .. import __version__
 from ..attention import kernel_trial
+from ..autoload import command as autoload
+from ..autoload import switch
+from ..errors import NotInstalled
 from ..integration.patching.changes import TESTED, is_tested
 from ..kernels import BY_NAME_ONLY, KERNELS, Request, named
 from ..kernels.flash4 import library
@@ -33,6 +36,10 @@ def report(request: Request) -> tuple[str, bool]:
 def _packages() -> Iterator[str]:
     """A line a package: installed version, tested versions, and "NOT TESTED" if it is none of them."""
     yield f"hf-ring-attn {__version__}, python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    try:
+        yield autoload.state(switch.find())
+    except NotInstalled:
+        yield "autoload: off (not installed: this is a folder with the package)"
     yield f"  {'':14s} {'installed':18s} tested"
     for name in PACKAGES:
         try:

@@ -198,6 +198,25 @@ class IncompleteCheckpoint(Refused):
         )
 
 
+# ---- autoload -------------------------------------------------------------------------------------------------------
+
+
+class NotInstalled(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "autoload changes the metadata of the installed package, but hf_ring_attn runs from a folder here. Install "
+            "it first (pip install . in the checkout), or start programs with python -m hf_ring_attn.run."
+        )
+
+
+class NotWritable(Refused):
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(
+            f"autoload cannot write to {where} ({why}). Run the command as the user who installed the package, or "
+            "start programs with python -m hf_ring_attn.run."
+        )
+
+
 # ---- models that commands load --------------------------------------------------------------------------------------
 
 

@@ -9,12 +9,14 @@ import tarfile
 import tomllib
 import zipfile
 from email import message_from_bytes
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
 
 import hf_ring_attn
+from hf_ring_attn.autoload import switch
 from tests.helpers.patience import patient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -102,8 +104,9 @@ def test_plain_pip_installs_it_into_an_empty_environment(built: Path, tmp_path: 
     command(*pip, "install", "--no-deps", "--no-index", wheel, where=tmp_path)
     site = Path(command(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", where=tmp_path).strip())
     (site / "hosts.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    switch.enable(switch.find(PathDistribution(next(site.glob("hf_ring_attn-*.dist-info")))))
     assert command(place / "bin" / "hf-ring-attn", "--version", where=tmp_path) == (
         f"hf-ring-attn {hf_ring_attn.__version__}\n"
     )
     command(*pip, "uninstall", "--yes", "hf-ring-attn", where=tmp_path)
-    assert not [path for path in site.iterdir() if path.name.startswith("hf_ring_attn")]
+    assert not [path for path in site.iterdir() if path.name.startswith("hf_ring_attn")], "autoload's files go too"
