@@ -162,6 +162,14 @@ class NothingToRun(BadCommand):
         )
 
 
+class OtherAttention(BadCommand):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"--attention got {name!r}, and only ring_fp32 is possible. Name it before the program: "
+            "python -m hf_ring_attn.run --attention ring_fp32 train.py ..."
+        )
+
+
 class NoSuchProgram(BadCommand):
     def __init__(self, program: str, why: str) -> None:
         super().__init__(
