@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -110,3 +111,11 @@ def test_plain_pip_installs_it_into_an_empty_environment(built: Path, tmp_path: 
     )
     command(*pip, "uninstall", "--yes", "hf-ring-attn", where=tmp_path)
     assert not [path for path in site.iterdir() if path.name.startswith("hf_ring_attn")], "autoload's files go too"
+
+
+def test_the_release_notes_are_short_and_have_the_version() -> None:
+    text = (REPOSITORY / "CHANGELOG.md").read_text()
+    titles = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)
+    assert titles[0] == "Unreleased" and hf_ring_attn.__version__ in titles
+    notes = text.partition(f"## [{hf_ring_attn.__version__}]")[2].partition("\n## ")[0]
+    assert "### Numerics" in notes and len(notes.splitlines()) <= 30
