@@ -6,13 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import torch
-
-from . import doctor
+from . import __version__
+from .autoload import command as autoload
 from .bench import command as bench
-from .bench.command import DTYPES, add_shape, check_shape
+from .doctor import command as doctor
 from .errors import RingAttentionError
-from .kernels import Request
 from .plan import command as plan
 from .verify import command as verify
 
@@ -20,18 +18,22 @@ from .verify import command as verify
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 2 for what is refused, in words."""
     parser = argparse.ArgumentParser(prog="hf-ring-attn", description="Ring attention with the single-GPU answer.")
+    parser.add_argument("--version", action="version", version=f"hf-ring-attn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_doctor(commands.add_parser("doctor", help="show installed packages, and kernels for an attention"))
+    about = "show packages, GPUs and kernels for an attention; with --ranks, try a ring"
+    doctor.add_arguments(commands.add_parser("doctor", help=about, description=about))
     about = "measure speed and memory of attention in a ring, against one device and other packages"
     bench.add_arguments(commands.add_parser("bench", help=about, description=about))
     about = "forecast the memory and the seconds of a training step, from a model's config alone"
     plan.add_arguments(commands.add_parser("plan", help=about, description=about))
     about = "compare a model in a ring with itself on one device, and look for leaks"
     verify.add_arguments(commands.add_parser("verify", help=about, description=about))
+    about = 'register "ring_fp32" in programs that do not import the package'
+    autoload.add_arguments(commands.add_parser("autoload", help=about, description=about))
     given = parser.parse_args(arguments)
     check, run = {
-        "doctor": (check_shape, _doctor), "bench": (bench.check, bench.run), "plan": (plan.check, plan.run),
-        "verify": (verify.check, verify.run),
+        "doctor": (doctor.check, doctor.run), "bench": (bench.check, bench.run), "plan": (plan.check, plan.run),
+        "verify": (verify.check, verify.run), "autoload": (autoload.check, autoload.run),
     }[given.command]  # fmt: skip
     if problem := check(given):
         commands.choices[given.command].error(problem)
@@ -40,22 +42,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RingAttentionError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-
-
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    add_shape(parser)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    for flag in ("softcap", "sinks", "deterministic"):
-        parser.add_argument(f"--{flag}", action="store_true")
-    parser.add_argument("--holes", action="store_true", help="a document's keys in several runs: padding, image blocks")
-
-
-def _doctor(given: argparse.Namespace) -> int:
-    request = Request(
-        given.device or ("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[given.dtype], given.heads,
-        given.kv_heads, given.head_dim, given.value_dim or given.head_dim, given.softcap, given.sinks,
-        given.deterministic, given.holes,
-    )  # fmt: skip
-    text, able = doctor.report(request)
-    sys.stdout.write(text + "\n")
-    return 0 if able else 1

@@ -127,6 +127,11 @@ def several_asked_for() -> tuple[str, str] | None:
     return None
 
 
+def torch_autoloads() -> bool:
+    """Returns True unless TORCH_DEVICE_BACKEND_AUTOLOAD stops torch from calling other packages at its import."""
+    return os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+
+
 def triton_is_interpreted() -> bool:
     """Returns True if Triton's kernels run in its interpreter, on CPU tensors (TRITON_INTERPRET=1, for tests)."""
     return os.environ.get("TRITON_INTERPRET") == "1"

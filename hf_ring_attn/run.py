@@ -3,6 +3,10 @@
 >>> python -m hf_ring_attn.run trl sft --num_processes 2 --attn_implementation ring_fp32 ...   # a console command
 >>> torchrun --nproc-per-node 2 -m hf_ring_attn.run train.py --epochs 3                        # a script
 >>> accelerate launch --config_file ring.yaml -m hf_ring_attn.run -m my_package.train          # a module
+>>> torchrun --nproc-per-node 2 -m hf_ring_attn.run --attention ring_fp32 run_clm.py ...       # sets the attention, too
+
+``--attention ring_fp32`` is for programs without an option for it: models get it if neither the program nor the model's
+config names an attn_implementation.
 
 PROGRAM sees the same as if python had started it: sys.argv, sys.path[0], and for a script or a module
 ``__name__ == "__main__"``. Processes that it launches (accelerate, trl, torchrun) get the plugin too.
@@ -21,7 +25,11 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from . import errors
+from .integration.attention.function import NAME
 from .integration.hosts import launchers
+from .integration.model.default_attention import use_by_default
+
+ATTENTION = "--attention"
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -29,15 +37,20 @@ def run(arguments: Sequence[str]) -> None:
 
     "-m NAME" is a module, as for python. A name with a folder or a Python suffix is a script (or a folder or archive
     with a ``__main__.py``); any other name is a console command of an installed package, else a script, else a module.
+    Before it may stand "--attention ring_fp32", which launchers pass on to their programs.
 
     Raises:
         NothingToRun: no program is named.
+        OtherAttention: "--attention" names another one than ours.
         NoSuchProgram: it is none of these.
         Any error of the program; a console command always ends with SystemExit.
     """
-    if not arguments or list(arguments) == ["-m"]:
+    options, arguments = _options(arguments)
+    if not arguments or arguments == ["-m"]:
         raise errors.NothingToRun()
-    launchers.carry_plugin(run)
+    if options:
+        use_by_default(NAME)
+    launchers.carry_plugin(run, options)
     program, *rest = arguments
     if program == "-m":
         _run_module(rest[0], rest[1:])
@@ -49,6 +62,19 @@ def run(arguments: Sequence[str]) -> None:
         _run_script(program, rest)
     else:
         _run_module(program, rest)
+
+
+def _options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line into our options and the program's part."""
+    first, *rest = arguments or [""]
+    flag, equals, name = first.partition("=")
+    if flag != ATTENTION:
+        return [], list(arguments)
+    if not equals:
+        name, *rest = rest or [""]
+    if name != NAME:
+        raise errors.OtherAttention(name)
+    return [ATTENTION, NAME], rest
 
 
 def _is_path(program: str) -> bool:

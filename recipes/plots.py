@@ -21,7 +21,7 @@ def draw(path: Path, onto: Callable[[Any], None], size: tuple[float, float] = (8
     try:
         figures: Any = importlib.import_module("matplotlib.figure")
     except ImportError:
-        print(f"no plot {path.name}, since matplotlib is not installed: pip install 'hf-ring-attn[plot]'")
+        print(f"no plot {path.name}, since matplotlib is not installed: pip install matplotlib")
         return False
     figure = figures.Figure(figsize=size, layout="constrained")
     onto(figure.add_subplot())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -61,10 +62,11 @@ def world(device: str | None, may_share: bool = False) -> Iterator[tuple[Ring, t
         dist.destroy_process_group()
 
 
-def start_ranks(count: int, arguments: Sequence[str]) -> int:
+def start_ranks(count: int, arguments: Sequence[str], seconds: float = math.inf) -> int:
     """Runs ``python -m hf_ring_attn ARGUMENTS`` as ``count`` ranks on this machine; returns the first exit code but 0.
 
-    Only rank 0 prints. If one rank ends in an error, the others are ended.
+    Only rank 0 prints. If one rank ends in an error, or after so many seconds, the others are ended; the exit code of
+    a rank that was ended is negative.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -80,9 +82,12 @@ def start_ranks(count: int, arguments: Sequence[str]) -> int:
         for rank in range(count)
     ]
     try:
+        end = time.monotonic() + seconds
         while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            if time.monotonic() > end:
+                break
             time.sleep(0.05)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = min(end, time.monotonic() + GRACE_SECONDS)
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:

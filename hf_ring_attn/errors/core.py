@@ -225,9 +225,7 @@ class NotSendable(Refused):
 
 class NoMatplotlib(RingAttentionError):
     def __init__(self) -> None:
-        super().__init__(
-            "a plot needs matplotlib, which is not installed. Install it with pip install 'hf-ring-attn[plot]'."
-        )
+        super().__init__("a plot needs matplotlib, which is not installed. Install it: pip install matplotlib.")
 
 
 class NotAResult(RingAttentionError):

@@ -18,8 +18,9 @@ class ChangedHost(Refused):
 class UntestedHost(UserWarning):
     def __init__(self, host: str, version: str, tested: str) -> None:
         super().__init__(
-            f"hf_ring_attn was tested with {host} {tested}, not with {version}. The patched functions have the right "
-            f"parameters, so it continues; if results look wrong, compare them with a tested {host} first."
+            f"hf_ring_attn was tested with {host} {tested}, not with {version}. The functions that it patches have the "
+            "right parameters, and the self-check runs before the first step, so it continues. If results look wrong, "
+            f"compare them with a tested {host} first; hf-ring-attn doctor lists the tested versions."
         )
 
 
@@ -161,6 +162,14 @@ class NothingToRun(BadCommand):
         )
 
 
+class OtherAttention(BadCommand):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"--attention got {name!r}, and only ring_fp32 is possible. Name it before the program: "
+            "python -m hf_ring_attn.run --attention ring_fp32 train.py ..."
+        )
+
+
 class NoSuchProgram(BadCommand):
     def __init__(self, program: str, why: str) -> None:
         super().__init__(
@@ -194,6 +203,25 @@ class IncompleteCheckpoint(Refused):
         super().__init__(
             f"{checkpoint} is incomplete: its trainer_state.json, which is written last, is missing or cut off, so "
             f"saving was interrupted (killed, or a full disk). {todo}."
+        )
+
+
+# ---- autoload -------------------------------------------------------------------------------------------------------
+
+
+class NotInstalled(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "autoload changes the metadata of the installed package, but hf_ring_attn runs from a folder here. Install "
+            "it first (pip install . in the checkout), or start programs with python -m hf_ring_attn.run."
+        )
+
+
+class NotWritable(Refused):
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(
+            f"autoload cannot write to {where} ({why}). Run the command as the user who installed the package, or "
+            "start programs with python -m hf_ring_attn.run."
         )
 
 

@@ -9,7 +9,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+import hf_ring_attn
 from hf_ring_attn import cli, kernels
+from hf_ring_attn.doctor import report
 from hf_ring_attn.kernels import Request
 from hf_ring_attn.kernels.reference import Reference
 
@@ -17,8 +19,9 @@ from hf_ring_attn.kernels.reference import Reference
 def test_the_doctor_tells_every_kernel_with_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--device", "cpu", "--dtype", "float64", "--head-dim", "64", "--value-dim", "48"]) == 0
     text = capsys.readouterr().out
-    assert f"\n  torch          {torch.__version__}" in text
-    assert "tested with 5.17 to 5.23" in text
+    assert text.startswith(f"hf-ring-attn {hf_ring_attn.__version__}, python ")
+    assert f"\n  torch          {torch.__version__:18s} 2.11 to 2.13\n" in text
+    assert " 5.17 to 5.23\n" in text and "\n  peft " in text and "NOT TESTED" not in text
     assert "kernels for 32 heads over 8, 64/48 wide, float64 on cpu:\n" in text
     assert "  flash4     no: needs an NVIDIA GPU, got tensors on cpu\n" in text
     assert "computes in bfloat16 or float16, got torch.float64\n" in text
@@ -27,6 +30,21 @@ def test_the_doctor_tells_every_kernel_with_its_reasons(capsys: pytest.CaptureFi
     assert "  flex       no: needs a GPU, got tensors on cpu\n" in text
     assert "keys and values must be of one width, got 64 and 48\n" in text
     assert "  reference  yes: float32 sums\n" in text and text.endswith('"auto" takes reference\n')
+
+
+def test_an_untested_version_is_marked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"torch": "2.15.0+cu132", "peft": "0.20.9", "trl": "1.16.3", "flash-attn-4": "4.0.0b35", "triton": "9.9"}
+    monkeypatch.setattr(report, "version", lambda name: found.get(name, report.TESTED.get(name, ("", "1"))[1]))
+    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    marked = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("   NOT TESTED")]
+    assert marked == ["torch", "peft", "flash-attn-4"]
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"hf-ring-attn {hf_ring_attn.__version__}\n"
 
 
 def test_what_is_asked_for_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +61,7 @@ def test_where_no_kernel_can_the_exit_code_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "KERNELS", {"unable": Unable()})
-    monkeypatch.setattr("hf_ring_attn.doctor.KERNELS", {"unable": Unable()})
+    monkeypatch.setattr("hf_ring_attn.doctor.report.KERNELS", {"unable": Unable()})
     assert cli.main(["doctor", "--device", "cpu"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3:] == [
@@ -65,7 +83,7 @@ def test_every_kernel_is_asked_once_for_the_table_and_the_exit_code(
     """A kernel's answer may be slow, and it may change: the table told one, the exit code another."""
     table = {"counting": Counting()}
     monkeypatch.setattr(kernels, "KERNELS", table)
-    monkeypatch.setattr("hf_ring_attn.doctor.KERNELS", table)
+    monkeypatch.setattr("hf_ring_attn.doctor.report.KERNELS", table)
     assert cli.main(["doctor", "--device", "cpu", "--heads", "16"]) == 0
     assert capsys.readouterr().out.endswith('  counting   yes: float32 sums\n"auto" takes counting\n')
     assert Counting.asked == [16]
@@ -90,6 +108,7 @@ BAD_ARGUMENTS = [
     ("doctor --heads 4", "--heads 4 must be a multiple of --kv-heads 8"),
     ("doctor --device banana", "argument --device: got banana, which must be cuda or cpu"),
     ("doctor --device cuda", "argument --device: got cuda, but torch finds no GPU here"),
+    ("doctor --ranks 0", "argument --ranks: got 0, which must be a whole number from 1 on"),
     ("doctor --dtype float8", "argument --dtype: invalid choice: 'float8'"),
     ("bench --heads-per-gather -1", "argument --heads-per-gather: got -1, which must be a whole number from 0 on"),
     ("bench --tokens 64 0", "argument --tokens: got 0"),

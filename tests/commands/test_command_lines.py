@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PathDistribution
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from hf_ring_attn.autoload import switch
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, model, quiet, rows, tokenizer
@@ -32,7 +35,7 @@ import torch
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-model, data, output, attention = sys.argv[1:]
+model, data, output, *attention = sys.argv[1:]
 read = AutoTokenizer.from_pretrained(model)
 
 def collate(rows):
@@ -43,7 +46,8 @@ arguments = TrainingArguments(
     output, max_steps=3, per_device_train_batch_size=2, optim="sgd", learning_rate=0.1, logging_steps=1, save_steps=3,
     report_to="none", use_cpu=True, remove_unused_columns=False, disable_tqdm=True,
 )
-net = AutoModelForCausalLM.from_pretrained(model, attn_implementation=attention)
+named = {"attn_implementation": attention[0]} if attention else {}
+net = AutoModelForCausalLM.from_pretrained(model, **named)
 trainer = Trainer(net, arguments, data_collator=collate, train_dataset=load_from_disk(data))
 trainer.train()
 trainer.end()
@@ -150,10 +154,34 @@ def test_trl_grpo_by_its_own_command(ranks: Ranks, files: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.turns
-def test_a_strangers_script_under_torchrun(ranks: Ranks, files: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["by the program", "--attention", "config.json", "autoload"])
+def test_a_strangers_script_under_torchrun(ranks: Ranks, files: Path, tmp_path: Path, named: str) -> None:
+    """It never imports the plugin; three of the ways are for scripts without an option for the attention."""
     script, read = str(files / "stranger.py"), [str(files / "model"), str(files / "arrow")]
     ring = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
-    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "hf_ring_attn.run"]
-    shell([*command, script, *read, str(tmp_path / "ring"), "ring_fp32"], tmp_path, **ring)
-    alone(ranks, script, [*read, str(tmp_path / "alone"), "sdpa"], tmp_path)
+    command, attention = ["-m", "hf_ring_attn.run"], []
+    if named == "--attention":
+        command += ["--attention", "ring_fp32"]
+    elif named == "config.json":
+        read = [str(shutil.copytree(files / "model", tmp_path / "model")), read[1]]
+        config = tmp_path / "model/config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "attn_implementation": "ring_fp32"}))
+    else:
+        attention = ["ring_fp32"]
+    if named == "autoload":
+        command = []
+        ring["PYTHONPATH"] = os.pathsep.join([str(site_with_autoload(tmp_path)), str(REPOSITORY)])
+    launch = ["torchrun", "--standalone", "--nproc-per-node", "2", *command]
+    shell([*launch, script, *read, str(tmp_path / "ring"), *attention], tmp_path, **ring)
+    alone(ranks, script, [str(files / "model"), read[1], str(tmp_path / "alone"), "sdpa"], tmp_path)
     assert_same(tmp_path / "ring", tmp_path / "alone")
+
+
+def site_with_autoload(place: Path) -> Path:
+    """A folder of installed packages in which `hf-ring-attn autoload` is enabled."""
+    info = place / "site/hf_ring_attn-9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: hf-ring-attn\nVersion: 9\n")
+    (info / "RECORD").write_text("hf_ring_attn-9.dist-info/RECORD,,\n")
+    switch.enable(switch.find(PathDistribution(info)))
+    return info.parent

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import hf_ring_attn
 from hf_ring_attn import run
+from hf_ring_attn.integration import log
 from hf_ring_attn.integration.hosts.launchers import RUN
+from tests.helpers.models.tiny_models import tiny
 
 TELL = """
 import json, sys
@@ -22,6 +25,20 @@ print(json.dumps({
     "argv": sys.argv, "folder": sys.path[0], "name": __name__, "main": sys.modules["__main__"].__dict__ is globals(),
     "plugin": "ring_fp32" in AttentionInterface._global_mapping,
 }))
+"""
+LOADS = """
+import json
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+models = [
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes)), LlamaForCausalLM(LlamaConfig(**sizes)),
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes), attn_implementation="eager"),
+]
+models[0].save_pretrained("saved")
+for given in ({}, {"attn_implementation": None}, {"attn_implementation": "sdpa"}):
+    models.append(AutoModelForCausalLM.from_pretrained("saved", **given))
+models[-2].set_attn_implementation("eager")
+print(json.dumps([model.config._attn_implementation for model in models]))
 """
 COMMAND = """
 import json, sys
@@ -36,6 +53,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working folder with programs of every form, as ``python -m`` finds it."""
     files = {
         "train.py": TELL,
+        "loads.py": LOADS,
         "folder/__main__.py": TELL,
         "package/__init__.py": "",
         "package/train.py": TELL,
@@ -105,9 +123,43 @@ def test_a_console_command_runs_through_its_entry_point(place: Path, capsys: pyt
     assert told(capsys) == {"argv": [str(place / "bin/shout"), "-m", "x"], "folder": str(place / "bin")}
 
 
+@pytest.mark.parametrize("option", [["--attention", "ring_fp32"], ["--attention=ring_fp32"]], ids=" ".join)
+@pytest.mark.usefixtures("place")
+def test_models_of_a_program_without_an_option_get_the_attention(
+    option: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The attention that a program names itself stays, and a line says so."""
+    monkeypatch.setattr(log, "_said", set())
+    assert run.main([*option, "loads.py"]) == 0
+    ours = "ring_fp32"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == [ours, ours, "eager", ours, "eager", "sdpa"]
+    for name in ("eager", "sdpa"):
+        assert f'--attention ring_fp32: LlamaForCausalLM keeps attn_implementation="{name}"' in caplog.text
+    hf_ring_attn.uninstall()
+    hf_ring_attn.install()
+    assert tiny("llama", None).config._attn_implementation == "sdpa"
+
+
+def test_a_models_config_may_name_the_attention(tmp_path: Path) -> None:
+    """For programs without an option, started with the plugin: config.json is read by every loader."""
+    tiny("llama", "eager").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attn_implementation": "ring_fp32"}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config._attn_implementation == "ring_fp32"
+    again = tmp_path / "again"
+    model.save_pretrained(again)
+    assert "ring_fp32" not in (again / "config.json").read_text(), "what is saved loads without the plugin"
+
+
 ERRORS = {
     (): "no program is named. Give a script, a module or a console command",
     ("-m",): "no program is named",
+    ("--attention", "ring_fp32"): "no program is named",
+    ("--attention",): "--attention got '', and only ring_fp32 is possible. Name it before the program",
+    ("--attention", "sdpa", "train.py"): "--attention got 'sdpa', and only ring_fp32 is possible",
+    ("--attention=train.py",): "--attention got 'train.py', and only ring_fp32 is possible",
     ("trian.py",): "cannot run 'trian.py': there is no such file (looked in {place}). It must be a script (train.py)",
     ("sub/train",): "cannot run 'sub/train': there is no such file",
     ("whisper", "x"): "cannot run 'whisper': it is no file, no console command and no module that python finds",
@@ -185,6 +237,10 @@ LAUNCHES = {
     ),
     "accelerate, through us already": (["accelerate", "launch", "--cpu", "-m", RUN, "train.py"], ["train.py"]),
     "torchrun": (["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
+    "with the attention": (
+        ["--attention=ring_fp32", "torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"],
+        ["--attention", "ring_fp32", "train.py", "--lr", "1"],
+    ),
     "torchrun, of a module": (["torchrun", "-m", "package.train"], ["-m", "package.train"]),
 }
 

@@ -83,7 +83,7 @@ def test_without_matplotlib_no_plot_is_a_line_and_no_error(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert not plots.draw(tmp_path / "a.svg", lambda axes: None)
-    assert "no plot a.svg" in capsys.readouterr().out and "hf-ring-attn[plot]" not in str(list(tmp_path.iterdir()))
+    assert capsys.readouterr().out.startswith("no plot a.svg") and not list(tmp_path.iterdir())
 
 
 def test_tables_and_plots(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ DATA = BASE | {"comm", "sharding"}
 RING = DATA | {"kernels", "traffic", "layers", "attention"}
 SHARED = {"integration.log", "integration.patching", "integration.context"}
 HOST = RING | {"integration", "biases"}
-TOOLS = {"doctor", "plan", "bench", "verify"}
+TOOLS = {"autoload", "doctor", "plan", "bench", "verify"}
 
 # room -> the rooms it may import; every room may import itself
 MAY_IMPORT: dict[str, set[str]] = {
@@ -57,7 +57,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "integration.hosts",
     },
     "testing": RING,
-    "doctor": HOST | {"testing"},
+    "autoload": BASE,  # files and imports, never a host
+    "doctor": HOST | {"autoload", "testing", "bench", "__init__"},  # it starts ranks as bench does
     "plan": HOST | {"testing"},
     "bench": HOST | {"testing"},
     "verify": HOST | {"testing", "bench"},  # it starts ranks as bench does

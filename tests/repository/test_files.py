@@ -12,13 +12,15 @@ import pytest
 from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDERS = [".ci", "examples", "hf_ring_attn", "recipes", "tests"]
+FOLDERS = [".ci", ".github", "docs", "examples", "hf_ring_attn", "recipes", "tests", "upstream"]
 COMMANDS = ["bash examples/run.sh", "bash tests/run.sh"]
 FIRST_SCREEN_LINES = 45
 
 # a noqa that lacks its codes, or at least two words of reason after them
 NOQA_WITHOUT_REASON = re.compile(r"#\s*noqa\b(?!: [A-Z]+\d+(?:, ?[A-Z]+\d+)*[\s#(-]+[^\W\d_]\S*\s+\S)")
 PRIVATE_PLACE = re.compile(r"file://|(?<![\w.~])/(?:root|home|Users)/\w")  # a mirror on a disk, a person's folder
+OUR_NAME = r"hf[-_]ring[-_]attn(\[[\w,]*\])?([=<>~!]=?[\d.]+)?(?![-\w./])"
+FROM_A_REGISTRY = re.compile(rf"\bpip3? install\b[^#\n]*?[\s'\"]{OUR_NAME}")
 
 
 def files() -> Iterator[Path]:
@@ -82,3 +84,23 @@ def test_a_missing_reason_is_seen(line: str, silent: bool) -> None:
 
 def test_no_file_names_a_private_folder_or_mirror() -> None:
     assert lines_that_match(PRIVATE_PLACE) == []
+
+
+def test_nobody_is_advised_to_install_a_name_that_is_not_ours_yet() -> None:
+    """The package is not on PyPI: whoever takes the name first would be installed. Take this out at the release."""
+    assert lines_that_match(FROM_A_REGISTRY) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "bad"),
+    [
+        ("pip install hf-ring-attn", True),
+        ("pip install -U 'hf-ring-attn[plot]'.", True),
+        ('uv pip install "hf_ring_attn==0.1.0"', True),
+        ("pip install hf_ring_attn-0.1.0-py3-none-any.whl", False),
+        ("pip install '.[peft,trl]'     # hf-ring-attn with its hosts", False),
+        ("pip install ./hf_ring_attn", False),
+    ],
+)
+def test_such_advice_is_seen(line: str, bad: bool) -> None:
+    assert bool(FROM_A_REGISTRY.search(line)) == bad

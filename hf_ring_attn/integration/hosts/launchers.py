@@ -18,7 +18,7 @@ from ..patching.changes import Patch
 RUN = "hf_ring_attn.run"
 
 
-def carry_plugin(run: Callable[[Sequence[str]], None]) -> None:
+def carry_plugin(run: Callable[[Sequence[str]], None], options: Sequence[str] = ()) -> None:
     """Makes launchers of this process start their programs through hf_ring_attn.run.
 
     In a launched process (``torchrun -m hf_ring_attn.run trl sft``), a command that would launch again, without options
@@ -26,6 +26,7 @@ def carry_plugin(run: Callable[[Sequence[str]], None]) -> None:
 
     Args:
         run: runs a program in this process, given its command line.
+        options: options of hf_ring_attn.run for the launched programs.
     """
 
     def launch_command(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -34,12 +35,12 @@ def carry_plugin(run: Callable[[Sequence[str]], None]) -> None:
                 _refuse_options(args)
                 run(_program(args))
             else:
-                original(_through_us(args))
+                original(_through_us(args, options))
 
         return launch_command
 
     def run_torch(original: Callable[[Any], None]) -> Callable[[Any], None]:
-        return lambda args: original(_through_us(args))
+        return lambda args: original(_through_us(args, options))
 
     patches = (
         Patch("accelerate.commands.launch:launch_command", "(args)", launch_command),
@@ -54,12 +55,12 @@ def _program(args: Any) -> list[str]:
     return [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
 
 
-def _through_us(args: Any) -> Any:
+def _through_us(args: Any, options: Sequence[str]) -> Any:
     """Changes a launcher's parsed command line so that hf_ring_attn.run runs its program."""
     if args.no_python:
         raise errors.NoPython(args.training_script)
     if not (args.module and args.training_script == RUN):
-        args.training_script_args = _program(args)
+        args.training_script_args = [*options, *_program(args)]
         args.training_script, args.module = RUN, True
     return args
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..context import introspect
 from ..context.batch_context import BatchContext
+from ..patching.changes import warn_if_untested
 
 EXACT = frozenset({
     "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA",
@@ -41,6 +42,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     for module in model.modules() if context.ring.size > 1 else ():
         adapters: Any = getattr(module, "peft_config", None)
         if adapters:
+            warn_if_untested("peft")  # it may have been imported after this package
             for name, adapter in adapters.items():
                 yield from _adapter_reasons(f"the PEFT adapter {name!r}", adapter)
             return

@@ -17,7 +17,10 @@ from ... import errors
 
 Undo = Callable[[], None]
 
-TESTED = {"transformers": ("5.17", "5.23"), "accelerate": ("1.15", "1.15"), "trl": ("1.16", "1.16")}
+TESTED = {
+    "torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23"), "accelerate": ("1.15", "1.15"),
+    "trl": ("1.16", "1.16"), "peft": ("0.21", "0.21"), "bitsandbytes": ("0.50", "0.50"),
+}  # fmt: skip
 """Host: the oldest and the newest minor version that this package was tested with."""
 
 _ABSENT: Any = object()
@@ -180,7 +183,7 @@ def install(changes: Iterable[Change]) -> None:
         ChangedHost: a host's function has other parameters than its patch needs.
 
     Warns:
-        UntestedHost: the host's version is outside `TESTED`; once per host.
+        UntestedHost: the version of an imported host is outside `TESTED`; once per host.
     """
     with _lock:
         done = installed()
@@ -188,8 +191,8 @@ def install(changes: Iterable[Change]) -> None:
         ready = [(change, module) for change, module in ready if change.key not in done]
         for change, module in ready:
             change.check(module)
-        for change, _ in ready:
-            _warn_if_untested(change.module.partition(".")[0])  # first: a filter may turn it into an error
+        for host in TESTED:
+            warn_if_untested(host)  # first: a filter may turn it into an error
         _undos.extend((change.key, change.apply(module)) for change, module in ready)
 
 
@@ -206,10 +209,14 @@ def uninstall() -> None:
         _warned.clear()
 
 
-def _warn_if_untested(host: str) -> None:
-    if host in _warned or host not in TESTED:
-        return
+def is_tested(host: str, version: str) -> bool:
+    """Returns True if ``version`` is within the tested ones of a host in `TESTED`."""
     oldest, newest = TESTED[host]
-    if not _minor(oldest) <= _minor(_version(host)) <= _minor(newest):
+    return _minor(oldest) <= _minor(version) <= _minor(newest)
+
+
+def warn_if_untested(host: str) -> None:
+    """Warns once (UntestedHost) if ``host`` is imported in a version that is not tested."""
+    if host not in _warned and host in sys.modules and not is_tested(host, _version(host)):
         _warned.add(host)
         warnings.warn(errors.UntestedHost(host, _version(host), _range(host)), stacklevel=4)

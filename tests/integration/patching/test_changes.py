@@ -180,6 +180,26 @@ def test_an_untested_version_warns_once_by_name(host: Callable[[], Any], version
     assert all(f"tested with oddhost 2.5 to 2.7, not with {version}" in text for text in texts)
 
 
+@pytest.mark.usefixtures("fresh")
+def test_a_host_without_patches_warns_when_it_is_imported(host: Callable[[], Any]) -> None:
+    """torch and peft: nothing of theirs is patched, and peft may be imported after this package."""
+    changes.warn_if_untested("oddhost")
+    host()
+    sys.modules["oddhost"].__version__ = "3.0"  # type: ignore[attr-defined]
+    with pytest.warns(errors.UntestedHost, match=r"oddhost 2.5 to 2.7, not with 3.0"):
+        changes.install([])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        changes.warn_if_untested("oddhost")
+
+
+def test_every_pinned_host_is_a_tested_one() -> None:
+    pins = (Path(__file__).resolve().parents[3] / "tests/constraints.txt").read_text().splitlines()
+    found = dict(line.split("==") for line in pins if "==" in line and not line.startswith("#"))
+    assert {"torch", "transformers", "accelerate", "trl", "peft"} <= changes.TESTED.keys()
+    assert [host for host in changes.TESTED if host in found and not changes.is_tested(host, found[host])] == []
+
+
 def test_a_patch_on_top_of_ours_is_taken_away_with_a_warning(host: Callable[[], Any]) -> None:
     core = host()
     original = vars(core.Thing)["method"]
