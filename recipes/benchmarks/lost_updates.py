@@ -6,11 +6,15 @@ python recipes/benchmarks/lost_updates.py --learning-rate 3e-5
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+from hf_ring_attn.bench import results
+from hf_ring_attn.bench.provenance import facts
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -49,12 +53,18 @@ def losses(dtype: torch.dtype, compiled: str, learning_rate: float) -> list[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--learning-rate", type=float, default=3e-5)
-    learning_rate = parser.parse_args().learning_rate
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
+    args = parser.parse_args()
     torch.set_num_threads(2)
+    rows = []
     for dtype in (torch.float32, torch.bfloat16):
         for compiled in ("", "parts", "whole"):
-            numbers = ", ".join(f"{loss:.5f}" for loss in losses(dtype, compiled, learning_rate))
-            print(f"{str(dtype).removeprefix('torch.')}, {compiled or 'eager'}: {numbers}", flush=True)
+            row = {"learning_rate": args.learning_rate, "dtype": str(dtype).removeprefix("torch.")}
+            row |= {"layers": compiled or "eager", "losses": losses(dtype, compiled, args.learning_rate)}
+            rows.append(row)
+            print(f"{row['dtype']}, {row['layers']}: {', '.join(f'{loss:.5f}' for loss in row['losses'])}", flush=True)
+    if args.save:
+        results.save(args.save, "lost_updates", facts(), rows)
 
 
 if __name__ == "__main__":

@@ -215,8 +215,8 @@ def warn_if_not_reduced() -> None:
     while _last:
         name, references, context, written = _last.pop()
         trained = _alive(references)
-        # Without a step since, gradients are still being added up, or there is no training.
-        if sum(map(_VERSION, trained)) == written:
+        # Without a step since, gradients are still being added up, or there is no training. Or the model is gone.
+        if len(trained) < len(references) or sum(map(_VERSION, trained)) == written:
             continue
         warn(
             f"{name} trained in a ring of {context.ring.size}, but neither DDP nor FSDP wraps it and "

@@ -44,9 +44,9 @@ def body_of(model: nn.Module) -> Any:
     return None if body is head else body
 
 
-def needs_whole_rows(model: nn.Module | None, batch: Mapping[str, Any]) -> bool:
+def needs_whole_rows(model: object, batch: object) -> bool:
     """Returns True if the head of ``model`` gets whole rows in a loop: one of rows, or any with labels."""
-    if model is None or body_of(model) is None:
+    if not isinstance(model, nn.Module) or not isinstance(batch, Mapping) or body_of(model) is None:
         return False
     head: Any = head_of(model)
     return LOSS_MAPPING[str(head.loss_type)] in OF_ROWS or any(batch.get(name) is not None for name in OF_HEADS)
