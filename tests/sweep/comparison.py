@@ -117,7 +117,7 @@ def _in_a_ring(entry: Entry, row: Row, meeting: Any, defect: str) -> tuple[Outco
         if ended is None:
             return outcome, answer
         text = f"{ended[0]}: {ended[1]}"
-        if ended[0] == "LossNotSharded" and not outcome.labels:
+        if ended[0] in ("LossNotSharded", "UnnamedModel") and not outcome.labels:
             outcome.labels = text
         elif not outcome.positions and text.count("; ") + 1 == 2 * text.count(NEEDS_POSITIONS):  # the only reason
             outcome.positions = text

@@ -139,7 +139,7 @@ def markdown(head: Mapping[str, Any], lines: Sequence[Line]) -> str:
             "",
             "## Masked language models",
             "",
-            "Their own loss is refused with labels in the batch (LossNotSharded); compute it on "
+            "Their own loss needs `shard(batch, model=model)`, or Trainer; here they were not named (UnnamedModel). Or compute it on "
             "`sharded.gather(out.logits)`, which is exact.",
             "",
             *columns,
