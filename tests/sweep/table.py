@@ -139,8 +139,8 @@ def markdown(head: Mapping[str, Any], lines: Sequence[Line]) -> str:
             "",
             "## Masked language models",
             "",
-            "Their own loss needs `shard(batch, model=model)`, or Trainer; here they were not named (UnnamedModel). Or compute it on "
-            "`sharded.gather(out.logits)`, which is exact.",
+            "Their own loss needs `shard(batch, model=model)`, or Trainer. Here models were not named, so their "
+            "labels were left out (UnnamedModel).",
             "",
             *columns,
             *masked,
