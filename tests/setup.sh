@@ -75,7 +75,7 @@ set_up() {
     install torch
     echo "set-up: installing the other packages" >&2
     install hatchling editables
-    install --no-build-isolation --editable "$root[peft,trl,test,dev]"
+    install --no-build-isolation --editable "$root[peft,trl,test,docs,dev]"
     recipe >"$venv/installed"
     echo "set-up: done in $SECONDS s; the next run skips it" >&2
 }

@@ -24,7 +24,7 @@ def start() -> None:
         if any(host in sys.modules for host in HOSTS):  # they are being imported, and import torch
             _settle()
         else:
-            sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]  # a class serves as a finder
+            sys.meta_path.insert(0, _Finder)
     except Exception:  # noqa: BLE001  nothing here may break `import torch`
         pass
 
@@ -66,7 +66,7 @@ def _settle() -> None:
     """Imports the plugin, or waits for the outermost import of a package that it may need."""
     try:
         for module in list(sys.modules.values()):  # in the order in which their imports began
-            spec = module.__dict__.get("__spec__") if isinstance(module, ModuleType) else None
+            spec = getattr(module, "__dict__", {}).get("__spec__")  # a program may have put anything there
             if spec is not None and getattr(spec, "_initializing", False) and _is_needed(spec):
                 _watch(spec)
                 return

@@ -45,7 +45,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
 
 
 def finders() -> int:
-    return sys.meta_path.count(watch._Finder)  # type: ignore[arg-type]
+    return sys.meta_path.count(watch._Finder)
 
 
 def test_the_plugin_follows_the_host(said: list[str]) -> None:

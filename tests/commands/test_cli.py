@@ -12,6 +12,7 @@ import torch
 import hf_ring_attn
 from hf_ring_attn import cli, kernels
 from hf_ring_attn.doctor import report
+from hf_ring_attn.integration.patching.changes import TESTED
 from hf_ring_attn.kernels import Request
 from hf_ring_attn.kernels.reference import Reference
 
@@ -34,7 +35,7 @@ def test_the_doctor_tells_every_kernel_with_its_reasons(capsys: pytest.CaptureFi
 
 def test_an_untested_version_is_marked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"torch": "2.15.0+cu132", "peft": "0.20.9", "trl": "1.16.3", "flash-attn-4": "4.0.0b35", "triton": "9.9"}
-    monkeypatch.setattr(report, "version", lambda name: found.get(name, report.TESTED.get(name, ("", "1"))[1]))
+    monkeypatch.setattr(report, "version", lambda name: found.get(name, TESTED.get(name, ("", "1"))[1]))
     assert cli.main(["doctor", "--device", "cpu"]) == 0
     marked = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("   NOT TESTED")]
     assert marked == ["torch", "peft", "flash-attn-4"]
