@@ -27,7 +27,14 @@ class Picture:
         )
 
     def text(
-        self, x: float, y: float, words: str, size: int = 14, anchor: str = "middle", fill: str = INK, bold: bool = False
+        self,
+        x: float,
+        y: float,
+        words: str,
+        size: int = 14,
+        anchor: str = "middle",
+        fill: str = INK,
+        bold: bool = False,
     ) -> None:
         weight = " font-weight='600'" if bold else ""
         self.parts.append(

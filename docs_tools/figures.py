@@ -43,7 +43,9 @@ def ring() -> str:
 
 def gather() -> str:
     """The two passes of a layer."""
-    p = Picture(760, 330, "Forward: all keys and values are gathered, one softmax a query. Backward: sums go around in float32")
+    p = Picture(
+        760, 330, "Forward: all keys and values are gathered, one softmax a query. Backward: sums go around in float32"
+    )
     p.text(30, 32, "Forward: gather, then one softmax for each query", 15, "start", bold=True)
     for rank in range(4):
         p.box(30 + rank * 62, 50, 54, 30, COLOURS[rank])
@@ -80,13 +82,21 @@ def zigzag() -> str:
                 p.box(left + 50 + key * 27, 46 + query * 27, 25, 25, COLOURS[rank], "#9aa1b5")
             p.text(left + 42, 63 + query * 27, f"GPU {rank}", 12, "end")
         p.text(left + 158, 286, "keys: chunks 0 to 7", 12, fill=GREY)
-    p.text(380, 315, "rows: chunks of queries, with the GPU that holds them. A square on the diagonal is half visible.", 12, fill=GREY)
+    p.text(
+        380,
+        315,
+        "rows: chunks of queries, with the GPU that holds them. A square on the diagonal is half visible.",
+        12,
+        fill=GREY,
+    )
     return p.svg()
 
 
 def loss() -> str:
     """How labels are shifted and counted."""
-    p = Picture(760, 300, "Labels are shifted on the whole row before it is cut; each rank sums its tokens; one count divides")
+    p = Picture(
+        760, 300, "Labels are shifted on the whole row before it is cut; each rank sums its tokens; one count divides"
+    )
     words = ["The", "cat", "sat", "on", "the", "mat", "."]
     for n, word in enumerate(words):
         p.box(160 + n * 80, 30, 76, 28, "#f3f4fa")
@@ -98,7 +108,14 @@ def loss() -> str:
             p.arrow(274 + n * 80, 60, 202 + n * 80, 84, GREY)
     p.text(148, 49, "input_ids", 13, "end")
     p.text(148, 105, "shift_labels", 13, "end")
-    p.text(160, 134, "shifted first, cut afterwards: the label of a chunk's last token is in the next chunk", 12, "start", GREY)
+    p.text(
+        160,
+        134,
+        "shifted first, cut afterwards: the label of a chunk's last token is in the next chunk",
+        12,
+        "start",
+        GREY,
+    )
     for rank, x in ((0, 160), (1, 450)):
         p.box(x, 160, 250, 50, COLOURS[rank])
         p.text(x + 125, 181, f"rank {rank}: sum of its tokens' losses", 13)
@@ -134,7 +151,12 @@ def transport() -> str:
     p = Picture(760, 250, "Two ways for keys, values and sums: peer-to-peer copies in one machine, messages elsewhere")
     for left, title, how, about in (
         (30, "In one machine: copies", "GPU 1 reads GPU 0's memory", "no kernel runs for it; attention keeps the chip"),
-        (400, "Between machines, on CPUs: messages", "NCCL or gloo send and receive", "the same order of sums, the same bits"),
+        (
+            400,
+            "Between machines, on CPUs: messages",
+            "NCCL or gloo send and receive",
+            "the same order of sums, the same bits",
+        ),
     ):
         p.text(left, 30, title, 15, "start", bold=True)
         for rank in range(2):

@@ -30,7 +30,7 @@ def run(folder: str, name: str) -> results.Run:
     return found[name]
 
 
-def row(folder: str, name: str, **fields: Any) -> dict[str, Any]:
+def row(folder: str, name: str, /, **fields: Any) -> dict[str, Any]:
     """The one row of a run that has these fields; with no rows, the run's head."""
     one = run(folder, name)
     rows = [each for each in one.rows or [one.head] if all(each.get(key) == value for key, value in fields.items())]

@@ -19,7 +19,21 @@ from .numbers import FILED, status
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMMANDS = ("doctor", "plan", "verify", "bench")
-IN_WORDS = ("what", "why", "todo", "reason", "need", "error", "how", "name", "doing", "use", "variable", "option", "text")
+IN_WORDS = (
+    "what",
+    "why",
+    "todo",
+    "reason",
+    "need",
+    "error",
+    "how",
+    "name",
+    "doing",
+    "use",
+    "variable",
+    "option",
+    "text",
+)
 """Parameters that are words of a message: shown by their names."""
 TITLES: dict[ModuleType, str] = {
     batches: "Batches, masks, models and trainers",

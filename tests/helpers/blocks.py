@@ -7,8 +7,8 @@ The line before a block says what happens to it:
     <!-- run: gpu -->         only parsed, since it needs a GPU or a download
     <!-- run: no, REASON -->  only shown
 
-Blocks of one page and one mark share a process. Names that a block uses without making them, such as ``model``, come from
-`PRELUDE`; a model of the Hub is a folder of that name with a tiny one.
+Blocks of one page and one mark share a process. Names that a block uses without making them, such as ``model``, come
+from `PRELUDE`; a model of the Hub is a folder of that name with a tiny one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from tests.helpers.live_ranks import start_fork_server
 from tests.helpers.patience import patient
@@ -151,7 +151,8 @@ def _rank(wire: Any, blocks: list[Block], folder: str, rank: int, size: int, por
                 else:
                     _bash(block, printed)
             except BaseException:  # noqa: BLE001  SystemExit too: the page is wrong whatever a block raises
-                failure = f"{block.page}:{block.line}, rank {rank}:\n{traceback.format_exc()}\n{printed.getvalue()[-3000:]}"
+                where = f"{block.page}:{block.line}, rank {rank}"
+                failure = f"{where}:\n{traceback.format_exc()}\n{printed.getvalue()[-3000:]}"
                 break
     wire.send((printed.getvalue(), failure))
     wire.close()
@@ -203,7 +204,7 @@ def _tiny_model(folder: Path) -> None:
     if (folder / "done").exists():
         return
     sys.path.insert(0, str(REPOSITORY / "recipes"))
-    import toy
+    import toy  # type: ignore[import-not-found]
 
     kind = next((kind for start, kind in FAMILIES.items() if str(folder).startswith(start)), "llama")
     scratch = Path(f"{folder}.{os.getpid()}")
