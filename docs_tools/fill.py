@@ -1,0 +1,58 @@
+"""Writes measured numbers and generated parts into README.md and docs.
+
+    python -m docs_tools.fill            # write
+    python -m docs_tools.fill --check    # exit code 1 if a page carries anything else
+
+``<!--n:ID-->words<!--/n-->`` holds a phrase of `numbers.VALUES`. A line ``<!--t:ID-->`` begins a table of `numbers.TABLES` or a
+part of `reference.PARTS`, which ends at a line ``<!--/t-->``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from . import more_tables, numbers, reference
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PHRASE = re.compile(r"<!--n:([\w.]+)-->(.*?)<!--/n-->", re.DOTALL)
+PART = re.compile(r"^<!--t:([\w.]+)-->\n(.*?)^<!--/t-->$", re.DOTALL | re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    """Every page whose numbers are generated."""
+    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+def filled(page: Path) -> str:
+    """The text of a page with all that is generated in it.
+
+    Raises:
+        KeyError: an unknown ID.
+    """
+    home = os.path.relpath(REPOSITORY, page.parent)
+    parts = {**numbers.TABLES, **more_tables.MORE, **reference.PARTS}
+
+    def part(match: re.Match[str]) -> str:
+        text = parts[match[1]]().replace("{results}", f"{home}/recipes/results").replace("{home}", home)
+        return f"<!--t:{match[1]}-->\n\n{text}\n\n<!--/t-->"
+
+    text = PART.sub(part, page.read_text())
+    return PHRASE.sub(lambda match: f"<!--n:{match[1]}-->{numbers.VALUES[match[1]]()}<!--/n-->", text)
+
+
+def main() -> int:
+    """Returns the exit code."""
+    stale = [page for page in pages() if filled(page) != page.read_text()]
+    if "--check" in sys.argv:
+        sys.stderr.writelines(f"{page.relative_to(REPOSITORY)}: run python -m docs_tools.fill\n" for page in stale)
+        return 1 if stale else 0
+    for page in stale:
+        page.write_text(filled(page))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

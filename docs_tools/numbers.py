@@ -1,0 +1,343 @@
+"""Measured numbers that README.md and docs quote, each read from recipes/results.
+
+A number is a median with its range, of one run at one commit. `VALUES` has phrases, `TABLES` whole tables; `docs_tools.fill`
+writes both between their markers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hf_ring_attn.bench import results
+
+FILED = Path(__file__).resolve().parents[1] / "recipes" / "results"
+RING, ULYSSES = "ring_fp32 ring pulls", "Ulysses, flash-attn-4"
+K = 1024
+
+
+@cache
+def run(folder: str, name: str) -> results.Run:
+    """A filed run, by its folder and its name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    found = {one.name: one for one in results.read(FILED / folder / results.FILE)}
+    return found[name]
+
+
+def row(folder: str, name: str, /, **fields: Any) -> dict[str, Any]:
+    """The one row of a run that has these fields; with no rows, the run's head."""
+    one = run(folder, name)
+    rows = [each for each in one.rows or [one.head] if all(each.get(key) == value for key, value in fields.items())]
+    assert len(rows) == 1, f"{folder}, {name}: {len(rows)} rows with {fields}"
+    return rows[0]
+
+
+def commit(folder: str, name: str) -> str:
+    """Seven letters of the commit that ran, as Markdown code."""
+    return f"`{run(folder, name).head['commit'][:7]}`"
+
+
+def link(folder: str) -> str:
+    """The folder's name as a link from a page of docs or its sub-folders."""
+    return f"[{folder}]({{results}}/{folder}/README.md)"
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def share(folder: str, name: str, contender: str, tokens: int, part: str = "both") -> tuple[float, float, float]:
+    """Speed a GPU over one GPU's in the same run, in percent: by medians, then the slowest and the fastest round."""
+    one = row(folder, name, contender="one device", tokens=tokens)[part]
+    mine = row(folder, name, contender=contender, tokens=tokens)[part]
+    scale = mine["tflops"] * statistics.median(mine["seconds"])  # FLOPs a GPU
+    shares = [scale / seconds / one["tflops"] * 100 for seconds in mine["seconds"]]
+    return mine["share"] * 100, min(shares), max(shares)
+
+
+def ranged(values: tuple[float, float, float], form: str = ".0f") -> str:
+    """Writes "median (lowest to highest)"."""
+    return f"{values[0]:{form}} ({values[1]:{form}} to {values[2]:{form}})"
+
+
+SPEED_RUNS = {
+    2: [
+        ("2026-11-22-eight-ranks", "speed_before"),
+        ("2026-11-22-eight-ranks", "speed"),
+        ("2026-11-22-rooms", "speed"),
+        ("2026-11-23-first-step", "speed-2"),
+    ],
+    4: [("2026-11-22-two-streams", "speed")],
+}
+
+
+def speed_table(gpus: int) -> str:
+    """Forward and backward of attention as a share of one GPU's speed, one row a run."""
+    lines = [
+        "| commit, date | 32K | 64K | 128K | 256K | Ulysses, same run |",
+        "|---|---|---|---|---|---|",
+    ]
+    for folder, name in SPEED_RUNS[gpus]:
+        lengths = {each["tokens"] for each in run(folder, name).rows}
+        cells, others = [], []
+        for tokens in (32 * K, 64 * K, 128 * K, 256 * K):
+            cells.append(ranged(share(folder, name, RING, tokens)) if tokens in lengths else "")
+            if tokens in lengths and any(each["contender"] == ULYSSES for each in run(folder, name).rows):
+                others.append(f"{share(folder, name, ULYSSES, tokens)[0]:.0f}")
+        what = f"{commit(folder, name)}, [{run(folder, name).head['date']}]({{results}}/{folder}/README.md)"
+        lines.append(f"| {what} | {' | '.join(cells)} | {' / '.join(others)} |")
+    return "\n".join(lines + ([_hour_before()] if gpus == 4 else []))
+
+
+def _hour_before() -> str:
+    """The run of four GPUs that kept its medians alone."""
+    folder, name = "2026-11-22-two-streams", "ring"
+    lengths = [n * K for n in (32, 64, 128, 256)]
+
+    def percent(way: str) -> list[float]:
+        return [row(folder, name, way=way, tokens=n, heads="32/8x128")["both"]["percent"] for n in lengths]
+
+    what = f"{commit(folder, name)}, [{run(folder, name).head['date']}, an hour before]({{results}}/{folder}/README.md)"
+    mine, others = (" | ".join(f"{x:.0f}" for x in percent("both")), " / ".join(f"{x:.0f}" for x in percent("ulysses")))
+    return f"| {what} | {mine} | {others} |"
+
+
+def peers_table() -> str:
+    """Every contender of the widest runs, both passes."""
+    runs = [("2026-11-21-ring-of-two", "speed", 2), ("2026-11-22-four-gpus", "speed", 4)]
+    names = {
+        "ring_fp32 ring pulls": "**ring_fp32**, peer-to-peer copies",
+        "ring_fp32 ring messages": "**ring_fp32**, NCCL messages",
+        "Ulysses, flash-attn-4": "Ulysses, flash-attn-4",
+        "torch CP, cuDNN": "torch context parallel, cuDNN",
+        "torch CP, flash": "torch context parallel, flash",
+        "ring-flash-attn zigzag": "ring-flash-attn, zigzag",
+        "ring-flash-attn llama3": "ring-flash-attn, llama3",
+    }
+    lines = ["| GPUs, commit | contender | 32K | 64K | 128K |", "|---|---|---|---|---|"]
+    for folder, name, gpus in runs:
+        for contender, words in names.items():
+            rows = {each["tokens"]: each for each in run(folder, name).rows if each["contender"] == contender}
+            if rows:
+                cells = [f"{rows[n * K]['both']['share'] * 100:.0f}" if n * K in rows else "" for n in (32, 64, 128)]
+                lines.append(f"| {gpus}, {commit(folder, name)} | {words} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def triple(values: list[float], form: Callable[[float], str]) -> str:
+    """Writes dq / dk / dv."""
+    return " / ".join(form(value) for value in values)
+
+
+def why_table() -> str:
+    """Mismatch and error of gradients by ring size, with sums of three kinds."""
+    lines = [
+        "| ring size | rounded | mismatch dq / dk / dv | error dq / dk / dv |",
+        "|---|---|---|---|",
+    ]
+    words = {"bf16 sums": "sums in bf16", "bf16 partials": "parts in bf16", "float32": "**nothing (`ring_fp32`)**"}
+    for size in (2, 8, 16):
+        for way, text in words.items():
+            found = row("2026-11-21-why", "why", ring_size=size, way=way)
+            mismatch = triple([100 * value for value in found["mismatch"]], "{:.1f}".format)
+            error = triple([1000 * value for value in found["error_against_float64"]], "{:.1f}".format)
+            lines.append(f"| {size} | {text} | {mismatch} % | {error} x 10⁻³ |")
+    return "\n".join(lines)
+
+
+def dk(size: int, way: str) -> float:
+    """Error of dk against float64, in thousandths."""
+    return float(row("2026-11-21-why", "why", ring_size=size, way=way)["error_against_float64"][1] * 1000)
+
+
+def live_errors_table() -> str:
+    """Real rings of four and eight processes."""
+    lines = ["| ring | forward | mismatch dq / dk / dv | error over one GPU's |", "|---|---|---|---|"]
+    for size in (4, 8):
+        found = row(
+            "2026-11-22-eight-ranks", f"errors_{size}", ring_size=size, dtype="bfloat16", inputs="outliers",
+            way="ring_fp32 ring pulls",
+        )  # fmt: skip
+        bits = "the bits of one GPU" if found["forward_identical"] else "other bits"
+        mismatch = triple([100 * found["mismatch"][name] for name in ("dq", "dk", "dv")], "{:.2f}".format)
+        lines.append(f"| {size} | {bits} | {mismatch} % | {found['error_over_one_device']:.3f} |")
+    return "\n".join(lines)
+
+
+# ---- whole steps -----------------------------------------------------------------------------------------------------
+
+
+def step(folder: str, name: str) -> dict[str, Any]:
+    """The row of a run of recipes/long_context_lora/train.py."""
+    return row(folder, name)
+
+
+def seconds(folder: str, name: str) -> str:
+    """Median seconds of the steps that the run's own program counts, with their range if there are several."""
+    found = step(folder, name)
+    median, times = found["seconds_per_step"], found["seconds"]
+    counted = next((rest for n in (1, 2, 3) if (rest := times[n:]) and statistics.median(rest) == median), times[-1:])
+    text = f"{median:.0f}" if median >= 100 else f"{median:.1f}" if median >= 10 else f"{median:.2f}"
+    if len(counted) == 1:
+        return text
+    form = ".1f" if median >= 10 else ".2f"
+    return f"{text} ({min(counted):{form}} to {max(counted):{form}})"
+
+
+def gib(folder: str, name: str) -> str:
+    """Peak memory of the fullest GPU."""
+    peak = step(folder, name).get("peak_memory_GiB")
+    return f"{max(peak):.1f}" if peak else "not recorded"
+
+
+STEPS = [
+    ("8K", 2, "accelerate's own", "2026-11-23-whole-step", "accelerate_8K"),
+    ("8K", 2, "accelerate's own, Liger", "2026-11-23-whole-step", "accelerate_liger_8K"),
+    ("8K", 2, "ring, `save_attention`", "2026-11-23-whole-step", "ring_8K"),
+    ("8K", 2, "ring, `save_attention`, Liger", "2026-11-23-whole-step", "ring_liger_8K"),
+    ("8K", 2, "ring, compiled layers", "2026-11-23-whole-step", "ring_compiled_layers_8K"),
+    ("32K", 2, "accelerate's own", "2026-11-23-whole-step", "accelerate_32K"),
+    ("32K", 2, "ring, `save_attention`, Liger", "2026-11-23-whole-step", "ring_liger_32K"),
+    ("32K", 4, "accelerate's own", "2026-11-22-four-gpus", "s32_own"),
+    ("32K", 4, "ring", "2026-11-22-four-gpus", "s32"),
+    ("128K", 2, "ring, `save_attention`", "2026-11-23-chunked-loss", "chunked_128K"),
+    ("128K", 4, "accelerate's own", "2026-11-22-four-gpus", "s128_own"),
+    ("128K", 4, "ring", "2026-11-22-four-gpus", "s128"),
+    ("128K", 4, "ring, `save_attention`", "2026-11-22-four-gpus", "s128_saved"),
+    ("256K", 2, "ring", "2026-11-23-chunked-loss", "chunked_256K"),
+    ("512K", 2, "ring, `mlp_tokens=16384`, `save_attention`, `offload_above=8`", "2026-11-23-whole-step", "ring_512K"),
+]
+
+
+def steps_table() -> str:
+    """Whole steps of LoRA on an 8B shape, by length."""
+    lines = [
+        "| tokens | H200 | what | s a step | MFU | GiB a GPU | commit, date |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for tokens, gpus, what, folder, name in STEPS:
+        found = step(folder, name)
+        mfu = f"{found['mfu'] * 100:.0f} %" if found.get("mfu") else ""
+        day = run(folder, name).head["date"]
+        source = f"{commit(folder, name)}, [{day}]({{results}}/{folder}/README.md)"
+        lines.append(
+            f"| {tokens} | {gpus} | {what} | {seconds(folder, name)} | {mfu} | {gib(folder, name)} | {source} |"
+        )
+    return "\n".join(lines)
+
+
+def times(folder: str, slow: str, fast: str) -> float:
+    """Seconds a step of one run over those of another."""
+    return float(step(folder, slow)["seconds_per_step"] / step(folder, fast)["seconds_per_step"])
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def support() -> dict[str, int]:
+    """Classes of the sweep, by outcome."""
+    (one,) = results.read(FILED / "support" / results.FILE)
+    counts = {"exact": 0, "refused": 0, "not run": 0, "partly exact": 0}
+    for each in one.rows:
+        counts[status(each)] += 1
+    return counts
+
+
+def status(line: dict[str, Any]) -> str:
+    """One word for a class: what all kinds of its rows had."""
+    found = {said["status"] for said in line["outcomes"]}
+    return "not run" if not found else found.pop() if len(found) == 1 else "partly exact"
+
+
+# ---- phrases ---------------------------------------------------------------------------------------------------------
+
+WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
+LOSS, LATER, ROOMS = "2026-11-23-chunked-loss", "2026-11-23-first-step", "2026-11-22-rooms"
+
+
+def one_share(gpus: int, contender: str, tokens: int) -> str:
+    """Median share of the newest run, with its range."""
+    folder, name = SPEED_RUNS[gpus][-1]
+    return f"{ranged(share(folder, name, contender, tokens))} %"
+
+
+VALUES: dict[str, Callable[[], str]] = {
+    "512k_seconds": lambda: f"{seconds(WHOLE, 'ring_512K')} s",
+    "512k_gib": lambda: f"{gib(WHOLE, 'ring_512K')} GiB",
+    "512k_commit": lambda: commit(WHOLE, "ring_512K"),
+    "512k_mfu": lambda: f"{step(WHOLE, 'ring_512K')['mfu'] * 100:.0f} %",
+    "1m_seconds": lambda: f"{step(WHOLE, 'ring_1M')['seconds_per_step']:,.0f} s",
+    "1m_gib": lambda: f"{gib(WHOLE, 'ring_1M')} GiB",
+    "own_32k_gib": lambda: f"{gib(WHOLE, 'accelerate_32K')} GiB",
+    "ring_32k_gib": lambda: f"{gib(WHOLE, 'ring_liger_32K')} GiB",
+    "own_32k_seconds": lambda: f"{seconds(WHOLE, 'accelerate_32K')} s",
+    "ring_32k_seconds": lambda: f"{seconds(WHOLE, 'ring_liger_32K')} s",
+    "32k_times": lambda: f"{times(WHOLE, 'accelerate_32K', 'ring_liger_32K'):.2f}",
+    "8k_slow": lambda: f"{seconds(WHOLE, 'ring_liger_8K')} s",
+    "8k_own_liger": lambda: f"{seconds(WHOLE, 'accelerate_liger_8K')} s",
+    "8k_compiled": lambda: f"{seconds(WHOLE, 'ring_compiled_layers_8K')} s",
+    "8k_own": lambda: f"{seconds(WHOLE, 'accelerate_8K')} s",
+    "8k_compiled_times": lambda: f"{times(WHOLE, 'accelerate_8K', 'ring_compiled_layers_8K'):.2f}",
+    "128k_own": lambda: f"{seconds(FOUR, 's128_own')} s",
+    "128k_own_gib": lambda: f"{gib(FOUR, 's128_own')} GiB",
+    "128k_saved": lambda: f"{seconds(FOUR, 's128_saved')} s",
+    "128k_saved_gib": lambda: f"{gib(FOUR, 's128_saved')} GiB",
+    "128k_ring": lambda: f"{seconds(FOUR, 's128')} s",
+    "128k_ring_gib": lambda: f"{gib(FOUR, 's128')} GiB",
+    "128k_times": lambda: f"{times(FOUR, 's128_own', 's128_saved'):.2f}",
+    "128k_plain_times": lambda: f"{times(FOUR, 's128_own', 's128'):.2f}",
+    "128k_commit": lambda: commit(FOUR, "s128_saved"),
+    "dk_ring_16": lambda: f"{dk(16, 'float32'):.1f}",
+    "dk_ring_2": lambda: f"{dk(2, 'float32'):.1f}",
+    "dk_rounded_2": lambda: f"{dk(2, 'bf16 sums'):.1f}",
+    "dk_rounded_16": lambda: f"{dk(16, 'bf16 sums'):.1f}",
+    "why_commit": lambda: commit("2026-11-21-why", "why"),
+    "ring_64": lambda: f"{at_64('ring_fp32'):.2f}",
+    "parts_64": lambda: f"{at_64('rounded parts'):.2f}",
+    "sums_64": lambda: f"{at_64('16-bit sums'):.2f}",
+    "errors_commit": lambda: commit("2026-11-21-ring-of-two", "errors_flash4"),
+    "error_eight": lambda: f"{eight()['error_over_one_device']:.3f}",
+    "mismatch_eight": lambda: f"{max(eight()['mismatch'].values()) * 100:.2f} %",
+    "support_all": lambda: str(sum(support().values())),
+    "support_exact": lambda: str(support()["exact"]),
+    "support_refused": lambda: str(support()["refused"]),
+    "support_not_run": lambda: str(support()["not run"]),
+    "loss_chunked_gib": lambda: f"{gib(LOSS, 'chunked_8K')} GiB",
+    "loss_sharded_gib": lambda: f"{gib(LOSS, 'sharded_8K')} GiB",
+    "two_32k": lambda: one_share(2, RING, 32 * K),
+    "two_128k": lambda: one_share(2, RING, 128 * K),
+}
+
+
+def at_64(way: str) -> float:
+    """Error of gradients over one GPU's in a ring of 64, bf16, inputs with outliers."""
+    found = row(
+        "2026-11-21-ring-of-two", "errors_flash4", ring_size=64, dtype="bfloat16", inputs="outliers", way=way
+    )  # fmt: skip
+    return float(found["error_over_one_device"])
+
+
+def eight() -> dict[str, Any]:
+    """The live ring of eight: bf16, inputs with outliers."""
+    return row(
+        "2026-11-22-eight-ranks", "errors_8", ring_size=8, dtype="bfloat16", inputs="outliers",
+        way="ring_fp32 ring pulls",
+    )  # fmt: skip
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "speed_two": lambda: speed_table(2),
+    "speed_four": lambda: speed_table(4),
+    "peers": peers_table,
+    "why": why_table,
+    "live_errors": live_errors_table,
+    "steps": steps_table,
+}

@@ -1,0 +1,62 @@
+"""Hooks of mkdocs: links out of docs become paths, each page has a Markdown twin, and llms.txt lists them."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(((?:\.\./)+[^)\s]*)\)")
+MARKER = re.compile(r"<!--/?(?:[nt]:?[\w.]*)-->|^<!-- run.*-->\n", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """A link to a file of the repository outside of docs has no page here: its text stays, with the path."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def local(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join("docs", folder, match[2].partition("#")[0]))
+        if path.startswith("docs/"):
+            return match[0]
+        words = match[1].strip("`")
+        return match[1] if path.endswith(words) else f"{match[1]} (`{path}`)"
+
+    return LINK.sub(local, markdown)
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Writes the Markdown twins and llms.txt."""
+    source, site = Path(config["docs_dir"]), Path(config["site_dir"])
+    for page in source.rglob("*.md"):
+        twin = site / page.relative_to(source)
+        twin.parent.mkdir(parents=True, exist_ok=True)
+        twin.write_text(MARKER.sub("", page.read_text()))
+    (site / "llms.txt").write_text(llms(config["site_name"], config["site_description"], config["nav"], source))
+
+
+def llms(name: str, about: str, nav: list[Any], source: Path) -> str:
+    """The list of pages in the form of llmstxt.org."""
+    lines = [f"# {name}", "", f"> {about}", ""]
+    for title, uri in entries(nav):
+        if uri is None:
+            lines += ["", f"## {title}", ""]
+        else:
+            lines.append(f"- [{title}]({uri}): {first_sentence(source / uri)}")
+    return "\n".join(lines) + "\n"
+
+
+def entries(nav: list[Any]) -> list[tuple[str, str | None]]:
+    """(title, page) of each entry; (title, None) of a section, before its pages."""
+    found: list[tuple[str, str | None]] = []
+    for entry in nav:
+        ((title, value),) = entry.items()
+        found += [(title, value)] if isinstance(value, str) else [(title, None), *entries(value)]
+    return found
+
+
+def first_sentence(page: Path) -> str:
+    """The first sentence of a page after its title."""
+    body = MARKER.sub("", page.read_text()).partition("\n")[2]
+    paragraph = next((part for part in body.split("\n\n") if re.match(r"\s*[A-Za-z`*]", part)), "")
+    return re.split(r"(?<=[.:])\s", " ".join(paragraph.split()))[0]

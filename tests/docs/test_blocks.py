@@ -1,0 +1,73 @@
+"""Code blocks of README.md and docs run, or say why not."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+import accelerate  # noqa: F401  the fork server imports it once for all blocks
+import peft  # noqa: F401  likewise
+import pytest
+import transformers.trainer  # noqa: F401  likewise
+import trl.trainer.sft_trainer  # noqa: F401  likewise
+
+from tests.helpers.blocks import PAGES, REPOSITORY, Block, blocks_of, run_blocks
+
+EACH_COMMIT = ("README.md", "docs/quickstart.md")
+
+
+def groups() -> list[list[Block]]:
+    """Blocks that run, by page and number of processes."""
+    found = []
+    for page in PAGES:
+        blocks = sorted(all_blocks(page), key=lambda block: block.ranks)
+        found += [list(group) for ranks, group in groupby(blocks, key=lambda block: block.ranks) if ranks]
+    return found
+
+
+def all_blocks(page: Path) -> list[Block]:
+    return blocks_of(page.read_text(), str(page.relative_to(REPOSITORY)))
+
+
+def test_every_block_is_marked_and_parses() -> None:
+    faults = [fault for page in PAGES for block in all_blocks(page) if (fault := block.fault())]
+    assert faults == []
+
+
+PARAMETERS = [
+    pytest.param(
+        blocks,
+        id=f"{blocks[0].page}, {blocks[0].ranks}",
+        marks=[] if blocks[0].page in EACH_COMMIT else [pytest.mark.turns],
+    )
+    for blocks in groups()
+]
+
+
+@pytest.mark.parametrize("blocks", PARAMETERS)
+def test_the_blocks_of_a_page_run(blocks: list[Block], tmp_path: Path) -> None:
+    run_blocks(blocks, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("```python\nx\n```", "the line before"),
+        ("<!-- run: gpus -->\n```python\nx\n```", "unknown mark"),
+        ("<!-- run: gpu -->\n```python\nx(\n```", "never closed"),
+        ("<!-- run -->\n```bash\nif\n```", "syntax error"),
+        ("```yaml\na: [\n```", "flow"),
+        ("```text\nanything\n```", None),
+        ("<!-- run: no, an excerpt -->\n```python\n...(\n```", None),
+    ],
+)
+def test_a_faulty_block_is_seen(text: str, fault: str | None) -> None:
+    (block,) = blocks_of(text, "page.md")
+    found = block.fault()
+    assert (fault in found if found else False) if fault else found is None
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(1)", "undefined", "import torch; assert torch.zeros(1) == 1"])
+def test_a_block_that_fails_is_seen(code: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"page.md:3"):
+        run_blocks([Block("page.md", 3, "python", "", code)], tmp_path)
