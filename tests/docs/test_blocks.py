@@ -6,10 +6,10 @@ from itertools import groupby
 from pathlib import Path
 
 import accelerate  # noqa: F401  the fork server imports it once for all blocks
-import peft  # noqa: F401  likewise
+import peft  # noqa: F401  the fork server imports it once, too
 import pytest
-import transformers.trainer  # noqa: F401  likewise
-import trl.trainer.sft_trainer  # noqa: F401  likewise
+import transformers.trainer  # noqa: F401  the fork server imports it once, too
+import trl.trainer.sft_trainer  # noqa: F401  the fork server imports it once, too
 
 from tests.helpers.blocks import PAGES, REPOSITORY, Block, blocks_of, run_blocks
 
