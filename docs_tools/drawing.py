@@ -81,7 +81,7 @@ def plot(
 ) -> str:  # fmt: skip
     """Lines over a logarithmic x axis; names stand at the right of their lines, where they cover no point."""
     picture = Picture(760, 400, f"{title}. {about}")
-    left, right, top, bottom = 70, 520, 70, 345
+    left, right, top, bottom = 70, 520, 88, 345
     low, high = math.log2(min(x_names)), math.log2(max(x_names))
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -99,7 +99,7 @@ def plot(
     for x, name in x_names.items():
         picture.text(place(x, y_from)[0], bottom + 20, name, 12, fill=GREY)
     picture.text((left + right) / 2, bottom + 42, x_title, 12)
-    picture.text(left - 50, top - 8, y_title, 12, "start")
+    picture.text(left - 50, top - 16, y_title, 12, "start")
     taken: list[float] = []
     greys = ("#5d6579", "#a0672c", "#3f8f5f", "#a04a86", "#2f8ea3", "#777777")
     for number, line in enumerate(sorted(lines, key=lambda one: -one.points[-1][1])):

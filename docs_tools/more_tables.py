@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 
@@ -55,7 +54,7 @@ def kernels() -> str:
     ]
     for words, where, sums in (
         ("triton", "any CUDA or ROCm GPU (tested on Hopper); heads up to 512 wide", "float32 sums"),
-        ("flash2", "NVIDIA from Ampere on; only by name, or where triton cannot serve",
+        ("flash2", "NVIDIA from Ampere on; only by name",
          "each part rounded to 16 bits, then float32 sums: the error grows with the ring"),
     ):  # fmt: skip
         lines.append(f"| `{words}` | {where} | {sums} | {_filed_speed(words)} |")
@@ -100,11 +99,10 @@ def depth() -> str:
     for layers, (folder, name) in runs.items():
         cells = []
         for way in ways:
-            found = row(folder, name, depth=layers, way=way, ring_size=8)["runs"]
-            ratios = [each["over_one_device"] for each in found]
-            mean = math.sqrt(sum(ratio**2 for ratio in ratios) / len(ratios))
-            cells.append(f"{mean:.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
-        lines.append(f"| {layers} ({len(found)}) | {' | '.join(cells)} |")
+            found = row(folder, name, depth=layers, way=way, ring_size=8)
+            ratios = [each["over_one_device"] for each in found["runs"]]
+            cells.append(f"{found['over_one_device']:.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        lines.append(f"| {layers} ({len(ratios)}) | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -124,6 +122,31 @@ def losses() -> str:
     return "\n".join([table[0].strip(), "", source("2026-11-22-four-gpus", "losses_four")])
 
 
+def transfers() -> str:
+    """A copy beside a message between neighbours."""
+    lines = ["| size | NCCL send/recv | copy |", "|---|---|---|"]
+    for each in run("2026-11-21-pulls", "neighbours").rows:
+        ways = [f"{each[f'{way}_ms']:.3f} ms ({each[f'{way}_GB_per_second']} GB/s)" for way in ("messages", "copy")]
+        lines.append(f"| {each['MiB']} MiB | {' | '.join(ways)} |")
+    return "\n".join([*lines, "", source("2026-11-21-pulls", "neighbours")])
+
+
+def pr821() -> str:
+    """TransformerEngine PR 821's case beside what the PR reports."""
+    words = {"16-bit sums": "sums in 16 bits", "rounded parts": "rounded parts", "ring_fp32": "`ring_fp32`"}
+    lines = ["| | out | dq / dk / dv | the PR reports: out, gradients |", "|---|---|---|---|"]
+    for way, text in words.items():
+        found = row("2026-11-22-one-gpu", "pr821", way=way)
+        mismatch = {
+            name: f"{value * 100:.{2 if way == 'ring_fp32' else 1}f}" for name, value in found["mismatch"].items()
+        }
+        theirs = found["the_pr_reports"]
+        said = f"{theirs['out'] * 100:.1f} %, {theirs['gradients'] * 100:.1f} %" if theirs else ""
+        gradients = " / ".join(mismatch[name] for name in ("dq", "dk", "dv"))
+        lines.append(f"| {text} | {mismatch['out']} % | {gradients} % | {said} |")
+    return "\n".join([*lines, "", source("2026-11-22-one-gpu", "pr821")])
+
+
 MORE: dict[str, Callable[[], str]] = {
     "balance": balance,
     "traffic": traffic,
@@ -131,4 +154,6 @@ MORE: dict[str, Callable[[], str]] = {
     "depth": depth,
     "forecasts": forecasts,
     "losses": losses,
+    "transfers": transfers,
+    "pr821": pr821,
 }

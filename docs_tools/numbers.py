@@ -119,13 +119,14 @@ def peers_table() -> str:
         "ring-flash-attn zigzag": "ring-flash-attn, zigzag",
         "ring-flash-attn llama3": "ring-flash-attn, llama3",
     }
-    lines = ["| GPUs, commit | contender | 32K | 64K | 128K |", "|---|---|---|---|---|"]
+    lines = ["| GPUs, commit, date | contender | 32K | 64K | 128K |", "|---|---|---|---|---|"]
     for folder, name, gpus in runs:
         for contender, words in names.items():
             rows = {each["tokens"]: each for each in run(folder, name).rows if each["contender"] == contender}
             if rows:
                 cells = [f"{rows[n * K]['both']['share'] * 100:.0f}" if n * K in rows else "" for n in (32, 64, 128)]
-                lines.append(f"| {gpus}, {commit(folder, name)} | {words} | {' | '.join(cells)} |")
+                day = f"[{run(folder, name).head['date']}]({{results}}/{folder}/README.md)"
+                lines.append(f"| {gpus}, {commit(folder, name)}, {day} | {words} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -214,6 +215,7 @@ STEPS = [
     ("128K", 4, "ring, `save_attention`", "2026-11-22-four-gpus", "s128_saved"),
     ("256K", 2, "ring", "2026-11-23-chunked-loss", "chunked_256K"),
     ("512K", 2, "ring, `mlp_tokens=16384`, `save_attention`, `offload_above=8`", "2026-11-23-whole-step", "ring_512K"),
+    ("1M", 2, "ring, `mlp_tokens=16384`, `offload_above=48`", "2026-11-23-whole-step", "ring_1M"),
 ]
 
 
@@ -260,7 +262,7 @@ def status(line: dict[str, Any]) -> str:
 # ---- phrases ---------------------------------------------------------------------------------------------------------
 
 WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
-LOSS, LATER, ROOMS = "2026-11-23-chunked-loss", "2026-11-23-first-step", "2026-11-22-rooms"
+LOSS, EIGHT = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks"
 
 
 def one_share(gpus: int, contender: str, tokens: int) -> str:
@@ -276,6 +278,13 @@ VALUES: dict[str, Callable[[], str]] = {
     "512k_mfu": lambda: f"{step(WHOLE, 'ring_512K')['mfu'] * 100:.0f} %",
     "1m_seconds": lambda: f"{step(WHOLE, 'ring_1M')['seconds_per_step']:,.0f} s",
     "1m_gib": lambda: f"{gib(WHOLE, 'ring_1M')} GiB",
+    "two_128k_median": lambda: f"{share(EIGHT, 'speed', RING, 128 * K)[0]:.1f} %",
+    "two_128k_ulysses": lambda: f"{share(EIGHT, 'speed', ULYSSES, 128 * K)[0]:.1f} %",
+    "spread_32k": lambda: f"{spread(32 * K):.0f}",
+    "spread_128k": lambda: f"{spread(128 * K):.0f}",
+    "packed_worst": lambda: f"{packed('zigzag')['work_worst']:.1f}",
+    "packed_balanced": lambda: f"{packed('balanced')['work_worst']:.1f}",
+    "cut_bytes": lambda: f"{cut_documents()['forward_bytes_share'] * 100:.1f} %",
     "own_32k_gib": lambda: f"{gib(WHOLE, 'accelerate_32K')} GiB",
     "ring_32k_gib": lambda: f"{gib(WHOLE, 'ring_liger_32K')} GiB",
     "own_32k_seconds": lambda: f"{seconds(WHOLE, 'accelerate_32K')} s",
@@ -315,6 +324,22 @@ VALUES: dict[str, Callable[[], str]] = {
     "two_32k": lambda: one_share(2, RING, 32 * K),
     "two_128k": lambda: one_share(2, RING, 128 * K),
 }
+
+
+def spread(tokens: int) -> float:
+    """Points between the highest and the lowest median of the runs on two GPUs."""
+    medians = [share(folder, name, RING, tokens)[0] for folder, name in SPEED_RUNS[2]]
+    return max(medians) - min(medians)
+
+
+def packed(layout: str) -> dict[str, Any]:
+    """Work of packed files on eight ranks."""
+    return row("2026-11-21-balance", "traffic", mask="packed files", ring=8, layout=layout)
+
+
+def cut_documents() -> dict[str, Any]:
+    """Bytes of documents cut at 4096 tokens, on eight ranks."""
+    return row("2026-11-21-traffic", "traffic", mask="packed files, cut at 4096", ring=8)
 
 
 def at_64(way: str) -> float:

@@ -7,22 +7,45 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File
+
+RESULTS = Path(__file__).resolve().parents[1] / "recipes" / "results"
+IMAGE = re.compile(r"^!\[[^\]]*\]\([^)]*\)\n", re.MULTILINE)
+LOCAL = re.compile(r"(?<!!)\[([^\]\n]+)\]\(((?!https?:|#)[^)\s]+)\)")
 LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(((?:\.\./)+[^)\s]*)\)")
 MARKER = re.compile(r"<!--/?(?:[nt]:?[\w.]*)-->|^<!-- run.*-->\n", re.MULTILINE)
 
 
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    """Adds the pages of recipes/results, so that each number leads to its run."""
+    for page in sorted(RESULTS.glob("*/README.md")):
+        files.append(File.generated(config, f"results/{page.parent.name}.md", abs_src_path=str(page)))
+    return files
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A link to a file of the repository outside of docs has no page here: its text stays, with the path."""
-    folder = posixpath.dirname(page.file.src_uri)
+    """Links to filed results lead to their pages; to other files of the repository outside of docs: the text, with the path."""
+    uri = page.file.src_uri
+    home = (
+        posixpath.join("recipes", uri.removesuffix(".md"))
+        if uri.startswith("results/")
+        else posixpath.join("docs", uri, "..")
+    )
 
     def local(match: re.Match[str]) -> str:
-        path = posixpath.normpath(posixpath.join("docs", folder, match[2].partition("#")[0]))
+        place, _, anchor = match[2].partition("#")
+        path = posixpath.normpath(posixpath.join(home, place))
+        result = re.fullmatch(r"recipes/results/([\w-]+)(?:/README\.md)?", path)
+        if result:
+            target = posixpath.relpath(f"results/{result[1]}.md", posixpath.dirname(uri))
+            return f"[{match[1]}]({target}{'#' * bool(anchor)}{anchor})"
         if path.startswith("docs/"):
             return match[0]
         words = match[1].strip("`")
         return match[1] if path.endswith(words) else f"{match[1]} (`{path}`)"
 
-    return LINK.sub(local, markdown)
+    text = IMAGE.sub(lambda match: "", markdown) if uri.startswith("results/") else markdown
+    return (LOCAL if uri.startswith("results/") else LINK).sub(local, text)
 
 
 def on_post_build(config: Any, **_: Any) -> None:

@@ -9,9 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from docs_tools import fill
+from docs_tools import figures, fill
 from tests.helpers.blocks import PAGES, REPOSITORY
 
+SPELLED = [
+    "README.md", "CHANGELOG.md", "CHANGELOG-details.md", "CONTRIBUTING.md", "docs", "docs_tools", "hf_ring_attn",
+    "recipes", "examples",
+]  # fmt: skip
+    "README.md",
+    "CHANGELOG.md",
+    "CHANGELOG-details.md",
+    "CONTRIBUTING.md",
+    "docs",
+    "docs_tools",
+    "hf_ring_attn",
+    "recipes",
+    "examples",
+]
+MEASURED = re.compile(r"(?<![\w.-])\d[\d,.]*(?:e-\d+)? ?(?:[GM]iB|GB|TFLOP/s|%|ms|times|MFU|s)(?![\w/])")
+GENERATED = re.compile(r"<!--([nt]):[\w.]+-->.*?<!--/\1-->|```.*?```|`[^`]*`", re.DOTALL)
+NOT_MEASURED_HERE = {
+    "1.1 times": "the bound of the balanced layout",
+    "40 GiB": "an option's value", "24 GiB": "an option's value", "80 GiB": "what was on the host, of the run's page",
+    "2 %": "the self-check's tolerance in 16 bits", "67 GB": "reckoned: tokens x vocabulary x 4 bytes",
+    "8 GiB": "reckoned: tokens x width x 2 bytes", "1.6 GB": "the size of an environment", "5.3 GB": "likewise",
+    "7 %": "of the page of plan", "12 %": "of the page of plan", "10 ms": "of the page of biases",
+}  # fmt: skip
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
 
 
@@ -27,6 +50,35 @@ def test_a_number_that_was_changed_by_hand_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_a_measured_number_is_generated(page: Path) -> None:
+    """Numbers with a unit stand between markers, or are listed with a reason."""
+    found = set(MEASURED.findall(GENERATED.sub("", page.read_text())))
+    assert found - NOT_MEASURED_HERE.keys() == set(), "put it into docs_tools.numbers"
+
+
+def test_a_number_typed_by_hand_is_seen() -> None:
+    text = "It takes 3.5 s, <!--n:x-->4 s<!--/n--> and 12 GiB with `offload_above=8 GiB`, 4 steps."
+    assert MEASURED.findall(GENERATED.sub("", text)) == ["3.5 s", "12 GiB"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_no_line_begins_with_a_number(page: Path) -> None:
+    """A comment at the start of a line ends a paragraph of Markdown, on GitHub too."""
+    assert [line for line in page.read_text().splitlines() if line.startswith("<!--n:")] == []
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_a_figure_is_drawn_from_what_was_measured(name: str) -> None:
+    assert (figures.FOLDER / f"{name}.svg").read_text() == figures.FIGURES[name](), "run python -m docs_tools.figures"
+
+
+def test_words_are_spelled_right() -> None:
+    command = [sys.executable, "-m", "codespell_lib", *SPELLED]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_links_to_files_lead_to_files(page: Path) -> None:
     """mkdocs checks links between pages, but none that leave docs."""
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link and not link.startswith("mailto:")]
@@ -39,3 +91,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "llms.txt").read_text().startswith("# hf_ring_attn")
     assert (tmp_path / "site" / "index.md").is_file()
+    from_network = re.compile(r"<(?:script|link|img)[^>]*(?:src|href)=.?https?:")
+    loaded = [page.name for page in (tmp_path / "site").rglob("*.html") if from_network.search(page.read_text())]
+    assert loaded == [], "a page loads something from the network"
