@@ -22,7 +22,7 @@ from tests.helpers.programs import REPOSITORY
 Inputs = dict[str, Any]
 Call = Callable[[Any, Inputs], Any]
 BATCH = padded(23, right=9)
-README = (REPOSITORY / "README.md").read_text()
+GUIDE = (REPOSITORY / "docs" / "guides" / "own-loop.md").read_text()
 LOSS = 1e-6
 """Relative bound of transformers' loss, which is computed in float32 from logits of any dtype."""
 
@@ -118,24 +118,25 @@ def without_labels_on_a_rank() -> Inputs:
     return {**batch, "labels": batch["labels"].masked_fill((place < 8) | (place > 13), -100)}
 
 
-def by_the_readme(batch: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss that loops compute of a rank's logits, in the words of the README, and its gradients."""
-    code = next(code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "cross_entropy" in code)
-    model, sharded = tiny("llama", "ring_fp32").double(), hf_ring_attn.shard(batch)
-    names: Inputs = {"torch": torch, "model": model, "sharded": sharded}
+def by_the_guide(batch: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss that loops compute of a rank's logits, in the words of the guide, and its gradients."""
+    code = next(code for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "cross_entropy" in code)
+    model = tiny("llama", "ring_fp32").double()
+    names: Inputs = {"torch": torch, "hf_ring_attn": hf_ring_attn, "model": model, "batch": batch}
     exec(code, names)
+    sharded = names["sharded"]
     sharded.reduce_gradients(model)
     return sharded.reduce(names["loss"]), gradients_of(model)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("batch", [BATCH, without_labels_on_a_rank()], ids=["padded", "a rank without labels"])
-def test_a_loss_of_logits_as_the_readme_writes_it(ranks: Ranks, batch: Inputs, world_size: int) -> None:
+def test_a_loss_of_logits_as_the_guide_writes_it(ranks: Ranks, batch: Inputs, world_size: int) -> None:
     model = tiny("llama", None).double()
     want = model(**batch).loss
     want.backward()
     gradients = gradients_of(model)
-    for loss, got in ranks(world_size).run(by_the_readme, batch):
+    for loss, got in ranks(world_size).run(by_the_guide, batch):
         assert relative_error(loss, want) < LOSS
         assert all(relative_error(got[name], gradient) < LOSS for name, gradient in gradients.items())
 
