@@ -16,16 +16,6 @@ SPELLED = [
     "README.md", "CHANGELOG.md", "CHANGELOG-details.md", "CONTRIBUTING.md", "docs", "docs_tools", "hf_ring_attn",
     "recipes", "examples",
 ]  # fmt: skip
-    "README.md",
-    "CHANGELOG.md",
-    "CHANGELOG-details.md",
-    "CONTRIBUTING.md",
-    "docs",
-    "docs_tools",
-    "hf_ring_attn",
-    "recipes",
-    "examples",
-]
 MEASURED = re.compile(r"(?<![\w.-])\d[\d,.]*(?:e-\d+)? ?(?:[GM]iB|GB|TFLOP/s|%|ms|times|MFU|s)(?![\w/])")
 GENERATED = re.compile(r"<!--([nt]):[\w.]+-->.*?<!--/\1-->|```.*?```|`[^`]*`", re.DOTALL)
 NOT_MEASURED_HERE = {
