@@ -220,7 +220,7 @@ def shard_for(
     if whole.layout.owners:
         note_balanced(context, ring.size)
     if context.text is not None and ring.size > 1:
-        seeds = ring.numbers(ring_random.drawn(), ring.small_device(device), "sent its seed")
+        seeds = ring.numbers(ring_random.next_seed(), ring.small_device(device), "sent its seed")
         context.text.random = ring_random.RingRandomness(seeds[0], ring.rank)
     context.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, context)
     for one in [] if model is None else [model, *beside]:

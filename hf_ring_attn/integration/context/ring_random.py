@@ -4,10 +4,13 @@ Each rank contributes its share of a tower's gradient. The shares add up only if
 (LoRA's, too), skipped layers, masked spans of sound. So in a batch's context ranks draw from a shared seed, except in
 the text model: its seed combines the rank with a number that all draw when it begins, so that a checkpoint's recompute
 gets the same numbers. A ring of several kinds of GPUs draws the same only within a kind.
+
+The program's own numbers (shuffled rows, masked tokens) are those of one process if the model draws none.
 """
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch import Tensor
 
 from ...comm.ring import Ring
 
@@ -29,6 +33,20 @@ def drawn() -> int:
     return int(torch.randint(SEEDS, (), device="cpu"))
 
 
+def next_seed() -> int:
+    """A seed that this rank's generator would draw; it is left as it was. Another one each time until it is advanced."""
+    global _peeked
+    state = torch.get_rng_state()
+    _peeked = (state, _peeked[1] + 1 if torch.equal(state, _peeked[0]) else 0)
+    seed = drawn()
+    torch.set_rng_state(state)
+    return (seed + _APART * _peeked[1]) % SEEDS
+
+
+_peeked: tuple[Tensor, int] = torch.empty(0, dtype=torch.uint8), 0
+"""The state of the last `next_seed`, and how many had it before."""
+
+
 class RingRandomness:
     """Switches random generators in the context of a batch with images. All ranks give the same seed."""
 
@@ -36,32 +54,48 @@ class RingRandomness:
         self._seeds, self._rank = random.Random(seed), rank
         self._own: list[Any] | None = None
         self._after: list[int] = []
+        self._seeded: list[Any] = []
+        self._drew = False
 
     def enter(self) -> None:
         """Enters the context: from here on all ranks draw the same. A new seed at each entry."""
-        self._own = [source.get() for source in _sources()]
-        seed_all(self._seeds.randrange(SEEDS))
+        self._own, self._drew = [source.get() for source in _sources()], False
+        self._seed(self._seeds.randrange(SEEDS))
 
     # Not compiled: a compiler would keep the traced state of generators.
     @torch.compiler.disable(reason="generators are switched between graphs")  # type: ignore[untyped-decorator]
     def apart(self) -> None:
         """Enters the text model: each rank draws its own numbers."""
+        self._look()
         here, after = torch.randint(SEEDS, (2,), device="cpu").tolist()
         self._after.append(after)
-        seed_all((here + _APART * self._rank) % SEEDS)
+        self._seed((here + _APART * self._rank) % SEEDS)
 
     @torch.compiler.disable(reason="generators are switched between graphs")  # type: ignore[untyped-decorator]
     def together(self) -> None:
         """Leaves the text model, also after an error: all ranks draw the same again."""
         if self._after:
-            seed_all(self._after.pop())
+            self._look()
+            self._seed(self._after.pop())
 
     def leave(self) -> None:
-        """Leaves the context and restores this rank's own generators."""
+        """Leaves the context and restores this rank's own generators; one number further if the model drew any."""
+        self._look()
         own, self._own = self._own, None
         self._after.clear()
         for source, state in zip(_sources(), own or (), strict=False):
             source.put(state)
+        if self._drew:
+            drawn()
+
+    def _seed(self, seed: int) -> None:
+        seed_all(seed)
+        self._seeded = [source.get() for source in _sources()]
+
+    def _look(self) -> None:
+        """Notes if numbers were drawn since the last seed."""
+        now = zip(_sources(), self._seeded, strict=False)
+        self._drew = self._drew or any(not source.same(source.get(), seeded) for source, seeded in now)
 
 
 class _Source(NamedTuple):
@@ -70,14 +104,25 @@ class _Source(NamedTuple):
     get: Callable[[], Any]
     put: Callable[[Any], object]
     seed: Callable[[int], object]
+    same: Callable[[Any, Any], bool]
+
+
+def _same_arrays(one: Any, other: Any) -> bool:
+    return bool(one[2:] == other[2:] and (one[1] == other[1]).all())
+
+
+def _same_tensors(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
 
 
 _HOST = (
-    _Source(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
-    _Source(random.getstate, random.setstate, random.seed),
-    _Source(numpy.random.get_state, numpy.random.set_state, numpy.random.seed),
+    _Source(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed, torch.equal),
+    _Source(random.getstate, random.setstate, random.seed, operator.eq),
+    _Source(numpy.random.get_state, numpy.random.set_state, numpy.random.seed, _same_arrays),
 )
-_GPUS = _Source(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, torch.cuda.manual_seed_all)
+_GPUS = _Source(
+    torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, torch.cuda.manual_seed_all, _same_tensors
+)
 
 
 def _sources() -> tuple[_Source, ...]:
@@ -105,7 +150,7 @@ def of_first_rank(ring: Ring) -> Iterator[None]:
 
 
 _SENT = "sent the state of its random generators"
-_GPU = _Source(torch.cuda.get_rng_state, torch.cuda.set_rng_state, torch.cuda.manual_seed)
+_GPU = _Source(torch.cuda.get_rng_state, torch.cuda.set_rng_state, torch.cuda.manual_seed, torch.equal)
 """That of this rank's GPU: ranks have different ones."""
 
 

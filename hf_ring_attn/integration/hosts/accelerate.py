@@ -6,6 +6,7 @@ with cp_size > 1 means a ring; for another model it raises accelerate's deferred
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -107,6 +108,8 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
 def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_data_loader(self: Any, *args: Any, **kwargs: Any) -> Any:
         options, config = self.dataloader_config, self.parallelism_config
+        if ring_enabled(config) and args and not getattr(args[0], "_is_accelerate_prepared", False):
+            _seed_workers_by_ring(args[0], config.cp_size)
         if not (ring_enabled(config) or (undecided(config) and not self._models)):
             return original(self, *args, **kwargs)
         if options.dispatch_batches and ring_enabled(config):
@@ -121,6 +124,14 @@ def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
             options.dispatch_batches = None
 
     return prepare_data_loader
+
+
+def _seed_workers_by_ring(loader: Any, ring_size: int) -> None:
+    """Gives the workers of a Trainer's loader the seeds of their ring: random masks must match on its ranks."""
+    seeded = getattr(loader, "worker_init_fn", None)
+    if getattr(getattr(seeded, "func", None), "__name__", "") == "seed_worker" and "rank" in seeded.keywords:
+        ring = seeded.keywords["rank"] // ring_size  # "cp" is the innermost axis of the mesh
+        loader.worker_init_fn = functools.partial(seeded.func, *seeded.args, **{**seeded.keywords, "rank": ring})
 
 
 def _maybe_context_parallel(original: Callable[..., Any]) -> Callable[..., Any]:

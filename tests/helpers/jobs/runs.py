@@ -103,7 +103,8 @@ class Judged(Rows):
 
     Args:
         by: a "class" of the row, a "score", "several" classes at once, a class of "tokens", "masked" tokens (every
-            fifth alone has a label), tokens "everywhere", padding too, or a "span" of tokens.
+            fifth alone has a label), tokens masked at "random" in each batch, tokens "everywhere", padding too, or a
+            "span" of tokens.
     """
 
     by: str = "class"
@@ -116,6 +117,8 @@ class Judged(Rows):
             if self.by == "masked":
                 row["labels"] = row["labels"].masked_fill(torch.arange(len(ids)) % 5 != index % 5, -100)
                 row["input_ids"] = ids.masked_fill(row["labels"] != -100, VOCABULARY - 1)
+            elif self.by == "random":
+                row["labels"] = ids
             elif self.by == "everywhere":
                 row["position_ids"] = torch.arange(len(ids))
             elif self.by == "tokens":
@@ -131,6 +134,10 @@ class Judged(Rows):
     def collate(self, rows: list[Row]) -> Row:
         whole = [name for name, x in rows[0].items() if x.dim() == 0 or (self.by == "several" and name == "labels")]
         batch = super().collate([{name: x for name, x in row.items() if name not in whole} for row in rows])
+        if self.by == "random":
+            kept = torch.rand(batch["labels"].shape) > 0.3
+            batch["labels"] = batch["labels"].masked_fill(kept, -100)
+            batch["input_ids"] = batch["input_ids"].where(kept, VOCABULARY - 1)
         if self.by == "everywhere":
             batch["labels"] = batch["labels"].clamp(min=1)
             batch["position_ids"] = torch.arange(batch["labels"].shape[1]).expand(len(rows), -1).contiguous()

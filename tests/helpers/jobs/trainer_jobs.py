@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing.process
 import os
 import tempfile
 from collections.abc import Iterator
@@ -72,7 +73,8 @@ def launched(mesh: Mesh, **environment: str) -> Iterator[None]:
     _keep_imports_out_of_collections()
     left_out = TORCHRUN if mesh.size == 1 else ()
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    with mock.patch.dict(os.environ, {**kept, **mesh.launch_config(), **environment}, clear=True):
+    may_have_workers = mock.patch.dict(multiprocessing.process.current_process()._config, daemon=False)  # type: ignore[attr-defined]
+    with may_have_workers, mock.patch.dict(os.environ, {**kept, **mesh.launch_config(), **environment}, clear=True):
         _reset()
         if mesh.cp == 1:
             hf_ring_attn.uninstall()

@@ -182,3 +182,21 @@ def own_numbers(batch: Batch, fails: bool) -> list[float]:
 def test_all_else_draws_as_if_there_were_no_ring(ranks: Ranks, fails: bool) -> None:
     answers = ranks(2).run(own_numbers, with_images(PICTURES), fails)
     assert answers[0] != answers[1]
+
+
+def numbers_after(batches: int) -> list[float]:
+    """What a program draws after batches of a model that draws nothing; each batch had a seed of its own."""
+    model, seeds = ready(STEPS[0], "ring_fp32").eval(), list[int]()
+    seeded_otherwise()
+    for _ in range(batches):
+        sharded = hf_ring_attn.shard(STEPS[0].batch)
+        seeds.append(ring_random.next_seed())
+        with sharded, torch.no_grad():
+            model(**sharded.inputs)
+    assert len(set(seeds)) == batches
+    return [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+
+
+def test_a_model_that_draws_nothing_leaves_the_programs_numbers(ranks: Ranks) -> None:
+    for got, want in zip(*(ranks(2).run(numbers_after, batches) for batches in (2, 0)), strict=True):
+        assert got == want

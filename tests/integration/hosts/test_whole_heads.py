@@ -10,7 +10,7 @@ import torch
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import MESHES, Ranks, assert_equal_runs, without_ring
 from tests.helpers.jobs.runs import Judged, Mesh, Run
-from tests.helpers.jobs.trainer_jobs import train
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, train, trainer_of
 
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 
@@ -63,6 +63,7 @@ RUNS = [
         loss_function=True,
         arguments=ACCUMULATED,
     ),
+    run_of("masked at random", "bert of masked tokens", by="random", metrics="", predicts=""),
     run_of("masked tokens alone", "modernbert of the masked tokens alone", by="masked", metrics="", predicts=""),
 ]
 
@@ -81,3 +82,19 @@ def test_a_head_of_whole_rows_trains_as_in_one_process(ranks: Ranks, run: Run, m
             assert got.predictions is not None and got.label_ids is not None
             torch.testing.assert_close(got.predictions, want.predictions, rtol=1e-5, atol=1e-5)
             assert torch.equal(got.label_ids, want.label_ids)
+
+
+def masked_by_workers(run: Run, mesh: Mesh) -> list[torch.Tensor]:
+    """The labels of this rank's first two batches, masked by workers of its loader."""
+    with launched(mesh), a_folder(None) as folder:
+        batches = iter(trainer_of(run, mesh, folder).get_train_dataloader())
+        return [next(batches)["labels"] for _ in range(2)]
+
+
+def test_workers_of_a_ring_mask_alike(ranks: Ranks) -> None:
+    run = run_of("masked by workers", "bert of masked tokens", by="random", arguments={"dataloader_num_workers": 1})
+    (alone,) = ranks(1).run(masked_by_workers, run, Mesh())
+    first, second = ranks(2).run(masked_by_workers, run, MESHES[0])
+    for one, other, want in zip(first, second, alone, strict=True):
+        assert torch.equal(one, want)
+        assert torch.equal(other, want)
