@@ -1,4 +1,4 @@
-"""Context parallelism that is not ours, through the registries of docs/upstream alone: contiguous shards, gathered keys.
+"""Context parallelism that is not ours, by the registries of docs/upstream: contiguous shards, gathered keys.
 
 It needs the patched accelerate and transformers. `install` registers all that it has.
 """
@@ -67,7 +67,8 @@ def attention(
     first = 0
     if BACKEND.group is not None:
         first = BACKEND.group.rank() * q.shape[2]
-        k, v = _Gather.apply(k, BACKEND.group), _Gather.apply(v, BACKEND.group)
+        gather: Any = _Gather.apply
+        k, v = gather(k, BACKEND.group), gather(v, BACKEND.group)
     visible = torch.arange(first, first + q.shape[2])[:, None] >= torch.arange(k.shape[2])
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None

@@ -1,4 +1,4 @@
-"""Trees of the installed hosts with the patches of docs/upstream, for programs that find them before the installed ones.
+"""Trees of the installed hosts with the patches of docs/upstream, to be found before the installed ones.
 
 A tree has copies of the files that a patch touches, and links to all others.
 """
@@ -47,8 +47,9 @@ def build(folder: Path) -> list[Path]:
         assert spec is not None and spec.origin is not None
         root.mkdir()
         paths.append(root / source)
-        ours = {Path(file).relative_to(source) for file in touched(host) if file.startswith(f"{source}/{host}".strip("/"))}
-        _link(Path(spec.origin).parent, paths[-1] / host, {file.relative_to(host) for file in ours})
+        package = Path(source, host)
+        changed = {Path(file).relative_to(package) for file in touched(host) if Path(file).is_relative_to(package)}
+        _link(Path(spec.origin).parent, root / package, changed)
         _apply(PATCHES / f"{host}.patch", root)
     return paths
 

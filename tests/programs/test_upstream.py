@@ -1,4 +1,4 @@
-"""The patches of docs/upstream: what they let another backend do, what they leave as it was, what of ours they replace."""
+"""The patches of docs/upstream: what another backend can do then, what stays as it was, what of ours they replace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from hf_ring_attn import integration
 from hf_ring_attn.integration.patching import changes
-from tests.helpers.jobs import upstream_jobs
+from tests.helpers.jobs import accelerate_ranks, upstream_jobs
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.trainer_jobs import train
 from tests.helpers.live_ranks import LiveRanks
@@ -97,7 +97,7 @@ def test_on_patched_hosts(tmp_path: Path, ranks: Callable[[int], LiveRanks]) -> 
             assert rank > 0 or "self-check passed" in lines[0], lines
             assert [entry["loss"] for entry in ours["packed"].steps] == [x["loss"] for x in packed[rank].steps]
             assert ours["packed"].evaluation == packed[rank].evaluation
-    assert {ours["loops"] for ours in found["ours"]} == {len(upstream_jobs.accelerate_ranks.CHECKS)}
+    assert {ours["loops"] for ours in found["ours"]} == {len(accelerate_ranks.CHECKS)}
 
 
 @needs_tested_hosts

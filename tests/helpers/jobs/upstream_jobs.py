@@ -17,7 +17,12 @@ import torch
 import transformers
 from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, TorchDynamoPlugin, TorchTensorParallelConfig
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
+    TorchTensorParallelConfig,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, Trainer
 
@@ -91,9 +96,8 @@ def as_if_on_gpus(plugin: Any) -> str:
 def prepared_by_trainer(attention: str) -> Any:
     """The shift_labels of the Trainer for a model with this attention."""
     trainer = object.__new__(Trainer)
-    given: Any = SimpleNamespace(
-        parallelism_config=ParallelismConfig(cp_size=2), maybe_context_parallel=nullcontext, unwrap_model=lambda model: model
-    )
+    given: Any = SimpleNamespace(parallelism_config=ParallelismConfig(cp_size=2), maybe_context_parallel=nullcontext)
+    given.unwrap_model = lambda model: model
     trainer.accelerator = given
     model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
     tokens = torch.tensor([[1, 2, 3, 4]])
@@ -104,7 +108,8 @@ def prepared_by_trainer(attention: str) -> Any:
 def torchs_own(config: ParallelismConfig, model: Any) -> tuple[Any, list[bool], Any]:
     """A buffer in torch's context, the masks that a model's attention gets, and the buffer after it."""
     accelerator = object.__new__(Accelerator)
-    accelerator.state = SimpleNamespace(parallelism_config=config, device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    accelerator.state = SimpleNamespace(parallelism_config=config, device_mesh=mesh)
     accelerator._prepare_cp(model, None)
     seen: list[bool] = []
     for layer in model.model.layers:
