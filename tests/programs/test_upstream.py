@@ -97,6 +97,7 @@ def test_on_patched_hosts(tmp_path: Path, ranks: Callable[[int], LiveRanks]) -> 
             assert rank > 0 or "self-check passed" in lines[0], lines
             assert [entry["loss"] for entry in ours["packed"].steps] == [x["loss"] for x in packed[rank].steps]
             assert ours["packed"].evaluation == packed[rank].evaluation
+    assert [ours["named"][1].log for ours in found["ours"]] == [outcome.log for _, outcome in trainer]
     assert {ours["loops"] for ours in found["ours"]} == {len(accelerate_ranks.CHECKS)}
 
 

@@ -221,7 +221,7 @@ def ours_with_fewer_patches() -> dict[str, Any]:
 
 def ours_as_it_is() -> dict[str, Any]:
     found = {"installed": changes.installed(), "trainer": ring_of_two(), "packed": packed_in_a_ring()}
-    return {**found, "loops": accelerates_loops()}
+    return {**found, "named": ring_of_two(**NAMED), "loops": accelerates_loops()}
 
 
 # ---- a program in the patched tree -----------------------------------------------------------------------------------
