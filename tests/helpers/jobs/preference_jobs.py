@@ -251,6 +251,14 @@ class OwnBatches(DPOTrainer):
         return nullcontext, inputs
 
 
+class PaddingFree(DPOTrainer):
+    """As if TRL had it again."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.padding_free = True
+
+
 def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
     """What a trainer's construction and its first step raise, as "Type: text", or "trained"."""
     with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():

@@ -17,6 +17,7 @@ from tests.helpers.jobs.preference_jobs import (
     Case,
     OtherTokens,
     OwnBatches,
+    PaddingFree,
     one_step,
     rewards_in_half,
     save,
@@ -58,6 +59,7 @@ CASES = [
     Case("a reference that follows the policy", {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     Case("experts and their auxiliary loss", {"router_aux_loss_coef": 0.5}, kind="MixtralForCausalLM"),
     Case("metrics of logits in whole rows", metrics=True),
+    Case("without padding, which TRL 1.16 turns off", {"padding_free": True}),
 ]  # fmt: skip
 
 SEQUENTIAL = {"train_sampling_strategy": "sequential"}
@@ -103,6 +105,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "a batch that is not sharded",
         {"kind": OwnBatches},
         "UnknownTrainer: OwnBatches counts or shards its batches",
+    ),
+    (
+        "rows without padding",
+        {"kind": PaddingFree},
+        "UnsupportedOption: PaddingFree with padding_free=True is not possible with ring_fp32: TRL 1.16 had none",
     ),
 ]
 
