@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PrinterCallback
@@ -42,6 +43,7 @@ class Case:
         masks: the first row of each batch has no completion tokens, as a truncated one.
         metrics: have compute_metrics, which gets logits of whole rows. kto: KTOTrainer, else DPOTrainer.
         fsdp: in a ring FSDP2 shards the weights, those of the reference too.
+        adapted: the model has an adapter already, of which a copy is the reference.
     """
 
     why: str
@@ -54,6 +56,7 @@ class Case:
     metrics: bool = False
     kto: bool = False
     fsdp: bool = False
+    adapted: bool = False
 
     def with_args(self, **more: Any) -> Case:
         return dataclasses.replace(self, args={**self.args, **more})
@@ -102,6 +105,14 @@ def teacher(attention: str, kind: str) -> PreTrainedModel:
     return net
 
 
+def adapted(net: PreTrainedModel) -> Any:
+    """With an adapter that was trained before."""
+    torch.manual_seed(5)
+    config = lora()
+    config.init_lora_weights = False
+    return get_peft_model(net, config)
+
+
 def reference(_path: str, attn_implementation: str, **_: Any) -> Any:
     """The model that a trainer loads for its reference: the policy's first weights, which come from no path here."""
     with torch.random.fork_rng():  # else batches have another order
@@ -126,6 +137,8 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
         "data_collator": collating(pad_token_id=0, max_length=64) if case.masks else None,
         "compute_metrics": ordered_metrics if case.metrics else None,
     }  # fmt: skip
+    if case.adapted:
+        defaults["model"] = adapted(defaults["model"])
     sharding = fsdp2_from_the_start({}) if case.fsdp and attention == "ring_fp32" else nullcontext()
     with sharding, mock.patch(f"{own.__module__}.create_model_from_path", reference):
         made = (kind or own)(args=configured(**args), **{**defaults, **options})

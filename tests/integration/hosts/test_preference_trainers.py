@@ -53,6 +53,7 @@ CASES = [
     Case("a row without completion tokens", {"loss_type": ["sigmoid_norm", "ipo"], "learning_rate": 0.02}, masks=True),
     Case("LoRA, whose adapter is off for the reference", reference=False, lora=True),
     Case("LoRA, checkpointed", CHECKPOINTED, reference=False, lora=True),
+    Case("an adapter, of which a copy is the reference", CHECKPOINTED, reference=False, adapted=True),
     Case("a reference that is computed before", PRECOMPUTED),
     Case("the policy itself is the reference, computed before", PRECOMPUTED, reference=False),
     Case("an f-divergence", {"f_divergence_type": "js_divergence"}),
@@ -84,6 +85,7 @@ UNDER_FSDP2 = [
     Case("FSDP2, a reference that is computed before", PRECOMPUTED, fsdp=True),
     Case("FSDP2, the policy is the reference, computed before", PRECOMPUTED, reference=False, fsdp=True),
     Case("FSDP2, LoRA, computed before", PRECOMPUTED, reference=False, lora=True, fsdp=True),
+    Case("FSDP2, an adapter and its copy", reference=False, adapted=True, fsdp=True),
     Case("FSDP2, a reference that follows", {"sync_ref_model": True, "ref_model_sync_steps": 1}, fsdp=True),
     Case("FSDP2, KTO and a reference model", {**SEQUENTIAL, "gradient_accumulation_steps": 2}, kto=True, fsdp=True),
     Case(
@@ -180,7 +182,7 @@ def test_a_reference_is_not_rounded_under_fsdp2(ranks: Ranks, kto: bool) -> None
 @pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(dp=2, cp=2)], ids=str)
 @pytest.mark.parametrize(
     "case",
-    [ACCUMULATED, CASES[2], CASES[6], CASES[8], WITH_KL, CASES_OF_KTO[4], *UNDER_FSDP2[:3], UNDER_FSDP2[6]],
+    [ACCUMULATED, CASES[2], CASES[6], CASES[9], WITH_KL, CASES_OF_KTO[4], *UNDER_FSDP2[:3], UNDER_FSDP2[7]],
     ids=lambda case: case.why,
 )
 def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh, tmp_path: Path) -> None:
