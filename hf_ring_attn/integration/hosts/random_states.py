@@ -1,7 +1,8 @@
 """Resuming at another ring size: a ring's first rank goes on with the random numbers of that ring's first rank.
 
 Trainer saves the generators' states of each process under its number, and a ring's processes have other numbers in a
-larger or smaller ring. What a first rank draws is seen in the results: GRPO's completions.
+larger or smaller ring. What a first rank draws is seen in the results: GRPO's completions. All ranks of a ring draw the
+same (random masks), so ranks beyond the saved ring's size take its last rank's.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
         rings = host.num_processes // group.size()
         ring, rank = divmod(host.process_index, group.size())
         size, left = divmod(max(saved, 1), rings)
-        process = ring * size + rank
+        process = ring * size + min(rank, size - 1)
         path = folder / (f"rng_state_{process}.pth" if saved else _OF_ONE)
-        if left == 0 and rank < size and path.is_file():
+        if left == 0 and path.is_file():
             _restore(path, process)
         elif rank == 0:
             warn(_LOST.format(folder, max(saved, 1), rings))

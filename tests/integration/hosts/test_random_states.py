@@ -22,10 +22,10 @@ TABLE = [
     ("012345", 6, 4, 2, 2, 3),  # the first rank of the second ring, which had three ranks
     ("012345", 6, 4, 2, 3, 4),
     ("0123", 4, 8, 4, 4, 2),
-    ("0123", 4, 8, 4, 6, None),  # a rank that was none keeps its own
+    ("0123", 4, 8, 4, 6, 3),  # a rank that was none draws as its ring's last
     ("01", 2, 4, 2, 2, 1),  # of two processes without a ring
     ("", 0, 2, 2, 0, ""),  # of one process
-    ("", 0, 2, 2, 1, None),
+    ("", 0, 2, 2, 1, ""),
     ("0123", 4, 4, 2, 2, TRAINER_S),
     ("0123", 8, 8, 2, 2, TRAINER_S),  # of a node that has the files of its own processes only
     ("0123", 8, 4, 2, 2, "lost"),
