@@ -9,22 +9,25 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PathDistribution
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from hf_ring_attn.autoload import switch
 from tests.helpers.jobs.comparison import LOSS, Ranks
+from tests.helpers.jobs.preference_jobs import Case, preferences
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, model, quiet, rows, tokenizer
 from tests.helpers.jobs.trainer_jobs import launched
+from tests.helpers.jobs.trl_trainers import ranker
 from tests.helpers.patience import patient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = str(REPOSITORY / "recipes/accelerate/cpu_2ranks.yaml")
-TRL_SFT, TRL_GRPO = "trl.scripts.sft", "trl.scripts.grpo"
 STEPS = 3
 GLOO_AT_EXIT = "terminate called without an active exception"
 """A race of gloo's threads with the end of a process whose work is done, in one run of some thirty: run it again."""
@@ -56,27 +59,52 @@ trainer.end()
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its tokenizer, rows of text in the forms that both programs read, and a stranger's script."""
+    """Models with their tokenizer, rows of text in the forms that programs read, and a stranger's script."""
     folder = tmp_path_factory.mktemp("files")
-    model("sdpa").save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
-    (folder / "jsonl").mkdir()
-    data = rows("text", 24)
-    data.to_json(folder / "jsonl/train.jsonl")
+    for name, net in {"model": model("sdpa"), "judge": ranker("sdpa")}.items():
+        net.save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+    data, case = rows("text", 24), Case("")
     data.save_to_disk(folder / "arrow")
-    (folder / "prompts").mkdir()
-    data.map(lambda row: {"prompt": row["text"][:20]}, remove_columns="text").to_json(folder / "prompts/train.jsonl")
+    for name, form in {
+        "jsonl": data,
+        "prompts": data.map(lambda row: {"prompt": row["text"][:20]}, remove_columns="text"),
+        "pairs": preferences(case, 24),
+        "judged": preferences(replace(case, kto=True), 24),
+        "compared": preferences(case, 24).remove_columns("prompt"),
+    }.items():
+        (folder / name).mkdir()
+        form.to_json(folder / name / "train.jsonl")
     (folder / "stranger.py").write_text(STRANGER)
     return folder
 
 
-def for_trl(files: Path, attention: str, output: Path) -> list[str]:
-    flags = {
-        "model_name_or_path": files / "model", "dataset_name": files / "jsonl", "attn_implementation": attention,
-        "output_dir": output, "max_steps": STEPS, "save_steps": STEPS, "logging_steps": 1, "packing": True,
-        "max_length": 64, "per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.1, "dtype": "float32",
-        "bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
-    }  # fmt: skip
+SHARED = {
+    "max_steps": STEPS, "save_steps": STEPS, "logging_steps": 1, "optim": "sgd", "dtype": "float32", "bf16": False,
+    "use_cpu": True, "report_to": "none", "disable_tqdm": True,
+}  # fmt: skip
+OF_TRL: dict[str, dict[str, Any]] = {
+    "sft": {"dataset_name": "jsonl", "packing": True, "max_length": 64, "learning_rate": 0.1},
+    "grpo": {
+        "dataset_name": "prompts", "num_generations": 2, "max_completion_length": 12, "per_device_train_batch_size": 4,
+        "learning_rate": 0.3, "beta": 0.1, "reward_funcs": "tests.helpers.jobs.trl_trainers.lengths",
+        "gradient_accumulation_steps": 2,
+    },
+    "dpo": {"dataset_name": "pairs", "learning_rate": 0.1, "gradient_accumulation_steps": 2},
+    "kto": {
+        "dataset_name": "judged", "learning_rate": 0.5, "train_sampling_strategy": "sequential", "use_peft": True,
+        "lora_target_modules": "all-linear", "ddp_find_unused_parameters": False,
+    },
+    "reward": {"dataset_name": "compared", "learning_rate": 0.01, "model_name_or_path": "judge"},
+}  # fmt: skip
+"""Options of TRL's commands. GRPO's and DPO's references come from the model's path, and GRPO's rewards from a module;
+KTO's reference is the model without its adapter."""
+
+
+def for_trl(command: str, files: Path, attention: str, output: Path) -> list[str]:
+    flags = {"model_name_or_path": "model", "per_device_train_batch_size": 2, **SHARED, **OF_TRL[command]}
+    places = {name: files / flags[name] for name in ("model_name_or_path", "dataset_name")}
+    flags |= {**places, "attn_implementation": attention, "output_dir": output}
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
@@ -121,34 +149,13 @@ def assert_same(got: Path, want: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.turns
-def test_trl_sft_by_its_own_command(ranks: Ranks, files: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OF_TRL)
+def test_trl_by_its_own_command(ranks: Ranks, files: Path, tmp_path: Path, name: str) -> None:
     """TRL's command launches its script anew with accelerate: the plugin has to come along."""
-    command = [sys.executable, "-m", "hf_ring_attn.run", "trl", "sft", "--accelerate_config", RECIPE]
-    command += ["--main_process_port", "0", *for_trl(files, "ring_fp32", tmp_path / "ring")]
+    command = [sys.executable, "-m", "hf_ring_attn.run", "trl", name, "--accelerate_config", RECIPE]
+    command += ["--main_process_port", "0", *for_trl(name, files, "ring_fp32", tmp_path / "ring")]
     shell(command, tmp_path)
-    alone(ranks, TRL_SFT, for_trl(files, "sdpa", tmp_path / "alone"), tmp_path)
-    assert_same(tmp_path / "ring", tmp_path / "alone")
-
-
-def for_trl_grpo(files: Path, attention: str, output: Path) -> list[str]:
-    flags = {
-        "model_name_or_path": files / "model", "dataset_name": files / "prompts", "attn_implementation": attention,
-        "output_dir": output, "max_steps": STEPS, "save_steps": STEPS, "logging_steps": 1, "num_generations": 2,
-        "max_completion_length": 12, "per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.3,
-        "beta": 0.1, "reward_funcs": "tests.helpers.jobs.trl_trainers.lengths", "gradient_accumulation_steps": 2,
-        "bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "dtype": "float32",
-    }  # fmt: skip
-    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-
-
-@pytest.mark.slow
-@pytest.mark.turns
-def test_trl_grpo_by_its_own_command(ranks: Ranks, files: Path, tmp_path: Path) -> None:
-    """Its models, the policy and the reference, come from paths, and its rewards from a module."""
-    command = [sys.executable, "-m", "hf_ring_attn.run", "trl", "grpo", "--accelerate_config", RECIPE]
-    command += ["--main_process_port", "0", *for_trl_grpo(files, "ring_fp32", tmp_path / "ring")]
-    shell(command, tmp_path)
-    alone(ranks, TRL_GRPO, for_trl_grpo(files, "sdpa", tmp_path / "alone"), tmp_path)
+    alone(ranks, f"trl.scripts.{name}", for_trl(name, files, "sdpa", tmp_path / "alone"), tmp_path)
     assert_same(tmp_path / "ring", tmp_path / "alone")
 
 

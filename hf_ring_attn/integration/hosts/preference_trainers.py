@@ -43,6 +43,8 @@ def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> list[Rows]:
     name = type(host).__name__
     if host._is_vision_dataset:
         raise errors.UnsupportedOption(f"{name} with images", "its rows were never tested in a ring; train on text")
+    if getattr(host, "padding_free", False):  # TRL 1.16 warns, and pads
+        raise errors.UnsupportedOption(f"{name} with padding_free=True", "TRL 1.16 had none to test; set it to False")
     options = model_record.options_of(model)
     trainer.refuse_past_fused_head(host, options.loss)
     if options.layout == "auto":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..model import fsdp
 from ..patching.changes import Patch, install
 from . import accelerate, grpo_trainer, preference_trainers, sft_trainer, trainer
 from .parallelism_config import deferring_cp_checks
@@ -26,6 +27,7 @@ def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None
         accelerate.settle(self.accelerator, self.model)  # also where an Accelerator existed before the trainer
         if trainer.group_of(self) is not None:
             trainer.refuse_trainer(self)
+            fsdp.keep_float32(self.accelerator)  # TRL shards a reference, with this policy, before the model
             for name in names:
                 if name in STARTS:
                     STARTS[name](self)

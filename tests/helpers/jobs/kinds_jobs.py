@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import save_file
@@ -133,13 +133,32 @@ def small_tensors_in_8_bits() -> Iterator[None]:
 
 def under_fsdp2(trainer: Any, options: dict[str, Any]) -> None:
     """accelerate keeps FSDP2 for GPUs; its code runs on a CPU as well."""
+    _give_fsdp2(trainer.accelerator, options)
+    trainer.is_fsdp_enabled = True
+
+
+@contextmanager
+def fsdp2_from_the_start(options: dict[str, Any]) -> Iterator[None]:
+    """Trainers made meanwhile have FSDP2: some shard their reference when they are made."""
+
+    def init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _give_fsdp2(self, options)
+
+    original = Accelerator.__init__
+    with mock.patch.object(Accelerator, "__init__", init):
+        yield
+
+
+def _give_fsdp2(accelerator: Accelerator, options: dict[str, Any]) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **options)
     if options.get("cpu_offload"):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    state = trainer.accelerator.state
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    state = accelerator.state
     state.fsdp_plugin, state.distributed_type = plugin, DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # which every AcceleratorState() copies
-    trainer.is_fsdp_enabled = True
 
 
 def trained(

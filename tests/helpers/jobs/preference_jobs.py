@@ -11,7 +11,9 @@ from unittest import mock
 
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PrinterCallback
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
@@ -23,6 +25,7 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.batch.shard import Sharded
 from hf_ring_attn.integration.context import whole_batch
 from hf_ring_attn.integration.context.mesh import ring_group
+from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, model, quiet, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics
@@ -39,6 +42,8 @@ class Case:
         kind: the class of the model. prompt: this share of a text is the prompt, of ten.
         masks: the first row of each batch has no completion tokens, as a truncated one.
         metrics: have compute_metrics, which gets logits of whole rows. kto: KTOTrainer, else DPOTrainer.
+        fsdp: in a ring FSDP2 shards the weights, those of the reference too.
+        adapted: the model has an adapter already, of which a copy is the reference.
     """
 
     why: str
@@ -50,6 +55,8 @@ class Case:
     masks: bool = False
     metrics: bool = False
     kto: bool = False
+    fsdp: bool = False
+    adapted: bool = False
 
     def with_args(self, **more: Any) -> Case:
         return dataclasses.replace(self, args={**self.args, **more})
@@ -98,6 +105,20 @@ def teacher(attention: str, kind: str) -> PreTrainedModel:
     return net
 
 
+def adapted(net: PreTrainedModel) -> Any:
+    """With an adapter that was trained before."""
+    torch.manual_seed(5)
+    config = lora()
+    config.init_lora_weights = False
+    return get_peft_model(net, config)
+
+
+def reference(_path: str, attn_implementation: str, **_: Any) -> Any:
+    """The model that a trainer loads for its reference: the policy's first weights, which come from no path here."""
+    with torch.random.fork_rng():  # else batches have another order
+        return model(attn_implementation)
+
+
 def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options: Any) -> Any:
     words = tokenizer()
     given = vars(config(folder, max_steps=STEPS, max_length=64))
@@ -116,7 +137,11 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
         "data_collator": collating(pad_token_id=0, max_length=64) if case.masks else None,
         "compute_metrics": ordered_metrics if case.metrics else None,
     }  # fmt: skip
-    made = (kind or own)(args=configured(**args), **{**defaults, **options})
+    if case.adapted:
+        defaults["model"] = adapted(defaults["model"])
+    sharding = fsdp2_from_the_start({}) if case.fsdp and attention == "ring_fp32" else nullcontext()
+    with sharding, mock.patch(f"{own.__module__}.create_model_from_path", reference):
+        made = (kind or own)(args=configured(**args), **{**defaults, **options})
     made.remove_callback(PrinterCallback)
     return made
 
@@ -145,10 +170,21 @@ def trained(case: Case, mesh: Mesh, saved: str = "", self_check: bool = True) ->
         hf_ring_attn.configure(dpo.model, RingConfig(self_check=self_check))
         before = trained_parameters(dpo)
         dpo.train()
+        for net in filter(None, (dpo.model, dpo.ref_model)):
+            assert any(isinstance(p, DTensor) for p in net.parameters()) == (case.fsdp and mesh.cp > 1)
         steps = [numbers(entry) for entry in dpo.state.log_history if "loss" in entry]
         evaluation = numbers(dpo.evaluate())
         group = ring_group(dpo.accelerator)
         return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(dpo))
+
+
+def rewards_in_half(case: Case) -> list[float]:
+    """The greatest reward of each of two steps in bf16, of a model that is its own reference at the first."""
+    with launched(Mesh(cp=2), **OFFLINE), a_folder(None) as folder, quiet():
+        host = trainer(case.with_args(bf16=True, max_steps=2), folder, "ring_fp32")
+        host.train()
+        steps = [entry for entry in host.state.log_history if "loss" in entry]
+        return [max(abs(entry[f"rewards/{kind}"]) for kind in ("chosen", "rejected")) for entry in steps]
 
 
 def numbers(entry: dict[str, Any]) -> dict[str, float]:
@@ -158,7 +194,7 @@ def numbers(entry: dict[str, Any]) -> dict[str, float]:
 
 
 def trained_parameters(dpo: Any) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in dpo.model.named_parameters() if p.requires_grad}
+    return weights_of(dpo.model)
 
 
 # ---- defects -------------------------------------------------------------------------------------------------------
@@ -226,6 +262,14 @@ class OwnBatches(DPOTrainer):
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> Any:
         return nullcontext, inputs
+
+
+class PaddingFree(DPOTrainer):
+    """As if TRL had it again."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.padding_free = True
 
 
 def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:

@@ -21,6 +21,7 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.context.mesh import ring_group
 from hf_ring_attn.integration.model import multimodal, whole_heads
 from hf_ring_attn.layers import collectives
+from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
 from tests.helpers.jobs.preference_jobs import numbers
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet, texts, tokenizer
@@ -37,6 +38,7 @@ class Case:
     Args:
         args: for RewardConfig. margin: rows have one. left: rows are padded on the left.
         kind: the class of the model. metrics: have compute_metrics, which gets the scores.
+        fsdp: in a ring FSDP2 shards the weights.
     """
 
     why: str
@@ -46,6 +48,7 @@ class Case:
     left: bool = False
     kind: str = "LlamaForSequenceClassification"
     metrics: bool = False
+    fsdp: bool = False
 
 
 @dataclass
@@ -79,12 +82,13 @@ def trainer(case: Case, folder: str, attention: str, **more: Any) -> Any:
     lora = LoraConfig(
         r=4, target_modules=["q_proj", "down_proj"], task_type=TaskType.SEQ_CLS, modules_to_save=["score"]
     )
-    made = RewardTrainer(
-        model=build(case.kind, attention, **sizes), args=RewardConfig(**args), processing_class=tokenizer(),
-        train_dataset=comparisons(case, TRAIN_ROWS), eval_dataset=comparisons(case, EVAL_ROWS, start=4000),
-        peft_config=lora if case.lora else None, data_collator=PaddedLeft(pad_token_id=0) if case.left else None,
-        compute_metrics=ordered_metrics if case.metrics else None,
-    )  # fmt: skip
+    with fsdp2_from_the_start({}) if case.fsdp and attention == "ring_fp32" else nullcontext():
+        made = RewardTrainer(
+            model=build(case.kind, attention, **sizes), args=RewardConfig(**args), processing_class=tokenizer(),
+            train_dataset=comparisons(case, TRAIN_ROWS), eval_dataset=comparisons(case, EVAL_ROWS, start=4000),
+            peft_config=lora if case.lora else None, data_collator=PaddedLeft(pad_token_id=0) if case.left else None,
+            compute_metrics=ordered_metrics if case.metrics else None,
+        )  # fmt: skip
     made.remove_callback(PrinterCallback)
     return made
 
@@ -105,8 +109,7 @@ def trained(case: Case, mesh: Mesh, self_check: bool = True) -> Outcome:
 
 
 def trained_parameters(reward: RewardTrainer) -> dict[str, Tensor]:
-    net: Any = reward.model
-    return {name: p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
+    return weights_of(reward.model)
 
 
 # ---- defects -------------------------------------------------------------------------------------------------------

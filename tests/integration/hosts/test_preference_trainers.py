@@ -17,7 +17,9 @@ from tests.helpers.jobs.preference_jobs import (
     Case,
     OtherTokens,
     OwnBatches,
+    PaddingFree,
     one_step,
+    rewards_in_half,
     save,
     trained,
     trained_with,
@@ -39,6 +41,8 @@ OF_KTO = {
     "rewards/margins", "logps/chosen", "logps/rejected",
 }  # fmt: skip
 
+PRECOMPUTED = {"precompute_ref_log_probs": True}
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 ACCUMULATED = Case("sigmoid, accumulated, and a reference model", {"gradient_accumulation_steps": 2})
 CASES = [
     ACCUMULATED,
@@ -48,17 +52,15 @@ CASES = [
     Case("prompts longer than a rank's share", prompt=9),
     Case("a row without completion tokens", {"loss_type": ["sigmoid_norm", "ipo"], "learning_rate": 0.02}, masks=True),
     Case("LoRA, whose adapter is off for the reference", reference=False, lora=True),
-    Case(
-        "LoRA, checkpointed",
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-        reference=False, lora=True,
-    ),
-    Case("a reference that is computed before", {"precompute_ref_log_probs": True}),
-    Case("the policy itself is the reference, computed before", {"precompute_ref_log_probs": True}, reference=False),
+    Case("LoRA, checkpointed", CHECKPOINTED, reference=False, lora=True),
+    Case("an adapter, of which a copy is the reference", CHECKPOINTED, reference=False, adapted=True),
+    Case("a reference that is computed before", PRECOMPUTED),
+    Case("the policy itself is the reference, computed before", PRECOMPUTED, reference=False),
     Case("an f-divergence", {"f_divergence_type": "js_divergence"}),
     Case("a reference that follows the policy", {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     Case("experts and their auxiliary loss", {"router_aux_loss_coef": 0.5}, kind="MixtralForCausalLM"),
     Case("metrics of logits in whole rows", metrics=True),
+    Case("without padding, which TRL 1.16 turns off", {"padding_free": True}),
 ]  # fmt: skip
 
 SEQUENTIAL = {"train_sampling_strategy": "sequential"}
@@ -68,16 +70,29 @@ CASES_OF_KTO = [
     Case("KTO without a KL term", {"loss_type": "apo_zero_unpaired", "undesirable_weight": 0.7}, kto=True),
     Case("KTO, prompts longer than a rank's share", SEQUENTIAL, prompt=9, kto=True),
     Case("KTO, a row without completion tokens", {**SEQUENTIAL, "learning_rate": 0.02}, masks=True, kto=True),
-    Case(
-        "KTO, LoRA, checkpointed",
-        {**SEQUENTIAL, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-        reference=False, lora=True, kto=True,
-    ),
-    Case("KTO, a reference that is computed before", {**SEQUENTIAL, "precompute_ref_log_probs": True}, kto=True),
+    Case("KTO, LoRA, checkpointed", {**SEQUENTIAL, **CHECKPOINTED}, reference=False, lora=True, kto=True),
+    Case("KTO, a reference that is computed before", {**SEQUENTIAL, **PRECOMPUTED}, kto=True),
     Case(
         "KTO, experts and their auxiliary loss", {**SEQUENTIAL, "router_aux_loss_coef": 0.5, "learning_rate": 0.02},
         kind="MixtralForCausalLM", kto=True,
     ),
+]  # fmt: skip
+
+
+UNDER_FSDP2 = [
+    Case("FSDP2, accumulated, and a reference model", {"gradient_accumulation_steps": 2}, fsdp=True),
+    Case("FSDP2, LoRA, checkpointed, whose adapter is off", CHECKPOINTED, reference=False, lora=True, fsdp=True),
+    Case("FSDP2, a reference that is computed before", PRECOMPUTED, fsdp=True),
+    Case("FSDP2, the policy is the reference, computed before", PRECOMPUTED, reference=False, fsdp=True),
+    Case("FSDP2, LoRA, computed before", PRECOMPUTED, reference=False, lora=True, fsdp=True),
+    Case("FSDP2, an adapter and its copy", reference=False, adapted=True, fsdp=True),
+    Case("FSDP2, a reference that follows", {"sync_ref_model": True, "ref_model_sync_steps": 1}, fsdp=True),
+    Case("FSDP2, KTO and a reference model", {**SEQUENTIAL, "gradient_accumulation_steps": 2}, kto=True, fsdp=True),
+    Case(
+        "FSDP2, KTO, LoRA, checkpointed", {**SEQUENTIAL, **CHECKPOINTED}, reference=False, lora=True, kto=True,
+        fsdp=True,
+    ),
+    Case("FSDP2, KTO, computed before", {**SEQUENTIAL, **PRECOMPUTED}, kto=True, fsdp=True),
 ]  # fmt: skip
 
 
@@ -92,6 +107,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "a batch that is not sharded",
         {"kind": OwnBatches},
         "UnknownTrainer: OwnBatches counts or shards its batches",
+    ),
+    (
+        "rows without padding",
+        {"kind": PaddingFree},
+        "UnsupportedOption: PaddingFree with padding_free=True is not possible with ring_fp32: TRL 1.16 had none",
     ),
 ]
 
@@ -126,7 +146,7 @@ def compare(ranks: Ranks, case: Case, mesh: Mesh, folder: Path) -> None:
             assert torch.equal(got.after[name], outcomes[0].after[name])
 
 
-@pytest.mark.parametrize("case", [*CASES, *CASES_OF_KTO], ids=lambda case: case.why)
+@pytest.mark.parametrize("case", [*CASES, *CASES_OF_KTO, *UNDER_FSDP2], ids=lambda case: case.why)
 @pytest.mark.turns
 def test_training_in_a_ring_is_training_in_one_process(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     compare(ranks, case, Mesh(cp=2), tmp_path)
@@ -148,10 +168,22 @@ def test_what_would_differ_is_refused(ranks: Ranks, why: str, options: dict[str,
         assert said.startswith(text), said
 
 
+@pytest.mark.parametrize("kto", [False, True], ids=["DPO", "KTO"])
+@pytest.mark.turns
+def test_a_reference_is_not_rounded_under_fsdp2(ranks: Ranks, kto: bool) -> None:
+    """In 16 bits a policy starts as its reference: with the reference's log-probabilities in bf16 a reward is 0.04."""
+    for first, second in ranks(2).run(
+        rewards_in_half, Case("", SEQUENTIAL if kto else {}, reference=False, kto=kto, fsdp=True)
+    ):
+        assert first == 0 and second != 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(dp=2, cp=2)], ids=str)
 @pytest.mark.parametrize(
-    "case", [ACCUMULATED, CASES[2], CASES[6], CASES[8], WITH_KL, CASES_OF_KTO[4]], ids=lambda case: case.why
+    "case",
+    [ACCUMULATED, CASES[2], CASES[6], CASES[9], WITH_KL, CASES_OF_KTO[4], *UNDER_FSDP2[:3], UNDER_FSDP2[7]],
+    ids=lambda case: case.why,
 )
 def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh, tmp_path: Path) -> None:
     compare(ranks, case, mesh, tmp_path)

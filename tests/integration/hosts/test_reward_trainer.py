@@ -14,16 +14,16 @@ from tests.helpers.jobs.sft_jobs import Outcome
 
 METRICS = {"loss", "grad_norm", "num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy", "margin"}
 
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 ACCUMULATED = Case("accumulated, with margins", {"gradient_accumulation_steps": 2}, margin=True)
 CASES = [
     ACCUMULATED,
     Case("centred, padded on the left", {"center_rewards_coefficient": 0.1}, left=True),
     Case("LoRA and a trained score head", {"gradient_accumulation_steps": 2}, lora=True),
-    Case(
-        "LoRA, checkpointed",
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, lora=True,
-    ),
+    Case("LoRA, checkpointed", CHECKPOINTED, lora=True),
     Case("windows, and metrics of scores", kind="Qwen2ForSequenceClassification", metrics=True),
+    Case("FSDP2, accumulated", {"gradient_accumulation_steps": 2}, fsdp=True),
+    Case("FSDP2, LoRA, a trained score head, checkpointed", CHECKPOINTED, lora=True, fsdp=True),
 ]  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def test_a_planted_defect_is_seen(ranks: Ranks, defect: str, self_check: bool) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [Mesh(cp=4), Mesh(dp=2, cp=2)], ids=str)
-@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.why)
+@pytest.mark.parametrize("case", [*CASES[:3], CASES[5]], ids=lambda case: case.why)
 def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     compare(ranks, case, mesh)
 

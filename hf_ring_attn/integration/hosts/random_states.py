@@ -1,0 +1,72 @@
+"""Resuming at another ring size: a ring's first rank goes on with the random numbers of that ring's first rank.
+
+Trainer saves the generators' states of each process under its number, and a ring's processes have other numbers in a
+larger or smaller ring. What a first rank draws is seen in the results: GRPO's completions. All ranks of a ring draw the
+same (random masks), so ranks beyond the saved ring's size take its last rank's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from ..log import warn
+from ..patching.changes import Patch
+from . import trainer
+
+_NUMBERED = re.compile(r"^rng_state_(\d+)\.pth$")
+_OF_ONE = "rng_state.pth"
+"""The file of a single process."""
+_LOST = (
+    "{0} has no random state of this ring, since {1} processes saved it, and there are {2} rings: completions and "
+    "dropout differ from those of a run without a break"
+)
+
+
+def _load(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _load_rng_state(self: Any, checkpoint: str | None) -> Any:
+        group = trainer.group_of(self)
+        if group is None or checkpoint is None:
+            return original(self, checkpoint)
+        host, folder = self.accelerator, Path(checkpoint)
+        found = [int(match[1]) for path in folder.glob("rng_state_*.pth") if (match := _NUMBERED.match(path.name))]
+        # A node may have the files of its own processes only.
+        saved = int(host.gather(torch.tensor(1 + max(found, default=-1), device=host.device)).max())
+        if saved == host.num_processes:
+            return original(self, checkpoint)
+        rings = host.num_processes // group.size()
+        ring, rank = divmod(host.process_index, group.size())
+        size, left = divmod(max(saved, 1), rings)
+        process = ring * size + min(rank, size - 1)
+        path = folder / (f"rng_state_{process}.pth" if saved else _OF_ONE)
+        if left == 0 and path.is_file():
+            _restore(path, process)
+        elif rank == 0:
+            warn(_LOST.format(folder, max(saved, 1), rings))
+        return None
+
+    return _load_rng_state
+
+
+def _restore(path: Path, process: int) -> None:
+    """Restores the states that process number ``process`` saved; of its GPUs' that of its own."""
+    host: Any = importlib.import_module("transformers.trainer")
+    with host.safe_globals():
+        states = torch.load(path, map_location="cpu", weights_only=True)
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+    gpus = states.get("cuda")
+    if gpus is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(gpus if isinstance(gpus, Tensor) else gpus[process % len(gpus)])
+
+
+PATCHES = (Patch(f"{trainer.TRAINER}._load_rng_state", "(self, checkpoint)", _load),)
