@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-INK, GREY, OURS = "#1f2430", "#8a92a6", "#3949ab"
+INK, GREY, OURS = "#1f2430", "#5d6579", "#3949ab"
 COLOURS = ("#c8d0f0", "#f6d7b0", "#cfe8cf", "#ecc9dd")
 """One colour for each rank."""
 FONT = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif'"

@@ -90,6 +90,10 @@ def _text(kind: type) -> str:
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
+ALIKE = re.compile(r"^UnsupportedModel: \w+ cannot be trained in a ring exactly: ")
+"""Words that every refused model's reason begins with."""
+
+
 def models() -> str:
     """Every class of the sweep, by its outcome."""
     (run,) = results.read(FILED / "support" / results.FILE)
@@ -105,7 +109,8 @@ def _outcome(line: dict[str, Any]) -> str:
         return f"not run: {line.get('not_run', '')}"
     said = []
     for each in line["outcomes"]:
-        words = "exact" if each["status"] == "exact" else f"refused: {each.get('reason', '')}"
+        reason = ALIKE.sub("", each.get("reason", ""))
+        words = "exact" if each["status"] == "exact" else f"refused: {reason}"
         if each.get("positions"):
             words += ", with position_ids in the batch"
         kinds = f" ({', '.join(each['kinds'])})" if len(line["outcomes"]) > 1 else ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from . import results
 Rows = list[dict[str, Any]]
 Line = tuple[str, list[float], list[float]]
 """A name, x values and y values."""
+OURS = "ring_fp32"
+COLOURS = ("#5d6579", "#a0672c", "#3f8f5f", "#a04a86", "#2f8ea3", "#b3871b", "#777777")
+STYLES = ("-", "--", ":")
 
 
 def throughput(rows: Rows) -> tuple[str, str, str, list[Line]]:
@@ -70,19 +75,20 @@ def save(files: Sequence[Path]) -> list[Path]:
     except ImportError:
         raise NoMatplotlib() from None
     written = []
-    for path, (title, across, up, lines) in shown:
-        figure = figures.Figure(figsize=(8, 5), layout="constrained")
+    for path, about, (title, across, up, lines) in shown:
+        figure = figures.Figure(figsize=(9, 5), layout="constrained")
         axes = figure.add_subplot()
-        for number, (name, x, y) in enumerate(lines):
-            style = "-" if number < 10 else "--"  # ten colours, then again
-            axes.plot(x, y, style, marker="o", markersize=4, label=name)
+        for (name, x, y), look in zip(lines, _looks([name for name, *_ in lines]), strict=True):
+            axes.plot(x, y, marker="o", label=name, **look)
         axes.set_xscale("log", base=2)
         places = sorted({place for _, x, _ in lines for place in x})
         axes.set_xticks(places, [f"{place:,}" for place in places])
         axes.minorticks_off()
-        axes.set(title=title, xlabel=across, ylabel=up, ylim=(0, None))
+        axes.set(xlabel=across, ylabel=up, ylim=(0, None))
+        axes.set_title(about, fontsize="small", color="#5d6579")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        figure.suptitle(title)
+        figure.legend(loc="outside right upper", fontsize="small")  # beside the axes, where it covers no point
         text = io.StringIO()
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
             figure.savefig(text, format="svg", metadata={"Date": None})
@@ -91,14 +97,43 @@ def save(files: Sequence[Path]) -> list[Path]:
     return written
 
 
-def _plots(path: Path) -> list[tuple[Path, tuple[str, str, str, list[Line]]]]:
-    """The plots of a results file: path and content."""
+def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The look of each line: ours thick and blue, the next of ours dashed, others thin in other colours."""
+    looks: list[dict[str, Any]] = []
+    for name in names:
+        ours = name.startswith(OURS)
+        before = sum(one.startswith(OURS) == ours for one in names[: len(looks)])
+        if ours:
+            looks.append({"color": "#3949ab", "linewidth": 3, "linestyle": STYLES[before % len(STYLES)], "zorder": 3})
+        else:
+            looks.append({"color": COLOURS[before % len(COLOURS)], "linewidth": 1.2, "markersize": 4})
+    return looks
+
+
+def about(head: dict[str, Any], rows: Rows) -> str:
+    """Hardware, heads, dtype, date and commit of a run, as far as its head and rows have them."""
+    words = [part for word in shlex.split(head.get("command", "")) for part in word.split("=", 1)]
+    asked = dict(itertools.pairwise(words))
+    gpus = head.get("hardware", {}).get("gpus", [])
+    heads = rows[0].get("heads") or head.get("heads") or [asked.get("--heads", 32), asked.get("--kv-heads", 8)]
+    width = rows[0].get("widths", [head.get("width") or asked.get("--head-dim", 128)])[0]
+    dtype = rows[0].get("dtype") or rows[0].get("stream") or asked.get("--dtype", "bfloat16")
+    facts = [
+        f"{len(gpus)} x {gpus[0]}" if gpus else str(head.get("hardware", {}).get("processor", "CPU")),
+        f"{heads[0]}/{heads[1]} heads of {width}, {dtype}",
+        f"{head.get('date', 'no date')}, {str(head.get('commit') or 'no commit')[:7]}",
+    ]
+    return "; ".join(facts)
+
+
+def _plots(path: Path) -> list[tuple[Path, str, tuple[str, str, str, list[Line]]]]:
+    """The plots of a results file: path, what stands under the title, and content."""
     found = []
     try:
         for run in results.read(path):
             kind = next((kind for kind in KINDS if run.rows and kind in run.rows[0]), None)
             if kind is not None:
-                found.append((path.with_name(f"{run.name}.svg"), KINDS[kind](run.rows)))
+                found.append((path.with_name(f"{run.name}.svg"), about(run.head, run.rows), KINDS[kind](run.rows)))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise NotAResult(str(path), f"{type(error).__name__}: {error}") from None
     if not found:

@@ -268,8 +268,22 @@ def test_a_plot_stands_beside_its_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["bench", "--plot", str(tmp_path / results.FILE)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'speed.svg'}\n{tmp_path / 'speed-2.svg'}\n"
     text = (tmp_path / "speed.svg").read_text()
-    assert text.count(">ring_fp32 ring<") == 1 and text.count("\n") == 1
+    assert text.count(">ring_fp32 ring<") == 1 and text.count("\n") == 1 and "32/8 heads of 128" in text
     assert ElementTree.fromstring(text).tag.endswith("svg")
+
+
+def test_a_plot_says_where_it_was_measured_and_shows_our_line() -> None:
+    folder = Path(__file__).resolve().parents[2] / "recipes" / "results"
+    for name, run, facts in (
+        ("2026-11-22-four-gpus", "speed", "4 x NVIDIA H200; 32/8 heads of 128, bfloat16; 2026-11-22, d67db01"),
+        ("2026-11-22-four-gpus", "four_gpt_oss", "4 x NVIDIA H200; 64/8 heads of 64, bfloat16; 2026-11-22, d67db01"),
+        ("2026-11-21-ring-of-two", "depth", "1 x NVIDIA H200; 8/2 heads of 64, bfloat16; 2026-11-21, 8443f45"),
+    ):
+        shown = next(one for one in results.read(folder / name / results.FILE) if one.name == run)
+        assert plot.about(shown.head, shown.rows) == facts
+    looks = plot._looks(["Ulysses", "ring_fp32 pulls", "torch CP", "ring_fp32 messages"])
+    assert [look["linewidth"] for look in looks] == [1.2, 3, 1.2, 3]
+    assert len({(look["color"], look.get("linestyle")) for look in looks}) == 4
 
 
 @pytest.mark.parametrize(

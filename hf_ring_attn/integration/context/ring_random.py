@@ -34,7 +34,7 @@ def drawn() -> int:
 
 
 def next_seed() -> int:
-    """A seed that this rank's generator would draw; it is left as it was. Another one each time until it is advanced."""
+    """A seed that this rank's generator would draw. It is left as it was, and the next call gives another seed."""
     global _peeked
     state = torch.get_rng_state()
     _peeked = (state, _peeked[1] + 1 if torch.equal(state, _peeked[0]) else 0)
@@ -120,9 +120,7 @@ _HOST = (
     _Source(random.getstate, random.setstate, random.seed, operator.eq),
     _Source(numpy.random.get_state, numpy.random.set_state, numpy.random.seed, _same_arrays),
 )
-_GPUS = _Source(
-    torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, torch.cuda.manual_seed_all, _same_tensors
-)
+_GPUS = _Source(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, torch.cuda.manual_seed_all, _same_tensors)
 
 
 def _sources() -> tuple[_Source, ...]:
