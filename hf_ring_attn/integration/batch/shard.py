@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+STOPS_ALL = (errors.Refused, errors.HostMemoryFull)
+"""Errors that all ranks raise at one place: no message is under way."""
+
+
 @dataclass(eq=False)
 class Sharded(RowReductions):
     """This rank's share of a batch. See `shard`, and `RowReductions` for sums along its rows.
