@@ -245,16 +245,18 @@ class Ring:
         row: list[int | Tensor] = [int(refusal is not None), *numbers_of(facts.values()), *any_of]
         table = self.rows(row, device, doing)
         if any(line[0] for line in table):
-            texts = self._objects(refusal)
+            texts = self.objects(refusal)
             raise RefusedElsewhere({rank: text for rank, text in enumerate(texts) if text is not None})
         same = all(line[1 : 1 + len(facts)] == table[0][1 : 1 + len(facts)] for line in table)
         for column, (name, value) in enumerate(() if same else facts.items(), start=1):
             if len({line[column] for line in table}) > 1:
-                raise RanksDiffer(*first_difference(name, value, self._objects), todo)
+                raise RanksDiffer(*first_difference(name, value, self.objects), todo)
         return [any(line[1 + len(facts) + place] for line in table) for place in range(len(any_of))]
 
-    def _objects(self, mine: object) -> list[Any]:
-        """All-gathers an object. For errors, which all ranks raise."""
+    def objects(self, mine: object) -> list[Any]:
+        """All-gathers a picklable object. For errors, which all ranks raise."""
+        if self.size == 1:
+            return [mine]
         everyone: list[Any] = [None] * self.size
         with _following_peers("collected what ranks refuse", self):
             dist.all_gather_object(everyone, mine, group=self.group)
