@@ -227,6 +227,23 @@ def bits(options: dict[str, Any], more: dict[str, Any]) -> bool:
     return torch.equal(one.loss, other.loss) and all(same) and one.gradients.keys() == other.gradients.keys()
 
 
+def losses(checkpointing: dict[str, Any] | None, **options: Any) -> list[float]:
+    """Losses of the whole batch in three steps of SGD in float32, on a row of 256 tokens."""
+    step = Step(why="", checkpointing=checkpointing, config={"num_hidden_layers": 4})
+    model = model_of(replace(step, dtype=torch.float32))
+    hf_ring_attn.configure(model, RingConfig(self_check=False, **options))
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for _ in range(3):
+        with hf_ring_attn.shard(tokens(256, 1), model=model) as batch:
+            loss = model(**batch.inputs).loss
+        loss.backward()
+        batch.reduce_gradients(model)
+        found.append(float(batch.reduce(loss)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
 def bytes_of_a_step(layers: int, **options: Any) -> tuple[int, int]:
     """Bytes of tensors, buffers on the host left out: those held after a forward, and the most in a whole step."""
     model = model_of(Step(why="", checkpointing=CHECKPOINTED, config={"num_hidden_layers": layers}))

@@ -110,6 +110,16 @@ def test_host_memory_changes_no_bit(ranks: Ranks, gib: float) -> None:
     assert all(ranks(2).run(jobs.bits, {"save_attention": True}, {"offload_above": gib}))
 
 
+def test_all_that_saves_memory_together_leaves_the_losses_of_the_first_steps(ranks: Ranks) -> None:
+    """In float32, beside the ring with none of it; only the order of sums over chunks differs."""
+    everything = {"mlp_tokens": 30, "save_attention": True, "offload_above": 1e-4, "loss": "chunked"}
+    got = ranks(2).run(jobs.losses, jobs.CHECKPOINTED, **everything)
+    want = ranks(2).run(jobs.losses, None, loss="sharded")
+    for mine, plain in zip(got, want, strict=True):
+        assert mine == pytest.approx(plain, rel=1e-6)
+        assert plain[2] < plain[0] * (1 - 1e-3), "it learns"
+
+
 @pytest.mark.parametrize("staying", [0, 2])
 def test_checkpoints_and_saved_attention_have_one_budget(staying: int) -> None:
     """After a forward the attention that left last is held, too; a backward holds a layer, and one on its way."""
