@@ -1,4 +1,4 @@
-"""Checkpoints and saved attention on the host, and MLPs in chunks, on a GPU: the same step in less memory, beside the computation."""
+"""Checkpoints and attention on the host, MLPs in chunks, on a GPU: the same step in less memory, as fast."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ class Place:
         order: all checkpointed layers in order, this one at ``index``; empty: unknown.
         saved: bytes of saved attention per byte of the layer's input; None: not known yet.
         per_token: bytes of each tensor that could leave, per token of the text model's row; empty: not known.
+        device: of the layer's input (weights may be elsewhere).
     """
 
     def __init__(self, stock: bool) -> None:
@@ -43,6 +44,7 @@ class Place:
         self.index = 0
         self.saved: float | None = None
         self.per_token: list[float] = []
+        self.device = torch.device("cpu")
 
     def stays(self, size: int, limit: float, saves: bool) -> bool:
         """Returns True if this layer and all after it, each with an input of ``size`` bytes, fit in ``limit`` GiB."""
@@ -95,6 +97,7 @@ class LayerCall:
         if not self.sizes:
             self.of_row = tuple(x.shape[:2]) == (self.context.facts.rows, self.context.layout.local_length)
         self.sizes.append(x.nbytes)
+        self.place.device = x.device
         if _is_small(x) or self.place.stays(x.nbytes, self.limit, self.saves):
             memory.settle()
             return x
@@ -168,18 +171,19 @@ def reserve(model: nn.Module, record: ModelRecord, context: BatchContext) -> Non
     places = record.state(Places)
     if not places or not record.uses_ring() or not model.training or not torch.is_grad_enabled():
         return
-    device = record.weights()[0].device
     if any(place.per_token for place in places):
-        _reserve(places, context, device)
+        _reserve(places, context)
     else:
-        context.state(_Pending).reserve = partial(_reserve, places, context, device)
+        context.state(_Pending).reserve = partial(_reserve, places, context)
 
 
-def _reserve(places: Sequence[Place], context: BatchContext, device: torch.device) -> None:
-    ring, memory = context.ring, host_memory(device)
+def _reserve(places: Sequence[Place], context: BatchContext) -> None:
+    first, ring = next(place for place in places if place.per_token), context.ring
+    device = first.device
+    memory = host_memory(device)
     failure, memory.full = memory.full, None
     try:
-        memory.buffers.reserve(_sizes(places, context, device))
+        memory.buffers.reserve(_sizes(places, first, context))
     except errors.HostMemoryFull as error:
         failure = failure or error
     text = None if failure is None else f"HostMemoryFull: {failure}"
@@ -192,12 +196,11 @@ def _reserve(places: Sequence[Place], context: BatchContext, device: torch.devic
         raise failure
 
 
-def _sizes(places: Sequence[Place], context: BatchContext, device: torch.device) -> list[int]:
-    """Bytes of each tensor that layers will store; a layer that never ran counts as the first one that did."""
-    found = []
-    first = next(place.per_token for place in places if place.per_token)
+def _sizes(places: Sequence[Place], first: Place, context: BatchContext) -> list[int]:
+    """Bytes of each tensor that layers will store; a layer that never ran counts as the ``first`` one that did."""
+    found, tokens = [], context.facts.rows * context.layout.local_length
     for place in places:
-        each = [round(size * context.facts.rows * context.layout.local_length) for size in place.per_token or first]
+        each = [round(size * tokens) for size in place.per_token or first.per_token]
         if not place.stays(each[0], context.config.offload_above or 0.0, context.config.save_attention):
-            found += [size for size in each if device.type == "cpu" or size >= SMALLEST]
+            found += [size for size in each if first.device.type == "cpu" or size >= SMALLEST]
     return found
