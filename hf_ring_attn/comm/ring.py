@@ -253,12 +253,12 @@ class Ring:
                 raise RanksDiffer(*first_difference(name, value, self.objects), todo)
         return [any(line[1 + len(facts) + place] for line in table) for place in range(len(any_of))]
 
-    def objects(self, mine: object) -> list[Any]:
-        """All-gathers a picklable object. For errors, which all ranks raise."""
+    def objects(self, mine: object, doing: str = "collected what ranks refuse") -> list[Any]:
+        """All-gathers a picklable object."""
         if self.size == 1:
             return [mine]
         everyone: list[Any] = [None] * self.size
-        with _following_peers("collected what ranks refuse", self):
+        with _following_peers(doing, self):
             dist.all_gather_object(everyone, mine, group=self.group)
         return everyone
 

@@ -25,7 +25,7 @@ from ..log import say, warn
 from ..model import admission
 from ..patching.changes import Patch
 from . import rings_as_processes as rings
-from . import trainer, trainer_overrides
+from . import trainer, trainer_overrides, vllm_generation
 from .whole_row_calls import log_probs_of_rows, whole_row_calls
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -46,6 +46,8 @@ def start(host: Any) -> None:
         counted += f"steps_per_generation {args.steps_per_generation}"
         raise errors.PartialGroups(args.generation_batch_size, counted, args.num_generations)
     _refuse(host)
+    if args.use_vllm:
+        warn(_VLLM, everywhere=False)
     say(
         f"{type(host).__name__} generates {args.generation_batch_size} completions at a time: {replicas} x "
         f"{args.per_device_train_batch_size} (a ring has one batch) x steps_per_generation={args.steps_per_generation}"
@@ -58,7 +60,6 @@ def _refuse(host: Any) -> None:
     trainer_overrides.refuse_unknown(host, _COUNT_PROCESSES)
     admission.refuse_always(host.model)
     for option, is_on in {
-        "use_vllm": host.args.use_vllm,
         "use_transformers_continuous_batching": host.args.use_transformers_continuous_batching,
         "tools": getattr(host, "tools", None),
         "environment_factory": getattr(host, "environment_factories", None),
@@ -73,6 +74,7 @@ _COUNT_PROCESSES = (
     "prediction_step",
 )  # fmt: skip
 """Methods whose override might gather from every rank, or compute whole rows."""
+_VLLM = "vLLM itself was never run with ring_fp32: tests have a stand-in for its server and its colocated engines"
 _UNTRIED = "its rows were never tested in a ring; generate text with transformers' generate, or in a rollout_func"
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -242,6 +244,7 @@ def _patches(kind: str) -> list[Patch]:
         Patch(f"{module}:gather_object", "(object)", rings.gather_object),
         Patch(f"{module}:set_seed", "(seed, device_specific=, deterministic=)", rings.set_seed),
         Patch(f"{module}:shuffle_sequence_dict", "(seq_dict)", rings.shuffle),
+        *vllm_generation.PATCHES,
     ]
 
 

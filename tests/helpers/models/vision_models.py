@@ -246,7 +246,7 @@ class Pairs(Rows):
 def trained(name: str, mesh: Mesh) -> list[dict[str, float]]:
     """What Trainer logs of three steps and an evaluation."""
     arguments = {
-        "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "learning_rate": 0.002, "eval_steps": 3,
+        "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "learning_rate": 0.0005, "eval_steps": 3,
         "include_num_input_tokens_seen": "no",
     }  # fmt: skip
     rows, others = Pairs(kind=name, count=3), Pairs(kind=name, count=2, seed=7)
