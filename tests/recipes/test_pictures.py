@@ -39,6 +39,14 @@ def test_a_row_holds_as_many_drawings_as_fit(tmp_path: Path, model: Path) -> Non
         assert 128 - OF_A_PICTURE - 2 * len("orange triangle, ") < row["tokens"] <= 128
 
 
+def test_rows_that_are_longer_than_the_recipe_has_it_are_refused(tmp_path: Path, model: Path) -> None:
+    longest = max(row["tokens"] for row in rows(tmp_path, model, "--drawn", "--rows", "2"))
+    train, data = program("train"), {"train": str(tmp_path / "out/rows.parquet")}
+    assert "tokens" not in train.load_rows({"data": data, "training": {"max_length": longest}}, "train").column_names
+    with pytest.raises(train.BadRecipe, match=f"a row has {longest} tokens"):
+        train.load_rows({"data": data, "training": {"max_length": longest - 1}}, "train")
+
+
 def test_conversations_are_learned_by_their_last_turn_and_long_ones_left_out(tmp_path: Path, model: Path) -> None:
     pictures.drawing(pictures.random.Random(1))[0].save(tmp_path / "a.png")
     turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A shape."}]
