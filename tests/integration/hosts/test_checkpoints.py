@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerState
 
 from hf_ring_attn.integration.hosts.checkpoints import is_complete, last_complete
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, without_ring
+from tests.helpers.jobs.kinds_jobs import ADAM, Kind, trained
 from tests.helpers.jobs.plain_jobs import attempt, told
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import train
@@ -55,7 +56,13 @@ FULL = {
 }
 
 
-def with_a_full_disk(folder: str, rank: int, part: str) -> str:
+SHARDED = Kind(
+    why="FSDP2, saved", fsdp={"state_dict_type": "FULL_STATE_DICT"},
+    arguments={**ADAM, "save_strategy": "steps", "save_steps": 1},
+)  # fmt: skip
+
+
+def with_a_full_disk(folder: str, rank: int, part: str, sharded: bool = False) -> str:
     """A run whose second checkpoint meets a limit for the size of files, at one part on one rank; what it raised."""
 
     def limited(write: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +77,7 @@ def with_a_full_disk(folder: str, rank: int, part: str) -> str:
     else:
         patch = mock.patch.object(owner, part, lambda self, *args, **kwargs: limited(original, self, *args, **kwargs))
     with patch:
-        raised = attempt(train, RUN, RING, folder)
+        raised = attempt(trained, SHARDED, RING, folder) if sharded else attempt(train, RUN, RING, folder)
     return "nothing" if raised is None else f"{raised[0]}: {raised[1]}"
 
 
@@ -106,6 +113,16 @@ def test_a_full_disk_on_one_rank_stops_all(ranks: Ranks, tmp_path: Path, part: s
         words = rf"CheckpointNotSaved: {begun} was not saved \(rank {rank}: \w+: .*; a resume takes {first}"
         assert re.match(words, said), said
     assert last_complete(tmp_path) == (first, [begun])
+
+
+@pytest.mark.parametrize("part", [part for part in FULL if "state" in part])
+@pytest.mark.turns
+def test_fsdp2_stops_on_all_ranks_if_the_last_parts_fail(ranks: Ranks, tmp_path: Path, part: str) -> None:
+    """Before them its ranks exchange shards: there an error ends one rank, and with it the others."""
+    rank, name = FULL[part]
+    for said in ranks(2).run(with_a_full_disk, str(tmp_path), rank, name, sharded=True):
+        assert said.startswith("CheckpointNotSaved: ") and f"(rank {rank}: " in said, said
+    assert last_complete(tmp_path) == (tmp_path / "checkpoint-1", [tmp_path / f"checkpoint-{BEGUN}"])
 
 
 def saved_again(folder: str) -> None:
