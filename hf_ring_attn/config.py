@@ -53,10 +53,10 @@ class RingConfig:
             and backward, so that what it computes inside exists for one chunk at a time; weights' gradients of chunks
             are added up in float32. The backward computes each chunk once more. None: all tokens at once. 16384 keeps a
             GPU busy. Each module is tried first; one that mixes tokens is refused.
-        offload_above: with gradient checkpointing, keep at most so many GiB of checkpoints (layer inputs) on each GPU,
-            those of the last layers; the others wait in page-locked host memory, copied beside the computation. 0: all
-            of them wait there. None: none, unless transformers' own ``offload`` or accelerate's
-            ``fsdp_activation_checkpointing_offload`` is on, which in a ring means 0.
+        offload_above: with gradient checkpointing, keep at most so many GiB of checkpoints (layer inputs, and what
+            save_attention saves) on each GPU, those of the last layers; the others wait in page-locked host memory,
+            copied beside the computation. 0: all of them wait there. None: none, unless transformers' own ``offload``
+            or accelerate's ``fsdp_activation_checkpointing_offload`` is on, which in a ring means 0.
         self_check: before the first step, run a short random row through the model unsharded and sharded, and refuse if
             the results differ (`integration.selfcheck`); False trains an unchecked model at your own risk.
     """

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs a recipe; its run.sh calls this: launch.sh RECIPE LAUNCH_CONFIG PREPARE... -- [arguments of run.sh]
-#   PREPARE...   arguments of prepare.py that make the recipe's default data, if they are not there yet
+#   PREPARE...   arguments of prepare.py that make the recipe's default data, if they are not there yet; a recipe may name
+#                another program, and its default data, in the variables PREPARE and SAMPLE
 # Arguments of run.sh: --toy (two CPU processes, seconds), or train.py's: --set training.max_steps=3, --resume.
 # GPUS=4 takes four GPUs, all of which share each row; TEXTS="FILES AND FOLDERS" are your own data.
 set -euo pipefail
@@ -17,6 +18,6 @@ fi
 gpus=${GPUS:-$(nvidia-smi -L | wc -l)}
 data="data/$recipe.parquet"
 # shellcheck disable=SC2086  # TEXTS is a list
-[ -e "$data" ] || python recipes/prepare.py ${TEXTS:---stdlib} "${prepare[@]}" --output "$data"
+[ -e "$data" ] || python "${PREPARE:-recipes/prepare.py}" ${TEXTS:-${SAMPLE:---stdlib}} "${prepare[@]}" --output "$data"
 exec accelerate launch --config_file "recipes/accelerate/$config.yaml" --num_processes "$gpus" \
     --parallelism_config_cp_size "$gpus" recipes/train.py "recipes/$recipe/config.yaml" "$@"

@@ -26,7 +26,7 @@ SECTIONS: dict[str, str] = {
     "quantization": "arguments of BitsAndBytesConfig",
     "lora": "arguments of LoraConfig; without it all weights are trained",
     "ring": "options of hf_ring_attn.RingConfig",
-    "data": "train and eval: files of prepare.py",
+    "data": "train and eval: files of prepare.py, or of pictures.py",
     "training": "arguments of SFTConfig (and TrainingArguments)",
     "toy": "the config that --toy takes in place of the model's",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from itertools import islice
 from pathlib import Path
@@ -56,19 +57,26 @@ def write_texts(path: Path, chat: bool = False) -> None:
             file.write(json.dumps({"messages": turns} if chat else {"text": piece}) + "\n")
 
 
+def write_toy(folder: Path, model_type: str, rows: str) -> None:
+    """Writes a model and rows of it: "wrapped" texts, "chat", or "pictures" with words."""
+    ends = ["--length", str(LENGTH), "--rows", str(ROWS), "--output", str(folder / "rows.parquet")]
+    if rows == "pictures":
+        pictures, toy_pictures = (importlib.import_module(name) for name in ("pictures", "toy_pictures"))
+        toy_pictures.write_model(folder / "model", LENGTH)
+        pictures.main(["--drawn", "--processor", str(folder / "model"), *ends])
+        return
+    write_model(folder / "model", model_type)
+    write_texts(folder / "texts.jsonl", chat=rows == "chat")
+    packing = "wrapped" if rows == "wrapped" else "bfd"
+    prepare.main([str(folder / "texts.jsonl"), "--tokenizer", str(folder / "model"), "--pack", packing, *ends])
+
+
 def toy(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The settings of a recipe with sizes of a toy; its model and rows are made in ``folder`` by the first process."""
     state = PartialState()
     with state.local_main_process_first():
         if state.is_local_main_process:
-            write_model(folder / "model", settings["toy"].get("model_type", "llama"))
-            rows = settings["toy"].get("rows", "wrapped")
-            texts, packing = folder / "texts.jsonl", "wrapped" if rows == "wrapped" else "bfd"
-            write_texts(texts, chat=rows == "chat")
-            prepare.main([
-                str(texts), "--tokenizer", str(folder / "model"), "--length", str(LENGTH), "--pack", packing,
-                "--rows", str(ROWS), "--output", str(folder / "rows.parquet"),
-            ])  # fmt: skip
+            write_toy(folder, settings["toy"].get("model_type", "llama"), settings["toy"].get("rows", "wrapped"))
     training = {**settings["training"], "max_length": LENGTH, "max_steps": STEPS, "bf16": False, "fp16": False}
     training |= {"learning_rate": 1e-3, "output_dir": str(folder / "output"), "dataloader_num_workers": 0}
     training["warmup_steps"] = 0

@@ -23,6 +23,7 @@ from toy import toy
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoProcessor,
     AutoTokenizer,
     BitsAndBytesConfig,
     PrinterCallback,
@@ -37,6 +38,8 @@ import hf_ring_attn
 ON_CPU = os.environ.get("ACCELERATE_USE_CPU") == "true" or not torch.accelerator.is_available()
 SAVED = "recipe.json"
 """The settings of a run, in its output folder: evaluate.py and merge.py read which model an adapter is for."""
+PICTURES = "images"
+"""The column of rows with pictures."""
 
 
 def parsed() -> argparse.Namespace:
@@ -117,10 +120,12 @@ def load_rows(settings: dict[str, Any], name: str) -> Dataset | None:
         raise BadRecipe("the recipe", [f"data.{name}: there is no file {path}; make it with recipes/prepare.py"])
     rows = Dataset.from_parquet(str(path))
     limit = settings["training"]["max_length"]
-    longest = max(map(len, rows.with_format("numpy")["input_ids"]), default=0)
+    counted = "tokens" in rows.column_names  # rows of pictures.py, whose tokens the processor makes in training
+    sizes = rows["tokens"] if counted else map(len, rows.with_format("numpy")["input_ids"])
+    longest = max(sizes, default=0)
     if longest > limit:
         raise BadRecipe("the recipe", [f"data.{name}: a row has {longest} tokens, training.max_length {limit} less"])
-    return rows
+    return rows.remove_columns("tokens") if counted else rows
 
 
 def arguments(settings: dict[str, Any], rows: Dataset, checkpoint: str | None) -> SFTConfig:
@@ -131,8 +136,8 @@ def arguments(settings: dict[str, Any], rows: Dataset, checkpoint: str | None) -
         "disable_tqdm": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "bf16": False,
         **settings["training"], "resume_from_checkpoint": checkpoint, "padding_free": packed,
     }  # fmt: skip
-    if packed:
-        given["max_length"] = None  # rows are as long as they may be; TRL would cut the tokens, not their documents
+    if packed or PICTURES in rows.column_names:
+        given["max_length"] = None  # rows are as long as they may be; TRL would cut documents or pictures
     given["use_cpu"] = ON_CPU
     return SFTConfig(**given)
 
@@ -181,7 +186,8 @@ def train(settings: dict[str, Any], resume: bool = False) -> Any:
     rows, evaluation = load_rows(settings, "train"), load_rows(settings, "eval")
     assert rows is not None
     args = arguments(settings, rows, True if checkpoint else None)
-    tokenizer = AutoTokenizer.from_pretrained(settings["model"], revision=settings["revision"])
+    kind = AutoProcessor if PICTURES in rows.column_names else AutoTokenizer
+    tokenizer = kind.from_pretrained(settings["model"], revision=settings["revision"])
     model = load_model(settings)
     lora = LoraConfig(**{"task_type": "CAUSAL_LM", **settings["lora"]}) if settings["lora"] is not None else None
     set_seed(args.seed)  # LoRA's first matrix is random: alike on every rank

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,17 +18,41 @@ Pair = tuple[Tensor, Tensor]
 """out [B, T, H, Dv] and lse [B, H, T] of one forward."""
 
 
-class _Saved(NamedTuple):
+class Saved(Protocol):
+    """The results of one attention, wherever they wait."""
+
+    def results(self) -> Pair: ...
+
+
+class Here(NamedTuple):
+    """Results that stay on their device."""
+
     out: Tensor
     lse: Tensor
     version: int
 
+    def results(self) -> Pair:
+        """Raises SavedAttentionChanged: the output was changed after the forward."""
+        if self.out._version != self.version:
+            raise SavedAttentionChanged(tuple(self.out.shape))
+        return self.out.detach(), self.lse.detach()
+
+
+def save_here(out: Tensor, lse: Tensor) -> Saved:
+    # Detached: the tensor that is returned gets a graph, which would live as long as this.
+    return Here(out.detach(), lse.detach(), out._version)
+
 
 class SavedResults:
-    """The results of the attentions in one checkpoint, in the order of its forward."""
+    """The results of the attentions in one checkpoint, in the order of its forward.
 
-    def __init__(self) -> None:
-        self.results: list[_Saved] = []
+    Args:
+        save: saves the results of one attention.
+    """
+
+    def __init__(self, save: Callable[[Tensor, Tensor], Saved] = save_here) -> None:
+        self.save = save
+        self.saved: list[Saved] = []
 
     def contexts(self) -> tuple[_Active, _Active]:
         """The contexts of the checkpoint's forward and of its recomputes."""
@@ -70,15 +94,12 @@ def saved_or(compute: Callable[[], Pair], q: Tensor) -> Pair:
     active = _stack()[-1] if _stack() else None
     if active is None:
         return compute()
-    results = active.saved.results
+    saved = active.saved.saved
     if not active.reuse:
         out, lse = compute()
-        # Detached: the tensor that is returned gets a graph, which would live as long as this.
-        results.append(_Saved(out.detach(), lse.detach(), out._version))
+        saved.append(active.saved.save(out, lse))
         return out, lse
-    found = results[active.next]
+    out, lse = saved[active.next].results()
     active.next += 1
-    assert found.out.shape[:3] == q.shape[:3], "a recompute calls the same attentions as the forward"
-    if found.out._version != found.version:
-        raise SavedAttentionChanged(tuple(found.out.shape))
-    return found.out.detach(), found.lse.detach()
+    assert out.shape[:3] == q.shape[:3], "a recompute calls the same attentions as the forward"
+    return out, lse

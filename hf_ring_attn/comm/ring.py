@@ -255,6 +255,8 @@ class Ring:
 
     def objects(self, mine: object, doing: str = "collected what ranks refuse") -> list[Any]:
         """All-gathers a picklable object."""
+        if self.size == 1:
+            return [mine]
         everyone: list[Any] = [None] * self.size
         with _following_peers(doing, self):
             dist.all_gather_object(everyone, mine, group=self.group)

@@ -136,8 +136,8 @@ class HostMemoryFull(RingAttentionError, MemoryError):
     def __init__(self, wanted: int, free: int) -> None:
         super().__init__(
             f"offload_above needs {wanted / 2**30:.1f} GiB more of page-locked host memory, but {free / 2**30:.1f} GiB "
-            "are free. Raise offload_above, so that more checkpoints stay on the GPU, shard the sequence over more "
-            "GPUs, or give the job more memory."
+            "are free. Raise offload_above, so that more checkpoints stay on the GPU, leave save_attention out, shard "
+            "the sequence over more GPUs, or give the job more memory."
         )
 
 

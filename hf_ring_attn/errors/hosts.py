@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Refused
+from .base import Refused, RingAttentionError
 
 # ---- hosts: the patches ---------------------------------------------------------------------------------------------
 
@@ -203,6 +203,18 @@ class IncompleteCheckpoint(Refused):
         super().__init__(
             f"{checkpoint} is incomplete: its trainer_state.json, which is written last, is missing or cut off, so "
             f"saving was interrupted (killed, or a full disk). {todo}."
+        )
+
+
+class CheckpointNotSaved(RingAttentionError, OSError):
+    """``failures``: rank of the job -> the error with which it saved its part. ``complete``: as above."""
+
+    def __init__(self, checkpoint: str, failures: dict[int, str], complete: str | None) -> None:
+        listing = "; ".join(f"rank {rank}: {text[:160]}" for rank, text in failures.items())
+        then = f"a resume takes {complete}" if complete else "no complete one is beside it"
+        super().__init__(
+            f"{checkpoint} was not saved ({listing}). It is incomplete, so all ranks stop; {then}. Free disk space, or "
+            "set save_total_limit, then train with resume_from_checkpoint=True."
         )
 
 

@@ -2,7 +2,8 @@
 
 Copies of one device share a stream and a pool of page-locked buffers, which are used again from step to step. A tensor
 leaves the GPU while the next one is computed; fetching one starts the copy of the one that was stored before it, which
-a backward needs next. On a CPU, whose memory is the host's, copies are plain.
+a backward needs next. A tensor may have companions, which are fetched with it. On a CPU, whose memory is the host's,
+copies are plain.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ChangedInPlace, HostMemoryFull
+from ..errors import ChangedInPlace, HostMemoryFull, SavedAttentionChanged
 
 GRAIN = 1 << 21
 """Buffers are multiples of this many bytes (a huge page)."""
@@ -44,16 +46,48 @@ class Buffers:
             return found
         if self.idle:
             self.free(self.idle.pop())
-        wanted = -(-size // GRAIN) * GRAIN if self.locked else size
-        free = free_bytes() if self.locked else None
-        if free is not None and free < wanted + LEFT:
-            raise HostMemoryFull(wanted, free)
+        return self.make(size)
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Makes the buffers that are missing for tensors of so many bytes each, all at one time.
+
+        Raises:
+            HostMemoryFull: as `take`, for all that is missing.
+        """
+        idle, missing = sorted(map(len, self.idle)), 0
+        for size in sorted(sizes, reverse=True):
+            if idle and idle[-1] >= size:
+                idle.pop()
+            else:
+                missing += self.rounded(size)
+        self.check_room(max(0, missing - sum(idle)))
+        taken: list[Tensor] = []
+        try:
+            for size in sorted(sizes, reverse=True):
+                taken.append(self.take(size))
+        finally:
+            self.idle += taken
+
+    def make(self, size: int) -> Tensor:
+        """Makes a buffer of at least ``size`` bytes. Raises as `take`."""
+        wanted = self.rounded(size)
+        free = self.check_room(wanted)
         if not self.locked:
             return torch.empty(wanted, dtype=torch.uint8, device="cpu")
         made = pages(wanted)
         if int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), wanted, 0)) != 0:
             raise HostMemoryFull(wanted, free or 0)
         return made
+
+    def check_room(self, wanted: int) -> int | None:
+        """Returns the bytes that are free, if locked memory can be made at all. Raises as `take`."""
+        free = free_bytes() if self.locked and wanted else None
+        if free is not None and free < wanted + LEFT:
+            raise HostMemoryFull(wanted, free)
+        return free
+
+    def rounded(self, size: int) -> int:
+        return -(-size // GRAIN) * GRAIN if self.locked else size
 
     def give(self, buffer: Tensor) -> None:
         """Takes back a buffer that is no longer used."""
@@ -69,8 +103,10 @@ class HostMemory:
     """The copies of one device.
 
     Attributes:
-        leaving: tensors whose copies to the host may still run, with the event at their end and their versions.
+        leaving: tensors whose copies to the host may still run, with the event at their end, their versions, and the
+            error for a change meanwhile.
         stored: how many tensors were stored; fetched_early: how many were fetched before they were needed.
+        full: why the latest tensor could not be stored, until someone reads it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,40 +114,49 @@ class HostMemory:
         self.module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.stream = None if self.module is None else self.module.Stream(device)
         self.buffers = Buffers(locked=device.type == "cuda")
-        self.leaving: deque[tuple[Any, Tensor, int]] = deque()
+        self.leaving: deque[tuple[Any, Tensor, int, Changed]] = deque()
         self.latest: weakref.ref[Stored] | None = None
         self.stored = self.fetched_early = 0
+        self.full: HostMemoryFull | None = None
 
     def store(self, x: Tensor) -> Stored:
         """Copies ``x`` to the host. Its memory is free for others once the next tensor is stored, or on `settle`."""
         self.settle()
         before = None if self.latest is None else self.latest()
-        copy = Stored(self, x, None if before is None else weakref.ref(before))
+        copy = Stored(self, x, None if before is None else weakref.ref(before), ChangedInPlace)
         self.latest = weakref.ref(copy)
-        self.stored += 1
         return copy
 
     def settle(self) -> None:
         """Frees tensors that have left; the computation waits for their copies.
 
         Raises:
-            ChangedInPlace: one was changed meanwhile.
+            ChangedInPlace, SavedAttentionChanged: one was changed meanwhile.
         """
         while self.leaving:
-            event, tensor, version = self.leaving.popleft()
+            event, tensor, version, changed = self.leaving.popleft()
             if event is not None:
                 self.module.current_stream(self.device).wait_event(event)
             if tensor._version != version:
-                raise ChangedInPlace(tuple(tensor.shape))
+                raise changed(tuple(tensor.shape))
+
+
+Changed = type[ChangedInPlace] | type[SavedAttentionChanged]
+"""The error for a tensor that was changed while it left."""
 
 
 class Stored:
-    """A tensor in host memory; freed with this object."""
+    """A tensor in host memory; freed with this object.
 
-    def __init__(self, memory: HostMemory, x: Tensor, before: weakref.ref[Stored] | None) -> None:
+    Attributes:
+        companions: tensors that are fetched with it.
+    """
+
+    def __init__(self, memory: HostMemory, x: Tensor, before: weakref.ref[Stored] | None, changed: Changed) -> None:
         self.memory, self.before = memory, before
         self.shape, self.dtype = x.shape, x.dtype
         self.buffer = memory.buffers.take(x.nbytes)
+        self.companions: list[weakref.ref[Stored]] = []
         self.fetched: tuple[Any, Tensor] | None = None
         values, x, event = self._values(), x.detach(), None
         if memory.stream is None:
@@ -120,12 +165,21 @@ class Stored:
             with self._beside(memory.stream):
                 values.copy_(x, non_blocking=True)
                 event = memory.stream.record_event()
-        memory.leaving.append((event, x, x._version))
+        memory.leaving.append((event, x, x._version, changed))
+        memory.stored += 1
+
+    def store_beside(self, x: Tensor) -> Stored:
+        """Copies ``x``, attention of the layer with this input: a fetch of this one starts the copy of that, too.
+
+        Its memory is free for others as that of `HostMemory.store`. Call `HostMemory.settle` before.
+        """
+        copy = Stored(self.memory, x, None, SavedAttentionChanged)
+        self.companions.append(weakref.ref(copy))
+        return copy
 
     def fetch(self) -> Tensor:
-        """The tensor on its device; starts the copy of the one that was stored before it."""
-        if self.fetched is None:
-            self._start()
+        """The tensor on its device; starts the copies of its companions, and of the one that was stored before it."""
+        self.start()
         assert self.fetched is not None, "started"
         event, found = self.fetched
         self.fetched = None
@@ -133,10 +187,17 @@ class Stored:
             self.memory.module.current_stream(self.memory.device).wait_event(event)
         self.memory.settle()
         before = None if self.before is None else self.before()
-        if before is not None and before.fetched is None:
-            before._start()
-            self.memory.fetched_early += 1
+        if before is not None:
+            self.memory.fetched_early += before.start()
         return found
+
+    def start(self) -> int:
+        """Starts the copies of this tensor and its companions to the device; returns how many it started."""
+        companions = [copy for reference in self.companions if (copy := reference()) is not None]
+        waiting = [copy for copy in (self, *companions) if copy.fetched is None]
+        for copy in waiting:
+            copy._start()
+        return len(waiting)
 
     def _start(self) -> None:
         # Made on the computation's stream, whose later work may use its memory again.

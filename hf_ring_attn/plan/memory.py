@@ -82,11 +82,11 @@ def memory_of(model: ModelShape, setup: Setup) -> Memory:
         always[ACTIVATIONS] = float(sum(_saved_bytes(model, layer, setup) for layer in model.layers))
     else:
         away = offloaded_layers(model, setup)
-        of_host[CHECKPOINTS] = float(away * checkpoint)
+        saved = saved_attention_bytes(model, setup) if setup.save_attention else 0
         # The last layers' stay, and are used first; then one is in use and one on its way back.
-        always[CHECKPOINTS] = float(max(count - away, min(2, away)) * checkpoint)
-    if setup.checkpointing and setup.save_attention:
-        always[SAVED] = float(count * saved_attention_bytes(model, setup))
+        here = max(count - away, min(2, away))
+        always[CHECKPOINTS], always[SAVED] = float(here * checkpoint), float(here * saved)
+        of_host[CHECKPOINTS], of_host[SAVED] = float(away * checkpoint), float(away * saved)
     widest = max(model.layers, key=lambda layer: mlp_bytes(layer, setup) + hidden_bytes(model, layer, setup))
     hidden = hidden_bytes(model, widest, setup)
     qkv = setup.tokens_per_rank * qkv_numbers(model, setup) * setup.itemsize
@@ -170,11 +170,16 @@ def checkpoint_bytes(model: ModelShape, setup: Setup) -> int:
     return setup.tokens_per_rank * model.hidden * setup.itemsize
 
 
+def kept_bytes(model: ModelShape, setup: Setup) -> int:
+    """A layer's checkpoint, with its saved attention: they are on the GPU or on the host together."""
+    return checkpoint_bytes(model, setup) + (saved_attention_bytes(model, setup) if setup.save_attention else 0)
+
+
 def offloaded_layers(model: ModelShape, setup: Setup) -> int:
     """How many layers' checkpoints wait in host memory."""
     if setup.offload_above is None or not setup.checkpointing:
         return 0
-    stay = setup.offload_above * GIB // checkpoint_bytes(model, setup)
+    stay = setup.offload_above * GIB // kept_bytes(model, setup)
     return max(0, len(model.layers) - int(stay))
 
 

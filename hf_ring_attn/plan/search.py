@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .hardware import GIB
-from .memory import Memory, checkpoint_bytes, memory_of
+from .memory import Memory, kept_bytes, memory_of
 from .seconds import Seconds, seconds_of
 from .setup import Setup
 from .shape import ModelShape
@@ -82,8 +82,7 @@ def alternatives(model: ModelShape, setup: Setup, memory_gib: float, most: int =
     If ``setup`` fits itself, only faster ones.
     """
     own = forecast(model, setup, memory_gib)
-    offload = _offload(model, setup)
-    found = [forecast(model, other, memory_gib, changes) for other, changes in _others(setup, offload)]
+    found = [forecast(model, other, memory_gib, changes) for other, changes in _others(model, setup)]
     found = [one for one in found if one.fits and (not own.fits or one.seconds.total < 0.98 * own.seconds.total)]
     found.sort(key=lambda one: (round(one.seconds.total, 2), len(one.changes)))
     return [one for at, one in enumerate(found) if not any(_is_within(few, one) for few in found[:at])][:most]
@@ -97,16 +96,19 @@ def _is_within(few: Forecast, one: Forecast) -> bool:
 def _offload(model: ModelShape, setup: Setup) -> tuple[str, dict[str, Any]]:
     """The change that puts into host memory what it holds of the checkpoints, or all of them."""
     away = 0.9 * setup.gpu.host_memory_gib
-    stay = math.ceil(max(0.0, len(model.layers) * checkpoint_bytes(model, setup) / GIB - away))
+    stay = math.ceil(max(0.0, len(model.layers) * kept_bytes(model, setup) / GIB - away))
     return f"--offload-above {stay}", {"offload_above": float(stay), "checkpointing": True}
 
 
-def _others(setup: Setup, offload: tuple[str, dict[str, Any]]) -> Iterator[tuple[Setup, tuple[str, ...]]]:
+def _others(model: ModelShape, setup: Setup) -> Iterator[tuple[Setup, tuple[str, ...]]]:
     """Each combination of changes that changes something, and that hosts can run."""
-    changes = (*CHANGES[:-1], offload, CHANGES[-1])
+    by_saved = {saves: _offload(model, replace(setup, save_attention=saves)) for saves in (False, True)}
+    changes = (*CHANGES[:-1], by_saved[setup.save_attention], CHANGES[-1])
     useful = [(name, new) for name, new in changes if replace(setup, **new) != setup and _is_possible(setup, name)]
     for count in range(1, len(useful) + 1):
         for chosen in itertools.combinations(useful, count):
+            saves = {**vars(setup), **{key: value for _, new in chosen for key, value in new.items()}}["save_attention"]
+            chosen = tuple(by_saved[saves] if "offload_above" in new else (name, new) for name, new in chosen)
             changed = replace(setup, **{key: value for _, new in chosen for key, value in new.items()})
             idle = changed.save_attention and not changed.checkpointing
             if not idle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .hardware import ELEMENTWISE, LAYER_SECONDS, MATMUL, Gpu, attention_shares
-from .memory import FLOAT32, checkpoint_bytes, offloaded_layers, trained_parameters, weight_bytes
+from .memory import FLOAT32, kept_bytes, offloaded_layers, trained_parameters, weight_bytes
 from .setup import Setup
 from .shape import LayerShape, ModelShape
 
@@ -178,7 +178,7 @@ def _offload(model: ModelShape, layers: list[_LayerSeconds], setup: Setup) -> fl
     """Seconds that a step waits for host memory: checkpoints, and under offload_params weights and gradients."""
     speed = setup.gpu.host_gbs * 1e9
     waits = 0.0
-    copy = checkpoint_bytes(model, setup) / speed
+    copy = kept_bytes(model, setup) / speed
     for one in layers[: offloaded_layers(model, setup)]:
         waits += max(0.0, copy - one.whole(0)) + max(0.0, copy - one.whole(1) - one.whole(2))
     if setup.offload_params:

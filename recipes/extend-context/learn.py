@@ -53,7 +53,24 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="toy")
     parser.add_argument("--output", type=Path, default=Path("outputs/learn"))
     parser.add_argument("--seed", type=int, default=0, help="of the order of rows")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
+                        help="another value of the size, such as 'steps=[600, 60]'")  # fmt: skip
     return parser.parse_args()
+
+
+def changed(size: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """A size with other values.
+
+    Raises:
+        SystemExit: there is no such key.
+    """
+    found = dict(size)
+    for change in changes:
+        key, _, value = change.partition("=")
+        if key not in size:
+            raise SystemExit(f"--set {change}: a size has {', '.join(size)}")
+        found[key] = json.loads(value)
+    return found
 
 
 def asking(text: Sequence[int], length: int, encode: Any, dice: random.Random) -> list[int]:
@@ -130,7 +147,7 @@ def measured(settings: dict[str, Any], size: dict[str, Any], folder: Path) -> di
 
 def main() -> None:
     options = parsed()
-    folder, size = options.output, SIZES[options.size]
+    folder, size = options.output, changed(SIZES[options.size], options.changes)
     state = PartialState(cpu=ON_CPU)
     with state.local_main_process_first():
         if state.is_local_main_process:

@@ -43,6 +43,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "CheckpointNotSaved": [{"failures": {1: "OSError: [Errno 28] No space left on device"}}, {"complete": None}],
     "IncompleteCheckpoint": [{"complete": None}],
     "LossNotSharded": [{"gathers": False, "again": again} for again in (False, True)]
     + [{"gathers": True, "again": True}],

@@ -1,4 +1,4 @@
-"""Checkpoints on the host and MLPs in chunks on a GPU: the same step in less memory, beside the computation."""
+"""Checkpoints and attention on the host, MLPs in chunks, on a GPU: the same step in less memory, as fast."""
 
 from __future__ import annotations
 
@@ -82,3 +82,12 @@ def test_chunks_are_as_near_and_need_less_memory() -> None:
     for name, gradient in gradients.items():
         assert relative_error(found[name].float(), gradient.float()) < 2e-2, name
     assert less < peak - 4 * TOKENS * 4096 * 2 / 2**30 / 2, (peak, less)
+
+
+def test_saved_attention_leaves_the_gpu_with_its_checkpoint() -> None:
+    """Of each layer its input, its attention's output (as large), and its log-sum-exp."""
+    loss, gradients, peak = step(mlp_tokens=2048, save_attention=True)
+    got, found, less = step(mlp_tokens=2048, save_attention=True, offload_above=0.0)
+    assert torch.equal(got, loss)
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+    assert less < peak - (LAYERS - 2.5) * 2 * INPUT, (peak, less)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):
     """Counts each storage from the operation that made it until nobody has it."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Largest(TorchDispatchMode):
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """Of tensors that torch's operations made while the function ran; what an operation needs inside is not seen."""
-    ledger = _Ledger()
+    ledger = Ledger()
     with ledger:
         function()
     return ledger.peak

@@ -53,6 +53,48 @@ def test_a_tensor_that_changes_while_it_leaves_is_refused() -> None:
         copy.fetch()
 
 
+def test_companions_are_fetched_with_their_tensor() -> None:
+    memory = HostMemory(CPU)
+    inputs, beside = [], []
+    for number in range(3):
+        inputs.append(memory.store(torch.full((3,), float(number))))
+        memory.settle()
+        beside.append([inputs[-1].store_beside(torch.full((2,), number + 0.5)) for _ in range(2)])
+    assert memory.stored == 9 and len(memory.leaving) == 2
+    for number in (2, 1, 0):
+        assert torch.equal(inputs[number].fetch(), torch.full((3,), float(number)))
+        ahead = [copy.fetched is not None for copy in (*beside[number], *beside[number - 1])]
+        assert ahead == [True, True, number > 0, number > 0] or number == 0
+        for copy in beside[number]:
+            assert torch.equal(copy.fetch(), torch.full((2,), number + 0.5))
+    assert memory.fetched_early == 6
+    again = [inputs[0].fetch(), *(copy.fetch() for copy in beside[0])]  # a second backward of the same graph
+    assert [float(x[0]) for x in again] == [0.0, 0.5, 0.5]
+
+
+def test_an_output_of_attention_that_changes_while_it_leaves_is_refused() -> None:
+    memory = HostMemory(CPU)
+    out = torch.ones(3)
+    copy = memory.store(torch.ones(3)).store_beside(out)
+    out += 1
+    with pytest.raises(errors.SavedAttentionChanged, match=r"output \(3,\) of its attention in place"):
+        copy.fetch()
+
+
+def test_buffers_are_made_ahead_once() -> None:
+    buffers = Buffers(locked=False)
+    for _ in range(2):
+        buffers.reserve([10, 30, 20, 20])
+        assert sorted(map(len, buffers.idle)) == [10, 20, 20, 30]
+    taken = [len(buffers.take(size)) for size in (20, 10, 20, 30)]
+    assert taken == [20, 10, 20, 30] and not buffers.idle
+    with (
+        mock.patch.object(host_memory, "free_bytes", return_value=8 << 30),
+        pytest.raises(errors.HostMemoryFull, match=r"needs 6\.0 GiB more"),
+    ):
+        Buffers(locked=True).reserve([2 << 30] * 3)
+
+
 def test_memory_that_runs_out_is_refused() -> None:
     locked = Buffers(locked=True)
     text = r"offload_above needs 2\.0 GiB more of page-locked host memory, but 5\.0 GiB are free"
@@ -95,7 +137,7 @@ class Within:
 
 
 def races(layers: int = 4, steps: int = 2) -> list[str]:
-    """Of steps whose layers each store their input, and fetch it in the opposite order."""
+    """Of steps whose layers each store their input and what they attended, and fetch them in the opposite order."""
     trace = Trace()
     main = trace.new_stream()
     trace.current.append(main)
@@ -107,14 +149,20 @@ def races(layers: int = 4, steps: int = 2) -> list[str]:
     with trace:
         for _ in range(steps):
             x: Tensor = torch.ones(4)
-            copies: list[Stored] = []
+            copies: list[tuple[Stored, Stored]] = []
             for _ in range(layers):
-                copies.append(memory.store(x))
-                x = x + 1
+                of_input = memory.store(x)
+                attended = x * 3
+                memory.settle()
+                copies.append((of_input, of_input.store_beside(attended)))
+                x = attended + x
+                del attended
             x = x * 2
             while copies:
-                x = copies[-1].fetch() * x
-                copies.pop()
+                of_input, of_attention = copies.pop()
+                x = of_input.fetch() * x
+                x = of_attention.fetch() * x
+                del of_input, of_attention
         trace.streams.append(memory.stream)
         trace.reuse()
     return trace.races()

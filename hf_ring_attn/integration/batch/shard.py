@@ -30,7 +30,7 @@ from ..context.mesh import find_ring
 from ..context.model_record import Visits
 from ..context.shared_kv import SharedKV
 from ..context.whole_batch import tokens_of, whole_rows
-from ..model import agreement, call_inputs, fsdp, liger, replicas, whole_heads
+from ..model import agreement, call_inputs, fsdp, liger, offloading, replicas, whole_heads
 from ..model.call_inputs import TrackedInputs, track
 from ..model.chunked import lazy_heads
 from ..selfcheck import check, row
@@ -40,6 +40,10 @@ from .rows import RowReductions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+STOPS_ALL = (errors.Refused, errors.HostMemoryFull)
+"""Errors that all ranks raise at one place: no message is under way."""
 
 
 @dataclass(eq=False)
@@ -237,6 +241,7 @@ def _admit(model: nn.Module, context: BatchContext) -> None:
     record = agreement.admit(model, context)
     replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
     check.check(model, context, record)
+    offloading.reserve(model, record, context)
     masks.prepare_masks(model, context)
 
 
@@ -335,7 +340,10 @@ def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
         # All ranks raise refusals, and mostly errors before the first attention (bad arguments), too.
         alone = attentions() > context.log.before or isinstance(error, (MemoryError, torch.OutOfMemoryError))
         # Checkpointing ends the forward that it runs again by an exception, on every rank.
-        ended = isinstance(error, errors.Refused) or type(error).__module__ == "torch.utils.checkpoint"
+        ended = (
+            isinstance(error, (errors.Refused, errors.HostMemoryFull))
+            or type(error).__module__ == "torch.utils.checkpoint"
+        )
         if error is not None and alone and not ended:
             interruption_guard(context.ring).abandon()
 

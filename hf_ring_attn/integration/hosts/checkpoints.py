@@ -1,4 +1,8 @@
-"""Resuming in a ring: a checkpoint that was cut short, by a kill or a full disk, is passed over, or refused by name."""
+"""Checkpoints of a ring: one that was cut short, by a kill or a full disk, is passed over, or refused by name.
+
+The state file, which is written last, says that a checkpoint is complete. So an older one is removed before its folder
+is written again, and ranks agree that each has saved its part before the first of them writes it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ... import errors
+from ...comm.ring import Ring
 from ..log import warn
 from ..patching.changes import Patch
 from . import trainer
@@ -73,4 +80,77 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
-PATCHES = (Patch(f"{trainer.TRAINER}.train", "(self, resume_from_checkpoint=, trial=, ignore_keys_for_eval=)", _train),)
+# ---- saving ----
+
+
+def _save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
+    def save(self: Any, model: Any, trial: Any) -> None:
+        if trainer.group_of(self) is None:
+            original(self, model, trial)
+            return
+        folder = _folder(self, trial)
+        if self.args.should_save:
+            (folder / STATE).unlink(missing_ok=True)
+        failure: Exception | None = None
+        vars(self).pop(_AGREED, None)
+        try:
+            original(self, model, trial)
+        except errors.CheckpointNotSaved:
+            raise
+        except Exception as error:
+            # FSDP's ranks exchange shards while they save: an agreement in between would match none of their messages.
+            if self.is_fsdp_enabled and _AGREED not in vars(self):
+                raise
+            failure = error
+        _agree(folder, failure)
+
+    return save
+
+
+def _save_rng_state(original: Callable[..., None]) -> Callable[..., None]:
+    """The last part that every rank saves."""
+
+    def save(self: Any, output_dir: str) -> None:
+        if trainer.group_of(self) is None:
+            original(self, output_dir)
+            return
+        failure: Exception | None = None
+        try:
+            original(self, output_dir)
+        except Exception as error:  # noqa: BLE001  raised below, on every rank
+            failure = error
+        _agree(Path(output_dir), failure)
+        vars(self)[_AGREED] = True
+
+    return save
+
+
+def _folder(self: Any, trial: Any) -> Path:
+    return Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+
+
+def _agree(folder: Path, failure: Exception | None) -> None:
+    """Compares among all ranks of the job if they saved their parts.
+
+    Raises:
+        CheckpointNotSaved: on every rank, with each failure.
+    """
+    world = Ring.of(None)
+    failed = world.numbers(int(failure is not None), world.small_device(CPU), "saved a checkpoint")
+    if not any(failed):
+        return
+    text = None if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0]
+    found = {rank: each for rank, each in enumerate(world.objects(text)) if each is not None}
+    complete, _ = last_complete(folder.parent)
+    raise errors.CheckpointNotSaved(str(folder), found, None if complete is None else str(complete)) from failure
+
+
+CPU = torch.device("cpu")
+_AGREED = "_hf_ring_attn_saved_parts"
+"""An attribute of a trainer: in the save that runs now, all ranks saved their parts."""
+
+PATCHES = (
+    Patch(f"{trainer.TRAINER}.train", "(self, resume_from_checkpoint=, trial=, ignore_keys_for_eval=)", _train),
+    Patch(f"{trainer.TRAINER}._save_checkpoint", "(self, model, trial)", _save_checkpoint),
+    Patch(f"{trainer.TRAINER}._save_rng_state", "(self, output_dir)", _save_rng_state),
+)

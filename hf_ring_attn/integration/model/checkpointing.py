@@ -2,13 +2,13 @@
 
 ``save_attention``: the output and log-sum-exp of each attention are saved, B x T x H x (Dv + 1 or 2) numbers a layer,
 so that a recompute neither gathers nor attends; all else is recomputed. Only non-reentrant checkpointing can do so.
-``offload_above``: inputs of layers wait in host memory.
+``offload_above``: inputs of layers, and their saved attention, wait in host memory (`offloading`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,15 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...attention.saved_results import SavedResults
-from ...layers.host_memory import Stored, host_memory
+from ...attention.saved_results import Saved, SavedResults, save_here
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.model_record import CHECKPOINT_FUNCTIONS, Visits, latest_record
 from ..log import warn
-
-SMALLEST = 1 << 20
-"""Bytes below which an input stays on a GPU."""
+from .offloading import LayerCall, Place, Places, number
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
@@ -45,8 +42,10 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         _save_attention(model, sites)
     stock = "OffloadWrapper" in record.classes
     wanted = config.offload_above is not None or stock or any(_is_offloading(function) for *_, function in sites)
+    places = record.state(Places)
+    places.clear()
     if wanted and sites:
-        _offload(modules, stock)
+        places += _offload(modules, stock)
         context.log.features.add(f"checkpoints above {config.offload_above or 0:g} GiB on the host")
     elif wanted and model.training:
         warn("offload_above has no effect: nothing checkpoints a layer. Set gradient_checkpointing=True.")
@@ -91,11 +90,11 @@ def _save_attention(model: nn.Module, sites: list[Site]) -> None:
         module.__dict__[name] = selective if around is None else functools.partial(_checkpointed, around, selective)
 
 
-def contexts() -> Any:
+def contexts(save: Callable[[Tensor, Tensor], Saved] = save_here) -> Any:
     """Makes the contexts that `torch.utils.checkpoint.checkpoint` takes as context_fn."""
     if TracingContext.try_get() is not None:  # a compiler needs a policy, and pays for it once
         return create_selective_checkpoint_contexts(_policy)
-    return SavedResults().contexts()
+    return SavedResults(save).contexts()
 
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -106,38 +105,23 @@ def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPo
 # ---- offloading ----
 
 
-class _Place:
-    """The place of a layer among the checkpointed ones: the last of them is needed first.
-
-    Args:
-        after: checkpointed layers after this one; None: unknown. stock: the host asked for offloading, too.
-    """
-
-    def __init__(self, stock: bool) -> None:
-        self.after: int | None = None
-        self.stock = stock
-
-    def stays(self, x: Tensor, limit: float) -> bool:
-        return self.after is not None and (self.after + 1) * x.nbytes <= limit * 2**30
-
-
-def _offload(modules: list[nn.Module], stock: bool) -> None:
-    """Puts `_checkpointed` around the checkpoint function of each layer, and numbers the layers."""
-    numbered: list[_Place] = []
+def _offload(modules: list[nn.Module], stock: bool) -> list[Place]:
+    """Puts `_checkpointed` around the checkpoint function of each layer; returns the places of those that run."""
+    numbered: list[Place] = []
     for module, name, function in _sites(modules):
         place, _ = _split(function)
         if place is None:
-            place = _Place(stock or _is_offloading(function))
+            place = Place(stock or _is_offloading(function))
             module.__dict__[name] = functools.partial(_checkpointed, place, function)
         runs = module.__dict__.get("gradient_checkpointing", True) if name != "checkpoint_fn" else True
-        place.after = None
+        place.order = ()
         if runs and (name == "checkpoint_fn" or isinstance(module, GradientCheckpointingLayer)):
             numbered.append(place)
-    for after, place in enumerate(reversed(numbered)):
-        place.after = after
+    number(numbered)
+    return numbered
 
 
-def _split(function: Any) -> tuple[_Place | None, Any]:
+def _split(function: Any) -> tuple[Place | None, Any]:
     """The place that is around a checkpoint function, if any, and that function."""
     return function.args if function.func is _checkpointed else (None, function)
 
@@ -149,28 +133,21 @@ def _is_offloading(function: Any) -> bool:
     return (place is not None and place.stock) or (code is not None and "save_on_cpu" in code.co_names)
 
 
-def _checkpointed(place: _Place, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a checkpoint function; in a sharded batch, what it saves of its arguments may wait in host memory."""
+def _checkpointed(place: Place, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a checkpoint function; in a sharded batch, what it saves may wait in host memory."""
     context = batch_context.current()
     limit = None if context is None else context.config.offload_above
     if context is not None and limit is None and place.stock:
         limit = 0.0
-    if limit is None or not torch.is_grad_enabled():
+    if context is None or limit is None or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if getattr(function.func, "__code__", None) is not None and "save_on_cpu" in function.func.__code__.co_names:
         function = functools.partial(checkpoint, *function.args, **function.keywords)
-    bound = limit
-
-    def pack(x: Tensor) -> Tensor | Stored:
-        memory = host_memory(x.device)
-        small = x.device.type != "cpu" and x.nbytes < SMALLEST
-        if small or not x.numel() or type(x) is not Tensor or place.stays(x, bound):
-            memory.settle()
-            return x
-        return memory.store(x)
-
-    def unpack(x: Tensor | Stored) -> Tensor:
-        return x.fetch() if isinstance(x, Stored) else x
-
-    with saved_tensors_hooks(pack, unpack):
-        return function(*args, **kwargs)
+    saves = function.keywords.get("context_fn") is contexts
+    call = LayerCall(place, limit, saves, context)
+    if saves:
+        function = functools.partial(function, context_fn=functools.partial(contexts, call.save))
+    with saved_tensors_hooks(call.pack, call.unpack):
+        found = function(*args, **kwargs)
+    call.end()
+    return found

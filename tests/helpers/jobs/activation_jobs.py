@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -24,10 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
-from hf_ring_attn.layers.host_memory import host_memory
+from hf_ring_attn.layers import host_memory as host_memory_file
+from hf_ring_attn.layers.host_memory import Buffers, host_memory
 from tests.helpers.jobs.chunked_jobs import sharded
 from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
-from tests.helpers.live_bytes import peak_bytes
+from tests.helpers.live_bytes import Ledger, peak_bytes
 from tests.helpers.models.tiny_models import tiny
 
 MLP_TOKENS = 3
@@ -213,3 +214,90 @@ def inputs_alive(options: dict[str, Any]) -> tuple[list[bool], list[int]]:
         loss.backward()
         buffers.append(len(memory.buffers.idle))
     return alive, buffers
+
+
+CHECKPOINTED: dict[str, Any] = {"activation_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+def bits(options: dict[str, Any], more: dict[str, Any]) -> bool:
+    """Returns True if a step in float32 has the same bits with ``more`` options."""
+    step = Step(why="", checkpointing=CHECKPOINTED, config={"num_hidden_layers": 4}, dtype=torch.float32)
+    one, other = step_of(step, **options), step_of(step, **options, **more)
+    same = [torch.equal(one.gradients[name], x) for name, x in other.gradients.items()]
+    return torch.equal(one.loss, other.loss) and all(same) and one.gradients.keys() == other.gradients.keys()
+
+
+def losses(checkpointing: dict[str, Any] | None, **options: Any) -> list[float]:
+    """Losses of the whole batch in three steps of SGD in float32, on a row of 256 tokens."""
+    step = Step(why="", checkpointing=checkpointing, config={"num_hidden_layers": 4})
+    model = model_of(replace(step, dtype=torch.float32))
+    hf_ring_attn.configure(model, RingConfig(self_check=False, **options))
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for _ in range(3):
+        with hf_ring_attn.shard(tokens(256, 1), model=model) as batch:
+            loss = model(**batch.inputs).loss
+        loss.backward()
+        batch.reduce_gradients(model)
+        found.append(float(batch.reduce(loss)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def bytes_of_a_step(layers: int, **options: Any) -> tuple[int, int]:
+    """Bytes of tensors, buffers on the host left out: those held after a forward, and the most in a whole step."""
+    model = model_of(Step(why="", checkpointing=CHECKPOINTED, config={"num_hidden_layers": layers}))
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+    model.model.embed_tokens.weight.requires_grad_(True)
+    config = RingConfig(self_check=False, **options)
+
+    def step() -> tuple[Any, Ledger]:
+        with Ledger() as ledger:
+            batch = hf_ring_attn.shard(tokens(23), config=config, model=model)
+            with batch:
+                loss = model(**batch.inputs).loss
+        return loss, ledger
+
+    step()[0].backward()  # makes the buffers
+    loss, ledger = step()
+    held = ledger.bytes
+    with ledger:
+        loss.backward()
+    return held, ledger.peak
+
+
+OF_A_LAYER = 3
+"""Tensors: its input, its attention's output and log-sum-exp."""
+
+
+def without_room(rank: int, reserves: bool) -> list[str]:
+    """What three batches end with when one rank has host memory for a layer only, in the first: the error, or "".
+
+    ``reserves``: buffers are reserved; else memory runs out in the middle of a forward.
+    """
+    model = model_of(Step(why="", checkpointing=CHECKPOINTED, config={"num_hidden_layers": 4}))
+    hf_ring_attn.configure(model, RingConfig(offload_above=0, save_attention=True))
+    full, make, made, found = errors.HostMemoryFull(3 << 30, 1 << 30), Buffers.make, list[int](), list[str]()
+
+    def limited(buffers: Buffers, size: int) -> Tensor:
+        made.append(size)
+        if len(made) > OF_A_LAYER:
+            raise full
+        return make(buffers, size)
+
+    with mock.patch.dict(host_memory_file._MEMORY, clear=True):
+        for number in range(3):
+            with ExitStack() as stack:
+                if number == 0 and dist.get_rank() == rank:
+                    stack.enter_context(mock.patch.object(Buffers, "make", limited))
+                    if not reserves:
+                        stack.enter_context(mock.patch.object(Buffers, "reserve"))
+                try:
+                    with hf_ring_attn.shard(tokens(23), model=model) as batch:
+                        loss = model(**batch.inputs).loss
+                    loss.backward()
+                    found.append("")
+                except errors.RingAttentionError as error:
+                    found.append(f"{type(error).__name__}: {error}")
+    return found

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
-from transformers import Trainer
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerState
 
-from hf_ring_attn.integration.hosts.checkpoints import is_complete
+from hf_ring_attn.integration.hosts.checkpoints import is_complete, last_complete
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, without_ring
+from tests.helpers.jobs.kinds_jobs import ADAM, Kind, trained
 from tests.helpers.jobs.plain_jobs import attempt, told
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import train
@@ -37,6 +44,101 @@ def killed_while_saving(folder: str) -> None:
     original = Trainer._save_optimizer_and_scheduler
     with mock.patch.object(Trainer, "_save_optimizer_and_scheduler", save):
         train(RUN, RING, folder)
+
+
+SMALL = 100
+"""Bytes of a file that a full disk still takes."""
+FULL = {
+    "the weights, on rank 0": (0, "_save"),
+    "the optimizer, on rank 0": (0, "_save_optimizer_and_scheduler"),
+    "the random state, on rank 1": (1, "_save_rng_state"),
+    "the state, on rank 0": (0, "save_to_json"),
+}
+
+
+SHARDED = Kind(
+    why="FSDP2, saved", fsdp={"state_dict_type": "FULL_STATE_DICT"},
+    arguments={**ADAM, "save_strategy": "steps", "save_steps": 1},
+)  # fmt: skip
+
+
+def with_a_full_disk(folder: str, rank: int, part: str, sharded: bool = False) -> str:
+    """A run whose second checkpoint meets a limit for the size of files, at one part on one rank; what it raised."""
+
+    def limited(write: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = self.global_step if isinstance(self, TrainerState) else self.state.global_step
+        with file_limit(SMALL) if dist.get_rank() == rank and step == BEGUN else nullcontext():
+            return write(self, *args, **kwargs)
+
+    owner: Any = TrainerState if part == "save_to_json" else Trainer
+    original = getattr(owner, part)
+    if part == "_save_rng_state":  # ours is around it
+        patch: Any = mock.patch("torch.save", cut_off(rank))
+    else:
+        patch = mock.patch.object(owner, part, lambda self, *args, **kwargs: limited(original, self, *args, **kwargs))
+    with patch:
+        raised = attempt(trained, SHARDED, RING, folder) if sharded else attempt(train, RUN, RING, folder)
+    return "nothing" if raised is None else f"{raised[0]}: {raised[1]}"
+
+
+@contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """Files of this process get no larger, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def cut_off(rank: int) -> Any:
+    """torch.save, which finds the disk full when one rank writes the random state of the second checkpoint."""
+    save = torch.save
+
+    def saved(x: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        full = dist.get_rank() == rank and f"checkpoint-{BEGUN}/rng_state" in str(file)
+        with file_limit(SMALL) if full else nullcontext():
+            save(x, file, *args, **kwargs)
+
+    return saved
+
+
+@pytest.mark.parametrize("part", FULL)
+@pytest.mark.turns
+def test_a_full_disk_on_one_rank_stops_all(ranks: Ranks, tmp_path: Path, part: str) -> None:
+    rank, name = FULL[part]
+    first, begun = tmp_path / "checkpoint-1", tmp_path / f"checkpoint-{BEGUN}"
+    for said in ranks(2).run(with_a_full_disk, str(tmp_path), rank, name):
+        words = rf"CheckpointNotSaved: {begun} was not saved \(rank {rank}: \w+: .*; a resume takes {first}"
+        assert re.match(words, said), said
+    assert last_complete(tmp_path) == (first, [begun])
+
+
+@pytest.mark.parametrize("part", [part for part in FULL if "state" in part])
+@pytest.mark.turns
+def test_fsdp2_stops_on_all_ranks_if_the_last_parts_fail(ranks: Ranks, tmp_path: Path, part: str) -> None:
+    """Before them its ranks exchange shards: there an error ends one rank, and with it the others."""
+    rank, name = FULL[part]
+    for said in ranks(2).run(with_a_full_disk, str(tmp_path), rank, name, sharded=True):
+        assert said.startswith("CheckpointNotSaved: ") and f"(rank {rank}: " in said, said
+    assert last_complete(tmp_path) == (tmp_path / "checkpoint-1", [tmp_path / f"checkpoint-{BEGUN}"])
+
+
+def saved_again(folder: str) -> None:
+    """A run that ends in the middle of its first save, in a folder with an older checkpoint of that name."""
+    ends = mock.patch.object(Trainer, "_save_optimizer_and_scheduler", side_effect=KeyboardInterrupt)
+    with ends, suppress(KeyboardInterrupt):
+        train(RUN, RING, folder)
+
+
+def test_an_older_checkpoint_that_is_written_again_is_incomplete_until_its_end(ranks: Ranks, tmp_path: Path) -> None:
+    first = tmp_path / "checkpoint-1"
+    first.mkdir()
+    (first / "trainer_state.json").write_text("{}")
+    assert is_complete(first)
+    ranks(2).run(saved_again, str(tmp_path))
+    assert not is_complete(first) and (first / "model.safetensors").exists()
 
 
 def refused(folder: str) -> str:

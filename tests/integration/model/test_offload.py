@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,9 @@ from tests.integration.model.test_mlp_chunks import assert_equal
 
 FOUR = {"num_hidden_layers": 4}
 INPUT = 2 * 23 * 32 * 8
-"""Bytes of a layer's input in one process."""
+"""Bytes of a layer's input in one process, and of its attention's output."""
+SAVED = INPUT + 2 * 23 * 4 * 8
+"""Bytes of a layer's saved attention, with its log-sum-exp."""
 
 
 def stock(reentrant: bool = False, **more: Any) -> dict[str, Any]:
@@ -36,7 +39,7 @@ def offloading(gib: float = 0.0, **more: Any) -> dict[str, Any]:
     return {"offload_above": gib, **more}
 
 
-# Of four layers: inputs that are offloaded, and those of them that are prefetched.
+# Of four layers: tensors that are offloaded, and those of them that are prefetched.
 STEPS = [
     (Step(why="all", ring=offloading(), checkpointing=stock()), (4, 3)),
     (Step(why="a budget of one layer", ring=offloading(INPUT / 2**30), checkpointing=stock()), (3, 2)),
@@ -50,11 +53,15 @@ STEPS = [
      (3, 2)),
     (Step(why="transformers' offload, every second", ring={}, checkpointing=stock(every_n_layers=2, offload=True)),
      (2, 1)),
-    (Step(why="with saved attention", ring=offloading(save_attention=True), checkpointing=stock()), (4, 3)),
+    (Step(why="with saved attention", ring=offloading(save_attention=True), checkpointing=stock()), (12, 9)),
+    (Step(why="with saved attention, a budget of a layer's input", ring=offloading(INPUT / 2**30, save_attention=True),
+          checkpointing=stock()), (12, 9)),
+    (Step(why="with saved attention, a budget of two layers", checkpointing=stock(),
+          ring=offloading(2 * (INPUT + SAVED) / 2**30, save_attention=True)), (6, 3)),
     (Step(why="transformers' offload, saved attention", ring={"save_attention": True},
-          checkpointing=stock(offload=True)), (4, 3)),
+          checkpointing=stock(offload=True)), (12, 9)),
     (Step(why="with MLPs in chunks", ring=offloading(mlp_tokens=3, save_attention=True), checkpointing=stock(),
-          lora=LORA), (4, 3)),
+          lora=LORA), (12, 9)),
     (Step(why="FSDP's checkpoints", ring={"save_attention": True, "mlp_tokens": 3}, fsdp="checkpoint"), (0, 0)),
     (Step(why="FSDP's checkpoints, our offload", ring=offloading(), fsdp="checkpoint"), (4, 3)),
     (Step(why="FSDP's offload", ring={}, fsdp="offload"), (4, 3)),
@@ -96,6 +103,47 @@ def test_inputs_of_layers_are_freed_and_their_buffers_used_again() -> None:
     assert alive == [False, False, False, True]
     assert jobs.inputs_alive({})[0] == [True] * 4
     assert buffers[0] == buffers[1] >= 3
+
+
+@pytest.mark.parametrize("gib", [0.0, 2 * (INPUT + SAVED) / 2 / 2**30])
+def test_host_memory_changes_no_bit(ranks: Ranks, gib: float) -> None:
+    assert all(ranks(2).run(jobs.bits, {"save_attention": True}, {"offload_above": gib}))
+
+
+def test_all_that_saves_memory_together_leaves_the_losses_of_the_first_steps(ranks: Ranks) -> None:
+    """In float32, beside the ring with none of it; only the order of sums over chunks differs."""
+    everything = {"mlp_tokens": 30, "save_attention": True, "offload_above": 1e-4, "loss": "chunked"}
+    got = ranks(2).run(jobs.losses, jobs.CHECKPOINTED, **everything)
+    want = ranks(2).run(jobs.losses, None, loss="sharded")
+    for mine, plain in zip(got, want, strict=True):
+        assert mine == pytest.approx(plain, rel=1e-6)
+        assert plain[2] < plain[0] * (1 - 1e-3), "it learns"
+
+
+@pytest.mark.parametrize("staying", [0, 2])
+def test_checkpoints_and_saved_attention_have_one_budget(staying: int) -> None:
+    """After a forward the attention that left last is held, too; a backward holds a layer, and one on its way."""
+    layers, budget = 8, staying * (INPUT + SAVED) / 2**30
+    held, peak = jobs.bytes_of_a_step(layers, save_attention=True)
+    less, lower = jobs.bytes_of_a_step(layers, save_attention=True, offload_above=budget)
+    leaving = 0 if staying else SAVED
+    assert held - less == pytest.approx((layers - staying) * (INPUT + SAVED) - leaving, abs=INPUT / 2)
+    assert peak - lower >= (layers - max(staying, 2)) * (INPUT + SAVED) - INPUT / 2
+
+
+def test_a_rank_without_host_memory_ends_all_ranks_at_once(ranks: Ranks) -> None:
+    """In the first batch, after its first layer: buffers of all layers are made then."""
+    full, other = ranks(2).run(jobs.without_room, 0, True)
+    assert re.match(r"HostMemoryFull: offload_above needs 3.0 GiB more .* 1.0 GiB are free", full[0])
+    assert re.match(r"RefusedElsewhere: the ring stops .*\n  rank 0: HostMemoryFull: offload_above needs 3.0", other[0])
+    assert full[1:] == other[1:] == ["", ""], "memory was given: the ring goes on"
+
+
+def test_host_memory_that_runs_out_in_a_forward_ends_all_ranks_at_the_next(ranks: Ranks) -> None:
+    full, other = ranks(2).run(jobs.without_room, 0, False)
+    assert [text[:14] for text in full] == ["", "HostMemoryFull", ""]
+    assert [text[:16] for text in other] == ["", "RefusedElsewhere", ""]
+    assert "rank 0: HostMemoryFull: offload_above needs 3.0 GiB more" in other[1]
 
 
 def test_a_layer_that_changes_its_input_is_refused() -> None:

@@ -1,0 +1,206 @@
+"""Checkpoints in host memory: the inputs of layers and their saved attention, under one budget of GPU memory.
+
+The last layers' stay, since a backward needs them first. Saved attention travels with the input of its layer. Buffers
+are made ahead, and all ranks agree that they have them: a rank that ran out of host memory in the middle of a forward
+would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ... import errors
+from ...attention.saved_results import Pair, Saved, save_here
+from ...layers.host_memory import HostMemory, Stored, host_memory
+from ..context.batch_context import BatchContext
+from ..context.model_record import ModelRecord
+from ..log import warn
+
+SMALLEST = 1 << 20
+"""Bytes below which a tensor stays on a GPU."""
+
+
+class Place:
+    """The place of a layer among the checkpointed ones.
+
+    Args:
+        stock: the host asked for offloading, too.
+
+    Attributes:
+        order: all checkpointed layers in order, this one at ``index``; empty: unknown.
+        saved: bytes of saved attention per byte of the layer's input; None: not known yet.
+        per_token: bytes of each tensor that could leave, per token of the text model's row; empty: not known.
+        device: of the layer's input (weights may be elsewhere).
+    """
+
+    def __init__(self, stock: bool) -> None:
+        self.stock = stock
+        self.order: Sequence[Place] = ()
+        self.index = 0
+        self.saved: float | None = None
+        self.per_token: list[float] = []
+        self.device = torch.device("cpu")
+
+    def stays(self, size: int, limit: float, saves: bool) -> bool:
+        """Returns True if this layer and all after it, each with an input of ``size`` bytes, fit in ``limit`` GiB."""
+        known = max((place.saved for place in self.order if place.saved is not None), default=None)
+        if not self.order or (saves and known is None):
+            return False
+        later = self.order[self.index :]
+        beside = sum(known if place.saved is None else place.saved for place in later) if saves and known else 0.0
+        return (len(later) + beside) * size <= limit * 2**30
+
+
+def number(places: Sequence[Place]) -> None:
+    """Gives each place its order."""
+    for index, place in enumerate(places):
+        place.order, place.index = places, index
+
+
+class StoredResults(NamedTuple):
+    """Results of an attention in host memory."""
+
+    out: Stored
+    lse: Tensor | Stored
+
+    def results(self) -> Pair:
+        lse = self.lse.fetch() if isinstance(self.lse, Stored) else self.lse.detach()
+        return self.out.fetch(), lse
+
+
+class LayerCall:
+    """One call of a checkpointed layer: decides where its input and its saved attention wait.
+
+    Args:
+        limit: GiB on the GPU. saves: attention is saved.
+    """
+
+    def __init__(self, place: Place, limit: float, saves: bool, context: BatchContext) -> None:
+        self.place, self.limit, self.saves = place, limit, saves
+        self.context = context
+        self.input: Stored | None = None
+        self.sizes: list[int] = []
+        self.beside = 0
+        self.of_row = False
+
+    def pack(self, x: Tensor) -> Tensor | Stored:
+        """The hook for the layer's arguments."""
+        memory = host_memory(x.device)
+        if not x.numel() or type(x) is not Tensor:
+            memory.settle()
+            return x
+        if not self.sizes:
+            self.of_row = tuple(x.shape[:2]) == (self.context.facts.rows, self.context.layout.local_length)
+        self.sizes.append(x.nbytes)
+        self.place.device = x.device
+        if _is_small(x) or self.place.stays(x.nbytes, self.limit, self.saves):
+            memory.settle()
+            return x
+        try:
+            stored = memory.store(x)
+        except errors.HostMemoryFull as error:
+            _note(memory, error)
+            return x
+        self.input = self.input or stored
+        return stored
+
+    @staticmethod
+    def unpack(x: Tensor | Stored) -> Tensor:
+        return x.fetch() if isinstance(x, Stored) else x
+
+    def save(self, out: Tensor, lse: Tensor) -> Saved:
+        """Saves an attention's results where the layer's input is."""
+        self.sizes += [out.nbytes, lse.nbytes]
+        self.beside += out.nbytes + lse.nbytes
+        if self.input is None or _is_small(out):
+            return save_here(out, lse)
+        memory = self.input.memory
+        memory.settle()
+        try:
+            away = self.input.store_beside(out)
+            return StoredResults(away, lse.detach() if _is_small(lse) else self.input.store_beside(lse))
+        except errors.HostMemoryFull as error:
+            _note(memory, error)
+            return save_here(out, lse)
+
+    def end(self) -> None:
+        """Notes the sizes, for other layers and for the next row."""
+        if self.sizes:
+            self.place.saved = self.beside / self.sizes[0]
+        tokens = self.context.facts.rows * self.context.layout.local_length
+        self.place.per_token = [size / tokens for size in self.sizes] if self.of_row else []
+        pending = self.context.state(_Pending)
+        if pending.reserve is not None and self.of_row:
+            reserve, pending.reserve = pending.reserve, None
+            reserve()
+
+
+def _is_small(x: Tensor) -> bool:
+    return x.device.type != "cpu" and x.nbytes < SMALLEST
+
+
+def _note(memory: HostMemory, error: errors.HostMemoryFull) -> None:
+    """Keeps a tensor where it is: an error now would leave the other ranks waiting. `reserve` raises it on all."""
+    memory.full = error
+    warn(f"{error} Until all ranks stop for it, they stay on the GPU.")
+
+
+class Places(list[Place]):
+    """The numbered places of a model in a batch that offloads."""
+
+
+class _Pending:
+    """A reservation that waits for the sizes of a first layer."""
+
+    def __init__(self) -> None:
+        self.reserve: Callable[[], None] | None = None
+
+
+def reserve(model: nn.Module, record: ModelRecord, context: BatchContext) -> None:
+    """Makes the buffers that a training step needs, on all ranks or on none; in the first batch after its first layer.
+
+    Raises:
+        HostMemoryFull: this rank has too little host memory, now or in the middle of the batch before.
+        RefusedElsewhere: on every other rank, with that error's name and words.
+    """
+    places = record.state(Places)
+    if not places or not record.uses_ring() or not model.training or not torch.is_grad_enabled():
+        return
+    if any(place.per_token for place in places):
+        _reserve(places, context)
+    else:
+        context.state(_Pending).reserve = partial(_reserve, places, context)
+
+
+def _reserve(places: Sequence[Place], context: BatchContext) -> None:
+    first, ring = next(place for place in places if place.per_token), context.ring
+    device = first.device
+    memory = host_memory(device)
+    failure, memory.full = memory.full, None
+    try:
+        memory.buffers.reserve(_sizes(places, first, context))
+    except errors.HostMemoryFull as error:
+        failure = failure or error
+    text = None if failure is None else f"HostMemoryFull: {failure}"
+    try:
+        ring.agree({}, ring.small_device(device), "", text, doing="reserved host memory for checkpoints")
+    except errors.RefusedElsewhere:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+
+
+def _sizes(places: Sequence[Place], first: Place, context: BatchContext) -> list[int]:
+    """Bytes of each tensor that layers will store; a layer that never ran counts as the ``first`` one that did."""
+    found, tokens = [], context.facts.rows * context.layout.local_length
+    for place in places:
+        each = [round(size * tokens) for size in place.per_token or first.per_token]
+        if not place.stays(each[0], context.config.offload_above or 0.0, context.config.save_attention):
+            found += [size for size in each if first.device.type == "cpu" or size >= SMALLEST]
+    return found
