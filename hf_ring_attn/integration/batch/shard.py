@@ -340,10 +340,7 @@ def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
         # All ranks raise refusals, and mostly errors before the first attention (bad arguments), too.
         alone = attentions() > context.log.before or isinstance(error, (MemoryError, torch.OutOfMemoryError))
         # Checkpointing ends the forward that it runs again by an exception, on every rank.
-        ended = (
-            isinstance(error, (errors.Refused, errors.HostMemoryFull))
-            or type(error).__module__ == "torch.utils.checkpoint"
-        )
+        ended = isinstance(error, STOPS_ALL) or type(error).__module__ == "torch.utils.checkpoint"
         if error is not None and alone and not ended:
             interruption_guard(context.ring).abandon()
 

@@ -128,7 +128,7 @@ def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _seed_workers_by_ring(loader: Any, ring_size: int) -> None:
     """Gives the workers of a Trainer's loader the seeds of their ring: random masks must match on its ranks."""
-    seeded = getattr(loader, "worker_init_fn", None)
+    seeded: Any = getattr(loader, "worker_init_fn", None)
     if getattr(getattr(seeded, "func", None), "__name__", "") == "seed_worker" and "rank" in seeded.keywords:
         ring = seeded.keywords["rank"] // ring_size  # "cp" is the innermost axis of the mesh
         loader.worker_init_fn = functools.partial(seeded.func, *seeded.args, **{**seeded.keywords, "rank": ring})
