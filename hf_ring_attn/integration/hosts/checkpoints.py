@@ -74,11 +74,37 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
         if resume_from_checkpoint and trainer.group_of(self) is not None:
-            resume_from_checkpoint = chosen(resume_from_checkpoint, self.args.output_dir)
+            resume_from_checkpoint = _chosen_by_all(resume_from_checkpoint, self.args.output_dir)
         return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     return train
 
+
+def _chosen_by_all(asked: Checkpoint, folder: str) -> Checkpoint:
+    """`chosen`, the same by all ranks of the job.
+
+    Raises:
+        RefusedElsewhere: on a rank that could resume, if another cannot. RanksDiffer: ranks chose other checkpoints.
+    """
+    world = Ring.of(None)
+    failure, found = None, asked
+    try:
+        found = chosen(asked, folder)
+    except errors.IncompleteCheckpoint as error:
+        failure = error
+    facts = {"the checkpoint to resume from": str(found) if isinstance(found, bool) else Path(found).name}
+    text = None if failure is None else f"IncompleteCheckpoint: {failure}"
+    try:
+        world.agree(facts, world.small_device(CPU), TODO, text, doing="chose a checkpoint")
+    except errors.RefusedElsewhere:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+    return found
+
+
+TODO = "Copy the same checkpoint to all nodes, or name one that all have by resume_from_checkpoint."
 
 # ---- saving ----
 

@@ -141,6 +141,21 @@ def test_an_older_checkpoint_that_is_written_again_is_incomplete_until_its_end(r
     assert not is_complete(first) and (first / "model.safetensors").exists()
 
 
+def resumed_apart(folder: str) -> str:
+    """Resumes where the ranks, on two nodes, have other checkpoints; what that raised."""
+    mine = Path(folder) / f"node-{dist.get_rank()}"
+    for step in range(1, 3 - dist.get_rank()):
+        (mine / f"checkpoint-{step}").mkdir(parents=True)
+        (mine / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    raised = attempt(train, RUN, RING, str(mine), True)
+    return "nothing" if raised is None else f"{raised[0]}: {raised[1]}"
+
+
+def test_ranks_that_would_resume_from_other_checkpoints_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(resumed_apart, str(tmp_path)):
+        assert said.startswith("RanksDiffer: ") and "checkpoint-2" in said and "checkpoint-1" in said, said
+
+
 def refused(folder: str) -> str:
     raised = attempt(train, RUN, RING, folder, folder + f"/checkpoint-{BEGUN}")
     return "nothing" if raised is None else f"{raised[0]}: {raised[1]}"
