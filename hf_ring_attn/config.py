@@ -89,6 +89,12 @@ class RingConfig:
         for name in ("pad", "deterministic", "save_attention", "self_check"):
             check_flag(name, getattr(self, name))
 
+    @property
+    def saves_memory(self) -> bool:
+        """True if an option is set that saves memory or time in one process, too, without a ring."""
+        asked = self.save_attention or self.loss == "chunked"
+        return asked or self.mlp_tokens is not None or self.offload_above is not None
+
 
 def kernel_from_environment() -> str | None:
     """The kernel named by HF_RING_ATTN_KERNEL, for command lines; a kernel named in a call goes first.

@@ -28,7 +28,7 @@ KL = "KL_"
 
 def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        if trainer.group_of(self) is None:
+        if not trainer.shards(self):
             return original(self, model, inputs)
         whole = self._prepare_inputs(inputs)
         return functools.partial(_step, self, model, _shard(self, model, whole), whole), whole
@@ -82,7 +82,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compute_ref_log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_ref_log_probs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        if trainer.group_of(self) is None:
+        if not trainer.shards(self):
             return original(self, model, inputs)
         with _step(self, model, _shard(self, model, inputs), inputs):
             return original(self, model, inputs)
@@ -98,7 +98,7 @@ def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        if trainer.group_of(self) is None:
+        if not trainer.shards(self):
             return original(self, model, inputs, prediction_loss_only, ignore_keys)
         whole = self._prepare_inputs(inputs)
         with _step(self, model, _shard(self, model, whole), whole):

@@ -80,7 +80,7 @@ def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        if trainer.group_of(self) is None:
+        if not trainer.shards(self):
             return original(self, model, inputs, prediction_loss_only, ignore_keys)
         # SFTTrainer ignores label_names: it always has labels, and a loss.
         return trainer.predict(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import nested_detach
 
 from ... import errors
+from ...comm.ring import world_size
 from ..batch.shard import Sharded, shard_for
 from ..context import batch_context, introspect, model_record
 from ..context.cut import Share, TrialStep
@@ -32,6 +33,19 @@ def group_of(trainer: Any) -> Any:
     """The process group of the trainer's ring; None if it trains without one."""
     config = getattr(trainer.accelerator, "parallelism_config", None)
     return ring_group(trainer.accelerator) if ring_enabled(config) else None
+
+
+def shards(trainer: Any) -> bool:
+    """Returns True if batches are sharded: in the trainer's ring; or in a ring of one, to save memory, by one process.
+
+    Without a ring several processes are left alone, and so are trainers that generate.
+    """
+    if group_of(trainer) is not None:
+        return True
+    model = trainer.model
+    if model is None or world_size() > 1 or _is_a(trainer, "GRPOTrainer") or _is_a(trainer, "RLOOTrainer"):
+        return False
+    return model_record.options_of(model).saves_memory and introspect.uses_ring(model)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -98,7 +112,7 @@ def _counts(trainer: Any) -> bool:
 
 def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        if group_of(self) is None:
+        if not shards(self):
             return original(self, model, inputs)
         return _share(self, model, self._prepare_inputs(inputs), True, count_over_all)
 
@@ -219,12 +233,12 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         context, group = batch_context.current(), group_of(self)
         if context is not None and self.compute_loss_func is None and self.label_smoother is None:
             num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
-        if group is None or num_items_in_batch is None or not _counts(self):
+        if (context is None and group is None) or num_items_in_batch is None or not _counts(self):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         # As with `shard`, a rank's loss is its share times W, and the mean over ranks is the loss of the whole batch. A
         # trainer that averages over devices multiplies losses by all ranks: so count and loss are divided by W here.
         # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
-        averaged, ring_size = self.args.average_tokens_across_devices, group.size()
+        averaged, ring_size = self.args.average_tokens_across_devices, 1 if group is None else group.size()
         size = 1 if context is None else context.ring.size
         if context is None and self.model.training:
             warn(WHOLE_ROWS.format(type(self).__name__))
@@ -255,7 +269,7 @@ def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        if group_of(self) is None:
+        if not shards(self):
             return original(self, model, inputs, prediction_loss_only, ignore_keys)
         return predict(self, model, inputs, prediction_loss_only, ignore_keys, count_over_all, self.label_names)
 
@@ -264,7 +278,7 @@ def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if group_of(self) is None or self.accelerator._models:  # it is prepared already
+        if not shards(self) or self.accelerator._models:  # it is prepared already
             return original(self, *args, **kwargs)
         with _prepared_for_evaluation(self):
             return original(self, *args, **kwargs)

@@ -25,8 +25,9 @@ def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None
             original(self)
         accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)
         accelerate.settle(self.accelerator, self.model)  # also where an Accelerator existed before the trainer
-        if trainer.group_of(self) is not None:
+        if trainer.shards(self):
             trainer.refuse_trainer(self)
+        if trainer.group_of(self) is not None:
             fsdp.keep_float32(self.accelerator)  # TRL shards a reference, with this policy, before the model
             for name in names:
                 if name in STARTS:
