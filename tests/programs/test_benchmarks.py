@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -169,3 +170,36 @@ def test_the_time_of_a_ring_is_spent_once() -> None:
     assert spent == where.Spent(total=8, forward=3, backward=1, other=1.5, nccl=1, waiting=1.5)
     with pytest.raises(RuntimeError, match="no attention kernels were found among Memcpy"):
         where.spent([("Memcpy", (0.0, 1.0))], 1)
+
+
+def parity_of_a_ring(kernel: str) -> list[str]:
+    """What recipes/benchmarks/logprob_parity.py complains of, on this rank of a ring of two."""
+    sys.path.insert(0, str(BENCHMARKS))
+    from logprob_parity import failures, measured
+
+    sizes = {"rows": 4, "batch": 2, "shortest": 20, "longest": 60, "ratios": 1}
+    given = argparse.Namespace(rings=[2], kernels=[kernel], size="tiny", **sizes)
+    rank = int(os.environ["RANK"])
+    found = measured(given, torch.device("cpu"), rank)
+    return failures(found) if rank == 0 else []
+
+
+def test_log_probabilities_of_another_kernel_order_are_seen(ranks: Callable[[int], LiveRanks]) -> None:
+    """The reference adds in an order that depends on the ring, so its bits differ: in attention, and at a fixed height."""
+    complaints = ranks(2).run(parity_of_a_ring, "reference")[0]
+    assert any("attention of" in text for text in complaints)
+    assert any("at a fixed height" in text for text in complaints)
+    assert not any("ratio" in text for text in complaints)
+
+
+def test_a_ring_without_differences_is_praised() -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    from logprob_parity import failures
+
+    steady, off = {"same_bits": 1.0, "largest": 0.0, "mean": 0.0}, {"same_bits": 0.5, "largest": 0.1, "mean": 0.01}
+    row = {
+        "kernel": "triton", "ring": 2, "attention_rows_that_differ": 0, "ratio_off_one": 0.0, "log_probs": off,
+        "fixed_height": steady, "batches_of_half": off, "batches_of_one": off,
+    }  # fmt: skip
+    assert failures([row, {"modules_that_round": {}}]) == []
+    assert len(failures([{**row, "ratio_off_one": 1e-7, "batches_of_half": steady, "batches_of_one": steady}])) == 2
