@@ -38,7 +38,7 @@ from hf_ring_attn.bench.world import world
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "long_context_lora"))
 
-from texts import modules
+from texts import modules  # type: ignore[import-not-found]
 
 HEIGHT = 512
 """Tokens of each matrix product, where it is fixed."""
@@ -150,7 +150,8 @@ def log_probs(model: Any, batch: Batch, group: Any, config: RingConfig, taps: Ta
                 logits = model(**sharded.inputs).logits
     wanted = ids.roll(-1, 1)[:, places, None]
     mine = logits.float().log_softmax(-1).gather(-1, wanted)[..., 0]
-    return sharded.gather(mine)[:, :-1]
+    whole: Tensor = sharded.gather(mine)
+    return whole[:, :-1]
 
 
 # ---- matrix products of one height ----
@@ -166,7 +167,7 @@ def fixed_height() -> Iterator[None]:
         parts = [
             compute(functional.pad(part, (0, 0, 0, HEIGHT - len(part))))[: len(part)] for part in flat.split(HEIGHT)
         ]
-        return torch.cat(parts).unflatten(0, x.shape[:-1])
+        return torch.cat(parts).view(*x.shape[:-1], -1)
 
     def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return in_chunks(lambda part: linear(part, weight, bias), x)

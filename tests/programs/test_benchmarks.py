@@ -185,7 +185,7 @@ def parity_of_a_ring(kernel: str) -> list[str]:
 
 
 def test_log_probabilities_of_another_kernel_order_are_seen(ranks: Callable[[int], LiveRanks]) -> None:
-    """The reference adds in an order that depends on the ring, so its bits differ: in attention, and at a fixed height."""
+    """The reference adds in an order that depends on the ring, so its bits differ."""
     complaints = ranks(2).run(parity_of_a_ring, "reference")[0]
     assert any("attention of" in text for text in complaints)
     assert any("at a fixed height" in text for text in complaints)
