@@ -11,7 +11,7 @@ from ..attention import kernel_trial
 from ..autoload import command as autoload
 from ..autoload import switch
 from ..errors import NotInstalled
-from ..integration.patching.changes import TESTED, is_tested
+from ..integration.patching.changes import TESTED, is_tested, tested_range
 from ..kernels import BY_NAME_ONLY, KERNELS, Request, named
 from ..kernels.flash4 import library
 from . import machine
@@ -57,7 +57,7 @@ def _tested(name: str, found: str) -> tuple[str, bool]:
         return ", ".join(library.TESTED), found in library.TESTED
     if name not in TESTED:
         return "", True
-    return " to ".join(dict.fromkeys(TESTED[name])), bool(found) and is_tested(name, found)
+    return tested_range(name), bool(found) and is_tested(name, found)
 
 
 def _kernels(request: Request, reasons: Mapping[str, list[str]]) -> Iterator[str]:

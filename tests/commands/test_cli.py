@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import ClassVar
 
 import pytest
@@ -21,7 +22,7 @@ def test_the_doctor_tells_every_kernel_with_its_reasons(capsys: pytest.CaptureFi
     assert cli.main(["doctor", "--device", "cpu", "--dtype", "float64", "--head-dim", "64", "--value-dim", "48"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"hf-ring-attn {hf_ring_attn.__version__}, python ")
-    assert f"\n  torch          {torch.__version__:18s} 2.11 to 2.13\n" in text
+    assert f"\n  torch          {version('torch'):18s} 2.11 to 2.13, on CPUs to 2.15\n" in text
     assert " 5.17 to 5.23\n" in text and "\n  peft " in text and "NOT TESTED" not in text
     assert "kernels for 32 heads over 8, 64/48 wide, float64 on cpu:\n" in text
     assert "  flash4     no: needs an NVIDIA GPU, got tensors on cpu\n" in text
@@ -34,7 +35,7 @@ def test_the_doctor_tells_every_kernel_with_its_reasons(capsys: pytest.CaptureFi
 
 
 def test_an_untested_version_is_marked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"torch": "2.15.0+cu132", "peft": "0.20.9", "trl": "1.16.3", "flash-attn-4": "4.0.0b35", "triton": "9.9"}
+    found = {"torch": "2.16.0+cu132", "peft": "0.20.9", "trl": "1.16.3", "flash-attn-4": "4.0.0b35", "triton": "9.9"}
     monkeypatch.setattr(report, "version", lambda name: found.get(name, TESTED.get(name, ("", "1"))[1]))
     assert cli.main(["doctor", "--device", "cpu"]) == 0
     marked = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("   NOT TESTED")]

@@ -186,7 +186,8 @@ def test_without_a_gpu_it_says_so_and_asks_no_library(monkeypatch: pytest.Monkey
 
 
 def test_torchs_own_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    library, known = Torch(), torch.__version__
+    library, known = Torch(), "2.13.0"
+    monkeypatch.setattr(torch, "__version__", known)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     assert library.reasons(False, False) == []
     assert library.reasons(True, True) == [

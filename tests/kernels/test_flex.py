@@ -27,7 +27,7 @@ from hf_ring_attn.testing import Case, inputs, packed, sliding
 from tests.helpers.checks import Ranks
 from tests.helpers.kernel_answers import NO_HOLES, without_padding
 from tests.helpers.rank_functions import held, qkv
-from tests.helpers.score_mods import MODS, Builder, only_where_seen
+from tests.helpers.score_mods import MODS, Builder, Mod, only_where_seen
 from tests.kernels.flex_cases import distances, mixed, on_cpu, simulated
 
 CPU = torch.device("cpu")
@@ -35,6 +35,7 @@ EXACT = 1e-12
 REQUEST = Request(
     "cuda", torch.bfloat16, 8, 2, 128, 128, softcap=False, sinks=False, deterministic=False, score_mod=True
 )
+KNOWN = "2.13.0"
 ALL = Case(
     why="window, documents, padding, sinks, softcap, grouped queries", batch=2, length=36, heads=4, kv_heads=2,
     head_dim=8, value_dim=6, band=sliding(13), documents=(packed(3, 20, -1, 12), packed(-2, 30, 4)), softcap=2.5,
@@ -92,6 +93,24 @@ def test_what_a_function_says_of_hidden_pairs_plays_no_part() -> None:
     with on_cpu() as flex:
         got = simulated(flex, case, only_where_seen(Builder(case, torch.float64)), 1)
     errors = distances(got, simulated(KERNELS["reference"], case, only_where_seen(Builder(case, torch.float64)), 1))
+    assert max(errors.values()) < EXACT, errors
+
+
+def test_what_a_function_detaches_gets_no_gradient() -> None:
+    """torch 2.15 drops detach from graphs by default: the reading beside it, and the score, had gradients of both."""
+
+    def detached(make: Builder) -> Mod:
+        slope, scale = make.learned(4), make.learned(4)
+
+        def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + slope[h] * torch.tanh(score.detach()) + scale[h] * slope.detach()[h] * kv_idx
+
+        return Mod(mod, {"slope": slope, "scale": scale})
+
+    case = Case(why="causal", length=24, heads=4, kv_heads=2, seed=1)
+    with on_cpu() as flex:
+        got = simulated(flex, case, detached(Builder(case, torch.float64)), 2)
+    errors = distances(got, simulated(KERNELS["reference"], case, detached(Builder(case, torch.float64)), 1))
     assert max(errors.values()) < EXACT, errors
 
 
@@ -250,18 +269,23 @@ def test_a_hole_is_noticed() -> None:
         ({"value_dim": 512}, "heads of values are 16 to 256 wide, got 512"),
     ],
 )
-def test_what_it_cannot_do_is_refused_in_words(change: dict[str, object], reason: str) -> None:
+def test_what_it_cannot_do_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, object], reason: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", KNOWN)
     assert Flex().unsupported(replace(REQUEST, **change)) == [reason]  # type: ignore[arg-type]
 
 
 def test_all_reasons_are_given_and_other_torches_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", KNOWN)
     assert len(Flex().unsupported(replace(REQUEST, holes=True, head_dim=8, deterministic=True))) == 3
     monkeypatch.setattr(torch, "__version__", "3.1.0")
     assert Flex().unsupported(REQUEST) == ["torch 3.1.0 is not known here (2.11., 2.12., 2.13.x are)"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_auto_takes_the_reference() -> None:
+def test_without_a_gpu_auto_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", KNOWN)
     assert Flex().unsupported(REQUEST) == ["needs a GPU, and torch finds none"]
     with pytest.raises(UnsupportedAttention, match="flex: needs a GPU, got tensors on cpu"):
         ring_attention(**qkv(), score_mod=Alibi(4), config=RingConfig(kernel="flex"))

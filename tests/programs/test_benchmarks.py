@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -74,7 +75,7 @@ def test_a_head_holds_what_a_result_must() -> None:
     }  # fmt: skip
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", head["date"])
     assert {"processor", "cores", "memory_GiB"} <= set(head["hardware"])
-    assert head["versions"]["torch"] == torch.__version__
+    assert head["versions"]["torch"] == version("torch")
     assert {"python", "transformers", "accelerate"} <= set(head["versions"])
 
 

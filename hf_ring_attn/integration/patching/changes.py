@@ -13,15 +13,20 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from ... import errors
 
 Undo = Callable[[], None]
 
 TESTED = {
-    "torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23"), "accelerate": ("1.15", "1.15"),
+    "torch": ("2.11", "2.15"), "transformers": ("5.17", "5.23"), "accelerate": ("1.15", "1.15"),
     "trl": ("1.16", "1.16"), "peft": ("0.21", "0.21"), "bitsandbytes": ("0.50", "0.50"),
 }  # fmt: skip
 """Host: the oldest and the newest minor version that this package was tested with."""
+
+NEWEST_ON_GPUS = {"torch": "2.13"}
+"""The newest minor version of a host that was tested on GPUs, where newer ones were tested on CPUs."""
 
 _ABSENT: Any = object()
 
@@ -160,13 +165,18 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def _range(host: str) -> str:
-    return " to ".join(dict.fromkeys(TESTED[host])) if host in TESTED else "none"
+def tested_range(host: str) -> str:
+    """Returns the tested versions of a host in words: "1.16", "5.17 to 5.23", "2.11 to 2.13, on CPUs to 2.15"."""
+    if host not in TESTED:
+        return "none"
+    oldest, newest = TESTED[host]
+    on_gpus = NEWEST_ON_GPUS.get(host, newest)
+    return " to ".join(dict.fromkeys((oldest, on_gpus))) + (f", on CPUs to {newest}" if newest != on_gpus else "")
 
 
 def _changed(target: str, found: str, needed: str) -> errors.ChangedHost:
     host = target.partition(":")[0].partition(".")[0]
-    return errors.ChangedHost(target, found, needed, host, _version(host), _range(host))
+    return errors.ChangedHost(target, found, needed, host, _version(host), tested_range(host))
 
 
 _lock = threading.RLock()
@@ -210,13 +220,20 @@ def uninstall() -> None:
 
 
 def is_tested(host: str, version: str) -> bool:
-    """Returns True if ``version`` is within the tested ones of a host in `TESTED`."""
+    """Returns True if ``version`` is within the tested ones of a host in `TESTED`: those of GPUs where there is one."""
+    newest = NEWEST_ON_GPUS.get(host, TESTED[host][1])
+    return _is_tested_on_cpus(host, version) and (_minor(version) <= _minor(newest) or not torch.cuda.device_count())
+
+
+def _is_tested_on_cpus(host: str, version: str) -> bool:
     oldest, newest = TESTED[host]
     return _minor(oldest) <= _minor(version) <= _minor(newest)
 
 
 def warn_if_untested(host: str) -> None:
     """Warns once (UntestedHost) if ``host`` is imported in a version that is not tested."""
-    if host not in _warned and host in sys.modules and not is_tested(host, _version(host)):
+    found = _version(host)
+    if host not in _warned and host in sys.modules and not is_tested(host, found):
         _warned.add(host)
-        warnings.warn(errors.UntestedHost(host, _version(host), _range(host)), stacklevel=4)
+        where = " on GPUs" if _is_tested_on_cpus(host, found) else ""
+        warnings.warn(errors.UntestedHost(host, found + where, tested_range(host)), stacklevel=4)

@@ -111,7 +111,7 @@ class Flex(InOrder):
         for what, width in (("keys", request.head_dim), ("values", request.value_dim)):
             if self._on_gpu and not SMALLEST_HEAD <= width <= LARGEST_HEAD:
                 reasons.append(f"heads of {what} are {SMALLEST_HEAD} to {LARGEST_HEAD} wide, got {width}")
-        if not torch.__version__.startswith(TESTED):
+        if self._on_gpu and not torch.__version__.startswith(TESTED):
             reasons.append(f"torch {torch.__version__} is not known here ({', '.join(TESTED)}x are)")
         if not reasons and self._on_gpu and not torch.cuda.is_available():
             reasons.append("needs a GPU, and torch finds none")

@@ -37,7 +37,9 @@ def traced_from(mod: ScoreMod, dtype: torch.dtype, index: torch.dtype) -> fx.Gra
     numbers = [torch.zeros((), dtype=index, device=device) for _ in range(SCALARS - 1)]
     try:
         with in_fixed_order(mod.deterministic), torch.inference_mode(False), torch.no_grad():
-            return make_fx(one)(torch.zeros((), dtype=dtype, device=device), *numbers, *values)
+            # Without a table of its own, torch 2.15 writes detach as alias: a gradient would flow where none does.
+            trace = make_fx(one, decomposition_table={})
+            return trace(torch.zeros((), dtype=dtype, device=device), *numbers, *values)
     except BadScoreMod:
         raise
     except Exception as error:  # any failure here is a reason to take another kernel

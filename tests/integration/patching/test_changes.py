@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hf_ring_attn
 from hf_ring_attn import errors
@@ -190,6 +191,18 @@ def test_a_host_without_patches_warns_when_it_is_imported(host: Callable[[], Any
         changes.install([])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        changes.warn_if_untested("oddhost")
+
+
+def test_on_gpus_only_what_ran_there_is_tested(host: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(changes.NEWEST_ON_GPUS, "oddhost", "2.6")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    host()
+    assert changes.tested_range("oddhost") == "2.5 to 2.6, on CPUs to 2.7"
+    assert changes.is_tested("oddhost", "2.7.1") and not changes.is_tested("oddhost", "2.8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert changes.is_tested("oddhost", "2.6.2") and not changes.is_tested("oddhost", "2.7.1")
+    with pytest.warns(errors.UntestedHost, match=r"with oddhost 2.5 to 2.6, on CPUs to 2.7, not with 2.7.1 on GPUs\."):
         changes.warn_if_untested("oddhost")
 
 
