@@ -97,7 +97,7 @@ def test_what_a_function_says_of_hidden_pairs_plays_no_part() -> None:
 
 
 def test_what_a_function_detaches_gets_no_gradient() -> None:
-    """torch 2.15 drops detach from graphs by default: the reading beside it, and the score, had gradients of both."""
+    """By default torch 2.14 and later drop detach from graphs: the tensor and the score got gradients of both terms."""
 
     def detached(make: Builder) -> Mod:
         slope, scale = make.learned(4), make.learned(4)

@@ -37,7 +37,7 @@ def traced_from(mod: ScoreMod, dtype: torch.dtype, index: torch.dtype) -> fx.Gra
     numbers = [torch.zeros((), dtype=index, device=device) for _ in range(SCALARS - 1)]
     try:
         with in_fixed_order(mod.deterministic), torch.inference_mode(False), torch.no_grad():
-            # Without a table of its own, torch 2.15 writes detach as alias: a gradient would flow where none does.
+            # Without a table, torch 2.14 and later write detach as alias: a gradient would flow where none does.
             trace = make_fx(one, decomposition_table={})
             return trace(torch.zeros((), dtype=dtype, device=device), *numbers, *values)
     except BadScoreMod:
