@@ -25,9 +25,9 @@ PAIRS = 4
 def small_encoder(attention: str) -> Any:
     """A ModernBERT with two layers, one of them with a window."""
     config = ModernBertConfig(
-        vocab_size=VOCABULARY, num_hidden_layers=2, hidden_size=64, intermediate_size=192, num_attention_heads=2,
-        global_attn_every_n_layers=2, pad_token_id=0, bos_token_id=None, eos_token_id=1, cls_token_id=None,
-        sep_token_id=None,
+        vocab_size=VOCABULARY, num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"],
+        hidden_size=64, intermediate_size=192, num_attention_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+        cls_token_id=None, sep_token_id=None,
     )  # fmt: skip
     set_seed(0)
     return AutoModel.from_config(config, attn_implementation=attention)  # type: ignore[no-untyped-call]

@@ -10,14 +10,14 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import ModernBertConfig, ModernBertModel, ModernBertPreTrainedModel
 
 
-class Embedder(ModernBertPreTrainedModel):
+class Embedder(ModernBertPreTrainedModel):  # type: ignore[no-untyped-call]
     """Each row picks the next one of its batch: wrong if a mean is of one rank's tokens, or counts padding."""
 
     def __init__(self, config: ModernBertConfig) -> None:
         super().__init__(config)
         self.model = ModernBertModel(config)
         self.loss_type = "ForSequenceClassification"  # whole rows, please
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, return_loss: bool = True, **inputs: Any
