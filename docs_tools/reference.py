@@ -18,7 +18,7 @@ from hf_ring_attn.errors import batches, core, hosts
 from .numbers import FILED, status
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-COMMANDS = ("doctor", "plan", "verify", "bench")
+COMMANDS = ("doctor", "plan", "verify", "bench", "autoload")
 IN_WORDS = (
     "what",
     "why",

@@ -20,6 +20,7 @@ from tests.helpers.programs import CPU_2RANKS, REPOSITORY, launched_by, start
 EXAMPLES = REPOSITORY / "examples"
 sys.path.insert(0, str(EXAMPLES))  # examples are programs that stand side by side, not a package
 
+import embeddings  # noqa: E402  only now it can be found
 import first_light  # noqa: E402  only now it can be found
 from small import small_llama  # noqa: E402  only now it can be found
 from text import Rows  # noqa: E402  only now it can be found
@@ -87,26 +88,49 @@ def plain_bias() -> list[float]:
     return losses
 
 
+def plain_embeddings(pool: str) -> list[float]:
+    """The losses of embeddings.py, pooled from whole rows."""
+    model = embeddings.small_encoder("sdpa") if pool == "mean" else small_llama("sdpa").model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    losses = []
+    for batch in embeddings.batches(4):
+        hidden, real = model(**batch).last_hidden_state, batch["attention_mask"]
+        mean = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+        last = hidden[torch.arange(len(hidden)), real.sum(1) - 1]
+        loss = embeddings.contrast(mean if pool == "mean" else last)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 PLAIN: list[tuple[str, Path | None, Callable[[], list[float]]]] = [
     ("plain_loop", None, lambda: plain_training(1001)),
     ("accelerate_loop", CPU_2RANKS, lambda: plain_training(1000, last=0.25)),
     ("fsdp2_loop", CPU_2RANKS, lambda: plain_training(1001)),
     ("attention_only", None, plain_attention),
     ("learnable_bias", None, plain_bias),
+    ("embeddings", None, lambda: plain_embeddings("mean")),
+    ("embeddings --pool last", None, lambda: plain_embeddings("last")),
 ]
-"""Each with its launch config; None: torchrun starts it."""
+"""Each with its arguments and its launch config; None: torchrun starts it."""
 
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "config", "plain"), PLAIN, ids=[row[0] for row in PLAIN])
+@pytest.mark.parametrize(
+    ("name", "config", "plain"),
+    [pytest.param(*row, id=row[0], marks=[pytest.mark.turns] if "--pool" in row[0] else []) for row in PLAIN],
+)
 def test_an_example_on_two_ranks_gives_the_numbers_of_plain_torch(
     name: str, config: Path | None, plain: Callable[[], list[float]], tmp_path: Path
 ) -> None:
     environment = {} if config is None else launched_by(config)
-    program = start(tmp_path, EXAMPLES / f"{name}.py", ranks=2, environment=environment)
+    name, *arguments = name.split()
+    program = start(tmp_path, EXAMPLES / f"{name}.py", *arguments, ranks=2, environment=environment)
     want = plain()
     text = program.output()
     assert numbers(text) == pytest.approx(want, rel=1e-6), text
@@ -141,7 +165,7 @@ def test_a_trainer_on_two_ranks_gives_the_losses_of_one_process_with_sdpa(
 
 def test_every_example_is_run_here_or_by_ci() -> None:
     programs = {path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()}
-    assert programs == {row[0] for row in PLAIN} | {"trainer", "sft_packing", "dpo", "grpo", "first_light"}
+    assert programs == {row[0].split()[0] for row in PLAIN} | {"trainer", "sft_packing", "dpo", "grpo", "first_light"}
 
 
 @pytest.mark.parametrize("wrong", ["loss", "grad_norm", "logits", "nan"])

@@ -313,15 +313,17 @@ def test_what_is_allowed_is_let_through() -> None:
 
 FRESH_IMPORT = """
 import json, os, sys, threading, time
+began = time.process_time()
+import torch
+of_torch = time.process_time() - began
 from transformers import Trainer
 modules, environment, threads = set(sys.modules), dict(os.environ), threading.active_count()
-began = time.perf_counter()
+began = time.process_time()
 import hf_ring_attn
-seconds = time.perf_counter() - began
-import torch
 print(json.dumps({
-    "seconds": seconds,
-    "loaded": sorted({name.split(".")[0] for name in set(sys.modules) - modules}),
+    "seconds": time.process_time() - began,
+    "of_torch": of_torch,
+    "loaded": sorted({name.split(".")[0] for name in sys.modules} - {name.split(".")[0] for name in modules}),
     "started": {
         "threads": threading.active_count() - threads,
         "distributed": torch.distributed.is_available() and torch.distributed.is_initialized(),
@@ -333,11 +335,12 @@ print(json.dumps({
 
 
 def test_importing_the_package_starts_nothing_and_loads_no_heavy_package() -> None:
-    """Time is a benchmark's business (at most 0.5 s); two seconds here only catch a heavy package of a new name."""
+    """Seconds are those of the processor, beside torch's own import, so other programs change no verdict."""
     run = subprocess.run(
         [sys.executable, "-c", FRESH_IMPORT], capture_output=True, text=True, timeout=patient(300), check=True
     )
     seen = json.loads(run.stdout.splitlines()[-1])
-    assert {"triton", "trl", "peft", "datasets", "flash_attn"}.isdisjoint(seen["loaded"]), seen["loaded"]
+    foreign = set(seen["loaded"]) - {"hf_ring_attn"} - sys.stdlib_module_names
+    assert not foreign, f"{foreign}, which transformers does not load"
     assert not any(seen["started"].values()), seen["started"]
-    assert seen["seconds"] < 2.0
+    assert seen["seconds"] < seen["of_torch"], seen  # 0.3 s and 1.2 s; work at import, or heavy parts of torch

@@ -103,8 +103,8 @@ class Judged(Rows):
 
     Args:
         by: a "class" of the row, a "score", "several" classes at once, a class of "tokens", "masked" tokens (every
-            fifth alone has a label), tokens masked at "random" in each batch, tokens "everywhere", padding too, or a
-            "span" of tokens.
+            fifth alone has a label), tokens masked at "random" in each batch, tokens "everywhere", padding too, a
+            "span" of tokens, or "nothing".
     """
 
     by: str = "class"
@@ -123,6 +123,8 @@ class Judged(Rows):
                 row["position_ids"] = torch.arange(len(ids))
             elif self.by == "tokens":
                 row["labels"] = (row["labels"] % 3).masked_fill(row["labels"] == -100, -100)
+            elif self.by == "nothing":
+                del row["labels"]
             elif self.by == "span":
                 del row["labels"]
                 row |= {"start_positions": torch.tensor(index % 5), "end_positions": torch.tensor(5 + index % 4)}

@@ -9,6 +9,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from tests.helpers.models.biased_models import BiasedLlama
+from tests.helpers.models.embedder import Embedder
 
 VOCABULARY = 97
 # Weights large enough that attention looks at some tokens and not at others: with 0.02 all scores are nearly 0.
@@ -116,6 +117,7 @@ MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
     "modernbert of rows": ("ModernBertForSequenceClassification", {**MODERN, "classifier_pooling": "mean"}, "sdpa"),
     "modernbert of masked tokens": ("ModernBertForMaskedLM", MODERN, "sdpa"),
     "modernbert of the masked tokens alone": ("ModernBertForMaskedLM", {**MODERN, "sparse_prediction": True}, "sdpa"),
+    "modernbert of embeddings": (Embedder, MODERN, "sdpa"),
     "mamba": ("MambaForCausalLM", {"state_size": 8, "time_step_rank": 4, "expand": 1}, "eager"),
     "mamba2": (
         "Mamba2ForCausalLM",
