@@ -158,7 +158,7 @@ def render(function: Callable[..., Any]) -> str:
 
 
 def _version(host: str) -> str:
-    return str(getattr(sys.modules.get(host), "__version__", "of unknown version"))
+    return str(getattr(sys.modules.get(host), "__version__", "an unknown version"))
 
 
 def _minor(version: str) -> tuple[int, ...]:
