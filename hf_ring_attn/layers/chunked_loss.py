@@ -88,10 +88,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for index, weight in enumerate(leaves):
                 if weight.requires_grad and (gradient := next(found)) is not None:
                     sums[index] = add_wide(sums[index], gradient)
+        count = labels.ne(options.ignore_index).sum()
         if options.reduction == "mean":
-            count = labels.ne(options.ignore_index).sum()
             total /= count
             ctx.count = count
+        ctx.has_labels = count > 0
         ctx.rows, ctx.dtypes = rows, [x.dtype for x in (hidden, *weights)]
         ctx.save_for_backward(of_hidden, *sums, first, *() if needed[0] else weights)
         return total.to(dtype)
@@ -100,6 +101,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @first_order_only("a loss in chunks")
     def backward(ctx: Any, saved: tuple[Tensor | None, ...], gradient: Tensor) -> Any:
         factor = gradient / ctx.count if hasattr(ctx, "count") else gradient
+        factor = factor.where(ctx.has_labels, 0.0)  # without labels it may be infinite, and cross_entropy gives zeros
         found = zip(saved, ctx.dtypes, strict=False)  # what else was saved shows what the gradients depend on
         scaled = (None if x is None else _scaled(x, factor, dtype, ctx.rows) for x, dtype in found)
         return (None, None, None, None, None, *scaled)

@@ -164,3 +164,18 @@ def test_gradients_are_not_differentiated_again(trained: tuple[bool, bool]) -> N
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):  # what it saved is freed
         loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_batch_without_labels_trains_nothing(reduction: str) -> None:
+    """Trainer divides its sum by a count of 0: the loss is nan, and gradients of cross_entropy are zeros all the same."""
+    inputs = [torch.randn(size, requires_grad=True) for size in ((5, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))]
+    hidden, *weights = inputs
+    labels, options = torch.full((5,), -100), CrossEntropy(reduction)
+    for loss in (
+        chunked_cross_entropy(lambda x, own: functional.linear(x, *own), hidden, weights, labels, 2, options),
+        functional.cross_entropy(functional.linear(hidden, *weights), labels, reduction=reduction),
+    ):
+        gradients = torch.autograd.grad(loss / torch.tensor(0.0), inputs)
+        assert bool(loss.isnan()) == (reduction == "mean")
+        assert not any(bool(x.any()) for x in gradients)

@@ -119,8 +119,11 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
     @torch.compiler.disable(reason="hf_ring_attn adds up over ranks here, which is not compiled")  # type: ignore[untyped-decorator]
     def load_balancing_loss_func(*args: Any, **kwargs: Any) -> Any:
         context = batch_context.current()
-        if context is None or context.ring.size == 1:
+        if context is None:
             return original(*args, **kwargs)
+        share = context.state(AuxiliaryLoss).share
+        if context.ring.size == 1:
+            return original(*args, **kwargs) * share
         if not known(inspect.unwrap(original)):
             raise errors.UnsupportedArgument("the model", "output_router_logits=True", _UNKNOWN, "was called with")
         gate_logits, num_experts, top_k, attention_mask = _arguments(*args, **kwargs)
@@ -132,7 +135,7 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
             raise errors.BadShape("router_logits", found[0], f"it must have the {len(weights)} tokens of this rank")
         experts = num_experts or gate_logits[0].shape[-1]
         total = balance(gate_logits, experts, top_k, weights, functools.partial(sum_over_ring, ring=context.ring))
-        return total * context.state(AuxiliaryLoss).share
+        return total * share
 
     return load_balancing_loss_func
 
