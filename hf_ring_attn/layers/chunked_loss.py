@@ -52,6 +52,8 @@ def chunked_cross_entropy(
     Returns:
         A scalar in the dtype of the logits. It can be differentiated once.
     """
+    if not torch.is_grad_enabled():  # a Function is told that its inputs need gradients all the same
+        hidden, weights = leaf(hidden, False), [leaf(x, False) for x in weights]
     inputs = (logits_of, labels, rows, options, hidden[:1].clone(), hidden, *weights)  # a copy: the rest is not saved
     loss: Tensor = _ChunkedCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
     return loss

@@ -179,3 +179,11 @@ def test_a_batch_without_labels_trains_nothing(reduction: str) -> None:
         gradients = torch.autograd.grad(loss / torch.tensor(0.0), inputs)
         assert bool(loss.isnan()) == (reduction == "mean")
         assert not any(bool(x.any()) for x in gradients)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_makes_no_gradients(guard: Callable[[], Any]) -> None:
+    """A Function is told that weights need gradients, whatever the mode."""
+    with guard(), mock.patch.object(torch.autograd, "grad", side_effect=AssertionError):
+        (loss,) = answer(CASES[0], chunked)
+    assert relative_error(loss.clone(), answer(CASES[0], naive)[0]) < EXACT

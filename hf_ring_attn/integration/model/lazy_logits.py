@@ -122,7 +122,7 @@ class Head:
         return (x.numel() > 0 and x.untyped_storage().size() == 0 for x in self.weights)
 
     def _versions(self) -> list[int]:
-        return [x._version for x in (self.hidden, *self.weights)]
+        return [0 if x.is_inference() else x._version for x in (self.hidden, *self.weights)]
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:

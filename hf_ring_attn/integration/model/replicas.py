@@ -124,7 +124,9 @@ def average_gradients(model: nn.Module, context: BatchContext) -> None:
     factors[ring.rank] = 1.0 if factor is None else factor
     # A rank without a gradient (of an unused expert) still takes part in the sum.
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
-    *averaged, factors = ring.means([*gradients, factors])
+    lacking = [index for index, x in enumerate(trained) if x.grad is None]
+    had = torch.tensor([float(x.grad is not None) for x in trained], device=weight.device)
+    *averaged, factors, had = ring.means([*gradients, factors, had])
     if factor is not None:  # else the host need not wait for them
         each = [f for f in (factors * ring.size).tolist() if f and math.isfinite(f)]
         if each and max(each) - min(each) > _SAME_FACTOR * max(map(abs, each)):
@@ -135,8 +137,10 @@ def average_gradients(model: nn.Module, context: BatchContext) -> None:
     reduced = context.state(ReducedGradients)
     reduced.update(map(id, trained))
     _last[:] = [one for one in _last if one[2] is not context or not reduced.issuperset(map(id, _alive(one[1])))]
-    for parameter, mean in zip(trained, averaged, strict=True):
-        parameter.grad = mean
+    # What no rank has a gradient of keeps none: an optimizer would decay its weights, or step by its momentum.
+    nowhere = {index for index in lacking if not had[index]}
+    for index, (parameter, mean) in enumerate(zip(trained, averaged, strict=True)):
+        parameter.grad = None if index in nowhere else mean
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -175,17 +175,28 @@ class OneUnused(nn.Module):
         super().__init__()
         self.used = nn.Parameter(torch.ones(3, dtype=torch.float64))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
 
 
-def gradients_that_ranks_lack(batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """Only rank 1 has a gradient; the others take part in the average all the same."""
+def gradients_that_ranks_lack(batch: Batch) -> dict[str, Tensor | None]:
+    """Only rank 1 has a gradient of `used`; the others take part in the average all the same."""
     module = OneUnused()
     if dist.get_rank() == 1:
         module.used.grad = torch.full((3,), 6.0, dtype=torch.float64)
     with hf_ring_attn.shard(batch) as sharded:
         sharded.reduce_gradients(module)
-    assert module.used.grad is not None
-    return module.used.grad, module.frozen.grad
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def evaluated(batch: Batch, guard: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+    """The loss and the logits of an evaluation before any training, under ``guard``."""
+    model = ready(Step(why=""), "ring_fp32").eval()
+    with guard():
+        sharded = hf_ring_attn.shard(batch)
+        with sharded:
+            out = model(**sharded.inputs)
+        loss, logits = sharded.reduce(out.loss), sharded.gather(out.logits)
+    return loss.clone(), logits.clone()
 
 
 def compiled(batches: list[Batch], ring: RingConfig | None = None) -> list[Answer]:

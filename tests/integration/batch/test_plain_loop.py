@@ -157,9 +157,20 @@ def test_a_group_of_ones_own(ranks: Ranks) -> None:
 
 
 def test_ranks_without_a_gradient_take_part(ranks: Ranks) -> None:
-    for used, frozen in ranks(2).run(plain_jobs.gradients_that_ranks_lack, tokens(8)):
-        assert torch.equal(used, torch.full((3,), 3.0, dtype=torch.float64))
-        assert frozen is None
+    for found in ranks(2).run(plain_jobs.gradients_that_ranks_lack, tokens(8)):
+        assert found["used"] is not None
+        assert torch.equal(found["used"], torch.full((3,), 3.0, dtype=torch.float64))
+        assert found["frozen"] is None
+        assert found["unused"] is None, "an optimizer would decay it"
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_without_gradients(ranks: Ranks, guard: Any) -> None:
+    batch = tokens(23)
+    want = alone(Step(why="", batch=batch))
+    for loss, logits in ranks(2).run(plain_jobs.evaluated, batch, guard):
+        assert relative_error(loss, want.loss) < LOSS
+        assert relative_error(logits, want.logits) < LOSS
 
 
 def test_a_compiled_model_keeps_nothing_of_the_last_batch(ranks: Ranks) -> None:
