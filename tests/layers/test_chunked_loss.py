@@ -168,7 +168,7 @@ def test_gradients_are_not_differentiated_again(trained: tuple[bool, bool]) -> N
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_a_batch_without_labels_trains_nothing(reduction: str) -> None:
-    """Trainer divides its sum by a count of 0: the loss is nan, and gradients of cross_entropy are zeros all the same."""
+    """Trainer divides its sum by a count of 0: the loss is nan, gradients of cross_entropy are zeros all the same."""
     inputs = [torch.randn(size, requires_grad=True) for size in ((5, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))]
     hidden, *weights = inputs
     labels, options = torch.full((5,), -100), CrossEntropy(reduction)
