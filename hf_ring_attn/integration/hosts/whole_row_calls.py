@@ -51,10 +51,13 @@ def whole_row_calls(
     def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if running or batch_context.current() is not sharded.context:  # inside a wrapper, or the self-check's row
             return None
-        beside = () if torch.is_grad_enabled() else others
-        found = next((rows.sharded for rows in beside if _other_inputs(args, kwargs, rows.whole) == ([], [])), sharded)
-        if found is sharded:
-            _refuse_others(model, args, kwargs, whole)
+        found, (missing, other) = sharded, _other_inputs(args, kwargs, whole)
+        if missing or other:  # first the batch: KTO's other rows may be the same, cut short
+            beside = () if torch.is_grad_enabled() else others
+            equal = [rows.sharded for rows in beside if _other_inputs(args, kwargs, rows.whole) == ([], [])]
+            if not equal:  # on every rank: all hold whole rows
+                raise errors.OtherInputs(introspect.name_of(model), missing, other)
+            found = equal[0]
         mine = _own_share(model, kwargs, found.inputs)
         if found is not sharded:
             found.__enter__()
@@ -96,15 +99,6 @@ def log_probs_of_rows(name: str) -> TrialStep:
         return (output.log_probs * weights).sum()
 
     return TrialStep(loss, True, "", (name, FUSED))
-
-
-def _refuse_others(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Mapping[str, Any]
-) -> None:
-    """Refuses a call with other inputs than the batch's. An error here is raised on every rank: all hold whole rows."""
-    missing, other = _other_inputs(args, kwargs, whole)
-    if missing or other:
-        raise errors.OtherInputs(introspect.name_of(model), missing, other)
 
 
 def _other_inputs(

@@ -74,7 +74,7 @@ class Head:
         self.places = [
             (part, name) for part in module.modules() for name, x in part._parameters.items() if x is not None
         ]
-        self.weights: list[Tensor] = [part.get_parameter(name) for part, name in self.places]
+        self.weights: list[Any] = [part._parameters[name] for part, name in self.places]  # no nn.Parameter perhaps
         self.versions = self._versions()
         kind = hidden.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -90,7 +90,7 @@ class Head:
 
     def logits_of(self, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """[n, V] of [n, D], with these in place of the module's weights."""
-        before = [part.get_parameter(name) for part, name in self.places]
+        before = [part._parameters[name] for part, name in self.places]
         # Autocast would remember weights that were cast without gradients.
         with torch.autocast(*self.autocast, cache_enabled=False):
             try:

@@ -62,7 +62,7 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
                 # The last of the smallest: LoRA's first factor has no gradient at first, the second one has.
                 smallest.append(min(reversed(range(len(trained))), key=lambda index: trained[index].numel()))
             weight = trained[smallest[0]]
-            if weight not in _GRADIENTS:
+            if weight.is_leaf and weight not in _GRADIENTS:  # torch.func.functional_call has others
                 _GRADIENTS[weight] = _Gradient(weight)
 
 

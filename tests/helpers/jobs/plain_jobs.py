@@ -188,6 +188,18 @@ def gradients_that_ranks_lack(batch: Batch) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
+def functional(batch: Batch) -> dict[str, Tensor]:
+    """Gradients of a `functional_call` with weights that were computed, averaged by hand."""
+    model = ready(Step(why=""), "ring_fp32").train()
+    given = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    sharded = hf_ring_attn.shard(batch)
+    with sharded:
+        computed = {name: 1 * x for name, x in given.items()}
+        loss = torch.func.functional_call(model, computed, (), dict(sharded.inputs)).loss
+    found = torch.autograd.grad(loss, list(given.values()))
+    return dict(zip(given, sharded.ring.means(found), strict=True))
+
+
 def evaluated(batch: Batch, guard: Callable[[], Any]) -> tuple[Tensor, Tensor]:
     """The loss and the logits of an evaluation before any training, under ``guard``."""
     model = ready(Step(why=""), "ring_fp32").eval()

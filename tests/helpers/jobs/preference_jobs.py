@@ -178,6 +178,14 @@ def trained(case: Case, mesh: Mesh, saved: str = "", self_check: bool = True) ->
         return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(dpo))
 
 
+def evaluated(case: Case, mesh: Mesh, rows: int) -> dict[str, float]:
+    """An evaluation of so many rows, before any training."""
+    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
+        attention = "ring_fp32" if mesh.cp > 1 else "sdpa"
+        host = trainer(case, folder, attention, eval_dataset=preferences(case, rows, start=4000))
+        return numbers(host.evaluate())
+
+
 def rewards_in_half(case: Case) -> list[float]:
     """The greatest reward of each of two steps in bf16, of a model that is its own reference at the first."""
     with launched(Mesh(cp=2), **OFFLINE), a_folder(None) as folder, quiet():

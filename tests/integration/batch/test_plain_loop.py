@@ -173,6 +173,14 @@ def test_an_evaluation_without_gradients(ranks: Ranks, guard: Any) -> None:
         assert relative_error(logits, want.logits) < LOSS
 
 
+def test_weights_of_a_functional_call(ranks: Ranks) -> None:
+    """They are tensors that were computed, not the model's own."""
+    want = alone(Step(why="", batch=tokens(23))).gradients
+    for found in ranks(2).run(plain_jobs.functional, tokens(23)):
+        assert found.keys() == want.keys()
+        assert all(relative_error(found[name], gradient) < LOSS for name, gradient in want.items())
+
+
 def test_a_compiled_model_keeps_nothing_of_the_last_batch(ranks: Ranks) -> None:
     batches = [packed(10, 14), packed(3, 21)]
     for answers in ranks(2).run(plain_jobs.compiled, batches):

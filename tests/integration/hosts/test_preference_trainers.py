@@ -18,6 +18,7 @@ from tests.helpers.jobs.preference_jobs import (
     OtherTokens,
     OwnBatches,
     PaddingFree,
+    evaluated,
     one_step,
     rewards_in_half,
     save,
@@ -187,3 +188,11 @@ def test_a_reference_is_not_rounded_under_fsdp2(ranks: Ranks, kto: bool) -> None
 )
 def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh, tmp_path: Path) -> None:
     compare(ranks, case, mesh, tmp_path)
+
+
+def test_an_evaluation_of_kto_whose_kl_rows_are_those_of_the_batch(ranks: Ranks) -> None:
+    """Rows cut to a few tokens: those of the KL term, with another row's completion, are then the same."""
+    case = Case("", {"max_length": 6}, kto=True)
+    (want,) = ranks(1).run(evaluated, case, Mesh(), 6)
+    for got in ranks(2).run(evaluated, case, Mesh(cp=2), 6):
+        assert got == pytest.approx(want, rel=LOSS, abs=LOSS)
