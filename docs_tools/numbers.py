@@ -215,6 +215,7 @@ STEPS = [
     ("128K", 4, "ring, `save_attention`", "2026-11-22-four-gpus", "s128_saved"),
     ("256K", 2, "ring", "2026-11-23-chunked-loss", "chunked_256K"),
     ("512K", 2, "ring, `mlp_tokens=16384`, `save_attention`, `offload_above=8`", "2026-11-23-whole-step", "ring_512K"),
+    ("512K", 1, "one process, `mlp_tokens=16384`, `offload_above=60`", "2026-11-23-whole-step", "one_512K"),
     ("1M", 2, "ring, `mlp_tokens=16384`, `offload_above=48`", "2026-11-23-whole-step", "ring_1M"),
 ]
 
@@ -277,6 +278,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "512k_commit": lambda: commit(WHOLE, "ring_512K"),
     "512k_mfu": lambda: f"{step(WHOLE, 'ring_512K')['mfu'] * 100:.0f} %",
     "1m_seconds": lambda: f"{step(WHOLE, 'ring_1M')['seconds_per_step']:,.0f} s",
+    "one_512k_seconds": lambda: f"{step(WHOLE, 'one_512K')['seconds_per_step']:,.0f} s",
+    "one_512k_gib": lambda: f"{gib(WHOLE, 'one_512K')} GiB",
     "1m_gib": lambda: f"{gib(WHOLE, 'ring_1M')} GiB",
     "two_128k_median": lambda: f"{share(EIGHT, 'speed', RING, 128 * K)[0]:.1f} %",
     "two_128k_ulysses": lambda: f"{share(EIGHT, 'speed', ULYSSES, 128 * K)[0]:.1f} %",

@@ -232,11 +232,12 @@ def measured(given: argparse.Namespace, device: torch.device, rank: int) -> list
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     whole: dict[str, Tensor] = {}
     # A model for each ring, since one that trains in a ring stays in it.
-    models = {size: model_of(given.size, device, dtype) for size in (1, *given.rings)}
+    models = {size: model_of(given.size, device, dtype) for size in (1, *given.rings) if rank < size or size == 1}
     taps, model = {size: Taps(one, whole) for size, one in models.items()}, models[1]
     mine = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
     groups = {size: dist.new_group(list(range(size))) for size in given.rings}
     rows = []
+    count = -(-given.rows // given.batch)
     for kernel in given.kernels:
         config = RingConfig(kernel=kernel)
         near = {name: Distance() for name in ("batches of half", "batches of one")}
@@ -245,6 +246,8 @@ def measured(given: argparse.Namespace, device: torch.device, rank: int) -> list
         bounds = (given.rows, given.batch, given.shortest, given.longest, SIZES[given.size]["vocab_size"])
         for number, (ids, mask) in enumerate(batches(*bounds)):
             batch = ids.to(device), mask.to(device)
+            if rank == 0:
+                sys.stderr.write(f"{kernel}, batch {number + 1} of {count}: alone")
             with torch.no_grad():
                 with taps[1].record():
                     alone = log_probs(model, batch, mine, config)
@@ -258,6 +261,8 @@ def measured(given: argparse.Namespace, device: torch.device, rank: int) -> list
                 for size in given.rings:
                     if rank >= size:
                         continue
+                    if rank == 0:
+                        sys.stderr.write(f", ring of {size}")
                     ours = models[size]
                     plain = log_probs(ours, batch, groups[size], config)
                     apart[size][0].add(plain, alone, batch[1])
@@ -274,7 +279,7 @@ def measured(given: argparse.Namespace, device: torch.device, rank: int) -> list
                         ratio = ((new - plain).exp() - 1)[batch[1][:, 1:].bool()]
                         ratios[size] = max(ratios[size], float(ratio.abs().max()))
             if rank == 0:
-                sys.stderr.write(f"\r{kernel}: {number + 1} batches of {-(-given.rows // given.batch)}")
+                sys.stderr.write("\n")
         rows += [
             {
                 "kernel": kernel, "ring": size, "rows": given.rows, "attention_rows_that_differ": differs[size],

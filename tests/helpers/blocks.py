@@ -180,9 +180,7 @@ def _environment(rank: int, size: int, port: int) -> None:
 
 def _python(block: Block, names: dict[str, Any]) -> None:
     tree = ast.parse(block.code)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and HUB.fullmatch(node.value):
-            _tiny_model(Path(node.value))
+    tiny_models_of(block.code, Path())
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     for name, make in PRELUDE.items():
         if name in used and name not in names:
@@ -191,6 +189,7 @@ def _python(block: Block, names: dict[str, Any]) -> None:
 
 
 def _bash(block: Block, printed: io.StringIO) -> None:
+    tiny_models_of(block.code, Path())
     command = ["bash", "-euo", "pipefail", "-c", block.code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patient(SECONDS))
     printed.write(done.stdout + done.stderr)
@@ -201,14 +200,21 @@ def _bash(block: Block, printed: io.StringIO) -> None:
 # ---- what blocks find ------------------------------------------------------------------------------------------------
 
 
-def _tiny_model(folder: Path) -> None:
+def tiny_models_of(code: str, folder: Path) -> None:
+    """In ``folder``, a tiny model for each name of the Hub that a program or a command has."""
+    for name in HUB.finditer(code):
+        _tiny_model(name[0], folder)
+
+
+def _tiny_model(name: str, parent: Path = Path()) -> None:
     """A tiny model and its tokenizer under the name of one of the Hub, by the first rank that comes."""
+    folder = parent / name
     if (folder / "done").exists():
         return
     sys.path.insert(0, str(REPOSITORY / "recipes"))
     import toy  # type: ignore[import-not-found]
 
-    kind = next((kind for start, kind in FAMILIES.items() if str(folder).startswith(start)), "llama")
+    kind = next((kind for start, kind in FAMILIES.items() if name.startswith(start)), "llama")
     scratch = Path(f"{folder}.{os.getpid()}")
     toy.write_model(scratch, kind, max_position_embeddings=131072)
     (scratch / "done").touch()
@@ -219,14 +225,14 @@ def _tiny_model(folder: Path) -> None:
 def _model(_: dict[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
-    _tiny_model(Path("meta-llama/Llama-3.1-8B"))
+    _tiny_model("meta-llama/Llama-3.1-8B")
     return AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", attn_implementation="ring_fp32")
 
 
 def _tokenizer(_: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
-    _tiny_model(Path("meta-llama/Llama-3.1-8B"))
+    _tiny_model("meta-llama/Llama-3.1-8B")
     return AutoTokenizer.from_pretrained("meta-llama/Llama-3.1-8B")
 
 

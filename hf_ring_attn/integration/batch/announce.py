@@ -31,6 +31,8 @@ def loss_in_words(context: BatchContext) -> str:
     state, loss = context.state(ChunkedLoss), context.config.loss
     if state.losses:
         return "chunked"
+    if context.log.fused:
+        return "by TRL's fused head"
     if context.whole_head:
         return "of whole rows"
     return loss if loss != "auto" else f"sharded ({state.why})" if state.why else "sharded"

@@ -125,6 +125,7 @@ class RunLog:
     Args:
         plain, scored: ring attentions without and with a score_mod; compiled ones without are not counted.
         before: attentions before this batch, or of another batch nested in its context.
+        fused: TRL's fused head was asked for, which computes the loss in chunks of tokens.
         attends: False for a model that is known to have no attention.
         models: the outermost models that were called. configs: their transformers configs.
         seen: identities of the modules and configs that were admitted.
@@ -137,6 +138,7 @@ class RunLog:
     before: int = 0
     entered: bool = False
     called: bool = False
+    fused: bool = False
     attends: bool = True
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     configs: list[Any] = field(default_factory=list)

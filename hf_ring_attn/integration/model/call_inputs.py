@@ -169,6 +169,7 @@ def watch(model: nn.Module, context: BatchContext, inside: bool = False) -> list
 
     @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
     def after(_model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
+        context.log.fused |= bool(given.get("fused_lm_head"))
         if looks and batch_context.current() is context:  # else the self-check's row, or another batch
             _refuse_others(model, args, given, context, _has_loss(output))
         by_share = context.ring.size > 1 and not context.whole_head

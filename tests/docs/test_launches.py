@@ -1,0 +1,80 @@
+"""Programs of README and docs, started with the launch config that the page names, its sizes cut to two CPU ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import accelerate  # noqa: F401  the fork server imports it once for all programs
+import pytest
+import trl.trainer.sft_trainer  # noqa: F401  the fork server imports it once, too
+import yaml  # type: ignore[import-untyped]
+
+from tests.helpers import programs
+from tests.helpers.blocks import PAGES, REPOSITORY, Block, blocks_of, tiny_models_of
+
+ACCELERATE = re.compile(r"^accelerate launch --config_file (\S+\.yaml) (\w+\.py)", re.MULTILINE)
+TORCHRUN = re.compile(r"^torchrun --nproc_per_node 8 (\w+\.py)", re.MULTILINE)
+RANKS = 2
+ROWS = """from datasets import Dataset
+rows = Dataset.from_list([{"input_ids": [(7 * n + row) % 250 + 1 for n in range(50)]} for row in range(4)])
+"""
+"""For README, whose readers bring their own."""
+
+
+class Launch(NamedTuple):
+    """A program of a page, and the launch config to start it with; None: torchrun, which has none."""
+
+    page: str
+    program: str
+    config: dict[str, Any] | None
+
+
+def launches() -> Iterator[Launch]:
+    for path in PAGES:
+        page = str(path.relative_to(REPOSITORY))
+        blocks = blocks_of(path.read_text(), page)
+        for at, block in enumerate(blocks):
+            before = [one.code for one in blocks[:at] if one.language == "python" and one.ranks == RANKS]
+            if block.language != "bash" or block.mark != "gpu" or not before:
+                continue
+            for name, _ in ACCELERATE.findall(block.code):
+                yield Launch(page, before[-1], config_named(name, blocks))
+            if TORCHRUN.search(block.code):
+                yield Launch(page, before[-1], None)
+
+
+def config_named(name: str, blocks: list[Block]) -> dict[str, Any]:
+    """The launch config of that name, of the page or of the repository, for two CPU ranks."""
+    shown = [block.code for block in blocks if block.language == "yaml" and block.code.startswith(f"# {name}")]
+    config: dict[str, Any] = yaml.safe_load(shown[0] if shown else (REPOSITORY / name).read_text())
+    parallel = config["parallelism_config"]
+    assert parallel["parallelism_config_cp_size"] > 1
+    parallel |= {"parallelism_config_dp_replicate_size": 1, "parallelism_config_cp_size": RANKS}
+    return config | {"num_processes": RANKS, "num_machines": 1, "machine_rank": 0, "mixed_precision": "no"}
+
+
+LAUNCHES = list(launches())
+
+
+def test_most_guides_are_launched() -> None:
+    assert len({launch.page for launch in LAUNCHES}) >= 15
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    "launch", [pytest.param(one, id=f"{one.page}, {number}") for number, one in enumerate(LAUNCHES)]
+)
+def test_a_program_of_a_page_starts_with_its_config(launch: Launch, tmp_path: Path) -> None:
+    tiny_models_of(launch.program, tmp_path)
+    script, environment = tmp_path / "train.py", {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    brings_rows = "train_dataset=rows" not in launch.program or "\nrows = " in launch.program
+    script.write_text(launch.program if brings_rows else ROWS + launch.program)
+    if launch.config is not None:
+        config = tmp_path / "launch.yaml"
+        config.write_text(yaml.safe_dump(launch.config))
+        environment |= programs.launched_by(config)
+    said = programs.start(tmp_path, script, ranks=RANKS, environment=environment).output()
+    assert ("[hf_ring_attn] ring of 2: " if "transformers" in launch.program else "loss ") in said
