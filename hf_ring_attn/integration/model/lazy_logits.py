@@ -90,7 +90,7 @@ class Head:
 
     def logits_of(self, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """[n, V] of [n, D], with these in place of the module's weights."""
-        before = [part._parameters[name] for part, name in self.places]
+        before: list[Any] = [part._parameters[name] for part, name in self.places]
         # Autocast would remember weights that were cast without gradients.
         with torch.autocast(*self.autocast, cache_enabled=False):
             try:

@@ -138,6 +138,10 @@ class _ChunkedForward:
         self.tokens: int | None = None
         self.tried = self.checked = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied model has options of its own: without any, its recompute must not be in chunks."""
+        return {**vars(self), "tokens": None}
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; its class's as of now, which a program may have changed since."""
         if self.replaced is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -224,3 +225,18 @@ def test_a_class_forward_that_changes_between_two_batches_is_the_one_that_runs()
     with mock.patch.object(kind, "forward", lambda self, x: 3 * forward(self, x)):
         changed = loss(model, 4)
         assert changed == pytest.approx(loss(whole, None), rel=1e-6) and abs(changed - before) > 1e-2
+
+
+def test_a_copy_of_a_model_recomputes_as_it_ran() -> None:
+    """A copied config has no options, so the copy's forward is whole; its recompute comes after the batch."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.gradient_checkpointing_enable()
+    hf_ring_attn.configure(model, RingConfig(mlp_tokens=3))
+    losses = []
+    for copies in range(2):
+        net = copy.deepcopy(model) if copies else model
+        sharded = hf_ring_attn.shard(tokens(23))
+        with sharded:
+            losses.append(net(**sharded.inputs).loss)
+        losses[-1].backward()
+    assert relative_error(losses[1], losses[0]) < 1e-6
