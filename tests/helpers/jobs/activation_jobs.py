@@ -26,6 +26,7 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.layers import host_memory as host_memory_file
 from hf_ring_attn.layers.host_memory import Buffers, host_memory
+from tests.helpers.hosts import checkpoint, stays_float64
 from tests.helpers.jobs.chunked_jobs import sharded
 from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
 from tests.helpers.live_bytes import Ledger, peak_bytes
@@ -43,7 +44,7 @@ class Step:
     ``ring``: options that must not change it. ``lora``: what LoraConfig is given; None for a full fine-tuning.
     ``exact``: relative bound; `IN_FLOAT32` for models that compute a part in float32, whatever the dtype.
     ``moved``: hooks around the forward move all that is saved, as TRL's activation_offloading.
-    ``checkpointing``: what activation_checkpointing_enable is given; None for none. ``fsdp``: accelerate's FSDP plugin
+    ``checkpointing``: what `hosts.checkpoint` is given; None for none. ``fsdp``: accelerate's FSDP plugin
     checkpoints layers; "offload": and offloads. ``wrap``: "", "DDP", or a way of `chunked_jobs.sharded`.
     """
 
@@ -76,7 +77,7 @@ def model_of(step: Step) -> Any:
     model: Any = tiny(step.model, "ring_fp32", **step.config)
     model.to(step.dtype)
     if step.checkpointing is not None:
-        model.activation_checkpointing_enable(**step.checkpointing)
+        checkpoint(model, **step.checkpointing)
     if step.lora is not None:
         model = get_peft_model(model, LoraConfig(r=4, **step.lora)).to(step.dtype)
         for name, weight in model.named_parameters():
@@ -119,13 +120,9 @@ def step_of(step: Step, **options: Any) -> Answer:
 
 def both(step: Step) -> tuple[Answer, Answer]:
     """With the options and checkpointing, and with neither."""
-    stays = mock.patch.object(Tensor, "float", _itself) if step.exact < IN_FLOAT32 else nullcontext()
+    stays = mock.patch.object(Tensor, "float", stays_float64) if step.exact < IN_FLOAT32 else nullcontext()
     with stays:
         return step_of(step, **step.ring), step_of(replace(step, checkpointing=None, fsdp="", moved=False))
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def run(model: Any, **options: Any) -> Tensor:
@@ -199,7 +196,7 @@ def rows_of_gates(checkpointing: dict[str, Any] | None) -> list[int]:
 
 def inputs_alive(options: dict[str, Any]) -> tuple[list[bool], list[int]]:
     """Which inputs of layers are in memory after a forward, and the number of buffers after each of two steps."""
-    checkpointing = {"activation_checkpointing_kwargs": {"use_reentrant": False}}
+    checkpointing = {"use_reentrant": False}
     model = model_of(Step(why="", checkpointing=checkpointing, config={"num_hidden_layers": 4}))
     seen: list[weakref.ref[Any]] = []
     for layer in model.model.layers:
@@ -216,7 +213,7 @@ def inputs_alive(options: dict[str, Any]) -> tuple[list[bool], list[int]]:
     return alive, buffers
 
 
-CHECKPOINTED: dict[str, Any] = {"activation_checkpointing_kwargs": {"use_reentrant": False}}
+CHECKPOINTED: dict[str, Any] = {"use_reentrant": False}
 
 
 def bits(options: dict[str, Any], more: dict[str, Any]) -> bool:

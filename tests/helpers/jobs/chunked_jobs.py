@@ -25,6 +25,7 @@ from hf_ring_attn.integration.batch.announce import loss_in_words
 from hf_ring_attn.integration.model import lazy_logits
 from hf_ring_attn.integration.model.lazy_logits import ChunkedLoss, LazyLogits
 from hf_ring_attn.layers import chunked_loss
+from tests.helpers.hosts import stays_float64
 from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
 from tests.helpers.live_bytes import Largest
 from tests.helpers.models.tiny_models import SIZES, tiny
@@ -99,10 +100,6 @@ def sharded(model: Any, way: str) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
 @contextmanager
 def in_float64(rows: int = 5) -> Iterator[list[int]]:
     """Losses stay in float64, and chunks are short. Gives the numbers of tokens whose logits were made at once."""
@@ -114,7 +111,7 @@ def in_float64(rows: int = 5) -> Iterator[list[int]]:
         return logits_of(self, hidden, weights)
 
     with (
-        mock.patch.object(Tensor, "float", _itself),
+        mock.patch.object(Tensor, "float", stays_float64),
         mock.patch.object(lazy_logits, "rows_per_chunk", return_value=rows),
         mock.patch.object(lazy_logits.Head, "logits_of", counted),
     ):

@@ -21,7 +21,7 @@ from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import packed, tokens
 from tests.helpers.models.tiny_models import tiny
 
-NON_REENTRANT = {"activation_checkpointing_kwargs": {"use_reentrant": False}}
+NON_REENTRANT = {"use_reentrant": False}
 
 STEPS = [
     Step(why="full"),
@@ -38,7 +38,7 @@ STEPS = [
     Step(why="recurrent layers", model="qwen3_5", exact=IN_FLOAT32),
     Step(why="checkpoints", checkpointing=NON_REENTRANT),
     Step(why="checkpoints, LoRA", checkpointing=NON_REENTRANT, lora=LORA),
-    Step(why="checkpoints, reentrant", checkpointing={"activation_checkpointing_kwargs": {"use_reentrant": True}}),
+    Step(why="checkpoints, reentrant", checkpointing={"use_reentrant": True}),
     Step(why="saved attention", checkpointing=NON_REENTRANT, ring={"mlp_tokens": 3, "save_attention": True}),
     Step(why="norms of queries and keys", model="gemma3"),
     Step(why="inputs by layer, sparsity", model="gemma3n", exact=IN_FLOAT32),

@@ -16,6 +16,7 @@ from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.integration.model import checkpointing
 from hf_ring_attn.layers import host_memory
 from tests.helpers.contexts import alone
+from tests.helpers.hosts import CHECKPOINTS_SOME_LAYERS, checkpoint
 from tests.helpers.jobs import activation_jobs as jobs
 from tests.helpers.jobs.activation_jobs import LORA, Step
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, in_rings, without_ring
@@ -32,11 +33,14 @@ SAVED = INPUT + 2 * 23 * 4 * 8
 
 
 def stock(reentrant: bool = False, **more: Any) -> dict[str, Any]:
-    return {"activation_checkpointing_kwargs": {"use_reentrant": reentrant}, **more}
+    return {"use_reentrant": reentrant, **more}
 
 
 def offloading(gib: float = 0.0, **more: Any) -> dict[str, Any]:
     return {"offload_above": gib, **more}
+
+
+needs_newer_checkpoints = pytest.mark.skipif(not CHECKPOINTS_SOME_LAYERS, reason="needs every_n_layers and offload")
 
 
 # Of four layers: tensors that are offloaded, and those of them that are prefetched.
@@ -71,6 +75,9 @@ STEPS = [
     (Step(why="all that is saved moves, checkpoints", ring={"save_attention": True}, moved=True, checkpointing=stock()),
      (0, 0)),
 ]  # fmt: skip
+STEPS = [
+    (step, count) for step, count in STEPS if CHECKPOINTS_SOME_LAYERS or {*(step.checkpointing or ())} <= {*stock()}
+]
 SHARDED = [
     Step(why="FSDP2", ring=offloading(mlp_tokens=3), checkpointing=stock(), wrap="tail"),
     Step(why="FSDP2, LoRA, saved", ring=offloading(save_attention=True), checkpointing=stock(), wrap="tail", lora=LORA),
@@ -148,7 +155,7 @@ def test_host_memory_that_runs_out_in_a_forward_ends_all_ranks_at_the_next(ranks
 
 def test_a_layer_that_changes_its_input_is_refused() -> None:
     model: Any = tiny("llama", "ring_fp32").train()
-    model.activation_checkpointing_enable(**stock())
+    checkpoint(model, **stock())
     model.model.layers[0].input_layernorm.register_forward_hook(lambda _module, args, _output: args[0].add_(1.0))
     batch = hf_ring_attn.shard(tokens(23), config=RingConfig(offload_above=0, self_check=False))
     with pytest.raises(errors.ChangedInPlace), batch:
@@ -157,7 +164,7 @@ def test_a_layer_that_changes_its_input_is_refused() -> None:
 
 def test_a_compiled_model_is_refused() -> None:
     model: Any = tiny("llama", "ring_fp32").train()
-    model.activation_checkpointing_enable(**stock())
+    checkpoint(model, **stock())
     model.model.layers[0].compile(backend="eager")
     batch = hf_ring_attn.shard(tokens(23), config=RingConfig(offload_above=0, self_check=False))
     with pytest.raises(errors.UnsupportedModel, match="offload_above moves checkpoints from Python"), batch:
@@ -171,9 +178,10 @@ def test_without_checkpoints_it_is_told_that_nothing_is_offloaded() -> None:
     assert "offload_above has no effect: nothing checkpoints a layer" in warn.call_args.args[0]
 
 
+@needs_newer_checkpoints
 def test_outside_a_ring_hosts_offload_by_themselves() -> None:
     model: Any = tiny("llama", "ring_fp32").train()
-    model.activation_checkpointing_enable(**stock(offload=True))
+    checkpoint(model, **stock(offload=True))
     jobs.run(model)
     memory = host_memory.host_memory(torch.device("cpu"))
     before = memory.stored
@@ -192,6 +200,7 @@ TRAINERS = [
 ]  # fmt: skip
 
 
+@needs_newer_checkpoints
 @pytest.mark.parametrize("run", TRAINERS, ids=lambda run: run.why)
 def test_trainer_with_all_of_them_trains_as_one_process_with_none(ranks: Ranks, run: Run) -> None:
     checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": run.arguments}
