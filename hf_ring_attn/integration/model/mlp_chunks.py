@@ -121,6 +121,10 @@ def _takes_hidden_states_alone(module: nn.Module, most: int = 9) -> bool:
     return len(required) == 1 and len(named) <= most and not OTHER_INPUTS & parameters.keys()
 
 
+Place = tuple[nn.Module, str]
+"""A module, and the name of a parameter in it."""
+
+
 class _Maker:
     def __init__(self, name: str, part: nn.Module) -> None:
         self.name, self.part = name, part
@@ -163,22 +167,17 @@ class _ChunkedForward:
             raise errors.NotByToken(self.name, f"was called with {len(inputs)} arguments")
         if _records_routers():
             raise errors.NotByToken(self.name, "was asked for its router's logits (output_router_logits=True)")
-        rows = x.reshape(-1, x.shape[-1])
+        rows, trained = x.reshape(-1, x.shape[-1]), self._trained()
+        call = _Call(self, list(trained.values()), self._frozen())
         if not self.tried:
-            self._try(rows.detach())
+            self._try(call, rows.detach(), list(trained))
             self.tried = True
-        found = run_in_chunks(self, rows, list(self._places()), most)
+        found = run_in_chunks(call, rows, list(trained), most)
         return self._whole(found, x)
 
-    # ---- a function of tokens ----
-
-    def run(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        places = self._places()
-        try:
-            _set(list(places.values()), weights)
-            found = self.forward(x[None])
-        finally:
-            _set(list(places.values()), list(places))
+    def outputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Those of tokens [n, D], [n, ...] each."""
+        found = self.forward(x[None])
         self.is_tuple = isinstance(found, tuple)
         outputs = found if isinstance(found, tuple) else (found,)
         self.batched = [isinstance(one, Tensor) and one.shape[:2] == (1, len(x)) for one in outputs]
@@ -195,16 +194,20 @@ class _ChunkedForward:
         ]
         return tuple(shaped) if self.is_tuple else shaped[0]
 
-    def _places(self) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    def _trained(self) -> dict[nn.Parameter, list[Place]]:
         """The trained weights, and where each one is."""
-        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        places: dict[nn.Parameter, list[Place]] = {}
         for part in self.module.modules():
             for name, weight in part._parameters.items():
                 if weight is not None and weight.requires_grad:
                     places.setdefault(weight, []).append((part, name))
         return places
 
-    def _try(self, rows: Tensor) -> None:
+    def _frozen(self) -> list[Place]:
+        parts = [(part, name, x) for part in self.module.modules() for name, x in part._parameters.items()]
+        return [(part, name) for part, name, x in parts if x is not None and not x.requires_grad]
+
+    def _try(self, call: _Call, rows: Tensor, weights: Sequence[Tensor]) -> None:
         """Compares a few tokens at once with the same in two chunks, without dropout.
 
         Raises:
@@ -218,8 +221,8 @@ class _ChunkedForward:
                 for begin in (0, len(rows) // 3, len(rows) // 2):
                     few = rows[begin : begin + 2 * SLICE]
                     half = -(-len(few) // 2)
-                    once = self.run(few.clone(), list(self._places()))
-                    twice = zip(*(self.run(x.clone(), list(self._places())) for x in few.split(half)), strict=True)
+                    once = call.run(few.clone(), weights)
+                    twice = zip(*(call.run(x.clone(), weights) for x in few.split(half)), strict=True)
                     pairs = zip(twice, once, strict=True)
                     if max(_distance(torch.cat(parts), want) for parts, want in pairs) <= 1:
                         return
@@ -229,10 +232,40 @@ class _ChunkedForward:
         raise errors.NotByToken(self.name, "mixes tokens: some of them alone have other results than with the rest")
 
 
-def _set(places: Sequence[Sequence[tuple[nn.Module, str]]], weights: Sequence[Tensor]) -> None:
-    for each, weight in zip(places, weights, strict=True):
-        for part, name in each:
-            part._parameters[name] = weight  # type: ignore[assignment]
+class _Call:
+    """A function of tokens: one call of a chunked forward.
+
+    Args:
+        places: of each of the weights that trained in the call. The backward puts weights there, too, though by then
+            others may train, and `torch.func.functional_call` has taken its own away.
+        frozen: where the others are.
+    """
+
+    def __init__(self, of: _ChunkedForward, places: Sequence[Sequence[Place]], frozen: Sequence[Place]) -> None:
+        self.of, self.places, self.frozen, self.name = of, places, frozen, of.name
+
+    @property
+    def checked(self) -> bool:
+        return self.of.checked
+
+    @checked.setter
+    def checked(self, is_checked: bool) -> None:
+        self.of.checked = is_checked
+
+    def run(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        frozen = [(part, name, part._parameters[name]) for part, name in self.frozen]
+        thawed = [(part, name, x) for part, name, x in frozen if x is not None and x.requires_grad]
+        before = [*thawed, *((part, name, part._parameters[name]) for each in self.places for part, name in each)]
+        try:
+            for part, name, x_now in thawed:
+                part._parameters[name] = x_now.detach()  # type: ignore[assignment]
+            for each, weight in zip(self.places, weights, strict=True):
+                for part, name in each:
+                    part._parameters[name] = weight  # type: ignore[assignment]
+            return self.of.outputs(x)
+        finally:
+            for part, name, weight_before in before:
+                part._parameters[name] = weight_before
 
 
 def _distance(got: Tensor, want: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -128,6 +129,41 @@ def test_a_weight_that_is_no_parameter_is_refused() -> None:
     mlp = model.model.layers[0].mlp = Hidden(model.model.layers[0].mlp)
     mlp.__dict__["scale"] = [torch.ones(1, requires_grad=True)]
     assert "depends on a trained tensor of shape (1,) that is no parameter of it" in refusal_of(model)
+
+
+def step_that_changes_what_trains(mlp_tokens: int | None) -> dict[str, Tensor | None]:
+    """Gradients where the gates of MLPs trained in the forward, and other matrices of their shape by the backward."""
+    model: Any = tiny("llama", "ring_fp32").double()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("up_proj" not in name)
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(mlp_tokens=mlp_tokens, self_check=False))
+    with batch:
+        loss = model(**batch.inputs).loss
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("gate_proj" not in name)
+    loss.backward()
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def step_of_a_functional_call(mlp_tokens: int | None) -> dict[str, Tensor | None]:
+    """Gradients where a call has weights of its own for one matrix of each MLP, and the model's are frozen."""
+    model: Any = tiny("llama", "ring_fp32").double().requires_grad_(False)
+    own = {name: 1.5 * x.detach() for name, x in model.named_parameters() if "up_proj" in name}
+    own = {name: x.requires_grad_() for name, x in own.items()}
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(mlp_tokens=mlp_tokens, self_check=False))
+    with batch:
+        loss = torch.func.functional_call(model, own, (), dict(batch.inputs)).loss
+    loss.backward()
+    return {name: weight.grad for name, weight in own.items()}
+
+
+@pytest.mark.parametrize("step", [step_that_changes_what_trains, step_of_a_functional_call])
+def test_the_backward_computes_with_the_weights_of_the_forward(step: Callable[[int | None], Any]) -> None:
+    got, want = step(3), step(None)
+    assert sum(gradient is not None for gradient in want.values()) >= 2
+    for name, gradient in want.items():
+        assert (got[name] is None) == (gradient is None), name
+        assert gradient is None or relative_error(got[name], gradient) < 1e-12, name
 
 
 def test_router_logits_are_refused() -> None:
