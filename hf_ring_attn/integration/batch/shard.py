@@ -187,7 +187,7 @@ def shard_for(
     check_type("config", config, (RingConfig, type(None)), "a RingConfig, or None")
     ring = find_ring(group)
     interruption_guard(ring).check()  # else the comparison below would be taken for the rest of that attention
-    options = config or (RingConfig() if model is None else model_record.options_of(model))
+    options = config or (model_record.DEFAULT if model is None else model_record.options_of(model))
     refusal: errors.Refused | None = None
     facts = compare.empty_facts(options, batch)
     device = torch.device("cpu")
@@ -202,10 +202,16 @@ def shard_for(
     except errors.Refused as error:
         refusal = error
     why = None if refusal is None else str(refusal)
+    agree = ring.start_agreement(
+        facts, ring.small_device(device), compare.todo(batch), why, [shared_kv.compiled_here()]
+    )
+    visited = Visits()
+    if refusal is None:  # while the message travels
+        if model is not None:
+            visited.update([model_record.visit(model)])
+        sharded = Sharded(*cut(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     try:
-        (compiled,) = ring.agree(
-            facts, ring.small_device(device), compare.todo(batch), why, [shared_kv.compiled_here()]
-        )
+        (compiled,) = agree()
     except errors.RefusedElsewhere as elsewhere:
         raise elsewhere from refusal
     if refusal is not None:
@@ -213,8 +219,8 @@ def shard_for(
     if compiled:
         shared_kv.go_by_bits()
 
-    sharded = Sharded(*cut(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     context = sharded.context
+    context.state(Visits).update(visited)
     context.keeps_labels = whole_loss
     if step is not None:
         vars(context.state(TrialStep)).update(vars(step))
