@@ -252,7 +252,7 @@ class Ring:
         """
         if self.size == 1:
             return lambda: list(any_of)
-        receive = self._send_row([int(refusal is not None), *numbers_of(facts.values()), *any_of], device, doing)
+        receive = self.start_rows([int(refusal is not None), *numbers_of(facts.values()), *any_of], device, doing)
 
         def finish() -> list[bool]:
             table = receive()
@@ -297,9 +297,9 @@ class Ring:
         Raises:
             RanksDiffer: the ranks are at different places of the program.
         """
-        return self._send_row(numbers, device, doing)()
+        return self.start_rows(numbers, device, doing)()
 
-    def _send_row(
+    def start_rows(
         self, numbers: Sequence[int | Tensor], device: torch.device, doing: str
     ) -> Callable[[], list[list[int]]]:
         """Starts `rows`; the function returned ends it."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -242,9 +243,9 @@ def shard_for(
 _NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=model)"
 
 
-def _admit(model: nn.Module, context: BatchContext) -> None:
-    """Admits an outermost model before it runs in a ring."""
-    record = agreement.admit(model, context)
+def _admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Admits an outermost model before it runs in a ring. ``meanwhile``: see `agreement.admit`."""
+    record = agreement.admit(model, context, meanwhile)
     replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
     check.check(model, context, record)
     offloading.reserve(model, record, context)
@@ -265,7 +266,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     watched: list[call_inputs.Undo] = []
 
     def bind(model: nn.Module) -> None:
-        _admit(model, context)
+        _admit(model, context, partial(replicas.note_trained, model, context))
         watched.extend(_watch(model, context, running=True))
         context.state(Visits).clear()
 
@@ -311,6 +312,8 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     if not context.log.seen:  # a model given to `shard` needs no hooks
         watch()
     for model in context.log.models:
+        replicas.compare(model, context)  # it may train only since `shard`
+        replicas.note_trained(model, context)
         watched.extend(_watch(model, context))
     random = None if context.text is None else context.text.random
     if random is not None:
@@ -330,8 +333,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
 
 
 def _watch(model: nn.Module, context: BatchContext, running: bool = False) -> list[call_inputs.Undo]:
-    """Notes the weights that train, and watches the model's calls in a batch. Returns what ends the watch."""
-    replicas.note_trained(model, context)
+    """Watches the model's calls in a batch. Returns what ends the watch."""
     heads = ExitStack()
     heads.enter_context(lazy_heads(model))
     return [*call_inputs.watch(model, context, inside=running), _note_failure(model, context), heads.close]
