@@ -115,6 +115,11 @@ class Ring:
         return group
 
     @cached_property
+    def backend(self) -> str:
+        """Its name; "" in a ring of one."""
+        return "" if self.size == 1 else dist.get_backend(self.group)
+
+    @cached_property
     def size(self) -> int:
         return 1 if self.name == LOCAL else dist.get_world_size(self.group)
 
@@ -219,10 +224,14 @@ class Ring:
             found += [part.view(x.shape).to(x.dtype) for part, x in zip(parts, run, strict=True)]
         return found
 
-    def agree(
+    def agree(self, *args: Any, **kwargs: Any) -> list[bool]:
+        """`start_agreement`, and its end at once."""
+        return self.start_agreement(*args, **kwargs)()
+
+    def start_agreement(
         self, facts: Mapping[str, object], device: torch.device, todo: str, refusal: str | None = None,
         any_of: Sequence[bool] = (), doing: str = "compared its batch with the other ranks",
-    ) -> list[bool]:  # fmt: skip
+    ) -> Callable[[], list[bool]]:  # fmt: skip
         """Compares facts among ranks in one small collective; if any differs, all ranks raise.
 
         Args:
@@ -235,23 +244,28 @@ class Ring:
             doing: this rank's activity, for errors.
 
         Returns:
-            for each of ``any_of``: True if it is set on any rank.
+            a function to call next in this ring, which waits, and returns for each of ``any_of``: True if it is set on
+            any rank.
 
-        Raises:
+        Raises (that function):
             RefusedElsewhere: a rank of the ring refused. RanksDiffer: the first value that differs, of each rank.
         """
         if self.size == 1:
-            return list(any_of)
-        row: list[int | Tensor] = [int(refusal is not None), *numbers_of(facts.values()), *any_of]
-        table = self.rows(row, device, doing)
-        if any(line[0] for line in table):
-            texts = self.objects(refusal)
-            raise RefusedElsewhere({rank: text for rank, text in enumerate(texts) if text is not None})
-        same = all(line[1 : 1 + len(facts)] == table[0][1 : 1 + len(facts)] for line in table)
-        for column, (name, value) in enumerate(() if same else facts.items(), start=1):
-            if len({line[column] for line in table}) > 1:
-                raise RanksDiffer(*first_difference(name, value, self.objects), todo)
-        return [any(line[1 + len(facts) + place] for line in table) for place in range(len(any_of))]
+            return lambda: list(any_of)
+        receive = self.start_rows([int(refusal is not None), *numbers_of(facts.values()), *any_of], device, doing)
+
+        def finish() -> list[bool]:
+            table = receive()
+            if any(line[0] for line in table):
+                texts = self.objects(refusal)
+                raise RefusedElsewhere({rank: text for rank, text in enumerate(texts) if text is not None})
+            same = all(line[1 : 1 + len(facts)] == table[0][1 : 1 + len(facts)] for line in table)
+            for column, (name, value) in enumerate(() if same else facts.items(), start=1):
+                if len({line[column] for line in table}) > 1:
+                    raise RanksDiffer(*first_difference(name, value, self.objects), todo)
+            return [any(line[1 + len(facts) + place] for line in table) for place in range(len(any_of))]
+
+        return finish
 
     def objects(self, mine: object, doing: str = "collected what ranks refuse") -> list[Any]:
         """All-gathers a picklable object."""
@@ -273,9 +287,9 @@ class Ring:
 
     def small_device(self, device: torch.device) -> torch.device:
         """The device for small messages: the GPU for NCCL, which cannot send CPU tensors."""
-        if self.size > 1 and dist.get_backend(self.group) == "nccl":
+        if self.backend == "nccl":
             return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu") if self.size > 1 and dist.get_backend(self.group) == "gloo" else device
+        return torch.device("cpu") if self.backend == "gloo" else device
 
     def rows(self, numbers: Sequence[int | Tensor], device: torch.device, doing: str) -> list[list[int]]:
         """All-gathers integers. Messages have one size and name their rank's activity, so a mix-up is detected.
@@ -283,12 +297,23 @@ class Ring:
         Raises:
             RanksDiffer: the ranks are at different places of the program.
         """
+        return self.start_rows(numbers, device, doing)()
+
+    def start_rows(
+        self, numbers: Sequence[int | Tensor], device: torch.device, doing: str
+    ) -> Callable[[], list[list[int]]]:
+        """Starts `rows`; the function returned ends it."""
         row = [*_packed(doing), *numbers]
-        table = self.gather(row_of(row + [0] * (-len(row) % ROW), device), doing).wait()[0].tolist()
-        if any(line[:8] != table[0][:8] for line in table):
-            doings: list[object] = [_WORDS.pack(*line[:8]).decode(errors="replace").strip() for line in table]
-            raise RanksDiffer("place in the program", doings, _IN_STEP)
-        return [line[8 : len(row)] for line in table]
+        pending = self.gather(row_of(row + [0] * (-len(row) % ROW), device), doing)
+
+        def receive() -> list[list[int]]:
+            table = pending.wait()[0].tolist()
+            if any(line[:8] != table[0][:8] for line in table):
+                doings: list[object] = [_WORDS.pack(*line[:8]).decode(errors="replace").strip() for line in table]
+                raise RanksDiffer("place in the program", doings, _IN_STEP)
+            return [line[8 : len(row)] for line in table]
+
+        return receive
 
     def numbers(self, number: int | Tensor, device: torch.device, doing: str) -> list[int]:
         """All-gathers an integer."""

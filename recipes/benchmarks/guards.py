@@ -9,7 +9,7 @@ before and after each part, so that it shows its own wait alone. A step runs the
     shard     reads the batch, compares it on all ranks, lays it out and cuts it
     enter     the batch's context, before the forward
     admit     the model's structure and the ranks' agreement on it, weights, the self-check's memory, masks
-    watch     the weights that train, and the hooks that check the model's call
+    watch     the hooks that check the model's call
     leave     the context's end
     reduce    the mean of the gradients over the ring, which a model without DDP or FSDP needs
 """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,7 +188,7 @@ def shard_for(
     check_type("config", config, (RingConfig, type(None)), "a RingConfig, or None")
     ring = find_ring(group)
     interruption_guard(ring).check()  # else the comparison below would be taken for the rest of that attention
-    options = config or (RingConfig() if model is None else model_record.options_of(model))
+    options = config or (model_record.DEFAULT if model is None else model_record.options_of(model))
     refusal: errors.Refused | None = None
     facts = compare.empty_facts(options, batch)
     device = torch.device("cpu")
@@ -202,10 +203,16 @@ def shard_for(
     except errors.Refused as error:
         refusal = error
     why = None if refusal is None else str(refusal)
+    agree = ring.start_agreement(
+        facts, ring.small_device(device), compare.todo(batch), why, [shared_kv.compiled_here()]
+    )
+    visited = Visits()
+    if refusal is None:  # while the message travels
+        if model is not None:
+            visited.update([model_record.visit(model)])
+        sharded = Sharded(*cut(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     try:
-        (compiled,) = ring.agree(
-            facts, ring.small_device(device), compare.todo(batch), why, [shared_kv.compiled_here()]
-        )
+        (compiled,) = agree()
     except errors.RefusedElsewhere as elsewhere:
         raise elsewhere from refusal
     if refusal is not None:
@@ -213,8 +220,8 @@ def shard_for(
     if compiled:
         shared_kv.go_by_bits()
 
-    sharded = Sharded(*cut(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     context = sharded.context
+    context.state(Visits).update(visited)
     context.keeps_labels = whole_loss
     if step is not None:
         vars(context.state(TrialStep)).update(vars(step))
@@ -236,9 +243,9 @@ def shard_for(
 _NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=model)"
 
 
-def _admit(model: nn.Module, context: BatchContext) -> None:
-    """Admits an outermost model before it runs in a ring."""
-    record = agreement.admit(model, context)
+def _admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Admits an outermost model before it runs in a ring. ``meanwhile``: see `agreement.admit`."""
+    record = agreement.admit(model, context, meanwhile)
     replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
     check.check(model, context, record)
     offloading.reserve(model, record, context)
@@ -259,7 +266,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     watched: list[call_inputs.Undo] = []
 
     def bind(model: nn.Module) -> None:
-        _admit(model, context)
+        _admit(model, context, partial(replicas.note_trained, model, context))
         watched.extend(_watch(model, context, running=True))
         context.state(Visits).clear()
 
@@ -305,6 +312,8 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     if not context.log.seen:  # a model given to `shard` needs no hooks
         watch()
     for model in context.log.models:
+        replicas.compare(model, context)  # it may train only since `shard`
+        replicas.note_trained(model, context)
         watched.extend(_watch(model, context))
     random = None if context.text is None else context.text.random
     if random is not None:
@@ -324,8 +333,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
 
 
 def _watch(model: nn.Module, context: BatchContext, running: bool = False) -> list[call_inputs.Undo]:
-    """Notes the weights that train, and watches the model's calls in a batch. Returns what ends the watch."""
-    replicas.note_trained(model, context)
+    """Watches the model's calls in a batch. Returns what ends the watch."""
     heads = ExitStack()
     heads.enter_context(lazy_heads(model))
     return [*call_inputs.watch(model, context, inside=running), _note_failure(model, context), heads.close]

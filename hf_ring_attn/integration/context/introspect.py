@@ -10,23 +10,26 @@ from typing import Any
 from torch import nn
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
+def modules_of(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of ``model`` as `nn.Module.modules` orders them, in a sixth of its time."""
-    found: dict[int, nn.Module] = {}
+    found: set[int] = set()
     to_visit: list[nn.Module | None] = [model]
     while to_visit:
         module = to_visit.pop()
         if module is not None and id(module) not in found:
-            found[id(module)] = module
+            found.add(id(module))
+            yield module
             to_visit += reversed(module._modules.values())
-    return list(found.values())
 
 
 def configs_of(model: nn.Module | Iterable[nn.Module]) -> Iterator[Any]:
-    """The distinct transformers configs of a model's modules, wrappers looked through."""
-    modules = modules_of(model) if isinstance(model, nn.Module) else model
-    distinct = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
-    return (config for config in distinct.values() if hasattr(config, "_attn_implementation"))
+    """The distinct transformers configs of a model's modules, wrappers looked through, as they are found."""
+    found: set[int] = set()
+    for module in modules_of(model) if isinstance(model, nn.Module) else model:
+        config = module.__dict__.get("config")
+        if config is not None and id(config) not in found and hasattr(config, "_attn_implementation"):
+            found.add(id(config))
+            yield config
 
 
 def uses_ring(model: nn.Module) -> bool:

@@ -16,10 +16,11 @@ from ... import errors
 from ...arguments import check_type
 from ...config import RingConfig
 from ..patching.hooks import is_ours
-from .introspect import configs_of, inside, is_compiled, modules_of
+from .introspect import configs_of, inside, is_compiled
 
 S = TypeVar("S")
 
+DEFAULT = RingConfig()
 _OPTIONS = WeakIdKeyDictionary()
 """Options by identity of a model's config, which a mask function gets, and which cannot store them in its JSON."""
 
@@ -41,17 +42,17 @@ def configure(model: nn.Module, config: RingConfig) -> None:
 
 def ring_config(config: Any) -> RingConfig:
     """The options set for the model that has this transformers config; the defaults if none were set."""
-    return configured([config]) or RingConfig()
+    return configured([config]) or DEFAULT
 
 
 def configured(configs: Iterable[Any]) -> RingConfig | None:
     """The options set for a model with these transformers configs; None if none were."""
-    return next((_OPTIONS[part] for part in configs if part in _OPTIONS), None)
+    return next((_OPTIONS[part] for part in configs if part in _OPTIONS), None) if _OPTIONS else None
 
 
 def options_of(model: nn.Module) -> RingConfig:
     """The options set for ``model``, wrapped or not; else the defaults."""
-    return configured(configs_of(model)) or RingConfig()
+    return configured(configs_of(model)) or DEFAULT
 
 
 _SAVED = {"architectures", "dtype", "torch_dtype", "transformers_version"}
@@ -64,11 +65,13 @@ class Visit:
 
     Args:
         structure: parts, flags of weights, hooks and functions; no values, no training flags.
+        modules: in the order of `nn.Module.modules`.
         weights: the parameters; a tied one occurs several times. trained: those that train.
         checkpointing: the modules with a checkpoint function.
     """
 
     structure: list[object] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
     weights: list[nn.Parameter] = field(default_factory=list)
     trained: list[nn.Parameter] = field(default_factory=list)
     checkpointing: list[nn.Module] = field(default_factory=list)
@@ -85,12 +88,13 @@ class ModelRecord:
         configs: the transformers configs in the model. values: their plain fields, by name, as text.
     """
 
-    def __init__(self, modules: list[nn.Module], visit: Visit) -> None:
-        self._modules = list(map(weakref.ref, modules))
+    def __init__(self, visit: Visit) -> None:
+        self._gone: list[object] = []
+        self._modules = [weakref.ref(module, self._gone.append) for module in visit.modules]
         self._structure = visit.structure
-        self.configs = list(configs_of(modules))
+        self.configs = list(configs_of(visit.modules))
         self.values = _values(self.configs)
-        self.ids = {*map(id, modules), *map(id, self.configs)}
+        self.ids = {*map(id, visit.modules), *map(id, self.configs)}
         self._states: dict[type, Any] = {}
 
     def modules(self) -> list[nn.Module]:
@@ -123,12 +127,9 @@ class ModelRecord:
             found = self._states[kind] = kind()
         return found
 
-    def visit(self) -> Visit | None:
-        """Visits all modules. Returns None if the model differs from this record."""
-        modules = self.modules()
-        visit = _visited(modules)
-        current = len(modules) == len(self._modules) and visit.structure == self._structure
-        return visit if current and _values(self.configs) == self.values else None
+    def matches(self, visit: Visit) -> bool:
+        """Returns True if the model is as it was. By ids, which are not reused while its modules and configs live."""
+        return not self._gone and visit.structure == self._structure and _values(self.configs) == self.values
 
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, list[ModelRecord]] = weakref.WeakKeyDictionary()
@@ -139,15 +140,8 @@ _KEPT = 3
 def visit(model: nn.Module) -> tuple[ModelRecord, Visit]:
     """Visits all modules of ``model``. Returns the record of its current structure, maybe a new one, and the visit."""
     model = inside(model)
-    records = _RECORDS.setdefault(model, [])
-    for record in records:
-        found = record.visit()
-        if found is not None:
-            break
-    else:
-        modules = modules_of(model)
-        found = _visited(modules)
-        record = ModelRecord(modules, found)
+    records, found = _RECORDS.setdefault(model, []), _visited(model)
+    record = next((one for one in records if one.matches(found)), None) or ModelRecord(found)
     if not records or record is not records[0]:
         records[:] = [record, *(one for one in records if one is not record)][:_KEPT]
     return record, found
@@ -177,20 +171,22 @@ _TABLES = itemgetter(
 )
 
 
-def _visited(modules: list[nn.Module]) -> Visit:
-    """Visits modules. Runs for every batch, mostly waiting for memory: after a step no cache holds the modules.
-
-    By ids: those of modules and configs are not reused while all these modules live.
-    """
-    visit = Visit(list(map(type, modules)))
-    found = visit.structure
-    found += [_code(kind.forward) for kind in dict.fromkeys(found)]  # type: ignore[attr-defined]
+def _visited(model: nn.Module) -> Visit:
+    """Visits all modules once. Runs for every batch, mostly waiting for memory: after a step no cache holds them."""
+    visit, to_visit, distinct = Visit(), [model], set[nn.Module | None]([None])
+    found, modules = visit.structure, visit.modules
     add, extend, add_weight, add_trained = found.append, found.extend, visit.weights.append, visit.trained.append
-    for module in modules:
+    while to_visit:
+        module = to_visit.pop()
+        if module in distinct:
+            continue
+        distinct.add(module)
+        modules.append(module)
         own = module.__dict__
         parts, weights, after, before, back, pre_back = _TABLES(own)
         if parts:
             extend(map(id, parts.values()))
+            to_visit.extend(reversed(parts.values()))
         if weights:
             for weight in weights.values():
                 if weight is None:
@@ -213,6 +209,9 @@ def _visited(modules: list[nn.Module]) -> Visit:
             add("compiled")
         if _OF_TRANSFORMERS in own or _OF_TORCH in own:
             visit.checkpointing.append(module)
+    kinds = list(map(type, modules))
+    found += kinds
+    found += [_code(kind.forward) for kind in dict.fromkeys(kinds)]
     return visit
 
 

@@ -13,8 +13,8 @@ from ... import errors
 from ...config import RingConfig
 from ..context import shared_kv
 from ..context.batch_context import BatchContext
-from ..context.introspect import configs_of, name_of, unwrapped
-from ..context.model_record import ModelRecord, Visits, configured, visit
+from ..context.introspect import name_of, unwrapped
+from ..context.model_record import ModelRecord, Visits, configured, latest_record, visit
 from ..log import warn
 from . import (
     adapters,
@@ -80,7 +80,9 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
         UnsupportedModel. LossNotSharded: see `loss`.
     """
     log, facts = context.log, context.facts
-    record, context.state(Visits)[record] = visit(model)
+    record, visits = latest_record(model), context.state(Visits)
+    if record not in visits:
+        record, visits[record] = visit(model)
     options = configured(record.configs)
     if options is not None and not facts.explicit:
         _adopt(options, context)
@@ -145,7 +147,7 @@ def refuse(config: Any, context: BatchContext) -> None:
 
 def refuse_always(model: nn.Module) -> None:
     """Refuses a model that a trainer is about to train, with any batch."""
-    reasons = [reason for config in configs_of(model) for reason in _decoder_reasons(config)]
+    reasons = [reason for config in latest_record(model).configs for reason in _decoder_reasons(config)]
     if reasons:
         raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
 

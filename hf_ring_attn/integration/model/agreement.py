@@ -55,8 +55,11 @@ _TURNS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """The number of batches that each model trained on in a ring: it selects the weight to compare."""
 
 
-def admit(model: nn.Module, context: BatchContext) -> ModelRecord:
+def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None] = lambda: None) -> ModelRecord:
     """Binds an outermost model to a batch (`admission.bind`), and compares it with the other ranks' model.
+
+    Args:
+        meanwhile: called while the message travels; it sends none.
 
     Raises:
         UnsupportedModel, LossNotSharded: see `admission.bind`. RefusedElsewhere: another rank raised one of them.
@@ -70,17 +73,22 @@ def admit(model: nn.Module, context: BatchContext) -> ModelRecord:
     record = latest_record(model)
     # A module beside the model (a loss, a head) may be called on some ranks only.
     if context.ring.size > 1 and record.uses_ring():
-        changed_elsewhere = _agree(model, record, context, refusal)
+        changed_elsewhere = _agree(model, record, context, refusal, meanwhile)
         if changed_elsewhere:  # that rank examines the model anew, with messages, so all must
             forget_model(model)
             record = admission.bind(model, context)
         record.state(_Known).rings.add(context.ring.name)
     elif refusal is not None:
         raise refusal
+    else:
+        meanwhile()
     return record
 
 
-def _agree(model: nn.Module, record: ModelRecord, context: BatchContext, refusal: errors.Refused | None) -> bool:
+def _agree(
+    model: nn.Module, record: ModelRecord, context: BatchContext, refusal: errors.Refused | None,
+    meanwhile: Callable[[], None],
+) -> bool:  # fmt: skip
     """Compares this rank's model with the others'. Returns True if it changed on another rank, not on this one."""
     ring, known = context.ring, record.state(_Known)
     weights: list[Any] = context.state(Visits)[record].weights
@@ -88,12 +96,15 @@ def _agree(model: nn.Module, record: ModelRecord, context: BatchContext, refusal
         _examine(inside(model), record, known)
     facts = _facts(model, weights, record, context)
     device = weights[0].device
+    agree = ring.start_agreement(
+        {**facts, "structure": known.structure, **_sample(model, weights, known, context)},
+        ring.small_device(device), _DRIFT, None if refusal is None else str(refusal),
+        [ring.name not in known.rings], _DOING,
+    )  # fmt: skip
+    if refusal is None:
+        meanwhile()
     try:
-        (renewed,) = ring.agree(
-            {**facts, "structure": known.structure, **_sample(model, weights, known, context)},
-            ring.small_device(device), _DRIFT, None if refusal is None else str(refusal),
-            [ring.name not in known.rings], _DOING,
-        )  # fmt: skip
+        (renewed,) = agree()
     except errors.RefusedElsewhere as elsewhere:
         raise refusal or elsewhere from None
     except errors.RanksDiffer:  # on all ranks: find a better name than the fingerprint's

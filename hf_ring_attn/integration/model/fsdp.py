@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_unit, modules_of
+from ..context.model_record import latest_record
 from ..log import say
 
 UNTESTED = {
@@ -49,8 +49,8 @@ def uncast(count: Any, model: nn.Module | None) -> Any:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Returns True if `fully_shard` was called on ``model`` or on a part of it."""
-    return any(map(is_unit, modules_of(model)))
+    """Returns True if `fully_shard` was called on ``model`` or on a part of it, as of its latest visit."""
+    return "FSDPModule" in latest_record(model).classes
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:

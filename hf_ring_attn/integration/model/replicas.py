@@ -49,9 +49,8 @@ def averages_gradients(model: nn.Module) -> bool:
 
 
 def note_trained(model: nn.Module, context: BatchContext) -> None:
-    """Notes a bare model that trains in a ring, and compares its weights."""
+    """Notes a bare model that trains in a ring."""
     if context.ring.size > 1 and model.training and not averages_gradients(model):
-        compare(model, context)
         record = latest_record(model)
         visit = context.state(Visits).get(record)
         trained = [x for x in record.weights() if x.requires_grad] if visit is None else visit.trained

@@ -45,18 +45,18 @@ def failed_in(where: str, error: type[Exception], caught_inside: bool) -> tuple[
 
 
 def _next(group: Any) -> tuple[int, Any]:
-    left, rows = 0, Ring.rows
+    left, rows = 0, Ring.start_rows
 
     def counted(*args: Any) -> Any:
         nonlocal left
         left += 1
         return rows(*args)
 
-    Ring.rows = counted  # type: ignore[method-assign, assignment]
+    Ring.start_rows = counted  # type: ignore[method-assign, assignment]
     try:
         raised = attempt(hf_ring_attn.shard, tokens(23), group)
     finally:
-        Ring.rows = rows  # type: ignore[method-assign]
+        Ring.start_rows = rows  # type: ignore[method-assign]
     return left, raised and raised[0]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from hf_ring_attn.integration.context.model_record import latest_record, visit
 from tests.helpers.models.tiny_models import tiny
 
@@ -29,4 +31,17 @@ def test_only_the_latest_structures_are_remembered() -> None:
         weight.requires_grad_(False)
         visit(model)
     model.requires_grad_(True)
+    assert visit(model)[0] is not first
+
+
+def test_a_module_in_the_memory_of_one_that_is_gone_is_another_module() -> None:
+    model = tiny("llama", "ring_fp32")
+    model.extra = nn.Identity()
+    first, place = visit(model)[0], id(model.extra)
+    del model.extra
+    others = []  # alive, so that each has another address
+    while not others or (id(others[-1]) != place and len(others) < 1000):
+        others.append(nn.Identity())
+    model.extra = others[-1]
+    assert id(model.extra) == place, "no module has its address"
     assert visit(model)[0] is not first
