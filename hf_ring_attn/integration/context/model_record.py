@@ -16,13 +16,27 @@ from ... import errors
 from ...arguments import check_type
 from ...config import RingConfig
 from ..patching.hooks import is_ours
-from .introspect import configs_of, inside, is_compiled
+from .introspect import configs_of, inside, is_compiled, modules_of
 
 S = TypeVar("S")
 
 DEFAULT = RingConfig()
 _OPTIONS = WeakIdKeyDictionary()
 """Options by identity of a model's config, which a mask function gets, and which cannot store them in its JSON."""
+_CARRIED = "_hf_ring_attn_options"
+
+
+class _Carried:
+    """Options in an attribute of each module with a config, for copies of the model. It is not saved."""
+
+    def __init__(self, config: RingConfig) -> None:
+        self.config = config
+
+    def __deepcopy__(self, _memo: Any) -> _Carried:
+        return self
+
+    def __reduce__(self) -> Any:
+        return dict, ()
 
 
 def configure(model: nn.Module, config: RingConfig) -> None:
@@ -38,6 +52,17 @@ def configure(model: nn.Module, config: RingConfig) -> None:
         raise errors.BadOption("model", type(model).__name__, "a model of transformers, wrapped or not")
     for part in parts:
         _OPTIONS[part] = config
+    for module in modules_of(model):
+        if module.__dict__.get("config") in _OPTIONS:
+            module.__dict__[_CARRIED] = _Carried(config)
+
+
+def _adopt(modules: Iterable[nn.Module]) -> None:
+    """Sets the options of a copy of a configured model: they are those of the model."""
+    for module in modules:
+        carried, config = module.__dict__.get(_CARRIED), module.__dict__.get("config")
+        if isinstance(carried, _Carried) and config not in _OPTIONS:
+            _OPTIONS[config] = carried.config
 
 
 def ring_config(config: Any) -> RingConfig:
@@ -52,6 +77,8 @@ def configured(configs: Iterable[Any]) -> RingConfig | None:
 
 def options_of(model: nn.Module) -> RingConfig:
     """The options set for ``model``, wrapped or not; else the defaults."""
+    if inside(model) not in _RECORDS:
+        _adopt(modules_of(model))
     return configured(configs_of(model)) or DEFAULT
 
 
@@ -92,6 +119,7 @@ class ModelRecord:
         self._gone: list[object] = []
         self._modules = [weakref.ref(module, self._gone.append) for module in visit.modules]
         self._structure = visit.structure
+        _adopt(visit.modules)
         self.configs = list(configs_of(visit.modules))
         self.values = _values(self.configs)
         self.ids = {*map(id, visit.modules), *map(id, self.configs)}
@@ -211,7 +239,7 @@ def _visited(model: nn.Module) -> Visit:
             visit.checkpointing.append(module)
     kinds = list(map(type, modules))
     found += kinds
-    found += [_code(kind.forward) for kind in dict.fromkeys(kinds)]
+    found += [_code(kind.forward) for kind in dict.fromkeys(kinds)]  # type: ignore[attr-defined]
     return visit
 
 
