@@ -24,6 +24,7 @@ from ...comm.ring import Ring
 from ...layers.chunked_loss import CrossEntropy, chunked_cross_entropy, graph_of_its_own, leaf, rows_per_chunk
 from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_unit
+from .slots import holding, slots_of
 
 Operation = Callable[[Tensor], Tensor]
 
@@ -71,10 +72,9 @@ class Head:
 
     def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, state: ChunkedLoss):
         self.module, self.forward, self.hidden, self.state = module, forward, hidden, state
-        self.places = [
-            (part, name) for part in module.modules() for name, x in part._parameters.items() if x is not None
-        ]
-        self.weights: list[Any] = [part._parameters[name] for part, name in self.places]  # no nn.Parameter perhaps
+        held = list(slots_of(module))
+        self.slots = [slot for slot, _ in held]
+        self.weights: list[Any] = [weight for _, weight in held]  # no nn.Parameter perhaps
         self.versions = self._versions()
         kind = hidden.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -90,18 +90,9 @@ class Head:
 
     def logits_of(self, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """[n, V] of [n, D], with these in place of the module's weights."""
-        before: list[Any] = [part._parameters[name] for part, name in self.places]
         # Autocast would remember weights that were cast without gradients.
-        with torch.autocast(*self.autocast, cache_enabled=False):
-            try:
-                self._set(weights)
-                return self.forward(hidden)
-            finally:
-                self._set(before)
-
-    def _set(self, weights: Sequence[Tensor]) -> None:
-        for (part, name), x in zip(self.places, weights, strict=True):
-            part._parameters[name] = x  # type: ignore[assignment]
+        with torch.autocast(*self.autocast, cache_enabled=False), holding(self.slots, weights):
+            return self.forward(hidden)
 
     def all_logits(self) -> Tensor:
         """[..., V] as the head gives them, without a gradient; made once."""

@@ -23,6 +23,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import class_of, configs_of, is_unit
 from ..context.model_record import latest_record
 from ..patching.hooks import replace_forward
+from .slots import Slot, holding, slots_of
 from .structure import text_modules
 
 OTHER_INPUTS = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache_params", "cache"}
@@ -121,10 +122,6 @@ def _takes_hidden_states_alone(module: nn.Module, most: int = 9) -> bool:
     return len(required) == 1 and len(named) <= most and not OTHER_INPUTS & parameters.keys()
 
 
-Place = tuple[nn.Module, str]
-"""A module, and the name of a parameter in it."""
-
-
 class _Maker:
     def __init__(self, name: str, part: nn.Module) -> None:
         self.name, self.part = name, part
@@ -167,12 +164,11 @@ class _ChunkedForward:
             raise errors.NotByToken(self.name, f"was called with {len(inputs)} arguments")
         if _records_routers():
             raise errors.NotByToken(self.name, "was asked for its router's logits (output_router_logits=True)")
-        rows, trained = x.reshape(-1, x.shape[-1]), self._trained()
-        call = _Call(self, list(trained.values()), self._frozen())
+        rows, call = x.reshape(-1, x.shape[-1]), _Call(self)
         if not self.tried:
-            self._try(call, rows.detach(), list(trained))
+            self._try(call, rows.detach())
             self.tried = True
-        found = run_in_chunks(call, rows, list(trained), most)
+        found = run_in_chunks(call, rows, list(call.trained), most)
         return self._whole(found, x)
 
     def outputs(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -194,26 +190,13 @@ class _ChunkedForward:
         ]
         return tuple(shaped) if self.is_tuple else shaped[0]
 
-    def _trained(self) -> dict[nn.Parameter, list[Place]]:
-        """The trained weights, and where each one is."""
-        places: dict[nn.Parameter, list[Place]] = {}
-        for part in self.module.modules():
-            for name, weight in part._parameters.items():
-                if weight is not None and weight.requires_grad:
-                    places.setdefault(weight, []).append((part, name))
-        return places
-
-    def _frozen(self) -> list[Place]:
-        parts = [(part, name, x) for part in self.module.modules() for name, x in part._parameters.items()]
-        return [(part, name) for part, name, x in parts if x is not None and not x.requires_grad]
-
-    def _try(self, call: _Call, rows: Tensor, weights: Sequence[Tensor]) -> None:
+    def _try(self, call: _Call, rows: Tensor) -> None:
         """Compares a few tokens at once with the same in two chunks, without dropout.
 
         Raises:
             NotByToken: they differ, for each of three choices of tokens: a router may flip by rounding.
         """
-        modes = [(part, part.training) for part in self.module.modules()]
+        modes, weights = [(part, part.training) for part in self.module.modules()], list(call.trained)
         try:
             for part, _ in modes:
                 part.training = False
@@ -235,14 +218,19 @@ class _ChunkedForward:
 class _Call:
     """A function of tokens: one call of a chunked forward.
 
-    Args:
-        places: of each of the weights that trained in the call. The backward puts weights there, too, though by then
-            others may train, and `torch.func.functional_call` has taken its own away.
-        frozen: where the others are.
+    The backward puts weights where they were in the call, though by then others may train, and
+    `torch.func.functional_call` has taken its own away.
+
+    Attributes:
+        trained: the weights that train, and their slots. frozen: the slots of the others.
     """
 
-    def __init__(self, of: _ChunkedForward, places: Sequence[Sequence[Place]], frozen: Sequence[Place]) -> None:
-        self.of, self.places, self.frozen, self.name = of, places, frozen, of.name
+    def __init__(self, of: _ChunkedForward) -> None:
+        self.of, self.name = of, of.name
+        self.trained: dict[Tensor, list[Slot]] = {}
+        self.frozen: list[Slot] = []
+        for slot, weight in slots_of(of.module):
+            (self.trained.setdefault(weight, []) if weight.requires_grad else self.frozen).append(slot)
 
     @property
     def checked(self) -> bool:
@@ -253,19 +241,12 @@ class _Call:
         self.of.checked = is_checked
 
     def run(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        frozen = [(part, name, part._parameters[name]) for part, name in self.frozen]
-        thawed = [(part, name, x) for part, name, x in frozen if x is not None and x.requires_grad]
-        before = [*thawed, *((part, name, part._parameters[name]) for each in self.places for part, name in each)]
-        try:
-            for part, name, x_now in thawed:
-                part._parameters[name] = x_now.detach()  # type: ignore[assignment]
-            for each, weight in zip(self.places, weights, strict=True):
-                for part, name in each:
-                    part._parameters[name] = weight  # type: ignore[assignment]
+        pairs = zip(self.trained.values(), weights, strict=True)
+        placed = [(slot, weight) for slots, weight in pairs for slot in slots]
+        held = ((slot, slot[0]._parameters[slot[1]]) for slot in self.frozen)
+        placed += [(slot, now.detach()) for slot, now in held if now is not None and now.requires_grad]
+        with holding([slot for slot, _ in placed], [weight for _, weight in placed]):
             return self.of.outputs(x)
-        finally:
-            for part, name, weight_before in before:
-                part._parameters[name] = weight_before
 
 
 def _distance(got: Tensor, want: Tensor) -> float:
