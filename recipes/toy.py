@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,19 @@ SIZES = {
 }  # fmt: skip
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte is a token; a conversation's turns begin with <user> and <assistant>."""
+def byte_tokenizer(specials: Sequence[str], **options: Any) -> PreTrainedTokenizerFast:
+    """A byte is a token, after those of ``specials``, among them "<end>"; ``options`` are those of its class."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate([*SPECIALS, *letters])}, merges=[]))
+    made = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate([*specials, *letters])}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(SPECIALS)
-    found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>")
+    made.add_special_tokens(list(specials))
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>", **options)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of bytes; a conversation's turns begin with <user> and <assistant>."""
+    found = byte_tokenizer(SPECIALS)
     found.chat_template = CHAT_TEMPLATE
     return found
 

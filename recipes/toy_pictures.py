@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3Processor, PreTrainedTokenizerFast, set_seed
+from toy import byte_tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3Processor, set_seed
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 SPECIALS = ["<end>", "<user>", "<assistant>", "<begin>", "<stop>", "<image>"]
@@ -18,18 +18,6 @@ CHAT_TEMPLATE = (
 )
 SIDE, PATCH, TOKENS = 16, 4, 4
 """Pixels of a picture's side and of a patch's; tokens of a picture."""
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte is a token."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate([*SPECIALS, *letters])}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(SPECIALS)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<end>", pad_token="<end>", extra_special_tokens=MARKERS
-    )
 
 
 def write_model(folder: Path, length: int) -> None:
@@ -52,4 +40,5 @@ def write_model(folder: Path, length: int) -> None:
     )  # fmt: skip
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     images = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
-    Gemma3Processor(images, tokenizer(), chat_template=CHAT_TEMPLATE, image_seq_length=TOKENS).save_pretrained(folder)
+    words = byte_tokenizer(SPECIALS, extra_special_tokens=MARKERS)
+    Gemma3Processor(images, words, chat_template=CHAT_TEMPLATE, image_seq_length=TOKENS).save_pretrained(folder)
