@@ -1,0 +1,26 @@
+"""With this folder on PYTHONPATH, the ranks of any launched program share one GPU.
+
+NCCL refuses such ranks, so gloo serves the collectives. It moves tensors of a GPU through the host: slow, with the same
+numbers. The ring's own copies need the variable below.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_ring_attn.bench.world import OVERLAP
+
+os.environ[OVERLAP] = "1"
+start = dist.init_process_group
+
+
+@functools.wraps(start)
+def with_gloo(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    start("gloo", *args, **kwargs)
+
+
+dist.init_process_group = with_gloo
