@@ -232,7 +232,7 @@ class Distance:
 
 
 def measured(given: argparse.Namespace, device: torch.device, rank: int) -> list[dict[str, Any]]:
-    """One row for each kernel and ring, on rank 0; the other ranks return rows of their own attention."""
+    """One row for each kernel and ring. Those of rank 0 count: only it compares log-probabilities with one device's."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     whole: dict[str, Tensor] = {}
     # A model for each ring, since one that trains in a ring stays in it.
@@ -255,8 +255,10 @@ def measured(given: argparse.Namespace, device: torch.device, rank: int) -> list
             with torch.no_grad():
                 with taps[1].record():
                     alone = log_probs(model, batch, mine, config)
-                with fixed_height():
-                    steady = log_probs(model, batch, mine, config)
+                steady = alone
+                if rank == 0:
+                    with fixed_height():
+                        steady = log_probs(model, batch, mine, config)
                 for name, height in zip(near, (max(1, len(ids) // 2), 1), strict=True):
                     if rank == 0:
                         parts = zip(*(x.split(height) for x in batch), strict=True)
