@@ -145,7 +145,9 @@ def log_probs(model: Any, batch: Batch, group: Any, config: RingConfig, taps: Ta
     ids, mask = batch
     sharded = hf_ring_attn.shard({"input_ids": ids, "attention_mask": mask}, group, config=config)
     places = sharded.positions.clamp(max=ids.shape[1] - 1)
-    real = mask[:, places].bool() & (sharded.positions < ids.shape[1])  # a row that the ring divides has pads
+    real = mask[:, places].bool() & (sharded.positions < ids.shape[1]).to(
+        mask.device
+    )  # a row that the ring divides has pads
     with sharded:
         if taps is None:
             logits = model(**sharded.inputs).logits
