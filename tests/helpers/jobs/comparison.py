@@ -21,6 +21,9 @@ Ranks = Callable[[int], LiveRanks]
 MESHES = (Mesh(cp=2), Mesh(dp=2, cp=2), Mesh(cp=4))
 LOSS = 1e-5
 """Relative bound of losses, grad norms and metrics."""
+IN_FLOAT64 = 1e-12
+"""Relative or absolute bound of all numbers in float64; 5e-14 is what is found. A KL near 0 is a difference of sums of
+log-probabilities, where float32 has steps of 8e-6 at 100: so float32's metrics have `LOSS` as an absolute bound too."""
 PARAMETER = 1e-6
 """Absolute bound of parameters after four steps, which move them by 0.01 to 0.2; 1e-7 is what is found."""
 UPDATE = 1e-3
@@ -87,6 +90,19 @@ alone = cache(plain_jobs.by_itself)
 def assert_towers_change_nothing(ranks: Ranks, world_size: int, step: Step) -> None:
     for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
         assert_equal_whole_answers(got, alone(step), step.batch)
+
+
+def assert_equal_in_float64(got: Any, want: Any) -> None:
+    """Two outcomes of a TRL trainer: steps, evaluation and parameters."""
+    for number, (mine, theirs) in enumerate(
+        zip([*got.steps, got.evaluation], [*want.steps, want.evaluation], strict=True), 1
+    ):
+        assert mine.keys() == theirs.keys()
+        for name, x in theirs.items():
+            assert mine[name] == pytest.approx(x, rel=IN_FLOAT64, abs=IN_FLOAT64), f"step {number}: {name}"
+    for name, parameter in want.after.items():
+        assert parameter.dtype == torch.float64
+        assert float((got.after[name] - parameter).abs().max()) <= IN_FLOAT64, name
 
 
 def assert_equal_whole_answers(got: Answer, want: Answer, batch: Batch, exact: float = WITH_TOWERS) -> None:

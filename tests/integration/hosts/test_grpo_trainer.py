@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_ring_attn import RingConfig
-from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks
+from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks, assert_equal_in_float64
 from tests.helpers.jobs.grpo_jobs import (
     DEFECTS,
     STEPS,
@@ -23,6 +23,7 @@ from tests.helpers.jobs.grpo_jobs import (
     trained,
     trained_with,
 )
+from tests.helpers.jobs.in_float64 import reinforced
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import Outcome
 
@@ -131,6 +132,14 @@ def test_grpo_in_a_ring_is_grpo_in_one_process(ranks: Ranks) -> None:
 @pytest.mark.turns
 def test_each_kind_of_it_too(ranks: Ranks, case: Case) -> None:
     compare(ranks, case, Mesh(cp=2))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.why in ("RLOO", "grpo")], ids=lambda case: case.why)
+@pytest.mark.turns
+def test_what_float32_leaves_apart_is_rounding(ranks: Ranks, case: Case) -> None:
+    (want,) = ranks(1).run(reinforced, case, Mesh())
+    for got in ranks(2).run(reinforced, case, Mesh(cp=2)):
+        assert_equal_in_float64(got, want)
 
 
 @pytest.mark.full

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hf_ring_attn import RingConfig
-from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks
+from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks, assert_equal_in_float64
+from tests.helpers.jobs.in_float64 import preferences_trained
 from tests.helpers.jobs.preference_jobs import (
     DEFECTS,
     STEPS,
@@ -151,6 +152,14 @@ def compare(ranks: Ranks, case: Case, mesh: Mesh, folder: Path) -> None:
 @pytest.mark.turns
 def test_training_in_a_ring_is_training_in_one_process(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     compare(ranks, case, Mesh(cp=2), tmp_path)
+
+
+@pytest.mark.parametrize("case", [CASES[5], CASES_OF_KTO[3]], ids=lambda case: case.why)
+@pytest.mark.turns
+def test_what_float32_leaves_apart_is_rounding(ranks: Ranks, case: Case) -> None:
+    (want,) = ranks(1).run(preferences_trained, case, Mesh())
+    for got in ranks(2).run(preferences_trained, case, Mesh(cp=2)):
+        assert_equal_in_float64(got, want)
 
 
 @pytest.mark.parametrize("case", [ACCUMULATED, WITH_KL], ids=lambda case: case.why)

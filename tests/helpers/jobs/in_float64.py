@@ -1,0 +1,57 @@
+"""Runs of TRL's trainers in float64, where what a ring computes otherwise cannot hide behind rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+from tests.helpers.jobs import grpo_jobs, preference_jobs
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs.sft_jobs import Outcome
+
+
+class WithoutFloat32(TorchFunctionMode):
+    """Code that asks for float32 gets float64: norms, RoPE and the sums of TRL's fused head do."""
+
+    def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        return function(*map(_wide, args), **{name: _wide(x) for name, x in (kwargs or {}).items()})
+
+
+def _wide(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x
+
+
+@contextmanager
+def in_float64(jobs: ModuleType) -> Iterator[None]:
+    """Models of ``jobs`` are in float64, and so is what is computed with them."""
+    backward: Callable[..., Any] = ChunkedLogProbFunction.backward
+
+    def wide_backward(*args: Any) -> Any:
+        with WithoutFloat32():  # autograd leaves the mode
+            return backward(*args)
+
+    with ExitStack() as stack:
+        for name in ("model", "teacher"):
+            make = getattr(jobs, name)
+            stack.enter_context(mock.patch.object(jobs, name, lambda *args, make=make: make(*args).double()))
+        stack.enter_context(mock.patch.object(ChunkedLogProbFunction, "backward", staticmethod(wide_backward)))
+        stack.enter_context(WithoutFloat32())
+        yield
+
+
+def preferences_trained(case: preference_jobs.Case, mesh: Mesh) -> Outcome:
+    with in_float64(preference_jobs):
+        return preference_jobs.trained(case, mesh)
+
+
+def reinforced(case: grpo_jobs.Case, mesh: Mesh) -> Outcome:
+    with in_float64(grpo_jobs):
+        return grpo_jobs.trained(case, mesh)
