@@ -226,6 +226,17 @@ class UnsupportedArgument(Refused):
         super().__init__(f"{module} {call} {name}: {why}.")
 
 
+class OtherIgnoreIndex(Refused):
+    """Labels that are ignored have another value than -100."""
+
+    def __init__(self, what: str, value: object) -> None:
+        super().__init__(
+            f"{what} ignore_index={value!r}, but a ring marks padding, and the labels that it does not count, with "
+            f"-100. Give ignored labels that value, labels.masked_fill(labels == {value!r}, -100), and leave "
+            "ignore_index out."
+        )
+
+
 class NoRingAttention(Refused):
     def __init__(self) -> None:
         super().__init__(

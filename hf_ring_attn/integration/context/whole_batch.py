@@ -119,6 +119,9 @@ def whole_rows(
             "token: pass the 2-D mask of the tokenizer, or position_ids that restart at each document."
         )
     items = None if head else _labels(inputs, rows, length)
+    ignored = inputs.get("ignore_index")
+    if items is not None and ignored is not None and ignored != IGNORED:
+        raise errors.OtherIgnoreIndex("the batch holds", ignored)
     hinted = any(batch.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx"))  # they are not passed on
     featured = any(map(FEATURES.search, inputs))
     if head and featured:

@@ -19,6 +19,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import name_of, parameters_of
 from ..context.model_record import latest_record
+from ..context.whole_batch import IGNORED
 
 Undo = Callable[[], None]
 
@@ -109,6 +110,9 @@ def _refuse_others(
     for name in SELECTING:
         if isinstance(x := given.get(name), Tensor) or x:
             raise errors.UnsupportedArgument(name_of(model), name, _SELECTS, "was called in a ring with")
+    ignored = given.get("ignore_index")
+    if has_loss and context.facts.has_labels and not context.whole_head and ignored not in (None, IGNORED):
+        raise errors.OtherIgnoreIndex(f"{name_of(model)} was called in a ring with", ignored)
     counts = {name for name in COUNTED[:2] if given.get(name) is not None}
     counted = COUNTED[1:] if "labels" in counts else COUNTED[2:] if counts and has_loss else ()
     needed = {*PLACES, *counted}

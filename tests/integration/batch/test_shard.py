@@ -136,6 +136,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ids": IDS, "labels": torch.zeros(2)},
         "labels has shape (2,), but a ring needs one label a token, [2, 8]: a causal language model's.",
     ),
+    "another value of ignored labels": (
+        {"input_ids": IDS, "labels": IDS, "ignore_index": 0},
+        "the batch holds ignore_index=0, but a ring marks padding, and the labels that it does not count, with -100. "
+        "Give ignored labels that value, labels.masked_fill(labels == 0, -100), and leave ignore_index out.",
+    ),
     "positions of images": (
         {"input_ids": IDS, "position_ids": torch.zeros(3, 2, 8)},
         "position_ids has shape (3, 2, 8), but it must be [2, 8].",
