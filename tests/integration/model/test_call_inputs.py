@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
-from hf_ring_attn import errors
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, gradients_of, padded, tokens
@@ -206,23 +204,6 @@ def test_another_call_is_refused_on_every_rank(ranks: Ranks, why: str) -> None:
         assert raised is not None, "not refused"
         assert raised[0] == ("RefusedElsewhere" if rank and why == "another mask on one rank" else "OtherInputs")
         assert OTHER.format(REFUSED[why][1]) in raised[1]
-
-
-def ignoring_zeros() -> str:
-    model, batch = tiny("llama", "ring_fp32"), tokens(23)
-    batch["labels"] = batch["labels"].clamp(min=0)
-    with hf_ring_attn.shard(batch, dist.new_group()) as sharded:
-        try:
-            model(**sharded.inputs, ignore_index=0)
-        except (IndexError, errors.OtherIgnoreIndex) as error:
-            return str(error)
-    return ""
-
-
-def test_no_rank_waits_for_one_whose_loss_did_not_know_an_ignored_label(ranks: Ranks) -> None:
-    of_last_token, other = ranks(2).run(ignoring_zeros)
-    assert of_last_token == "Target -100 is out of bounds."
-    assert other.startswith("LlamaForCausalLM was called in a ring with ignore_index=0, but a ring marks padding")
 
 
 KEEPS: dict[str, Call] = {

@@ -8,12 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import hf_ring_attn
-from hf_ring_attn import RingAttentionError, RingConfig
+from hf_ring_attn import RingAttentionError, RingConfig, errors
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.kernels.reference import Reference
 from tests.helpers.jobs.plain_jobs import Batch, tokens
@@ -229,3 +230,20 @@ def sharded_after_an_error() -> tuple[str, int]:
 def test_no_batch_is_compared_after_an_attention_that_ended_halfway(ranks: Ranks) -> None:
     """Others would take what is compared for the keys that they wait for."""
     assert ranks(2).run(sharded_after_an_error) == [("LeftHalfway", 0)] * 2
+
+
+def ignoring_zeros() -> str:
+    model, batch = tiny("llama", "ring_fp32"), tokens(23)
+    batch["labels"] = batch["labels"].clamp(min=0)
+    with hf_ring_attn.shard(batch, dist.new_group()) as sharded:
+        try:
+            model(**sharded.inputs, ignore_index=0)
+        except (IndexError, errors.OtherIgnoreIndex) as error:
+            return str(error)
+    return ""
+
+
+def test_no_rank_waits_for_one_whose_loss_did_not_know_an_ignored_label(ranks: Ranks) -> None:
+    of_last_token, other = ranks(2).run(ignoring_zeros)
+    assert of_last_token == "Target -100 is out of bounds."
+    assert other.startswith("LlamaForCausalLM was called in a ring with ignore_index=0, but a ring marks padding")
