@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from ..arguments import FLOATS, INTEGERS, check, check_flag, check_tensor, check_type, is_whole, number, whole_number
-from ..comm.first_order import refuse_transforms
+from ..comm.first_order import refuse_transforms, refuse_vmap
 from ..comm.ring import LOCAL, Ring
 from ..config import RingConfig
 from ..errors import BadShape, RanksDiffer, Refused, RefusedElsewhere
@@ -122,7 +123,8 @@ def ring_attention(
         ScoreModChanged: in the backward, if score_mod has changed.
         RanksDiffer: on every rank, if ranks were called differently; RefusedElsewhere: another rank refused its call.
             Both are detected only without ``length``.
-        UnsupportedTransform: inside forward-mode autograd or a gradient transform of torch.func.
+        UnsupportedTransform: inside forward-mode autograd or a gradient transform of torch.func. UnsupportedVmap:
+            inside torch.func.vmap over documents, over sinks without ``length``, or with a score_mod.
         UnsupportedAttention: with every reason, if no kernel can compute this exactly.
         LeftHalfway: an error interrupted an earlier attention of this ring.
     """
@@ -132,6 +134,8 @@ def ring_attention(
     try:
         _check_tensors(q, k, v, sinks, documents)
         refuse_transforms("ring attention", q, k, v, sinks)
+        compared = sinks if length is None and ring.size > 1 else None
+        refuse_vmap("ring attention", documents=documents, sinks=compared, score_mod=score_mod)
         _check_options(causal, score_mod, return_lse, config)
         band = _band(causal, window)
         if softcap is not None:
@@ -253,7 +257,9 @@ def _agreed_length(ring: Ring, q: Tensor, facts: dict[str, object], refusal: Ref
     device = ring.small_device(q.device if refusal is None else torch.device("cpu"))
     todo = "Call ring_attention with the same options on every rank."
     try:
-        ring.agree(facts, device, todo, None if refusal is None else str(refusal))
+        # A transform of torch.func that was refused would wrap messages, too.
+        with nullcontext() if refusal is None else torch._C._DisableFuncTorch():
+            ring.agree(facts, device, todo, None if refusal is None else str(refusal))
     except RefusedElsewhere as elsewhere:
         raise refusal or elsewhere from None
     if refusal is not None:  # in a ring of one

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..errors import SecondGradient, UnsupportedTransform
+from ..errors import SecondGradient, UnsupportedTransform, UnsupportedVmap
 
 Backward = Callable[..., Any]
 """``backward(ctx, saved, *gradients)`` of an autograd function; ``saved``: the tensors that its forward saved."""
@@ -68,9 +68,28 @@ def refuse_transforms(what: str, *tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_dynamo_compiling() and not _TRACEABLE:
         return
-    inside = torch._C._functorch.get_dynamic_layer_stack_depth() > 0  # which a compiler knows, and mostly ends it here
+    inside = inside_transforms()
     for x in tensors:
         if x is not None and (
             forward_ad.unpack_dual(x).tangent is not None or (inside and torch._C._functorch.is_gradtrackingtensor(x))
         ):
             raise UnsupportedTransform(what)
+
+
+def refuse_vmap(what: str, **arguments: object) -> None:
+    """Refuses torch.func.vmap over arguments whose values are read, by name. A function's values are tried.
+
+    Raises:
+        UnsupportedVmap.
+    """
+    given = {name: x for name, x in arguments.items() if x is not None}
+    if not given or (torch.compiler.is_dynamo_compiling() and not _TRACEABLE) or not inside_transforms():
+        return
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or torch._C._functorch.is_batchedtensor(x):
+            raise UnsupportedVmap(f"{what} was called with {name}")
+
+
+def inside_transforms() -> bool:
+    """Returns True inside a transform of torch.func, which a compiler knows, and mostly ends there."""
+    return bool(torch._C._functorch.get_dynamic_layer_stack_depth() > 0)

@@ -116,6 +116,17 @@ class UnsupportedTransform(Refused):
         )
 
 
+class UnsupportedVmap(Refused):
+    """A call inside torch.func.vmap, which hides values that must be read. ``use``: "ring attention was called"."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__(
+            f"{use} inside a transform of torch.func such as vmap. It hides values that must be read before ranks "
+            "exchange anything. Loop over the entries, or make them rows of one batch, with the gradients of "
+            "loss.backward(). Over q, k and v alone, vmap of ring_attention is exact."
+        )
+
+
 class NotByToken(Refused):
     def __init__(self, module: str, what: str) -> None:
         super().__init__(

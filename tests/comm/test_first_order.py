@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
+import hf_ring_attn
 from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.biases import Alibi
 from hf_ring_attn.comm.first_order import first_order_only
@@ -21,6 +23,8 @@ from hf_ring_attn.layers.halo import RowShare, along
 from hf_ring_attn.layers.head_parallel import by_heads
 from hf_ring_attn.sharding.layout import Layout
 from tests.helpers.checks import Ranks
+from tests.helpers.jobs.plain_jobs import attempt
+from tests.helpers.models.tiny_models import tiny
 
 LENGTH = 8
 
@@ -159,6 +163,54 @@ def test_vmap_is_exact() -> None:
     x = torch.randn(3, 1, LENGTH, 2, 4)
     f = FUNCTIONS["ring attention"]
     assert torch.equal(torch.vmap(f)(x), torch.stack([f(one) for one in x]))
+
+
+def over_documents(mapped: Tensor) -> Tensor:
+    x = torch.ones(1, LENGTH // 2, 2, 4)
+    return torch.vmap(lambda ids: ring_attention(x, x, x, documents=ids))(mapped.long())
+
+
+def over_sinks(mapped: Tensor) -> Tensor:
+    x = torch.ones(1, LENGTH // 2, 2, 4)
+    return torch.vmap(lambda sinks: ring_attention(x, x, x, sinks=sinks))(mapped[:, :2])
+
+
+def with_a_score_mod(mapped: Tensor) -> Tensor:
+    rows = mapped[:, None, : LENGTH // 2, None, None].expand(-1, 1, -1, 2, 4)
+    return torch.vmap(lambda x: ring_attention(x, x, x, score_mod=Alibi(2)))(rows)
+
+
+def of_a_model(mapped: Tensor) -> Tensor:
+    model: Any = tiny("llama", "ring_fp32")
+    sharded = hf_ring_attn.shard({"input_ids": torch.ones(2, LENGTH, dtype=torch.int64)})
+    inputs = {name: x for name, x in sharded.inputs.items() if name != "input_ids"}
+    rows = model.get_input_embeddings()(sharded.inputs["input_ids"])[None].expand(len(mapped), -1, -1, -1)
+    with sharded:
+        return torch.vmap(lambda x: model(inputs_embeds=x, **inputs).logits)(rows)
+
+
+def of_gradients(mapped: Tensor) -> Tensor:
+    x = torch.ones(1, LENGTH // 2, 2, 4)
+    return torch.func.grad(lambda scale: ring_attention(x * scale, x, x).sum())(mapped[0, 0])
+
+
+HIDDEN: dict[Callable[[Tensor], Tensor], str] = {
+    over_documents: "ring attention was called with documents inside a transform of torch.func such as vmap.",
+    over_sinks: "ring attention was called with sinks inside",
+    with_a_score_mod: "ring attention was called with score_mod inside",
+    of_a_model: "LlamaForCausalLM was called in a ring inside",
+    of_gradients: "ring attention was called inside forward-mode autograd or a gradient transform",
+}
+
+
+def refused(transform: Callable[[Tensor], Tensor]) -> tuple[str, str] | None:
+    return attempt(transform, torch.zeros(3, LENGTH))
+
+
+@pytest.mark.parametrize("transform", HIDDEN, ids=lambda transform: transform.__name__)
+def test_a_transform_that_hides_values_is_refused_on_every_rank(ranks: Ranks, transform: Any) -> None:
+    for raised in ranks(2).run(refused, transform):
+        assert raised is not None and raised[1].startswith(HIDDEN[transform])
 
 
 @pytest.mark.parametrize("strategy", ["hvp", "hessian"])

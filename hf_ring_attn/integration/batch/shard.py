@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ... import errors
 from ...arguments import check_type
 from ...attention.op import attentions
+from ...comm.first_order import inside_transforms
 from ...comm.ring import Ring
 from ...config import RingConfig
 from ...kernels import in_score_mod
@@ -245,6 +246,8 @@ _NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=mod
 
 def _admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Admits an outermost model before it runs in a ring. ``meanwhile``: see `agreement.admit`."""
+    if context.ring.size > 1 and inside_transforms():
+        raise errors.UnsupportedVmap(f"{introspect.name_of(model)} was called in a ring")
     record = agreement.admit(model, context, meanwhile)
     replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
     check.check(model, context, record)
