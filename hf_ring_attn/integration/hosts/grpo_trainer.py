@@ -211,14 +211,9 @@ def _no_reward(prompts: list[Any], **_: Any) -> list[float]:
     return [0.0] * len(prompts)
 
 
-def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if trainer.group_of(self) is None:
-            return original(self, *args, **kwargs)
-        with rings.rings_as_processes(self):
-            return original(self, *args, **kwargs)
-
-    return prediction_step
+def _predict(original: Callable[..., Any], host: Any, *given: Any) -> Any:
+    with rings.rings_as_processes(host):
+        return original(host, *given)
 
 
 _IMAGES = (
@@ -239,7 +234,7 @@ def _patches(kind: str) -> list[Patch]:
         Patch(f"{kind}._generate", "(self, prompts)", _generate),
         Patch(f"{kind}._calculate_rewards", "(self, inputs, prompts, completions, completion_ids_list)", _rewards),
         Patch(f"{kind}._get_per_token_logps_and_entropies", _LOG_PROBS, _log_probs),
-        Patch(f"{kind}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
+        trainer.patch_prediction(kind, _predict),
         Patch(f"{module}:gather", "(tensor)", rings.gather),
         Patch(f"{module}:gather_object", "(object)", rings.gather_object),
         Patch(f"{module}:set_seed", "(seed, device_specific=, deterministic=)", rings.set_seed),

@@ -90,21 +90,10 @@ def _compute_ref_log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_ref_log_probs
 
 
-def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def prediction_step(
-        self: Any,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> Any:
-        if not trainer.shards(self):
-            return original(self, model, inputs, prediction_loss_only, ignore_keys)
-        whole = self._prepare_inputs(inputs)
-        with _step(self, model, _shard(self, model, whole), whole):
-            return original(self, model, whole, prediction_loss_only, ignore_keys)
-
-    return prediction_step
+def _predict(original: Callable[..., Any], host: Any, model: nn.Module, inputs: dict[str, Any], *given: Any) -> Any:
+    whole = host._prepare_inputs(inputs)
+    with _step(host, model, _shard(host, model, whole), whole):
+        return original(host, model, whole, *given)
 
 
 DPO = "trl.trainer.dpo_trainer:DPOTrainer"
@@ -116,7 +105,7 @@ def _patches(host: str) -> list[Patch]:
         Patch(f"{host}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
         Patch(f"{host}._compute_loss", "(self, model, inputs, return_outputs)", _compute_loss),
         Patch(f"{host}.compute_ref_log_probs", "(self, model, inputs)", _compute_ref_log_probs),
-        Patch(f"{host}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
+        trainer.patch_prediction(host, _predict),
     ]
 
 

@@ -72,22 +72,9 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_loss
 
 
-def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def prediction_step(
-        self: Any,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> Any:
-        if not trainer.shards(self):
-            return original(self, model, inputs, prediction_loss_only, ignore_keys)
-        # SFTTrainer ignores label_names: it always has labels, and a loss.
-        return trainer.predict(
-            self, model, inputs, prediction_loss_only, ignore_keys, _count_of_ring, ["labels"], "logits"
-        )
-
-    return prediction_step
+def _predict(_original: Callable[..., Any], sft: Any, *given: Any) -> Any:
+    # SFTTrainer ignores label_names: it always has labels, and a loss.
+    return trainer.predict(sft, *given, count=_count_of_ring, names=["labels"], only="logits")
 
 
 def _count_of_ring(sft: Any, inputs: dict[str, Any]) -> Any:
@@ -107,5 +94,5 @@ def _multiplied(sft: Any) -> int:
 SFT = "trl.trainer.sft_trainer:SFTTrainer"
 PATCHES = [
     Patch(f"{SFT}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
-    Patch(f"{SFT}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
+    trainer.patch_prediction(SFT, _predict),
 ]

@@ -261,19 +261,21 @@ WHOLE_ROWS = (
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def prediction_step(
-        self: Any,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> Any:
-        if not shards(self):
-            return original(self, model, inputs, prediction_loss_only, ignore_keys)
-        return predict(self, model, inputs, prediction_loss_only, ignore_keys, count_over_all, self.label_names)
+def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
+    """Patches a host's `prediction_step`: where batches are sharded, ``in_ring`` gets it and its arguments."""
 
-    return prediction_step
+    def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
+        def prediction_step(
+            self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        ) -> Any:
+            step = functools.partial(in_ring, original) if shards(self) else original
+            return step(self, model, inputs, prediction_loss_only, ignore_keys)
+
+        return prediction_step
+
+    return Patch(
+        f"{host}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step
+    )
 
 
 def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -386,5 +388,7 @@ PATCHES = [
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
     Patch(f"{TRAINER}.evaluation_loop", _EVALUATION, _evaluation_loop),
-    Patch(f"{TRAINER}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step),
+    patch_prediction(
+        TRAINER, lambda _, self, *given: predict(self, *given, count=count_over_all, names=self.label_names)
+    ),
 ]
