@@ -278,6 +278,10 @@ def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
     )
 
 
+def _predict(_original: Callable[..., Any], trainer: Any, *given: Any) -> Any:
+    return predict(trainer, *given, count=count_over_all, names=trainer.label_names)
+
+
 def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not shards(self) or self.accelerator._models:  # it is prepared already
@@ -319,6 +323,7 @@ def predict(
     inputs: dict[str, Any],
     prediction_loss_only: bool,
     ignore_keys: list[str] | None,
+    *,
     count: Callable[[Any, dict[str, Any]], Any],
     names: Sequence[str],
     only: str = "",
@@ -388,7 +393,5 @@ PATCHES = [
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
     Patch(f"{TRAINER}.evaluation_loop", _EVALUATION, _evaluation_loop),
-    patch_prediction(
-        TRAINER, lambda _, self, *given: predict(self, *given, count=count_over_all, names=self.label_names)
-    ),
+    patch_prediction(TRAINER, _predict),
 ]
