@@ -62,7 +62,7 @@ class _Watched:
         self._trainer = weakref.ref(trainer)  # else each would keep the other alive
         self._shards = shards
         self.noted: tuple[list[Any], tuple[Any, Any], list[Any]] | None = None
-        """What the patched method took, what it returned, and the contents of that."""
+        """The arguments of the patched method, its result, and the contents of that."""
 
     def __call__(self, model: nn.Module, inputs: Any) -> Any:
         trainer, given = self._trainer(), _contents((model, inputs))
