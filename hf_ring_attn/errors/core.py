@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .base import Refused, RingAttentionError, shown
 
@@ -75,6 +75,17 @@ class NoPulls(Refused):
         super().__init__(
             f"RingConfig(traffic='pulls') is not possible: {reason}. Use traffic='auto', which takes messages here; "
             "the results are the same bit for bit."
+        )
+
+
+class UnevenBuffers(Refused):
+    """``made``: how many buffers each rank of the ring has made, in all rings that it is in."""
+
+    def __init__(self, made: Sequence[int]) -> None:
+        super().__init__(
+            f"the ranks of this ring made {list(made)} buffers for P2P copies, since some are in another ring too. In "
+            "this torch such ranks wait for each other without end (pytorch issue 196082). Use "
+            "RingConfig(traffic='messages'): the results are the same bit for bit."
         )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.ring import Ring
-from ..errors import CapturedGraph, NoPulls
+from ..errors import CapturedGraph, NoPulls, UnevenBuffers
 from .base import Gather, RingStep, Sums, Traffic, head_halves, visiting_order
 from .gathered_kv import ComparedKV, GatheredKV, LayerRole, gathered_kv_for
 from .head_groups import ring_pass_groups, seen_by_heads
@@ -79,20 +79,23 @@ def buffer_bytes(ring: Ring) -> int:
 
 def _pulls(ring: Ring, device: torch.device) -> Pulls | str:
     """Sets up P2P copies if every rank can read every other's memory; else returns the reason, alike on all ranks."""
+    from .pulls import Pulls, Shared  # only here: without GPUs nobody pays for its imports
+
     here = device.type == "cuda" and torch.version.hip is None
-    facts = torch.tensor([_machine(), int(here)], device=ring.small_device(device))
+    facts = torch.tensor([_machine(), int(here), Shared.made], device=ring.small_device(device))
     table = ring.gather(facts, "compared machines").wait()[0].tolist()
-    if not all(able for _, able in table):
+    machines, able, made = zip(*table, strict=True)
+    if not all(able):
         return "every rank needs an NVIDIA GPU"
-    if len({machine for machine, _ in table}) > 1:
+    if len(set(machines)) > 1:
         return "the ranks are on several machines"
+    if len(set(made)) > 1:
+        return str(UnevenBuffers(made))
     reason = ""
     try:
-        from .pulls import Pulls
-
         pulls = Pulls(ring, device)
         pulls.try_out()
-    except (ImportError, RuntimeError) as error:
+    except RuntimeError as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     failed = torch.tensor([int(bool(reason))], device=ring.small_device(device))
     if bool(ring.gather(failed, "tried to read each other's memory").wait()[0].any()):

@@ -26,6 +26,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ..comm.ring import Ring
+from ..errors import UnevenBuffers
 from ..sharding.layout import chunks_of
 from .base import PULLED, Gather, RingStep, Sums, visiting_order
 from .gathered_kv import KVGroup
@@ -49,13 +50,21 @@ PACKINGS = 32
 
 
 class Shared:
-    """A buffer of symmetric memory on every rank, readable by all. Creating one is a collective."""
+    """A buffer of symmetric memory on every rank, readable by all. Creating one is a collective.
+
+    Attributes:
+        made: how many this process has made, in all rings. In torch before pytorch/pytorch#196350, ranks whose numbers
+            differ would look for each other under different names, and wait until the time-out.
+    """
+
+    made = 0
 
     def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
         self.size = size
         self.views: dict[Packing, list[list[tuple[Tensor, ...]]]] = {}
         self.mine = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self.handle: Any = symmetric_memory.rendezvous(self.mine, ring.group)
+        Shared.made += 1
         self.of = [self.handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ring.size)]
 
 
@@ -285,10 +294,16 @@ class Pulls:
             self.outboxes = Shared(self.ring, sums, self.device)
 
     def _settle(self) -> None:
-        """Waits until no rank reads a buffer any more."""
+        """Waits until no rank reads a buffer any more.
+
+        Raises:
+            UnevenBuffers: the ranks could not make new ones.
+        """
         torch.cuda.synchronize(self.device)
-        self.ring.numbers(0, self.ring.small_device(self.device), "grew its buffers")
+        made = self.ring.numbers(Shared.made, self.ring.small_device(self.device), "grew its buffers")
         torch.cuda.synchronize(self.device)
+        if len(set(made)) > 1:
+            raise UnevenBuffers(made)
 
 
 def _with_receive_buffers(sums: Sums) -> tuple[Sums, Sums]:

@@ -1,9 +1,10 @@
 """Log-probabilities of a row's tokens in rings of several sizes against one device's, with the same weights.
 
-    torchrun --nproc_per_node 8 recipes/benchmarks/logprob_parity.py --rings 2 4 8 --kernels flash4 triton [--save F]
+    torchrun --nproc_per_node 8 recipes/benchmarks/logprob_parity.py --rings 8 --kernels flash4 triton [--save FOLDER]
 
-Ranks may share a GPU. Rows are real text of uneven lengths, padded on the right; the model is a Llama with random
-weights. For each kernel and each ring this shows
+Ranks may share a GPU; then give each job one ring, since P2P copies of rings that overlap do not work in today's
+torch. Rows are real text of uneven lengths, padded on the right; the model is a Llama with random weights. For each
+kernel and each ring this shows
 
     attention      of every layer, given one device's queries, keys and values: rows whose outputs have other bits
     log-probs      how far they are from one device's, beside how far smaller batches are from it on one device
@@ -55,7 +56,8 @@ Batch = tuple[Tensor, Tensor]
 def model_of(size: str, device: torch.device, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     kind: Any = LlamaForCausalLM
-    model = kind._from_config(LlamaConfig(**SIZES[size]), attn_implementation="ring_fp32")  # type: ignore[arg-type]
+    with device:  # random weights of this size take half a minute on a CPU
+        model = kind._from_config(LlamaConfig(**SIZES[size]), attn_implementation="ring_fp32")  # type: ignore[arg-type]
     with torch.no_grad():
         model.lm_head.weight.mul_(3)  # logits as far apart as a trained model's
     return model.to(device, dtype).eval()
@@ -119,7 +121,7 @@ class Taps:
                 self.whole[name] = inputs[0]
                 return
             other = (inputs[0] != self.whole[name][:, self.places]).any(-1)
-            self.differs |= (other & self.mask[:, self.places].bool()).any(-1)
+            self.differs |= (other & self.mask).any(-1)
 
         return hook
 
@@ -131,6 +133,7 @@ class Taps:
 
     @contextmanager
     def replay(self, places: Tensor, mask: Tensor) -> Iterator[None]:
+        """``places`` [T] of this rank's tokens in the recorded rows; ``mask`` [B, T]: the tokens to compare."""
         self.active, self.recording, self.places, self.mask = True, False, places, mask
         self.differs = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
         yield
@@ -142,11 +145,14 @@ def log_probs(model: Any, batch: Batch, group: Any, config: RingConfig, taps: Ta
     ids, mask = batch
     sharded = hf_ring_attn.shard({"input_ids": ids, "attention_mask": mask}, group, config=config)
     places = sharded.positions.clamp(max=ids.shape[1] - 1)
+    real = mask[:, places].bool() & (sharded.positions < ids.shape[1]).to(
+        mask.device
+    )  # a row that the ring divides has pads
     with sharded:
         if taps is None:
             logits = model(**sharded.inputs).logits
         else:
-            with taps.replay(places, mask):
+            with taps.replay(places, real):
                 logits = model(**sharded.inputs).logits
     wanted = ids.roll(-1, 1)[:, places, None]
     mine = logits.float().log_softmax(-1).gather(-1, wanted)[..., 0]
@@ -228,7 +234,7 @@ class Distance:
 
 
 def measured(given: argparse.Namespace, device: torch.device, rank: int) -> list[dict[str, Any]]:
-    """One row for each kernel and ring, on rank 0; the other ranks return rows of their own attention."""
+    """One row for each kernel and ring. Those of rank 0 count: only it compares log-probabilities with one device's."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     whole: dict[str, Tensor] = {}
     # A model for each ring, since one that trains in a ring stays in it.
@@ -251,8 +257,10 @@ def measured(given: argparse.Namespace, device: torch.device, rank: int) -> list
             with torch.no_grad():
                 with taps[1].record():
                     alone = log_probs(model, batch, mine, config)
-                with fixed_height():
-                    steady = log_probs(model, batch, mine, config)
+                steady = alone
+                if rank == 0:
+                    with fixed_height():
+                        steady = log_probs(model, batch, mine, config)
                 for name, height in zip(near, (max(1, len(ids) // 2), 1), strict=True):
                     if rank == 0:
                         parts = zip(*(x.split(height) for x in batch), strict=True)

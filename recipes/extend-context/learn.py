@@ -53,6 +53,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="toy")
     parser.add_argument("--output", type=Path, default=Path("outputs/learn"))
     parser.add_argument("--seed", type=int, default=0, help="of the order of rows")
+    parser.add_argument("--from", type=Path, metavar="OUTPUT", dest="earlier",
+                        help="extend the base of an earlier run, with its rows: to compare rings or seeds")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
                         help="another value of the size, such as 'steps=[600, 60]'")  # fmt: skip
     return parser.parse_args()
@@ -118,8 +120,16 @@ def write_data(folder: Path, size: dict[str, Any]) -> None:
     write_rows(folder / "held.parquet", both[1], FACTOR * length, 16 if count > 100 else 4, encode, 3, ask=False)
 
 
-def phase(given: dict[str, Any], size: dict[str, Any], model: Path, name: str, long: bool, folder: Path) -> Any:
-    """The recipe's settings for one training: of the base, without its YaRN, or the extension."""
+def phase(
+    given: dict[str, Any], size: dict[str, Any], made: Path, model: str, name: str, long: bool, folder: Path
+) -> Any:
+    """The recipe's settings for one training: of the base, without its YaRN, or the extension.
+
+    Args:
+        made: the folder of models and rows.
+        model: the one in it to begin with.
+        name: where in ``folder`` the trained one goes.
+    """
     length = size["length"] * (FACTOR if long else 1)
     training = {
         **given["training"], "max_length": length, "max_steps": size["steps"][long], "save_strategy": "no",
@@ -131,8 +141,8 @@ def phase(given: dict[str, Any], size: dict[str, Any], model: Path, name: str, l
     training.pop("save_steps", None)
     rope = {**given["config"]["rope_parameters"], "original_max_position_embeddings": size["length"]}
     config = {"max_position_embeddings": length, "rope_parameters": rope}
-    rows = {"train": str(folder / ("long.parquet" if long else "short.parquet"))}
-    return {**given, "model": str(model), "revision": None, "dtype": "float32", "config": config if long else {},
+    rows = {"train": str(made / ("long.parquet" if long else "short.parquet"))}
+    return {**given, "model": str(made / model), "revision": None, "dtype": "float32", "config": config if long else {},
             "data": rows, "training": training}  # fmt: skip
 
 
@@ -149,16 +159,21 @@ def main() -> None:
     options = parsed()
     folder, size = options.output, changed(SIZES[options.size], options.changes)
     state = PartialState(cpu=ON_CPU)
-    with state.local_main_process_first():
-        if state.is_local_main_process:
-            write_data(folder, size)
+    made = options.earlier or folder
+    if made == folder:
+        with state.local_main_process_first():
+            if state.is_local_main_process:
+                write_data(folder, size)
     given = read(Path(__file__).with_name("config.yaml"), [f"training.seed={options.seed}"])
-    short = phase(given, size, folder / "random", "base", False, folder)
-    train(short)
-    long = phase(given, size, folder / "base", "extended", True, folder)
-    found = {"base": measured({**long, "config": {}}, size, folder), "YaRN, not trained": measured(long, size, folder)}
+    if made == folder:
+        train(phase(given, size, made, "random", "base", False, folder))
+    long = phase(given, size, made, "base", "extended", True, folder)
+    found = {}
+    if made == folder:
+        found["base"] = measured({**long, "config": {}}, size, made)
+        found["YaRN, not trained"] = measured(long, size, made)
     train(long)
-    found["extended"] = measured({**long, "model": str(folder / "extended"), "config": {}}, size, folder)
+    found["extended"] = measured({**long, "model": str(folder / "extended"), "config": {}}, size, made)
     if state.is_main_process:
         (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n")
         for name, results in found.items():

@@ -56,6 +56,15 @@ def config_named(name: str, blocks: list[Block]) -> dict[str, Any]:
     return config | {"num_processes": RANKS, "num_machines": 1, "machine_rank": 0, "mixed_precision": "no"}
 
 
+def write_program(launch: Launch, folder: Path) -> Path:
+    """The program as a file in a folder, with the models that it loads."""
+    tiny_models_of(launch.program, folder)
+    brings_rows = "train_dataset=rows" not in launch.program or "\nrows = " in launch.program
+    script = folder / "train.py"
+    script.write_text(launch.program if brings_rows else ROWS + launch.program)
+    return script
+
+
 LAUNCHES = list(launches())
 
 
@@ -68,10 +77,8 @@ def test_most_guides_are_launched() -> None:
     "launch", [pytest.param(one, id=f"{one.page}, {number}") for number, one in enumerate(LAUNCHES)]
 )
 def test_a_program_of_a_page_starts_with_its_config(launch: Launch, tmp_path: Path) -> None:
-    tiny_models_of(launch.program, tmp_path)
-    script, environment = tmp_path / "train.py", {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    brings_rows = "train_dataset=rows" not in launch.program or "\nrows = " in launch.program
-    script.write_text(launch.program if brings_rows else ROWS + launch.program)
+    script = write_program(launch, tmp_path)
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if launch.config is not None:
         config = tmp_path / "launch.yaml"
         config.write_text(yaml.safe_dump(launch.config))

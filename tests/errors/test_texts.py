@@ -18,6 +18,7 @@ MOST_WORDS = 60
 BANNED = re.compile(r"\b(told|tells?|dealt|deals?|lies?|kept|half-way|let go|to be had|of (one|its|their)s? own|say)\b")
 
 ARGUMENTS: dict[str, Any] = {
+    "made": [5, 5, 3, 3],
     "length": 4097, "world_size": 8, "pads": True, "name": "documents", "got": (2, 4096), "what": "input_ids[0, 17]",
     "need": "[2, 4096], the whole row", "per_rank": [5, 7], "todo": "Give every rank the same whole batch.",
     "messages": {0: "images cannot be sharded.", 3: "images cannot be sharded."}, "doing": "gathered keys and values",

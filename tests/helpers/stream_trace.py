@@ -230,6 +230,8 @@ def rank(trace: Trace, number: int, ranks: int) -> Iterator[pulls.Pulls]:
             assert trace.current.pop() is self.chosen
 
     class Memory:
+        made = 0
+
         def __init__(self, _ring: object, size: int, _device: object) -> None:
             self.size, self.views, self.handle = size, dict[Packing, object](), mock.MagicMock()
             mine = next(shared)
@@ -253,9 +255,10 @@ def rank(trace: Trace, number: int, ranks: int) -> Iterator[pulls.Pulls]:
         for one in made:
             one.queue(*done)
 
-    def numbers(*_: object) -> None:
+    def numbers(number: int, *_: object) -> list[int]:
         trace.meet("numbers", waits=False)
         trace.meet("numbers", waits=True)
+        return [number]
 
     def current(*_: object) -> Stream:
         return trace.current[-1]

@@ -53,6 +53,8 @@ def threads(ranks: int) -> Iterator[list[pulls.Pulls]]:
             return signals[name]
 
     class Memory:
+        made = 0
+
         def __init__(self, ring: Any, size: int, _device: object) -> None:
             self.size, self.views, self.handle = size, dict[object, object](), mock.MagicMock()
             here = ring.rank
@@ -72,8 +74,8 @@ def threads(ranks: int) -> Iterator[list[pulls.Pulls]]:
 
     def ring(rank: int) -> Any:
         return SimpleNamespace(
-            rank=rank, size=ranks, name="threads", group=mock.Mock(spec=[]), numbers=lambda *_: meet("numbers"),
-            small_device=lambda device: device,
+            rank=rank, size=ranks, name="threads", group=mock.Mock(spec=[]), small_device=lambda device: device,
+            numbers=lambda number, *_: (meet("numbers"), [number])[1],
         )  # fmt: skip
 
     fakes: dict[str, Any] = {name: mock.MagicMock() for name in ("Stream", "current_stream", "Event", "synchronize")}

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_ring_attn import traffic
 from hf_ring_attn.attention.backward import gradients
 from hf_ring_attn.attention.call import Call, Results, RingOptions
 from hf_ring_attn.comm.ring import LOCAL, Ring
-from hf_ring_attn.errors import LeftHalfway
+from hf_ring_attn.errors import LeftHalfway, UnevenBuffers
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.base import InOrder, row_products
 from hf_ring_attn.sharding.layout import Layout
@@ -40,6 +41,8 @@ def without_a_gpu(ranks: int = 1) -> Iterator[Pulls]:
     """Pulls of a ring of one, or of more that are all this one, without streams and signals, with memory on the CPU."""
 
     class Memory:
+        made = 0
+
         def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
             self.size, self.handle = size, mock.MagicMock()
             self.views: dict[Packing, object] = {}
@@ -51,6 +54,7 @@ def without_a_gpu(ranks: int = 1) -> Iterator[Pulls]:
         transport = Pulls(Ring(LOCAL), CPU)
         if ranks > 1:
             transport.ring = mock.MagicMock(rank=0, size=ranks)
+            transport.ring.numbers.return_value = [0] * ranks
         transport.outboxes = Memory(Ring(LOCAL), 1, CPU)  # type: ignore[assignment]
         yield transport
 
@@ -288,3 +292,19 @@ def test_where_torch_does_not_tell_a_timeout_it_is_ten_minutes() -> None:
     ring.__dict__.update(group=mock.MagicMock())
     ring.group._get_backend.return_value.options._timeout = timedelta(0)  # type: ignore[attr-defined]
     assert pulls._lost_after_ms(ring, CPU) == 1, "0 would be for ever"
+
+
+def test_ranks_that_made_different_numbers_of_buffers_do_not_wait_for_each_other() -> None:
+    """A ring of two grew before the ring of four did: torch would wait until the time-out."""
+    k = torch.randn(1, 4, 1, 2)
+    with without_a_gpu(ranks=4) as transport:
+        transport.ring.numbers.return_value = [5, 5, 1, 1]  # type: ignore[attr-defined]
+        with pytest.raises(UnevenBuffers, match=r"\[5, 5, 1, 1\] buffers .*traffic='messages'"):
+            list(transport.ring_pass(k, k, [slice(0, 1)], lambda _source, _lane: (k.clone(), k.clone())))
+
+
+def test_a_ring_whose_ranks_made_different_numbers_of_buffers_takes_messages() -> None:
+    ring, table = Ring(LOCAL), torch.tensor([[7, 1, 3], [7, 1, 1]])
+    sent = mock.MagicMock(**{"wait.return_value": [table]})
+    with mock.patch.object(Ring, "gather", return_value=sent):
+        assert "made [3, 1] buffers" in str(traffic._pulls(ring, CPU))

@@ -1,0 +1,77 @@
+"""Programs of README and docs on a GPU, by their launch configs: two ranks that share it, and QLoRA in one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import yaml  # type: ignore[import-untyped]
+from transformers import TrainingArguments
+
+pytest.importorskip("trl")
+
+from tests.docs.test_launches import LAUNCHES, RANKS, Launch, write_program
+from tests.helpers.blocks import REPOSITORY, blocks_of, tiny_models_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+SHARED = REPOSITORY / "tests" / "gpu" / "one_gpu"
+
+
+def run(command: Sequence[str], folder: Path, first: Sequence[Path] = ()) -> str:
+    """What a program printed; it has a minute and a half."""
+    before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    paths = os.pathsep.join([*map(str, first), str(REPOSITORY), *before])
+    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        check=False, timeout=90,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("launch", [pytest.param(one, id=f"{one.page}, {at}") for at, one in enumerate(LAUNCHES)])
+def test_a_program_of_a_page_on_ranks_that_share_a_gpu(launch: Launch, tmp_path: Path) -> None:
+    if launch.config and launch.config["distributed_type"] == "FSDP" and "save_model(" in launch.program:
+        pytest.skip("weights are gathered by gloo here, which crashes on GPUs (torch 2.11)")
+    script = write_program(launch, tmp_path)
+    script.write_text(for_these_versions(script.read_text()))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS), "train.py"]
+    if launch.config is not None:
+        config = {**launch.config, "mixed_precision": "bf16"}
+        (tmp_path / "launch.yaml").write_text(yaml.safe_dump(config))
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "launch.yaml", "train.py"]
+    said = run(command, tmp_path, [SHARED])
+    assert ("[hf_ring_attn] ring of 2: " if "transformers" in launch.program else "loss ") in said
+
+
+def test_qlora_and_merging_its_adapter(tmp_path: Path) -> None:
+    """In one process, three steps long, on a book of the standard library's text."""
+    qlora, merge = program_of("docs/guides/qlora.md"), program_of("docs/guides/save-and-serve.md")
+    tiny_models_of(qlora, tmp_path)
+    (tmp_path / "book.txt").write_text(Path(os.__file__).read_text())
+    short = qlora.replace("max_steps=200", "max_steps=3").replace("131072", "4096")
+    (tmp_path / "train.py").write_text(for_these_versions(short))
+    said = run([sys.executable, "train.py"], tmp_path)
+    assert said.count("'loss':") == 3, said[-3000:]
+    (tmp_path / "merge.py").write_text(merge)
+    run([sys.executable, "merge.py"], tmp_path)
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+def for_these_versions(program: str) -> str:
+    """The pages say what transformers before 5.23 calls activation checkpointing."""
+    new = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    return program if new else program.replace("activation_checkpointing", "gradient_checkpointing")
+
+
+def program_of(page: str) -> str:
+    """The Python program of a page that is marked as one for a GPU."""
+    blocks = blocks_of((REPOSITORY / page).read_text(), page)
+    (code,) = (block.code for block in blocks if block.mark == "gpu" and block.language == "python")
+    return code
