@@ -119,8 +119,9 @@ def in_one_process(kind: type[Trainer], options: RingConfig) -> str:
     """What a ring of one raises, whose options are set after the trainer was made."""
     with launched(Mesh()), a_folder(None) as folder:
         hf_ring_attn.install()
-        trainer = trainer_of(LLAMA, Mesh(), folder, tiny("llama", "ring_fp32"), kind=kind)
-        hf_ring_attn.configure(trainer.model, options)
+        model = tiny("llama", "ring_fp32")
+        trainer = trainer_of(LLAMA, Mesh(), folder, model, kind=kind)
+        hf_ring_attn.configure(model, options)
         try:
             trainer.train()
         except RingAttentionError as error:
