@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import numbers
+from . import more_tables, numbers
 from .drawing import COLOURS, GREY, INK, OURS, Line, Picture, plot
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "figures"
@@ -254,19 +254,18 @@ def depth() -> str:
         "rounded backward": "backward rounds",
         "rounded forward and backward": "both passes round",
     }
-    runs = {2: ("2026-11-21-ring-of-two", "depth"), 16: ("2026-11-21-ring-of-two", "depth")}
-    runs |= {depth: ("2026-11-22-one-gpu", f"depth_{depth}") for depth in (64, 126)}
     lines = []
     for way, words in names.items():
         points = []
-        for depth, run in runs.items():
-            points.append((float(depth), numbers.row(*run, depth=depth, way=way, ring_size=8)["over_one_device"]))
+        for layers, run in more_tables.DEPTHS.items():
+            found = numbers.row("2026-11-23-depth", run, depth=layers, way=way, ring_size=8)
+            points.append((float(layers), found["over_one_device"]))
         lines.append(Line(words, points, way == "ring_fp32"))
     return plot(
         "Error at the bottom of a stack of layers, over one GPU's",
-        "one H200, ring of 8 replayed; 2048 tokens, 8/2 heads of 64, bf16; 6 to 12 seeds; 2026-11-21, 8443f45 and 2d60fc6",
+        "one H200, ring of 8 replayed; 2048 tokens, 8/2 heads of 64, bf16; 4 to 8 seeds; 2026-11-23, e07fa0b",
         "layers", "root mean square over seeds, over one GPU's", lines,
-        y_from=0.85, y_to=1.1, y_step=0.05, y_form=".2f", x_names={depth: str(depth) for depth in runs},
+        y_from=0.85, y_to=1.1, y_step=0.05, y_form=".2f", x_names={layers: str(layers) for layers in more_tables.DEPTHS},
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ The line before a block says what happens to it:
 
     <!-- run -->              in one process
     <!-- run: ranks=2 -->     on two CPU ranks (gloo), as accelerate launch starts them with a ring of two
-    <!-- run: gpu -->         only parsed, since it needs a GPU or a download
+    <!-- run: gpu -->         parsed, since it needs a GPU or a download; test_launches.py starts what it launches on
+                              CPU ranks, tests/gpu/test_docs_on_gpu.py on a GPU
     <!-- run: no, REASON -->  only shown
 
 Blocks of one page and one mark share a process. Names that a block uses without making them, such as ``model``, come

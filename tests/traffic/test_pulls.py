@@ -54,7 +54,7 @@ def without_a_gpu(ranks: int = 1) -> Iterator[Pulls]:
         transport = Pulls(Ring(LOCAL), CPU)
         if ranks > 1:
             transport.ring = mock.MagicMock(rank=0, size=ranks)
-            transport.ring.numbers.return_value = [0] * ranks  # type: ignore[attr-defined]
+            transport.ring.numbers.return_value = [0] * ranks
         transport.outboxes = Memory(Ring(LOCAL), 1, CPU)  # type: ignore[assignment]
         yield transport
 

@@ -24,8 +24,8 @@ from ..context.whole_batch import IGNORED
 from ..log import say, warn
 from ..model import admission
 from ..patching.changes import Patch
+from . import handed_on, trainer, trainer_overrides, vllm_generation
 from . import rings_as_processes as rings
-from . import trainer, trainer_overrides, vllm_generation
 from .whole_row_calls import log_probs_of_rows, whole_row_calls
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -141,20 +141,15 @@ def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: Any) -> Any:
-        if trainer.group_of(self) is None:
-            return original(self, model, inputs)
-        model.train()  # as Trainer does, but only after this call: an evaluation may have ended just now
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
-        whole = self._prepare_inputs(inputs)
-        prompts, completions = ([whole[f"{part}_{x}"] for x in ("ids", "mask")] for part in ("prompt", "completion"))
-        ids, mask = (torch.cat(both, 1) for both in zip(prompts, completions, strict=True))
-        rows = _rows(ids, mask, completions[0].shape[1])
-        return functools.partial(_step, self, model, rows, _shard(self, model, rows), whole), whole
-
-    return _prepare_context_parallel_inputs
+def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
+    model.train()  # as Trainer does, but only after this call: an evaluation may have ended just now
+    if callable(getattr(host.optimizer, "train", None)):
+        host.optimizer.train()
+    whole = host._prepare_inputs(inputs)
+    prompts, completions = ([whole[f"{part}_{x}"] for x in ("ids", "mask")] for part in ("prompt", "completion"))
+    ids, mask = (torch.cat(both, 1) for both in zip(prompts, completions, strict=True))
+    rows = _rows(ids, mask, completions[0].shape[1])
+    return functools.partial(_step, host, model, rows, _shard(host, model, rows), whole), whole
 
 
 @contextmanager
@@ -226,10 +221,13 @@ _LOG_PROBS = (
 )
 
 
+_PREPARE = handed_on.patched(lambda host: trainer.group_of(host) is not None, _prepare_inputs)
+
+
 def _patches(kind: str) -> list[Patch]:
     module = kind.partition(":")[0]
     return [
-        Patch(f"{kind}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
+        Patch(f"{kind}._prepare_context_parallel_inputs", "(self, model, inputs)", _PREPARE),
         Patch(f"{kind}._generate_and_score_completions", "(self, inputs)", _score),
         Patch(f"{kind}._generate", "(self, prompts)", _generate),
         Patch(f"{kind}._calculate_rewards", "(self, inputs, prompts, completions, completion_ids_list)", _rewards),

@@ -17,7 +17,7 @@ from ..context.whole_batch import IGNORED
 from ..log import warn
 from ..model import admission
 from ..patching.changes import Patch
-from . import trainer
+from . import handed_on, trainer
 from .whole_row_calls import Rows, log_probs_of_rows, whole_row_calls
 
 BESIDE = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps", "label", "ref_logps", "ref_KL_logps")
@@ -26,14 +26,9 @@ KL = "KL_"
 """How the names of KTO's second rows begin: prompts with other rows' completions, whose models need no gradient."""
 
 
-def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        if not trainer.shards(self):
-            return original(self, model, inputs)
-        whole = self._prepare_inputs(inputs)
-        return functools.partial(_step, self, model, _shard(self, model, whole), whole), whole
-
-    return _prepare_context_parallel_inputs
+def _prepare_inputs(host: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    whole = host._prepare_inputs(inputs)
+    return functools.partial(_step, host, model, _shard(host, model, whole), whole), whole
 
 
 def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> list[Rows]:
@@ -100,9 +95,12 @@ DPO = "trl.trainer.dpo_trainer:DPOTrainer"
 KTO = "trl.trainer.kto_trainer:KTOTrainer"
 
 
+_PREPARE = handed_on.patched(trainer.shards, _prepare_inputs)
+
+
 def _patches(host: str) -> list[Patch]:
     return [
-        Patch(f"{host}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
+        Patch(f"{host}._prepare_context_parallel_inputs", "(self, model, inputs)", _PREPARE),
         Patch(f"{host}._compute_loss", "(self, model, inputs, return_outputs)", _compute_loss),
         Patch(f"{host}.compute_ref_log_probs", "(self, model, inputs)", _compute_ref_log_probs),
         trainer.patch_prediction(host, _predict),

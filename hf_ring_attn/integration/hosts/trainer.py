@@ -23,7 +23,7 @@ from ..log import warn
 from ..model import adapters, admission, fsdp, whole_heads
 from ..model.lazy_logits import ChunkedLoss, made
 from ..patching.changes import Patch
-from . import liger, trainer_overrides
+from . import handed_on, liger, trainer_overrides
 from .gathered_loss import gathered
 from .smoothed_labels import smoothed, smoothed_in_model
 from .trainer_state import preserved_trainer
@@ -54,6 +54,7 @@ def shards(trainer: Any) -> bool:
 def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer by its class and its arguments."""
     trainer_overrides.refuse_unknown(trainer)
+    handed_on.watch(trainer, shards)
     liger.leave_loss_to_ring(trainer.args)
 
 
@@ -110,13 +111,8 @@ def _counts(trainer: Any) -> bool:
 # ---- a batch ---------------------------------------------------------------------------------------------------------
 
 
-def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        if not shards(self):
-            return original(self, model, inputs)
-        return _share(self, model, self._prepare_inputs(inputs), True, count_over_all)
-
-    return _prepare_context_parallel_inputs
+def _prepare_inputs(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    return _share(trainer, model, trainer._prepare_inputs(inputs), True, count_over_all)
 
 
 def _share(
@@ -210,7 +206,7 @@ def _count_once(original: Callable[..., Any]) -> Callable[..., Any]:
 def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
         group = group_of(self)
-        if group is not None:
+        if shards(self):
             refuse_trainer(self)  # methods may have been set on it since
         if group is None or self.args.average_tokens_across_devices:
             return original(self, batch_samples, device)
@@ -385,9 +381,10 @@ def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
 
 
 _EVALUATION = "(self, dataloader, description, prediction_loss_only=, ignore_keys=, metric_key_prefix=)"
+_PREPARE = handed_on.patched(shards, _prepare_inputs)
 TRAINER = "transformers.trainer:Trainer"
 PATCHES = [
-    Patch(f"{TRAINER}._prepare_context_parallel_inputs", "(self, model, inputs)", _prepare_inputs),
+    Patch(f"{TRAINER}._prepare_context_parallel_inputs", "(self, model, inputs)", _PREPARE),
     Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _count_once),
     Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _count_once),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),

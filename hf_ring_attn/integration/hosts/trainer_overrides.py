@@ -17,8 +17,8 @@ OF_TRL = {
     "trl.trainer.grpo_trainer:GRPOTrainer", "trl.trainer.rloo_trainer:RLOOTrainer",
 }  # fmt: skip
 """TRL's trainers that are exact in a ring. Others have the same names."""
-COUNTS = ("get_batch_samples", "_get_num_items_in_batch", "_prepare_context_parallel_inputs")
-"""Methods that define a loss's divisor and a rank's inputs. Other overrides get whole rows, or are tried."""
+COUNTS = ("get_batch_samples", "_get_num_items_in_batch")
+"""Methods that define a loss's divisor. Other overrides get whole rows, or are tried, or watched (`handed_on`)."""
 
 
 def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:

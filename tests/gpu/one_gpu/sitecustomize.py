@@ -10,7 +10,9 @@ import functools
 import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_ring_attn.bench.world import OVERLAP
 
@@ -34,3 +36,14 @@ def without_devices(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
 
 
 dist.barrier = without_devices
+make = DistributedDataParallel.__init__
+
+
+@functools.wraps(make)
+def on_the_gpu_in_use(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
+    """It is named by a rank's number here, too."""
+    here = [torch.cuda.current_device()] if device_ids else None
+    make(self, module, here, None if device_ids else output_device, **kwargs)
+
+
+DistributedDataParallel.__init__ = on_the_gpu_in_use  # type: ignore[method-assign, assignment]

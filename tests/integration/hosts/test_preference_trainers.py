@@ -108,7 +108,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "a batch that is not sharded",
         {"kind": OwnBatches},
-        "UnknownTrainer: OwnBatches counts or shards its batches",
+        "InputsNotHandedOn: OwnBatches._prepare_context_parallel_inputs of OwnBatches does more",
     ),
     (
         "rows without padding",

@@ -1,0 +1,115 @@
+"""A trainer's override of `_prepare_context_parallel_inputs` is exact if it hands on: each step looks if it did."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ... import errors
+from ..patching.changes import installed
+
+NAME = "_prepare_context_parallel_inputs"
+Prepare = Callable[[Any, nn.Module, Any], tuple[Callable[[], Any], Any]]
+"""Maps a trainer, its model and a whole batch to the context of a step and the step's inputs."""
+
+
+def patched(shards: Callable[[Any], bool], prepare: Prepare) -> Callable[[Prepare], Prepare]:
+    """A patch of the method: ``prepare`` takes its place where ``shards(trainer)``."""
+
+    def make(original: Prepare) -> Prepare:
+        def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: Any) -> Any:
+            if not shards(self):
+                return original(self, model, inputs)
+            override = getattr(self, NAME)
+            if not isinstance(override, _Watched):
+                if not _is_exact(self):  # it runs now, and nobody looks at what it returns
+                    raise errors.UnknownTrainer(type(self).__name__, _place(self))
+                return prepare(self, model, inputs)
+            took = _contents((model, inputs))
+            made = prepare(self, model, inputs)
+            override.noted = took, made, _contents(made)
+            return made
+
+        return _prepare_context_parallel_inputs
+
+    return make
+
+
+def watch(trainer: Any, shards: Callable[[Any], bool]) -> None:
+    """Makes each step of a trainer in a ring compare its override, if its class has one, with the patched method.
+
+    Raises:
+        UnknownTrainer: the override was set on the trainer itself.
+    """
+    if isinstance(vars(trainer).get(NAME), _Watched) or _is_exact(trainer):
+        return
+    if NAME in vars(trainer):
+        raise errors.UnknownTrainer(type(trainer).__name__, f"the trainer's own {NAME}")
+    setattr(trainer, NAME, _Watched(trainer, shards))
+
+
+class _Watched:
+    """Calls the override of a trainer's class.
+
+    The batch must reach the patched method as it came, and what that returns must come back as it is: then the
+    override's answer is the patched method's.
+    """
+
+    def __init__(self, trainer: Any, shards: Callable[[Any], bool]) -> None:
+        self._trainer = weakref.ref(trainer)  # else each would keep the other alive
+        self._shards = shards
+        self.noted: tuple[list[Any], tuple[Any, Any], list[Any]] | None = None
+        """The arguments of the patched method, its result, and the contents of that."""
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Any:
+        trainer, given = self._trainer(), _contents((model, inputs))
+        returned = getattr(type(trainer), NAME)(trainer, model, inputs)
+        if not installed() or not self._shards(trainer):
+            return returned
+        noted, self.noted = self.noted, None
+        if noted is not None:
+            took, made, contents = noted
+            # The step knows its share by identity, so an equal dict would not do.
+            is_same = isinstance(returned, tuple) and len(returned) == 2 and all(map(_is, returned, made))
+            if is_same and _same(given, took) and _same(_contents(made), contents):
+                return returned
+        raise errors.InputsNotHandedOn(type(trainer).__name__, _place(trainer))
+
+
+def _is_exact(trainer: Any) -> bool:
+    """Returns True if the trainer has the patched method, undecorated, or says that its own is exact."""
+    code = getattr(getattr(trainer, NAME), "__code__", None)
+    is_ours = getattr(code, "co_filename", None) == patched.__code__.co_filename
+    return is_ours or bool(getattr(trainer, "ring_fp32_exact", False))
+
+
+def _place(trainer: Any) -> str:
+    cls = next(cls for cls in type(trainer).__mro__ if NAME in vars(cls))
+    return f"{cls.__qualname__}.{NAME}"
+
+
+def _contents(x: Any) -> list[tuple[Any, int]]:
+    """Each object in ``x`` and its containers, tensors with the number of their changes in place."""
+    return list(_leaves(x))
+
+
+def _leaves(x: Any) -> Iterator[tuple[Any, int]]:
+    if isinstance(x, (Mapping, list, tuple)):
+        for key in x if isinstance(x, Mapping) else range(len(x)):
+            yield str(key), 0
+            yield from _leaves(x[key])
+    else:
+        yield x, x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+
+
+def _same(before: list[tuple[Any, int]], after: list[tuple[Any, int]]) -> bool:
+    return len(before) == len(after) and all(
+        (a is b or (isinstance(a, str) and a == b)) and n == m for (a, n), (b, m) in zip(before, after, strict=True)
+    )
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
