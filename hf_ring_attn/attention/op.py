@@ -26,11 +26,23 @@ UNSAFE = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if has
 """Tags of ops that communicate: inductor excludes them from CUDA graphs."""
 
 _attentions = 0
+_lacks_backward = False
 
 
 def attentions() -> int:
     """Returns how often the ring's forward ran in this process."""
     return _attentions
+
+
+def lacks_backward() -> bool:
+    """Returns True if no backward ran since the latest attention that had a graph. Compiled code does not note it."""
+    return _lacks_backward
+
+
+def note_backward(ran: bool) -> None:
+    """Notes an attention with a graph, or its backward."""
+    global _lacks_backward
+    _lacks_backward = not ran
 
 
 def count_attention() -> None:
@@ -125,6 +137,7 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sinks, *rest, _store, _role = inputs
     out, lse = output
+    note_backward(False)
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, out, lse, sinks)
     ctx.rest = rest
@@ -133,6 +146,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 @first_order_only("ring attention")
 def _backward(ctx: Any, saved: tuple[Any, ...], dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks = saved
+    note_backward(True)
     *found, dsinks = torch.ops.hf_ring_attn.ring_flash_attn_bwd(out, lse, dout, q, k, v, sinks, *ctx.rest)
     return (*found, None if sinks is None else dsinks, *[None] * len(ctx.rest), None, None)
 

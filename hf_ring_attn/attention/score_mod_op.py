@@ -19,7 +19,7 @@ from ..kernels import KERNELS, Params, ScoreMod, text_of
 from ..sharding.plan import Plan
 from .backward import gradients
 from .call import Call, Results, RingOptions
-from .op import count_attention, forward
+from .op import count_attention, forward, note_backward
 from .saved_results import saved_or
 
 
@@ -116,6 +116,8 @@ class _Scored(torch.autograd.Function):
         ctx.rest = rest
         assert rest.params.score_mod is not None
         ctx.state = _State.of(rest.params.score_mod) if any(ctx.needs_input_grad) else None
+        if ctx.state is not None:
+            note_backward(False)
         return out, lse
 
     @staticmethod
@@ -123,6 +125,7 @@ class _Scored(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple[Any, ...], dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *captured = saved
         ctx.state.check()
+        note_backward(True)
         call = unflatten(q, k, v, sinks, ctx.rest, captured, ctx.needs_input_grad[5:])
         mod = call.params.score_mod
         assert mod is not None

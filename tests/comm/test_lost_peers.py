@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_ring_attn.comm.ring import LOCAL, Pending, Ring
 from hf_ring_attn.errors import NotSendable, PeerLost, RanksDiffer
 from tests.helpers.checks import Ranks
 from tests.helpers.live_ranks import RanksFailed
+from tests.helpers.models.tiny_models import tiny
 
 CPU = torch.device("cpu")
 
@@ -142,3 +144,28 @@ def out_of_step() -> str:
 def test_ranks_at_different_places_of_the_program_are_named(ranks: Ranks) -> None:
     for text in ranks(2).run(out_of_step):
         assert "rank 0: compared its batch with the other ranks, rank 1: averaged its loss." in text
+
+
+def without_a_backward(seconds: float) -> tuple[str, list[str]]:
+    """The last rank skips the backward of one batch of two, and goes on."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    model: Any = tiny("llama", "ring_fp32")
+    try:
+        for _ in range(2):
+            sharded = hf_ring_attn.shard({"input_ids": torch.ones(1, 8, dtype=torch.int64)}, group)
+            with sharded:
+                loss = model(**sharded.inputs).logits.sum()
+            if dist.get_rank(group) == 0:
+                loss.backward()
+    except PeerLost as error:
+        time.sleep(2 * seconds)  # the other rank is to wait for its time-out, too
+        return str(error), getattr(error, "__notes__", [])
+    return "", []
+
+
+@pytest.mark.turns
+def test_a_rank_that_skipped_a_backward_says_so(ranks: Ranks) -> None:
+    (waited, no_notes), (went_on, notes) = ranks(2).run(without_a_backward, 1.0)
+    assert "while it passed keys and values on" in waited and not no_notes
+    assert "while it compared its batch with the other ranks" in went_on
+    assert len(notes) == 1 and notes[0].startswith("This rank ran no backward since its last forward.")

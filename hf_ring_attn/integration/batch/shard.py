@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import errors
 from ...arguments import check_type
-from ...attention.op import attentions
+from ...attention.op import attentions, lacks_backward
 from ...comm.first_order import inside_transforms
 from ...comm.ring import Ring
 from ...config import RingConfig
@@ -46,6 +46,12 @@ if TYPE_CHECKING:
 
 STOPS_ALL = (errors.Refused, errors.HostMemoryFull)
 """Errors that all ranks raise at one place: no message is under way."""
+
+
+_NO_BACKWARD = (
+    "This rank ran no backward since its last forward. If other ranks ran theirs, they wait for this one there: skip a "
+    "backward on all ranks of a ring, or on none."
+)
 
 
 @dataclass(eq=False)
@@ -216,6 +222,10 @@ def shard_for(
         (compiled,) = agree()
     except errors.RefusedElsewhere as elsewhere:
         raise elsewhere from refusal
+    except errors.PeerLost as lost:
+        if lacks_backward():
+            lost.add_note(_NO_BACKWARD)
+        raise
     if refusal is not None:
         raise refusal
     if compiled:
