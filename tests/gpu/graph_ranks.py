@@ -8,15 +8,15 @@ attention by hand is refused.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_ring_attn.attention.call import Call, RingOptions
 from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.attention.op import attend
+from hf_ring_attn.bench.world import world
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.errors import CapturedGraph
 from hf_ring_attn.kernels import Params, Request
@@ -54,34 +54,34 @@ def answer(layers: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> lis
 
 
 def main() -> None:
-    torch.cuda.set_device(dist.get_node_local_rank())
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", device_id=device)
-    ring = Ring.of(None)
+    with world("cuda", may_share=True) as (ring, device):
+        failed = told(ring, list(differences(ring, device)), f"{BATCHES} compiled batches")
+    sys.exit(failed)
+
+
+def differences(ring: Ring, device: torch.device) -> Iterator[str]:
+    """Words for each batch whose answer is another one when compiled, and for a capture that is not refused."""
     layout = Layout(LENGTH, ring.size, ring.rank)
     plan = Plan.of(ring, layout, Mask.of(CAUSAL, 1, LENGTH), sparse_share=0)
     request = Request("cuda", torch.bfloat16, HEADS, KV_HEADS, WIDTH, WIDTH, False, False, True)
     torch.manual_seed(0)
     layers = Layers(plan, kernel_for(ring.name, "auto", request)).to(device, torch.bfloat16)
     compiled = torch.compile(layers, mode="reduce-overhead", fullgraph=True)
-    wrong = []
     torch.manual_seed(1 + ring.rank)
     for number in range(BATCHES):
         x = torch.randn(1, layout.local_length, WIDTH, device=device, dtype=torch.bfloat16) * (number + 1)
         torch.compiler.cudagraph_mark_step_begin()
         for got, want in zip(answer(layers, compiled, x), answer(layers, layers, x), strict=True):
             far = float((got - want).norm() / want.norm())
-            wrong += [f"batch {number}: {far:.1e} from what it is without a compiler"] if not far < BOUND else []
+            if not far < BOUND:
+                yield f"batch {number}: {far:.1e} from what it is without a compiler"
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.no_grad(), torch.cuda.graph(graph):
             layers(x)
-        wrong.append("a captured attention was not refused")
+        yield "a captured attention was not refused"
     except CapturedGraph:
         pass
-    failed = told(ring, wrong, f"{BATCHES} compiled batches")
-    dist.destroy_process_group()
-    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def by_a_tower(step: Step, device: torch.device) -> dict[str, float]:
 def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     wrong: list[str] = []
-    with world(None) as (ring, device):
+    with world(None, may_share=True) as (ring, device):
         cases = steps(device)
         for step in cases:
             if ring.rank == 0:
