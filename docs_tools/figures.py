@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import more_tables, numbers
+from . import numbers
 from .drawing import COLOURS, GREY, INK, OURS, Line, Picture, plot
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "figures"
@@ -257,15 +257,16 @@ def depth() -> str:
     lines = []
     for way, words in names.items():
         points = []
-        for layers, run in more_tables.DEPTHS.items():
-            found = numbers.row("2026-11-23-depth", run, depth=layers, way=way, ring_size=8)
-            points.append((float(layers), found["over_one_device"]))
+        for layers, run in numbers.DEPTHS.items():
+            points.append((float(layers), numbers.row(*run, depth=layers, way=way, ring_size=8)["over_one_device"]))
         lines.append(Line(words, points, way == "ring_fp32"))
+    head = numbers.run(*numbers.DEPTHS[126]).head
     return plot(
         "Error at the bottom of a stack of layers, over one GPU's",
-        "one H200, ring of 8 replayed; 2048 tokens, 8/2 heads of 64, bf16; 4 to 8 seeds; 2026-11-23, e07fa0b",
+        "one H200, ring of 8 replayed; 2048 tokens, 8/2 heads of 64, bf16; 4 to 8 seeds; "
+        f"{head['date']}, {head['commit'][:7]}",
         "layers", "root mean square over seeds, over one GPU's", lines,
-        y_from=0.85, y_to=1.1, y_step=0.05, y_form=".2f", x_names={layers: str(layers) for layers in more_tables.DEPTHS},
+        y_from=0.85, y_to=1.1, y_step=0.05, y_form=".2f", x_names={layers: str(layers) for layers in numbers.DEPTHS},
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from .numbers import FILED, K, commit, row, run
+from .numbers import DEPTHS, FILED, K, commit, row, run
 
 
 def balance() -> str:
@@ -90,23 +90,18 @@ def _sources() -> str:
     return "From " + ", ".join(f"[{folder}]({{results}}/{folder}/README.md)" for folder in folders) + "."
 
 
-DEPTHS = {2: "depth_2_16", 16: "depth_2_16", 64: "depth_64", 126: "depth_126"}
-"""The run of each number of layers."""
-
-
 def depth() -> str:
     """Error at the bottom of a stack, with the range over seeds."""
-    folder = "2026-11-23-depth"
     ways = ("ring_fp32", "rounded backward", "rounded forward and backward")
     lines = [f"| layers (seeds) | {' | '.join(ways)} |", "|---|---|---|---|"]
-    for layers, name in DEPTHS.items():
+    for layers, (folder, name) in DEPTHS.items():
         cells = []
         for way in ways:
             found = row(folder, name, depth=layers, way=way, ring_size=8)
             ratios = [each["over_one_device"] for each in found["runs"]]
             cells.append(f"{found['over_one_device']:.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
         lines.append(f"| {layers} ({len(ratios)}) | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", source(folder, "depth_126")])
+    return "\n".join([*lines, "", source(*DEPTHS[126])])
 
 
 def forecasts() -> str:

@@ -17,6 +17,11 @@ from hf_ring_attn.bench import results
 FILED = Path(__file__).resolve().parents[1] / "recipes" / "results"
 RING, ULYSSES = "ring_fp32 ring pulls", "Ulysses, flash-attn-4"
 K = 1024
+DEPTHS = {
+    layers: ("2026-11-23-depth", name)
+    for layers, name in {2: "depth_2_16", 16: "depth_2_16", 64: "depth_64", 126: "depth_126"}.items()
+}
+"""The folder and the run of each number of layers."""
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.ring import Ring
-from ..errors import CapturedGraph, NoPulls, UnevenBuffers
+from ..errors import CapturedGraph, NoPulls
 from .base import Gather, RingStep, Sums, Traffic, head_halves, visiting_order
 from .gathered_kv import ComparedKV, GatheredKV, LayerRole, gathered_kv_for
 from .head_groups import ring_pass_groups, seen_by_heads
@@ -90,7 +90,7 @@ def _pulls(ring: Ring, device: torch.device) -> Pulls | str:
     if len(set(machines)) > 1:
         return "the ranks are on several machines"
     if len(set(made)) > 1:
-        return str(UnevenBuffers(made))
+        return f"its ranks made {list(made)} buffers, since some are in another ring too (pytorch issue 196082)"
     reason = ""
     try:
         pulls = Pulls(ring, device)

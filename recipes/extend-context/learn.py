@@ -159,17 +159,18 @@ def main() -> None:
     options = parsed()
     folder, size = options.output, changed(SIZES[options.size], options.changes)
     state = PartialState(cpu=ON_CPU)
-    made = options.earlier or folder
-    if made == folder:
+    is_first = options.earlier is None
+    made = folder if is_first else options.earlier
+    if is_first:
         with state.local_main_process_first():
             if state.is_local_main_process:
                 write_data(folder, size)
     given = read(Path(__file__).with_name("config.yaml"), [f"training.seed={options.seed}"])
-    if made == folder:
+    if is_first:
         train(phase(given, size, made, "random", "base", False, folder))
     long = phase(given, size, made, "base", "extended", True, folder)
     found = {}
-    if made == folder:
+    if is_first:
         found["base"] = measured({**long, "config": {}}, size, made)
         found["YaRN, not trained"] = measured(long, size, made)
     train(long)

@@ -97,6 +97,13 @@ def test_a_context_extension_learns_alike_at_ring_sizes_one_and_two(tmp_path: Pa
     far = {name: one[name]["loss"][-1] for name in one}
     assert far["base"]["from"] == 128, "twice the base's 64 tokens"
     assert far["extended"]["loss"] < far["YaRN, not trained"]["loss"] - 0.05
+    again = tmp_path / "again"
+    again.mkdir()
+    start(again, learn, "--from", "../2", "--output", ".").output()
+    found_again = json.loads((again / "results.json").read_text())
+    assert list(found_again) == ["extended"]
+    losses = [row["loss"] for row in two["extended"]["loss"]]
+    assert [row["loss"] for row in found_again["extended"]["loss"]] == pytest.approx(losses, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)

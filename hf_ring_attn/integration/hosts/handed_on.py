@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -73,7 +74,7 @@ class _Watched:
         if noted is not None:
             took, made, contents = noted
             # The step knows its share by identity, so an equal dict would not do.
-            is_same = isinstance(returned, tuple) and len(returned) == 2 and all(map(_is, returned, made))
+            is_same = isinstance(returned, tuple) and len(returned) == 2 and all(map(operator.is_, returned, made))
             if is_same and _same(given, took) and _same(_contents(made), contents):
                 return returned
         raise errors.InputsNotHandedOn(type(trainer).__name__, _place(trainer))
@@ -109,7 +110,3 @@ def _same(before: list[tuple[Any, int]], after: list[tuple[Any, int]]) -> bool:
     return len(before) == len(after) and all(
         (a is b or (isinstance(a, str) and a == b)) and n == m for (a, n), (b, m) in zip(before, after, strict=True)
     )
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_ring_attn import RingConfig
-from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks, assert_equal_in_float64
+from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_in_float64, assert_equal_outcomes
 from tests.helpers.jobs.grpo_jobs import (
     DEFECTS,
     STEPS,
@@ -113,15 +113,9 @@ def same(outcomes: list[Outcome], want: Outcome, mesh: Mesh) -> None:
     assert len(want.steps) == STEPS
     assert any((want.after[name] - p).abs().max() > 1e-3 for name, p in want.before.items()), "nothing was learnt"
     for got in outcomes:
-        for number, (mine, theirs) in enumerate(
-            zip([*got.steps, got.evaluation], [*want.steps, want.evaluation], strict=True), 1
-        ):
-            assert mine.keys() == theirs.keys()
-            for name, x in theirs.items():
-                assert mine[name] == pytest.approx(x, rel=LOSS, abs=LOSS), f"step {number}: {name}"
-        for name, parameter in want.after.items():
-            assert (got.after[name] - parameter).abs().max() <= PARAMETER, name
-            assert torch.equal(got.after[name], outcomes[0].after[name])
+        assert_equal_outcomes(got, want)
+        for name, parameter in got.after.items():
+            assert torch.equal(parameter, outcomes[0].after[name])
 
 
 def test_grpo_in_a_ring_is_grpo_in_one_process(ranks: Ranks) -> None:

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks
+from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_outcomes
 from tests.helpers.jobs.reward_jobs import DEFECTS, STEPS, Case, trained, trained_with
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import Outcome
@@ -40,16 +40,9 @@ def compare(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     assert any((want.after[name] - p).abs().max() > 1e-3 for name, p in want.before.items()), "nothing was learnt"
     assert case.lora <= any("score" in name for name in want.after)
     for got in outcomes:
-        for number, (mine, theirs) in enumerate(zip(got.steps, want.steps, strict=True), 1):
-            assert mine.keys() == theirs.keys()
-            for name, x in theirs.items():
-                assert mine[name] == pytest.approx(x, rel=LOSS, abs=LOSS), f"step {number}: {name}"
-        assert got.evaluation.keys() == want.evaluation.keys()
-        for name, x in want.evaluation.items():
-            assert got.evaluation[name] == pytest.approx(x, rel=LOSS, abs=LOSS), f"evaluation: {name}"
-        for name, parameter in want.after.items():
-            assert (got.after[name] - parameter).abs().max() <= PARAMETER, name
-            assert torch.equal(got.after[name], outcomes[0].after[name])
+        assert_equal_outcomes(got, want)
+        for name, parameter in got.after.items():
+            assert torch.equal(parameter, outcomes[0].after[name])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
