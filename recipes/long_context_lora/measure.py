@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from shapes import weights_in
 from transformers import TrainerCallback
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -39,8 +40,8 @@ def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
     looked_up = {id(p) for p in embeddings.parameters()}
     weights = [p for p in model.parameters() if p.dim() == 2 and id(p) not in looked_up]
-    frozen = sum(p.numel() for p in weights if not p.requires_grad)
-    trained = sum(p.numel() for p in weights if p.requires_grad)
+    frozen = sum(weights_in(p) for p in weights if not p.requires_grad)
+    trained = sum(weights_in(p) for p in weights if p.requires_grad)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 6 * tokens**2 * config.num_attention_heads * width * config.num_hidden_layers
     return float(4 * tokens * frozen + 6 * tokens * trained + attention)

@@ -20,33 +20,23 @@ import torch
 from accelerate import PartialState
 from measure import Meter, flops_per_step
 from peft import LoraConfig, get_peft_model
+from shapes import SHAPES, config_of, random_model, random_model_in_4_bits
 from texts import Rows, by_bytes
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ByT5Tokenizer,
-    LlamaConfig,
-    MistralConfig,
     Trainer,
     TrainingArguments,
     set_seed,
 )
-
-SHAPES = {
-    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
-           "num_attention_heads": 32, "num_key_value_heads": 8},
-    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
-           "num_attention_heads": 32, "num_key_value_heads": 8},
-    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 259,
-             "num_attention_heads": 2, "num_key_value_heads": 1},
-}  # fmt: skip
-"""Of Llama 3.1 8B, of Llama 3.2 1B (its embeddings untied), and of what two CPU cores train in seconds."""
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model of the Hub or a folder; without it: --shape, with random weights")
     parser.add_argument("--shape", choices=SHAPES, default="8B", help="of a Llama with random weights")
+    parser.add_argument("--layers", type=int, metavar="N", help="of the shape: what a layer takes at a long row")
     parser.add_argument("--tokens", type=int, default=131072, help="in the one sequence of a step")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--implementation", choices=("ring_fp32", "sdpa"), default="ring_fp32",
@@ -63,6 +53,8 @@ def parsed() -> argparse.Namespace:
                         help="MLPs and norms run over chunks of N tokens, such as 16384 (ring_fp32)")  # fmt: skip
     parser.add_argument("--offload", type=float, metavar="GIB",
                         help="GiB of checkpoints that stay on a GPU; others wait on the host (ring_fp32)")  # fmt: skip
+    parser.add_argument("--qlora", action="store_true",
+                        help="frozen weights in 4 bits (--shape; needs bitsandbytes)")  # fmt: skip
     parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
     parser.add_argument("--optim", default="adamw_torch", help="the optimizer, by its name in TrainingArguments")
     parser.add_argument("--window", type=int, metavar="N",
@@ -83,27 +75,23 @@ def parsed() -> argparse.Namespace:
     chosen = chosen or options.mlp_tokens is not None or options.offload is not None
     if chosen and options.implementation != "ring_fp32":
         parser.error("--save-attention, --deterministic, --loss, --mlp-tokens and --offload are options of ring_fp32")
-    if options.window and options.model is not None:
-        parser.error("--window is for a --shape, whose weights are random")
+    if options.model is not None and (options.window or options.layers or options.qlora):
+        parser.error("--window, --layers and --qlora are for a --shape, whose weights are random")
+    if options.qlora and options.full:
+        parser.error("--qlora trains adapters beside weights in 4 bits: leave --full out")
     return options
 
 
 def build(options: argparse.Namespace) -> Any:
-    """The model: loaded, or with random weights, which every rank draws alike and on its own device."""
+    """The model: loaded, or with random weights."""
     dtype = getattr(torch, options.dtype)
     if options.model is not None:
         return AutoModelForCausalLM.from_pretrained(
             options.model, dtype=dtype, attn_implementation=options.implementation
         )
-    kind, more = (MistralConfig, {"sliding_window": options.window}) if options.window else (LlamaConfig, {})
-    config = kind(
-        **more, **SHAPES[options.shape], max_position_embeddings=max(options.tokens, 131072), rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False, use_cache=False,
-        pad_token_id=0, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
-    set_seed(0)
-    with PartialState().device:  # 8 billion numbers take a second on a GPU, and minutes on a CPU
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=options.implementation)
+    config = config_of(options.shape, options.tokens, options.window, options.layers)
+    build_random = random_model_in_4_bits if options.qlora else random_model
+    return build_random(config, dtype, options.implementation)
 
 
 def adapter(options: argparse.Namespace) -> LoraConfig:

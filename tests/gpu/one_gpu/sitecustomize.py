@@ -1,7 +1,8 @@
 """With this folder on PYTHONPATH, the ranks of any launched program share one GPU.
 
-NCCL refuses such ranks, so gloo serves the collectives. It moves tensors of a GPU through the host: slow, with the same
-numbers. The ring's own copies need the variable below.
+NCCL refuses two ranks of one host on one GPU, so each rank tells it another host: they talk over the loopback device,
+with the same numbers, slowly. The ring's own copies need the first variable. accelerate and DDP name a GPU by a rank's
+number, which is not there: they get the GPU in use.
 """
 
 from __future__ import annotations
@@ -17,21 +18,24 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_ring_attn.bench.world import OVERLAP
 
 os.environ[OVERLAP] = "1"
+os.environ |= {
+    "NCCL_HOSTID": f"rank {os.environ.get('RANK', '0')}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
+}  # fmt: skip
 start = dist.init_process_group
 
 
 @functools.wraps(start)
-def with_gloo(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-    start("gloo", *args, **kwargs)
+def without_device(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    start(*args, **kwargs)
 
 
-dist.init_process_group = with_gloo
+dist.init_process_group = without_device
 wait_for_all = dist.barrier
 
 
 @functools.wraps(wait_for_all)
 def without_devices(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
-    """accelerate names the GPU of a rank's number, which is not there."""
     return wait_for_all(*args, **kwargs)
 
 
@@ -41,7 +45,6 @@ make = DistributedDataParallel.__init__
 
 @functools.wraps(make)
 def on_the_gpu_in_use(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
-    """It is named by a rank's number here, too."""
     here = [torch.cuda.current_device()] if device_ids else None
     make(self, module, here, None if device_ids else output_device, **kwargs)
 
