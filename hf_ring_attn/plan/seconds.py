@@ -89,8 +89,9 @@ def elementwise_numbers(model: ModelShape, layer: LayerShape, setup: Setup) -> f
     """Numbers per token that unfused kernels of one layer's forward read and write, in the model's dtype.
 
     A norm: 18 per number (in float32). A residual: 3. RoPE: 10. The product with the gate: 5. A copy for an expert: 8.
-    LoRA: its input once, its output six times (two products, a scale, a sum), and where inputs are cast to float32, six
-    times the input. Fused (Liger): a norm 2, RoPE 2, the product with the gate 3.
+    LoRA: its input once, its output six times (two products, a scale, a sum); where inputs are cast to float32, six
+    times the input; beside 4-bit weights, a copy of the frozen layer's output. Fused (Liger): a norm 2, RoPE 2, the
+    product with the gate 3.
     """
     norm, rope, gate = (2, 2, 3) if setup.liger else (18, 10, 5)
     numbers = float(norm * layer.hidden_norms * model.hidden + 2 * 3 * model.hidden)
@@ -99,7 +100,8 @@ def elementwise_numbers(model: ModelShape, layer: LayerShape, setup: Setup) -> f
     numbers += (gate if layer.gated else 2) * layer.mlp + 8 * layer.routed
     if setup.method != "full":
         inside, outside = (sum(sizes) for sizes in zip(*layer.adapted, strict=True))
-        numbers += 6 * outside + (7 if setup.casts_for_adapters else 1) * inside
+        copy = 2 if setup.method == "qlora" else 0
+        numbers += (6 + copy) * outside + (7 if setup.casts_for_adapters else 1) * inside
     return numbers
 
 

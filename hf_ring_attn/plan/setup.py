@@ -70,8 +70,8 @@ class Setup:
 
     @property
     def casts_for_adapters(self) -> bool:
-        """PEFT's float32 matrices get float32 inputs; FSDP2 casts the matrices instead."""
-        return self.method != "full" and self.itemsize == 2 and not self.is_sharded
+        """PEFT's float32 matrices get float32 inputs; FSDP2, and beside 4-bit weights autocast, cast the matrices."""
+        return self.method == "lora" and self.itemsize == 2 and not self.is_sharded
 
     @property
     def in_one_node(self) -> bool:
