@@ -38,6 +38,21 @@ SHARED = {
 STILL = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 MODERN = {"num_labels": 3, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
 
+OF_WHOLE_ROWS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
+    "llama of rows": ("LlamaForSequenceClassification", {"num_labels": 3}, "sdpa"),
+    "llama of scores": ("LlamaForSequenceClassification", {"num_labels": 1}, "sdpa"),
+    "llama of tokens": ("LlamaForTokenClassification", {"num_labels": 3, "classifier_dropout": 0.0}, "sdpa"),
+    "llama of spans": ("LlamaForQuestionAnswering", {}, "sdpa"),
+    "bert of rows": ("BertForSequenceClassification", {**STILL, "num_labels": 3}, "sdpa"),
+    "bert of tokens": ("BertForTokenClassification", {**STILL, "num_labels": 3}, "sdpa"),
+    "bert of masked tokens": ("BertForMaskedLM", STILL, "sdpa"),
+    "esm of masked tokens": ("EsmForMaskedLM", STILL, "sdpa"),
+    "modernbert of rows": ("ModernBertForSequenceClassification", {**MODERN, "classifier_pooling": "mean"}, "sdpa"),
+    "modernbert of masked tokens": ("ModernBertForMaskedLM", MODERN, "sdpa"),
+    "modernbert of the masked tokens alone": ("ModernBertForMaskedLM", {**MODERN, "sparse_prediction": True}, "sdpa"),
+    "modernbert of embeddings": (Embedder, MODERN, "sdpa"),
+}
+"""Those whose loss is not the causal one: of a row, of each token, of masked tokens, of embeddings."""
 MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
     "llama": ("LlamaForCausalLM", {}, "sdpa"),
     "learned biases": (BiasedLlama, {}, "sdpa"),
@@ -106,18 +121,7 @@ MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
         },
         "sdpa",
     ),
-    "llama of rows": ("LlamaForSequenceClassification", {"num_labels": 3}, "sdpa"),
-    "llama of scores": ("LlamaForSequenceClassification", {"num_labels": 1}, "sdpa"),
-    "llama of tokens": ("LlamaForTokenClassification", {"num_labels": 3, "classifier_dropout": 0.0}, "sdpa"),
-    "llama of spans": ("LlamaForQuestionAnswering", {}, "sdpa"),
-    "bert of rows": ("BertForSequenceClassification", {**STILL, "num_labels": 3}, "sdpa"),
-    "bert of tokens": ("BertForTokenClassification", {**STILL, "num_labels": 3}, "sdpa"),
-    "bert of masked tokens": ("BertForMaskedLM", STILL, "sdpa"),
-    "esm of masked tokens": ("EsmForMaskedLM", STILL, "sdpa"),
-    "modernbert of rows": ("ModernBertForSequenceClassification", {**MODERN, "classifier_pooling": "mean"}, "sdpa"),
-    "modernbert of masked tokens": ("ModernBertForMaskedLM", MODERN, "sdpa"),
-    "modernbert of the masked tokens alone": ("ModernBertForMaskedLM", {**MODERN, "sparse_prediction": True}, "sdpa"),
-    "modernbert of embeddings": (Embedder, MODERN, "sdpa"),
+    **OF_WHOLE_ROWS,
     "mamba": ("MambaForCausalLM", {"state_size": 8, "time_step_rank": 4, "expand": 1}, "eager"),
     "mamba2": (
         "Mamba2ForCausalLM",
