@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks share the machine's c
 import faulthandler
 import subprocess
 from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from zlib import crc32
 
@@ -23,6 +24,7 @@ TEST_SECONDS, GPU_TEST_SECONDS = 240, 400
 LiveRanks' own limit."""
 
 ROOT = Path(__file__).parent.parent
+HAS_BITSANDBYTES = find_spec("bitsandbytes") is not None
 
 _stderr = pytest.StashKey[int]()
 
@@ -30,6 +32,7 @@ _stderr = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the cases that are marked `full`, and all of `turns`")
     parser.addoption("--quick", action="store_true", help="no slow test, and one case of each table")
+    parser.addoption("--qlora", action="store_true", help="only what is marked `qlora`, all of it, and none is skipped")
     parser.addoption(
         "--fuzz", type=int, default=500, help="how many random masks tests/sharding/test_mask_fuzz.py tries"
     )
@@ -39,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(TURN, str(_turn_of_commit()))  # before xdist's workers start
     torch.set_num_threads(1)
     config.stash[_stderr] = os.dup(2)  # now, while it is not captured: what hangs must be seen
+    if config.getoption("--qlora") and not HAS_BITSANDBYTES:
+        raise pytest.UsageError("--qlora needs bitsandbytes; bash tests/run.sh --qlora installs it")
 
 
 LONG = (
@@ -53,6 +58,14 @@ LONG = (
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not str(item.path).endswith(LONG))
+    with_bitsandbytes = [item for item in items if item.get_closest_marker("qlora") is not None]
+    if config.getoption("--qlora"):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(with_bitsandbytes)])
+        items[:] = with_bitsandbytes
+        return
+    if not HAS_BITSANDBYTES:
+        for item in with_bitsandbytes:
+            item.add_marker(pytest.mark.skip(reason="bitsandbytes is not installed"))
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full") is not None]

@@ -69,7 +69,7 @@ set_up() {
     if [ "$(cat "$venv/made-by-setup" 2>/dev/null)" != "$version" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then
         make_environment "$python" "$version"
     fi
-    rm -f "$venv/installed"
+    rm -rf "$venv/installed" "$venv/bitsandbytes"   # tests/run.sh --qlora makes the second
     # torch first and alone: nothing that comes after it may choose another build of it.
     echo "set-up: installing torch (the large part; minutes on a slow line)" >&2
     install torch

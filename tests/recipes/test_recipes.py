@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.recipes.programs_of_recipes import NAMES, RECIPES
 
 LOSS = 1e-5
 """Relative bound: the order of float32 sums differs."""
-QUANTIZED = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 NORM = {"qlora-32b": 2e-2, "qlora-70b": 2e-2}
 """Bounds of gradient norms; QLoRA's are of gradients in bf16."""
 
@@ -41,7 +39,7 @@ def steps(folder: Path) -> list[dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.turns
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=QUANTIZED) if name.startswith("qlora") else name for name in NAMES]
+    "name", [pytest.param(name, marks=pytest.mark.qlora) if name.startswith("qlora") else name for name in NAMES]
 )
 def test_a_recipe_in_a_ring_of_two_trains_as_one_process(name: str, tmp_path: Path) -> None:
     ring = run(tmp_path / "ring", name, ranks=2)

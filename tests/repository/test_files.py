@@ -47,6 +47,11 @@ def test_a_command_stands_in_the_first_screen_of_the_readme_and_ci_runs_it(comma
     assert re.search(rf"^part .* {re.escape(command)}( |$)", (REPOSITORY / ".ci/run").read_text(), re.MULTILINE)
 
 
+def test_ci_runs_the_tests_that_need_bitsandbytes_before_all_others() -> None:
+    parts = re.findall(r"^part .* bash tests/run\.sh(.*)$", (REPOSITORY / ".ci/run").read_text(), re.MULTILINE)
+    assert parts == [" --qlora", ""]
+
+
 @pytest.mark.parametrize("script", [".ci/run", "examples/run.sh", "tests/run.sh", "tests/setup.sh"])
 def test_a_script_has_no_syntax_error(script: str) -> None:
     assert subprocess.run(["bash", "-n", REPOSITORY / script], capture_output=True, text=True).stderr == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from tests.helpers.models.tiny_models import tiny
 
 UPDATE = 1e-4
 """Relative bound of how far all steps moved the weights, together; 3e-6 to 7e-6 are found."""
-BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
 def needed(kind: Kind) -> Any:
     uses_it = kind.quantized is not None or "bit" in kind.arguments.get("optim", "")
-    return pytest.param(kind, marks=BITSANDBYTES, id=kind.why) if uses_it else pytest.param(kind, id=kind.why)
+    return pytest.param(kind, marks=pytest.mark.qlora, id=kind.why) if uses_it else pytest.param(kind, id=kind.why)
 
 
 @cache
@@ -69,14 +67,14 @@ REFUSED = {
 EXACTLY = "UnsupportedModel: LlamaForCausalLM cannot be trained in a ring exactly: "
 
 
-@BITSANDBYTES
+@pytest.mark.qlora
 @pytest.mark.parametrize("text", REFUSED)
 def test_quantized_weights_are_refused_by_name(ranks: Ranks, text: str) -> None:
     for said in ranks(2).run(kinds_jobs.refused, REFUSED[text]):
         assert said.startswith(EXACTLY + text), said
 
 
-@BITSANDBYTES
+@pytest.mark.qlora
 def test_4_bits_are_refused_on_a_cpu_that_packs_them(ranks: Ranks) -> None:
     """The self-check is such an evaluation: the loss was 5.771 after it, not 5.781."""
     for said in ranks(2).run(kinds_jobs.refused_where_weights_are_packed):
