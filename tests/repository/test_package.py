@@ -1,7 +1,8 @@
-"""The package as it is released: the wheel's contents and metadata, and its installation by plain pip."""
+"""The package as it is released: contents and metadata of the wheel, and what plain pip makes of it."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,11 +11,13 @@ import tarfile
 import tomllib
 import zipfile
 from email import message_from_bytes
-from importlib.metadata import PathDistribution
+from importlib.metadata import PathDistribution, distribution
 from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import hf_ring_attn
 from hf_ring_attn.autoload import switch
@@ -22,6 +25,9 @@ from tests.helpers.patience import patient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "hf_ring_attn"
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+CUDA = ("nvidia-", "cuda-", "triton")
+"""Beginnings of names that only a build of torch for CUDA needs."""
 
 
 def command(*words: str | Path, where: Path) -> str:
@@ -79,10 +85,9 @@ def test_the_sdist_holds_what_builds_and_tests_it(built: Path) -> None:
 def test_metadata_is_valid_and_says_what_is_needed(wheel: zipfile.ZipFile) -> None:
     text = next(wheel.read(name) for name in wheel.namelist() if name.endswith("/METADATA"))
     found = Metadata.from_email(text, validate=True)
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert (found.name, str(found.version)) == ("hf-ring-attn", hf_ring_attn.__version__)
-    assert {str(need) for need in found.requires_dist or [] if not need.marker} == set(project["dependencies"])
-    assert str(found.requires_python) == project["requires-python"]
+    assert {str(need) for need in found.requires_dist or [] if not need.marker} == set(PROJECT["dependencies"])
+    assert str(found.requires_python) == PROJECT["requires-python"]
     assert (found.license_expression, found.description_content_type) == ("Apache-2.0", "text/markdown")
     assert message_from_bytes(text)["Metadata-Version"] == "2.4"
 
@@ -90,8 +95,56 @@ def test_metadata_is_valid_and_says_what_is_needed(wheel: zipfile.ZipFile) -> No
 def test_every_classifier_is_one_that_registries_know() -> None:
     from trove_classifiers import classifiers
 
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert set(project["classifiers"]) <= classifiers
+    assert set(PROJECT["classifiers"]) <= classifiers
+
+
+def test_twine_finds_no_fault_in_wheel_and_sdist(built: Path) -> None:
+    files = sorted(built.iterdir())
+    said = command(sys.executable, "-m", "twine", "--no-color", "check", "--strict", *files, where=built)
+    assert said.count("PASSED") == len(files) == 2, said
+
+
+@pytest.mark.slow
+def test_plain_pip_resolves_its_needs_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
+    """A stand-in of torch has its version and needs, so that no gigabytes of it and of CUDA are downloaded."""
+    place = tmp_path / "empty"
+    command(sys.executable, "-m", "venv", "--without-pip", place, where=tmp_path)
+    pip = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "--disable-pip-version-check"]
+    dry = [*pip, "install", "--dry-run", "--ignore-installed", "--quiet"]
+    probe = [*dry, "--no-deps", "--no-cache-dir", "--retries", "0", "--timeout", "10", "transformers"]
+    if subprocess.run(probe, capture_output=True, timeout=patient(120), check=False).returncode:
+        pytest.skip("pip finds no package index: there is no network")
+    torch = stand_in(tmp_path, "torch", pinned("torch"))
+    command(*dry, "--report", "report.json", next(built.glob("*.whl")), torch, where=tmp_path)
+    chosen = {
+        each["metadata"]["name"].lower(): Version(each["metadata"]["version"])
+        for each in json.loads((tmp_path / "report.json").read_text())["install"]
+    }
+    assert chosen["hf-ring-attn"] == Version(hf_ring_attn.__version__) and chosen["torch"] == Version(pinned("torch"))
+    for need in map(Requirement, PROJECT["dependencies"]):
+        assert chosen[need.name] in need.specifier, need
+    assert not [name for name in chosen if name.startswith(CUDA)], "what only a GPU needs is not for everybody"
+
+
+def pinned(name: str) -> str:
+    """The version of a package in tests/constraints.txt."""
+    pins = (REPOSITORY / "tests/constraints.txt").read_text()
+    found = re.search(rf"^{name}==(.+)$", pins, re.MULTILINE)
+    assert found, f"{name} is not pinned"
+    return found[1]
+
+
+def stand_in(folder: Path, name: str, version: str) -> Path:
+    """A wheel without code; it needs what the installed package of that name needs, apart from CUDA."""
+    needs = [need for need in distribution(name).requires or [] if not need.startswith(CUDA)]
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {x}" for x in needs)]
+    files = {"METADATA": "\n".join(lines) + "\n", "RECORD": ""}
+    files["WHEEL"] = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(f"{name}-{version}.dist-info/{file}", text)
+    return wheel
 
 
 @pytest.mark.slow
