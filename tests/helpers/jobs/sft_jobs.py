@@ -27,6 +27,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 import hf_ring_attn
 from hf_ring_attn.integration.context.mesh import ring_group
 from tests.helpers.jobs import sft_pictures
+from tests.helpers.jobs.cpu_streams import offloading_on_a_cpu
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics
 from tests.helpers.models.tiny_models import SIZES, build
@@ -193,13 +194,15 @@ def pictured(case: Case, attention: str, train: Dataset, evaluate: Dataset) -> d
 
 def trained(case: Case, mesh: Mesh) -> Outcome:
     """The steps and an evaluation on this rank; without a ring in one process, with ``mesh.dp`` batches at a time."""
-    with launched(mesh if mesh.cp > 1 else Mesh(), **OFFLINE), a_folder(None) as folder, quiet():
+    on_a_cpu = launched(mesh if mesh.cp > 1 else Mesh(), **OFFLINE)
+    with on_a_cpu, a_folder(None) as folder, quiet(), offloading_on_a_cpu() as copies:
         rows_at_a_time = {"per_device_eval_batch_size": BATCH // mesh.dp}
         if mesh.cp == 1:
             rows_at_a_time["per_device_train_batch_size"] = BATCH * mesh.dp
         sft = trainer(case.with_args(**rows_at_a_time), folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
         before = trained_parameters(sft)
         sft.train()
+        assert (copies[0] > 0) == case.args.get("activation_offloading", False)
         steps = [entry for entry in sft.state.log_history if "loss" in entry]
         evaluation = sft.evaluate()
         if mesh.cp == 1 and mesh.dp > 1:

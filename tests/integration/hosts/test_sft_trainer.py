@@ -55,6 +55,12 @@ TWO_RANKS: list[Any] = [
     ),
     Case("packed and padded: each token of padding is a document", {**PACKED, "pad_to_multiple_of": 7}),
     Case("a stream, whose batches accelerate would dispatch", {"shuffle_dataset": False}, stream=True),
+    Case("TRL moves activations to the host and back", {"activation_offloading": True}),
+    Case(
+        "TRL moves those of LoRA, packed, checkpointed",
+        {**PACKED, **checkpointed(use_reentrant=False), "activation_offloading": True},
+        lora=True,
+    ),
     Case("metrics of logits and labels in whole rows", metrics=True),
     Case("no names of labels, which SFTTrainer does not ask for", {"label_names": []}, lora=True),
     Case("experts, without their auxiliary loss", {"router_aux_loss_coef": 0.0}, kind=MIXTRAL),
