@@ -31,6 +31,9 @@ SECTIONS: dict[str, str] = {
     "toy": "the config that --toy takes in place of the model's",
 }
 DTYPES = ("bfloat16", "float16", "float32")
+CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
+"""Two names of one argument of TrainingArguments: since transformers 5.23, and before. A recipe may use either."""
+CHECKPOINTING = next(name for name in CHECKPOINTING_NAMES if name in SFTConfig.__dataclass_fields__)
 DECIDED_ELSEWHERE = {
     **dict.fromkeys(("packing", "packing_strategy", "padding_free", "eval_packing", "pad_to_multiple_of"),
                     "prepare.py packs, and train.py reads from its file how"),
@@ -77,7 +80,7 @@ def read(path: Path, changes: Iterable[str] = ()) -> dict[str, Any]:
         changes: such as "training.max_steps=3": a key, with dots between levels, and its value in YAML.
 
     Returns:
-        All sections, those that were left out with their default.
+        All sections, those that were left out with their default; arguments have the installed SFTConfig's names.
 
     Raises:
         BadRecipe: a key is unknown, or contradicts another; all of them are named.
@@ -116,7 +119,7 @@ def checked(given: dict[str, Any], where: object = "the recipe") -> dict[str, An
         "lora": {field.name for field in dataclasses.fields(LoraConfig)},
         "ring": {field.name for field in dataclasses.fields(RingConfig)},
         "data": {"train", "eval"},
-        "training": {field.name for field in dataclasses.fields(SFTConfig) if field.init},
+        "training": {field.name for field in dataclasses.fields(SFTConfig) if field.init} | {*_checkpointing_keys()},
         "config": None, "toy": None,
     }.items():  # fmt: skip
         values = settings[section]
@@ -129,7 +132,13 @@ def checked(given: dict[str, Any], where: object = "the recipe") -> dict[str, An
     faults += _contradictions(settings)
     if faults:
         raise BadRecipe(where, faults)
+    settings["training"] = {_checkpointing_keys().get(key, key): value for key, value in settings["training"].items()}
     return settings
+
+
+def _checkpointing_keys() -> dict[str, str]:
+    """Each key for checkpointing, and the key that the installed SFTConfig has for it."""
+    return {f"{name}{end}": f"{CHECKPOINTING}{end}" for name in CHECKPOINTING_NAMES for end in ("", "_kwargs")}
 
 
 def _unknown(prefix: str, given: Iterable[Any], allowed: Iterable[str]) -> Iterable[str]:
@@ -156,7 +165,11 @@ def _contradictions(settings: dict[str, Any]) -> Iterable[str]:
     if ring and settings["attention"] != "ring_fp32":
         yield f"ring.{next(iter(ring))}, with attention {settings['attention']}: only ring_fp32 has these options"
     kept = [f"ring.{key}" for key in ("save_attention", "offload_above") if ring.get(key) not in (None, False)]
-    for name in ("gradient_checkpointing", "activation_checkpointing"):  # the name until transformers 5.22, and since
+    for end in ("", "_kwargs"):
+        given = [f"training.{name}{end}" for name in CHECKPOINTING_NAMES if f"{name}{end}" in training]
+        if len(given) == 2:
+            yield f"{given[0]}, with {given[1]}: two names of one argument"
+    for name in CHECKPOINTING_NAMES:
         if kept and training.get(name) is False:
             yield f"{kept[0]}, with training.{name} false: it is about checkpoints"
         if kept and (training.get(f"{name}_kwargs") or {}).get("use_reentrant"):

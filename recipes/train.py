@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig
-from settings import BadRecipe, read
+from settings import CHECKPOINTING, BadRecipe, read
 from toy import toy
 from transformers import (
     AutoConfig,
@@ -133,7 +133,7 @@ def arguments(settings: dict[str, Any], rows: Dataset, checkpoint: str | None) -
     packed = "seq_lengths" in rows.column_names
     given: dict[str, Any] = {
         "per_device_train_batch_size": 1, "ddp_find_unused_parameters": False, "logging_steps": 1, "report_to": "none",
-        "disable_tqdm": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "bf16": False,
+        "disable_tqdm": True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, "bf16": False,
         **settings["training"], "resume_from_checkpoint": checkpoint, "padding_free": packed,
     }  # fmt: skip
     if packed or PICTURES in rows.column_names:

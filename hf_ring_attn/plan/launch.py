@@ -64,9 +64,8 @@ def program(setup: Setup, model: str) -> str:
     arguments = [
         'output_dir="outputs"', f"max_length={setup.tokens}", "per_device_train_batch_size=1",
         f'optim="{OPTIMIZERS[setup.optimizer]}"', f"bf16={setup.dtype == 'bfloat16'}",
-        f"fp16={setup.dtype == 'float16'}", f"gradient_checkpointing={setup.checkpointing}",
-        'gradient_checkpointing_kwargs={"use_reentrant": False}',
-        f"use_liger_kernel={setup.liger}", "ddp_find_unused_parameters=False",
+        f"fp16={setup.dtype == 'float16'}", f"use_liger_kernel={setup.liger}", "ddp_find_unused_parameters=False",
+        f'**{{checkpointing: {setup.checkpointing}, f"{{checkpointing}}_kwargs": {{"use_reentrant": False}}}}',
     ]  # fmt: skip
     adapter = "None"
     if setup.method != "full":
@@ -96,6 +95,9 @@ model = AutoModelForCausalLM.from_pretrained(
     {loading},
 )
 hf_ring_attn.configure(model, hf_ring_attn.RingConfig({ring}))
+checkpointing = "activation_checkpointing"
+if checkpointing not in SFTConfig.__dataclass_fields__:
+    checkpointing = "gradient_checkpointing"  # its name until transformers 5.22
 arguments = SFTConfig(
     {arguments},
 )

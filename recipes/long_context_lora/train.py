@@ -104,11 +104,14 @@ def adapter(options: argparse.Namespace) -> LoraConfig:
 
 def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
     """What Trainer and SFTTrainer are told alike."""
+    checkpointing = "activation_checkpointing"
+    if checkpointing not in TrainingArguments.__dataclass_fields__:
+        checkpointing = "gradient_checkpointing"  # its name until transformers 5.22
     return {
         "output_dir": "outputs/long_context_lora", "max_steps": options.steps, "per_device_train_batch_size": 1,
         "learning_rate": options.learning_rate, "lr_scheduler_type": "constant", "weight_decay": 0.0,
-        "bf16": options.dtype == "bfloat16", "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False,
+        "bf16": options.dtype == "bfloat16", checkpointing: True,
+        f"{checkpointing}_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not on_gpu,
         "seed": 0, "optim": options.optim, "train_sampling_strategy": "sequential", "use_liger_kernel": options.liger,
         # A ring turns Liger's losses off by itself; accelerate's own context parallelism does not.

@@ -77,6 +77,11 @@ def start(
     return Program(processes, folder)
 
 
+def older_names(text: str) -> list[str]:
+    """Warnings, in what a program printed, that it gave an argument for checkpointing by an older name."""
+    return [line for line in text.splitlines() if "`gradient_checkpointing" in line and "is deprecated" in line]
+
+
 def launched_by(config: Path) -> dict[str, str]:
     """What ``accelerate launch`` tells its processes of a launch config."""
     flags = ["--config_file", str(config), "--main_process_port", "0", "train.py"]

@@ -12,7 +12,9 @@ import yaml  # type: ignore[import-untyped]  # it has no types
 from hf_ring_attn import cli
 from hf_ring_attn.plan import launch
 from hf_ring_attn.plan.setup import METHODS, OPTIMIZERS, SHARDS, Setup
+from tests.helpers.programs import older_names, start
 from tests.plan.shapes import LLAMA_8B
+from tests.recipes.programs_of_recipes import program as recipe_program
 
 
 @pytest.fixture
@@ -103,6 +105,31 @@ def test_the_launch_is_complete(method: str, shard: str, tmp_path: Path) -> None
     compile(program, launch.PROGRAM, "exec")
     assert ("load_in_4bit" in program) == (method == "qlora") and ("LoraConfig(" in program) == (method != "full")
     assert "max_length=4096" in program and "mlp_tokens=512" in program
+
+
+@pytest.mark.slow
+def test_the_program_trains_without_a_warning_of_an_older_name(tmp_path: Path) -> None:
+    toy = recipe_program("toy")
+    toy.write_model(tmp_path / "model")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/rows.jsonl").write_text(json.dumps({"text": "A row of words. " * 20}) + "\n")
+    launch.write(tmp_path, Setup(gpus=1, tokens=256, dtype="float32", save_attention=True), str(tmp_path / "model"))
+    program = tmp_path / launch.PROGRAM
+    program.write_text(program.read_text().replace('"DATA"', f'"{tmp_path / "rows"}"'))
+    said = start(tmp_path, program).output()
+    assert "train_loss" in said and not older_names(said), said
+
+
+@pytest.mark.parametrize("known", ["activation_checkpointing", "gradient_checkpointing"])
+def test_the_program_names_checkpointing_as_transformers_does(known: str) -> None:
+    """Until transformers 5.22 it has the older name only."""
+    text = launch.program(Setup(gpus=1, tokens=256, checkpointing=False), "some/model")
+    begins, ends = text.index('checkpointing = "'), text.index("adapter = ")
+    config = type("SFTConfig", (dict,), {"__dataclass_fields__": {known: None}})
+    found: dict[str, Any] = {"SFTConfig": config}
+    exec(text[begins:ends], found)
+    assert found["arguments"][known] is False
+    assert {key for key in found["arguments"] if "checkpointing" in key} == {known, f"{known}_kwargs"}
 
 
 def test_yaml_does_not_read_a_no_as_false() -> None:

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.helpers.programs import CPU_2RANKS, REPOSITORY, launched_by, start
+from tests.helpers.programs import CPU_2RANKS, REPOSITORY, launched_by, older_names, start
 
 RECIPE = REPOSITORY / "recipes" / "long_context_lora"
 TINY = ("--shape", "tiny", "--dtype", "float32", "--tokens", "301", "--steps", "3", "--learning-rate", "1e-2")
@@ -40,7 +40,8 @@ def test_a_ring_of_two_trains_as_one_process(tmp_path: Path) -> None:
         started[name] = start(folder, RECIPE / "train.py", *given, ranks=ranks, environment=environment)
     found: dict[str, Any] = {}
     for name, program in started.items():
-        program.output()
+        said = program.output()
+        assert not older_names(said), said
         found[name] = json.loads((tmp_path / name / "results.json").read_text())
     alone = found["alone"]
     assert alone["ranks"] == 1 and len(alone["losses"]) == 3
@@ -72,7 +73,8 @@ def train() -> dict[str, Any]:
 
 
 def test_the_work_of_a_step_is_counted_by_the_formula() -> None:
-    measure = runpy.run_path(str(RECIPE / "measure.py"))
+    with mock.patch.object(sys, "path", [str(RECIPE), *sys.path]):
+        measure = runpy.run_path(str(RECIPE / "measure.py"))
     config = LlamaConfig(
         hidden_size=64, intermediate_size=192, num_hidden_layers=2, vocab_size=259, num_attention_heads=2,
         num_key_value_heads=1,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
+from transformers import TrainingArguments
 
 from tests.recipes.programs_of_recipes import NAMES, RECIPES, program
 
@@ -35,6 +38,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"ring.save_attention": True, "training.gradient_checkpointing_kwargs": {"use_reentrant": True}},
         "ring.save_attention, with training.gradient_checkpointing_kwargs.use_reentrant",
+    ),
+    (
+        {"training.gradient_checkpointing": True, "training.activation_checkpointing": True},
+        "training.activation_checkpointing, with training.gradient_checkpointing: two names",
     ),
     ({"training.bf16": True, "training.fp16": True, "dtype": "float32"}, "training.bf16, with training.fp16"),
     ({"training.fp16": True}, "training.fp16, with dtype bfloat16"),
@@ -100,3 +107,34 @@ def test_every_recipe_can_be_read(name: str) -> None:
     assert read["data"]["train"] == f"data/{name}.parquet", "what launch.sh makes"
     assert f"--length {read['training']['max_length']}" in (RECIPES / name / "run.sh").read_text()
     assert re.search(f"--(tokenizer|processor) {re.escape(read['model'])} ", (RECIPES / name / "run.sh").read_text())
+
+
+NEW, OLD = "activation_checkpointing", "gradient_checkpointing"
+
+
+@pytest.mark.parametrize("written", [NEW, OLD])
+@pytest.mark.parametrize("known", [NEW, OLD])
+def test_checkpointing_has_the_name_that_transformers_knows(
+    written: str, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "CHECKPOINTING", known)
+    how = {"use_reentrant": False}
+    training = {"max_length": 8, written: True, f"{written}_kwargs": how}
+    made = settings.checked({**GOOD, "training": training})["training"]
+    assert made == {"max_length": 8, known: True, f"{known}_kwargs": how}
+
+
+def test_the_name_is_the_newest_one_that_transformers_has() -> None:
+    assert (NEW if hasattr(TrainingArguments, NEW) else OLD) == settings.CHECKPOINTING
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_gives_no_warning_of_an_older_name(name: str, tmp_path: Path) -> None:
+    read = settings.read(RECIPES / name / "config.yaml", [f"training.output_dir={tmp_path}"])
+    read["training"].pop("optim", None)  # paged_adamw_8bit needs bitsandbytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        warnings.simplefilter("error", DeprecationWarning)
+        made = program("train").arguments(read, Dataset.from_dict({"input_ids": [[1]]}), None)
+    assert getattr(made, settings.CHECKPOINTING) is True
+    assert getattr(made, f"{settings.CHECKPOINTING}_kwargs") == {"use_reentrant": False}
