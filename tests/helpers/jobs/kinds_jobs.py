@@ -49,6 +49,7 @@ class Kind:
         arguments: TrainingArguments. lora: what LoraConfig is given; None trains all weights.
         quantized: what BitsAndBytesConfig is given. fsdp: of FullyShardedDataParallelPlugin, in a ring.
         half: computes in 16 bits, so that a weight's gradient is a sum of rounded shares.
+        scaled: the loss is scaled, as accelerate has it for fp16 on a GPU.
     """
 
     why: str
@@ -57,16 +58,21 @@ class Kind:
     quantized: dict[str, Any] | None = None
     fsdp: dict[str, Any] | None = None
     half: bool = False
+    scaled: bool = False
 
 
 @dataclass
 class Trained:
-    """Of each step the loss and the norm of gradients; the trained weights before and after all."""
+    """Of each step the loss and the norm of gradients; the trained weights before and after all.
+
+    ``scale``: of the loss, at the end.
+    """
 
     losses: list[float]
     norms: list[float]
     before: dict[str, Tensor]
     after: dict[str, Tensor]
+    scale: float = 1.0
 
 
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4, "weight_decay": 0.1}
@@ -88,6 +94,7 @@ KINDS = [
         quantized={**NF4, "bnb_4bit_quant_storage": torch.float32},
     ),
     Kind(why="bf16", half=True, arguments={"bf16": True}),
+    Kind(why="fp16: the first step overflows", half=True, scaled=True, arguments={"fp16": True}),
 ]  # fmt: skip
 
 
@@ -137,6 +144,13 @@ def under_fsdp2(trainer: Any, options: dict[str, Any]) -> None:
     trainer.is_fsdp_enabled = True
 
 
+def scale_losses(accelerator: Any) -> None:
+    """accelerate leaves fp16 out on a CPU, without a word; its code for it runs there as well."""
+    assert accelerator.mixed_precision == "fp16" and accelerator.scaler is None
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-20, growth_interval=2)
+
+
 @contextmanager
 def fsdp2_from_the_start(options: dict[str, Any]) -> Iterator[None]:
     """Trainers made meanwhile have FSDP2: some shard their reference when they are made."""
@@ -183,6 +197,8 @@ def trained(
         trainer = trainer_of(run, mesh, folder, model_of(kind, mesh, folder, device))
         if kind.fsdp is not None and mesh.cp > 1:
             under_fsdp2(trainer, kind.fsdp)
+        if kind.scaled:
+            scale_losses(trainer.accelerator)
         before = weights_of(trainer.model)
         trainer.train(resume_from_checkpoint=resume)
         optimizer: Any = trainer.optimizer
@@ -191,7 +207,7 @@ def trained(
         steps = [entry for entry in trainer.state.log_history if "loss" in entry]
         return Trained(
             [entry["loss"] for entry in steps], [entry["grad_norm"] for entry in steps], before,
-            weights_of(trainer.model),
+            weights_of(trainer.model), trainer.accelerator.scaler.get_scale() if kind.scaled else 1.0,
         )  # fmt: skip
 
 
