@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_ring_attn import RingConfig
+from tests.helpers.jobs import evaluation_jobs
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, by_turns, without_ring
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, train, trainer_of
@@ -77,6 +78,15 @@ def test_a_ring_evaluates_as_one_process_does(ranks: Ranks, run: Run, mesh: Mesh
         if got.label_ids is not None and want.label_ids is not None:
             assert torch.equal(got.label_ids, want.label_ids)
     assert bool(run.predicts) == (want.predictions is not None)
+
+
+@pytest.mark.parametrize("host", ["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize(("metrics", "only_loss"), [(False, None), (False, True), (True, True), (True, False)], ids=str)
+def test_an_evaluation_makes_logits_for_metrics_only(
+    ranks: Ranks, host: str, metrics: bool, only_loss: bool | None
+) -> None:
+    for largest, logits in ranks(2).run(evaluation_jobs.most_values, host, metrics, only_loss):
+        assert (largest >= logits) == (metrics and not only_loss), (largest, logits)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""What ranks run to see how large the tensors of an evaluation are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from trl.kernels import chunked_logprob
+from trl.trainer import utils as trl_utils
+
+from hf_ring_attn.integration.model import lazy_logits
+from tests.helpers.jobs import sft_jobs
+from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics, trainer_of
+from tests.helpers.live_bytes import Largest
+
+ROWS = 2
+TOKENS = 80
+"""Of a row: so long that logits are the largest tensors, even where each rank makes those of its share."""
+CHUNK = 8
+
+
+def most_values(host: str, metrics: bool, only_loss: bool | None) -> tuple[int, int]:
+    """The most values of any tensor of an evaluation, after the first, and how many all logits of a rank have.
+
+    Args:
+        host: "Trainer" or "SFTTrainer". only_loss: the argument prediction_loss_only.
+    """
+    with launched(Mesh(cp=2), **sft_jobs.OFFLINE), a_folder(None) as folder, sft_jobs.quiet(), short_chunks():
+        compute = ordered_metrics if metrics else None
+        trainer: Any
+        if host == "Trainer":
+            run = Run(why="", evaluated=Rows(count=ROWS, length=TOKENS), arguments={"prediction_loss_only": only_loss})
+            trainer = trainer_of(run, Mesh(cp=2), folder, compute_metrics=compute)
+        else:
+            rows = sft_jobs.rows("text", 1).from_list([{"text": "x" * (TOKENS - 1)}] * ROWS)
+            case = sft_jobs.Case("", {"prediction_loss_only": only_loss})
+            trainer = sft_jobs.trainer(case, folder, "ring_fp32", eval_dataset=rows, compute_metrics=compute)
+        trainer.evaluate()
+        with Largest() as largest:
+            trainer.evaluate()
+        return largest.values, ROWS * TOKENS // 2 * trainer.model.config.vocab_size
+
+
+@contextmanager
+def short_chunks() -> Iterator[None]:
+    """Chunks of the loss, and of TRL's fused head, far below the sizes that toys would never reach."""
+    with (
+        mock.patch.object(lazy_logits, "rows_per_chunk", return_value=CHUNK),
+        mock.patch.object(chunked_logprob, "TOKEN_CHUNK_SIZE", CHUNK),
+        mock.patch.object(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", CHUNK),
+    ):
+        yield
