@@ -25,12 +25,14 @@ SECTIONS: dict[str, str] = {
     "config": "entries of the model's config.json that are changed, such as rope_parameters",
     "quantization": "arguments of BitsAndBytesConfig",
     "lora": "arguments of LoraConfig; without it all weights are trained",
+    "compile": "layers: torch.compile each layer of the decoder, in place; null: none",
     "ring": "options of hf_ring_attn.RingConfig",
     "data": "train and eval: files of prepare.py, or of pictures.py",
     "training": "arguments of SFTConfig (and TrainingArguments)",
     "toy": "the config that --toy takes in place of the model's",
 }
 DTYPES = ("bfloat16", "float16", "float32")
+COMPILED = ("layers",)
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
 """Two names of one argument of TrainingArguments: since transformers 5.23, and before. A recipe may use either."""
 CHECKPOINTING = next(name for name in CHECKPOINTING_NAMES if name in SFTConfig.__dataclass_fields__)
@@ -112,7 +114,7 @@ def checked(given: dict[str, Any], where: object = "the recipe") -> dict[str, An
     faults = list(_unknown("", given, SECTIONS))
     settings: dict[str, Any] = {
         "model": None, "revision": None, "dtype": "bfloat16", "attention": "ring_fp32", "config": {},
-        "quantization": None, "lora": None, "ring": {}, "data": {}, "training": {}, "toy": {}, **given,
+        "quantization": None, "lora": None, "compile": None, "ring": {}, "data": {}, "training": {}, "toy": {}, **given,
     }  # fmt: skip
     for section, allowed in {
         "quantization": inspect.signature(BitsAndBytesConfig.__init__).parameters.keys() - {"self", "kwargs"},
@@ -158,6 +160,12 @@ def _contradictions(settings: dict[str, Any]) -> Iterable[str]:
         yield "training.max_length: the number of tokens in a row is missing"
     if settings["dtype"] not in DTYPES:
         yield f"dtype: {settings['dtype']!r} is none of {', '.join(DTYPES)}"
+    if settings["compile"] is not None and settings["compile"] not in COMPILED:
+        yield f"compile: {settings['compile']!r} is none of {', '.join(COMPILED)}, null"
+    if settings["compile"] and training.get("torch_compile"):
+        yield "compile, with training.torch_compile: one of them"
+    if settings["compile"] and ring.get("offload_above") is not None:
+        yield "compile, with ring.offload_above: it moves checkpoints from Python, which torch.compile would trace"
     for key in training.keys() & DECIDED_ELSEWHERE.keys():
         yield f"training.{key}: leave it out; {DECIDED_ELSEWHERE[key]}"
     if settings["quantization"] is not None and settings["lora"] is None:

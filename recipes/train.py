@@ -107,6 +107,15 @@ def load_model(settings: dict[str, Any]) -> Any:
     return model
 
 
+def compile_layers(model: Any) -> int:
+    """Compiles each layer of the decoder in place, and returns how many there are. On a CPU only graphs are traced."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = base.get_decoder().layers
+    for layer in layers:
+        layer.compile(backend="eager" if ON_CPU else "inductor")
+    return len(layers)
+
+
 def load_rows(settings: dict[str, Any], name: str) -> Dataset | None:
     """Rows of a file of prepare.py, or None if the recipe names none.
 
@@ -197,6 +206,10 @@ def train(settings: dict[str, Any], resume: bool = False) -> Any:
         callbacks=[progress],
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)  # Progress prints the same
+    if settings["compile"]:
+        layers = compile_layers(trainer.model)
+        if trainer.is_world_process_zero():
+            print(f"{layers} layers are compiled", flush=True)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()  # by all ranks: FSDP2 gathers what it has sharded, rank 0 writes
     if trainer.is_world_process_zero():

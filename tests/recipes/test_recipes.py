@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,6 +21,8 @@ from tests.recipes.programs_of_recipes import NAMES, RECIPES
 
 LOSS = 1e-5
 """Relative bound: the order of float32 sums differs."""
+COMPILED = 1e-4
+"""Relative bound: compiled layers may fuse sums."""
 NORM = {"qlora-32b": 2e-2, "qlora-70b": 2e-2}
 """Bounds of gradient norms; QLoRA's are of gradients in bf16."""
 
@@ -55,6 +58,20 @@ def test_a_recipe_in_a_ring_of_two_trains_as_one_process(name: str, tmp_path: Pa
     assert [step["grad_norm"] for step in got] == pytest.approx(norms, rel=NORM.get(name, 1e-4)), text
     saved = {path.name for path in (tmp_path / "ring/toy/output").iterdir()}
     assert saved & {"adapter_model.safetensors", "model.safetensors"} and "checkpoint-2" in saved
+
+
+@pytest.mark.slow
+@pytest.mark.turns
+@pytest.mark.parametrize("name", ["lora-128k", "packed-chat", "vlm"])
+def test_compiled_layers_train_alike(name: str, tmp_path: Path) -> None:
+    compiled = run(tmp_path / "compiled", name, "--set", "compile=layers", ranks=2)
+    plain = run(tmp_path / "plain", name, ranks=2)
+    text = compiled.output()
+    assert re.search(r"^[1-9]\d* layers are compiled$", text, re.MULTILINE), text
+    assert "compiled" not in plain.output()
+    for key in ("loss", "grad_norm"):
+        want = [step[key] for step in steps(tmp_path / "plain")]
+        assert [step[key] for step in steps(tmp_path / "compiled")] == pytest.approx(want, rel=COMPILED), text
 
 
 @pytest.mark.slow
