@@ -13,7 +13,7 @@ from ..arguments import FLOATS, INTEGERS, check, check_flag, check_tensor, check
 from ..comm.first_order import refuse_transforms, refuse_vmap
 from ..comm.ring import LOCAL, Ring
 from ..config import RingConfig
-from ..errors import BadShape, RanksDiffer, Refused, RefusedElsewhere
+from ..errors import BadShape, RanksDiffer, Refused
 from ..kernels import Params, Request, ScoreFunction, ScoreMod
 from ..sharding.layout import LONGEST, Layout
 from ..sharding.mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
@@ -93,7 +93,8 @@ def ring_attention(
         window: (left, right): a query at p sees keys p - left to p + right; None means no bound on that side.
             transformers' ``sliding_window=w`` of a causal model is (w - 1, 0).
         documents: [B, S] or [S] integers for the whole row, the same on every rank: tokens see only tokens with the
-            same id, and -1 marks tokens that see nothing and are not seen. Read on the host. No mask of True and False.
+            same id. Ids are 0 or more; -1 marks tokens that see nothing and are not seen. Read on the host. No mask of
+            True and False. From cu_seqlens: ``repeat_interleave(arange(n), cu_seqlens.diff())``.
         softcap: cap of the scores, as in Gemma 2.
         sinks: [H], a logit a head that takes part in the softmax without a value, as in gpt-oss. Its gradient is this
             rank's share, as that of any weight: add over ranks.
@@ -108,8 +109,8 @@ def ring_attention(
             changed Python number in it makes a new one, so use a tensor. Elsewhere, and on a GPU with
             ``deterministic=True``, the reference serves in float64. torch.compile breaks its graph here.
         scale: factor of the scores; None: D ** -0.5.
-        length: S, the tokens of the whole row. None: the ranks agree on it in one small collective, which also detects
-            calls with different shapes or options.
+        length: S, the tokens of the whole row. None: the ranks agree on it in one small collective, for which the host
+            waits, and which also detects calls with different shapes or options. Give it in training.
         return_lse: also return the log-sum-exp of each query's scores.
         config: see `RingConfig`; ``loss`` and ``pad`` are not used here.
 
@@ -131,6 +132,7 @@ def ring_attention(
     ring = Ring.of(group)
     refusal: Refused | None = None
     facts: dict[str, object] = dict.fromkeys(FACTS)
+    ids: Tensor | None = None
     try:
         _check_tensors(q, k, v, sinks, documents)
         refuse_transforms("ring attention", q, k, v, sinks)
@@ -144,10 +146,11 @@ def ring_attention(
         if length is not None:
             length = whole_number("length", length, "a number of tokens, 0 to 2**40", most=LONGEST)
         mod = None if score_mod is None else ScoreMod.of(score_mod, q.device, config.deterministic)
+        ids = None if documents is None else _ids(documents)
         facts = _facts(q, k, v, documents, causal, tuple(window), softcap, factor, sinks, config, mod)
     except Refused as error:
         refusal = error
-    interruption_guard(ring).check()  # others would receive the comparison below as the rest of that attention
+    interruption_guard(ring).check()  # else peers would read the comparison below as data of that attention
     if length is None:
         length = _agreed_length(ring, q, facts, refusal)
     if refusal is not None:
@@ -160,7 +163,7 @@ def ring_attention(
         raise BadShape("q", tuple(q.shape), need)
 
     batch, _, heads, head_dim = q.shape
-    mask = Mask.of(band, batch, layout.padded, _documents(documents, batch, layout))
+    mask = Mask.of(band, batch, layout.padded, _documents(ids, batch, layout))
     request = Request(
         q.device.type, q.dtype, heads, k.shape[2], head_dim, v.shape[3], softcap is not None, sinks is not None,
         config.deterministic, mask.holes, mod is not None,
@@ -170,13 +173,13 @@ def ring_attention(
         kernel = kernel_for(ring.name, config.kernel, request)
     else:
         kernel = kernel_for_scores(ring.name, config.kernel, request, params, mask, batch, length)
-    real = torch.nonzero(layout.positions() < length).flatten().to(q.device)
     short = held < layout.local_length
     if short:
+        real = torch.nonzero(layout.positions() < length).flatten().to(q.device)
         q, k, v = (x.new_zeros(batch, layout.local_length, *x.shape[2:]).index_copy(1, real, x) for x in (q, k, v))
     if batch * layout.padded == 0:  # nothing to send, and not every transport can send nothing
         ring, layout, mask = Ring(LOCAL), Layout(q.shape[1], 1, 0), Mask.of(CAUSAL, batch, q.shape[1])
-    call = Call(q, k, v, Plan.of(ring, layout, mask), params, RingOptions.of(config, kernel))
+    call = Call(q, k, v, Plan.cached(ring, layout, mask), params, RingOptions.of(config, kernel))
     out, lse = attend(call) if mod is None else attend_scored(call)
     if short:
         out, lse = out.index_select(1, real), lse.index_select(2, real)
@@ -221,21 +224,30 @@ def _band(causal: bool, window: tuple[int | None, int | None]) -> Band:
     return band & (CAUSAL if causal else BIDIRECTIONAL)
 
 
-def _documents(documents: Tensor | None, batch: int, layout: Layout) -> Tensor | None:
+def _ids(documents: Tensor) -> Tensor:
+    """The same on the CPU, as int64."""
+    ids = documents.detach().to("cpu", torch.int64)
+    least = int(ids.min()) if ids.numel() else 0
+    check(least >= -1, "documents", least, "ids of 0 or more, and -1 for tokens that see nothing")
+    return ids
+
+
+def _documents(ids: Tensor | None, batch: int, layout: Layout) -> Tensor | None:
     """[B, padded] ids on the CPU, with padding as -1; None where all tokens are of one document."""
-    if documents is None:
+    if ids is None:
         if layout.padded == layout.length:
             return None
-        documents = torch.zeros(layout.length, dtype=torch.int64)
-    if documents.shape not in ((layout.length,), (batch, layout.length)):
-        raise BadShape("documents", tuple(documents.shape), f"it must be [{batch}, {layout.length}], the whole row")
-    return layout.pad(documents.to("cpu", torch.int64).expand(batch, -1), 1, -1)
+        ids = torch.zeros(layout.length, dtype=torch.int64)
+    if ids.shape not in ((layout.length,), (batch, layout.length)):
+        raise BadShape("documents", tuple(ids.shape), f"it must be [{batch}, {layout.length}], the whole row")
+    return layout.pad(ids.expand(batch, -1), 1, -1)
 
 
 FACTS = (
     "number of rows (B)", "number of query heads (H)", "number of key heads (G)", "width of a query head (D)",
     "width of a value head (Dv)", "dtype", "causal", "window", "softcap", "scale", "sinks", "score_mod",
     "tensors of the score_mod", "deterministic", "kernel", "backward", "heads_per_gather", "traffic", "documents",
+    "needs a gradient",
 )  # fmt: skip
 """Facts of a call that ranks compare."""
 
@@ -244,10 +256,12 @@ def _facts(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, causal: bool, window: tuple[int | None, ...],
     softcap: float | None, scale: float, sinks: Tensor | None, config: RingConfig, mod: ScoreMod | None,
 ) -> dict[str, object]:  # fmt: skip
+    differentiated = (q, k, v, *(() if sinks is None else (sinks,)), *(() if mod is None else mod.captured))
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in differentiated)
     values = (
         q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, causal, window, softcap, scale, sinks,
         *score_mod_facts(mod).values(), config.deterministic, config.kernel, config.backward, config.heads_per_gather,
-        config.traffic, documents,
+        config.traffic, documents, trains,
     )  # fmt: skip
     return dict(zip(FACTS, values, strict=True))
 
@@ -256,18 +270,12 @@ def _agreed_length(ring: Ring, q: Tensor, facts: dict[str, object], refusal: Ref
     """Compares the calls of all ranks and returns the length of the whole row; if one refuses, all raise."""
     device = ring.small_device(q.device if refusal is None else torch.device("cpu"))
     todo = "Call ring_attention with the same options on every rank."
-    try:
-        # A transform of torch.func that was refused would wrap messages, too.
-        with nullcontext() if refusal is None else torch._C._DisableFuncTorch():
-            ring.agree(facts, device, todo, None if refusal is None else str(refusal))
-    except RefusedElsewhere as elsewhere:
-        raise refusal or elsewhere from None
-    if refusal is not None:  # in a ring of one
-        raise refusal
-    lengths = ring.numbers(q.shape[1], device, "compared lengths")
+    # A transform of torch.func that was refused would wrap messages, too.
+    with nullcontext() if refusal is None else torch._C._DisableFuncTorch():
+        (lengths,) = ring.agree(facts, device, todo, refusal, [q.shape[1] if refusal is None else 0])
     total = sum(lengths)
     expected = [Layout(total, ring.size, rank).held() for rank in range(ring.size)]
     if lengths != expected:
         todo = f"A row of {total} tokens is held as {expected}: see hf_ring_attn.positions."
-        raise RanksDiffer("zigzag share of a row", list(lengths), todo)
+        raise RanksDiffer("zigzag share of a row", [*lengths], todo)
     return total

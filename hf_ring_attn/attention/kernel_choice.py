@@ -40,13 +40,7 @@ def kernel_for(ring: str, name: str, request: Request) -> str:
         refusal = error
     meeting = Ring(ring)
     facts = {"kernel": chosen, "version of torch": str(torch.__version__)}
-    device = meeting.small_device(torch.device(request.device))
-    try:
-        meeting.agree(facts, device, _SAME_KERNEL, None if refusal is None else str(refusal))
-    except errors.RefusedElsewhere as elsewhere:
-        raise refusal or elsewhere from None
-    if refusal is not None:
-        raise refusal
+    meeting.agree(facts, meeting.small_device(torch.device(request.device)), _SAME_KERNEL, refusal)
     return chosen
 
 

@@ -140,16 +140,15 @@ class Ring:
         return Pending(self, doing, [everyone], (work,))
 
     def by_heads(
-        self, tensors: Sequence[Tensor], groups: Sequence[slice], send: Callable[[Tensor], Pending] | None = None
+        self, tensors: Sequence[Tensor], groups: Sequence[slice], send: Callable[[Tensor], Pending]
     ) -> Iterator[tuple[slice, list[Tensor]]]:
         """Sends tensors [B, T, G, ...] one group of heads at a time; yields each group and the tensors received for it.
 
         The first group is sent now; each later one while the caller uses the group before it.
 
         Args:
-            send: starts a transfer; None: `gather`, which gives [W, B, T, heads, ...] in rank order.
+            send: starts a transfer, such as `gather`, which gives [W, B, T, heads, ...] in rank order.
         """
-        send = send or self.gather
 
         def launch(group: slice) -> list[Pending]:
             return [send(tensor[:, :, group]) for tensor in tensors]
@@ -204,7 +203,7 @@ class Ring:
         return self.means([tensor])[0]
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Sums over the ring in float32 (float64 for float64), returns the tensor's dtype."""
+        """Sums over the ring in float32 (float64 for float64, int64 for integers), returns the tensor's dtype."""
         wide = tensor.to(_wide(tensor.dtype), copy=True)
         if self.size > 1:
             with _following_peers("added up over the ring", self):
@@ -224,47 +223,55 @@ class Ring:
             found += [part.view(x.shape).to(x.dtype) for part, x in zip(parts, run, strict=True)]
         return found
 
-    def agree(self, *args: Any, **kwargs: Any) -> list[bool]:
+    def agree(
+        self, facts: Mapping[str, object], device: torch.device, todo: str = "", failure: Exception | None = None,
+        collect: Sequence[int] = (), doing: str = "compared its batch with the other ranks",
+    ) -> list[list[int]]:  # fmt: skip
         """`start_agreement`, and its end at once."""
-        return self.start_agreement(*args, **kwargs)()
+        return self.start_agreement(facts, device, todo, failure, collect, doing)()
 
     def start_agreement(
-        self, facts: Mapping[str, object], device: torch.device, todo: str, refusal: str | None = None,
-        any_of: Sequence[bool] = (), doing: str = "compared its batch with the other ranks",
-    ) -> Callable[[], list[bool]]:  # fmt: skip
+        self, facts: Mapping[str, object], device: torch.device, todo: str = "", failure: Exception | None = None,
+        collect: Sequence[int] = (), doing: str = "compared its batch with the other ranks",
+    ) -> Callable[[], list[list[int]]]:  # fmt: skip
         """Compares facts among ranks in one small collective; if any differs, all ranks raise.
 
         Args:
             facts: values by name, the same names in the same order on every rank: numbers, strings, tensors, and
                 collections of them. Each is sent as one integer (`numbers_of`); if one differs, the ranks search for
                 the value that does.
-            todo: advice for the error.
-            refusal: the reason why this rank refuses its batch; then every rank raises with it.
-            any_of: flags, equally many on every rank.
+            todo: advice if they differ.
+            failure: the error that this rank must raise; then no rank goes on.
+            collect: numbers that may differ, equally many on every rank.
             doing: this rank's activity, for errors.
 
         Returns:
-            a function to call next in this ring, which waits, and returns for each of ``any_of``: True if it is set on
-            any rank.
+            a function to call next in this ring, which waits, and returns each of ``collect`` of all ranks.
 
         Raises (that function):
-            RefusedElsewhere: a rank of the ring refused. RanksDiffer: the first value that differs, of each rank.
+            this rank's ``failure``; RefusedElsewhere: another rank has one, with its name and words.
+            RanksDiffer: on every rank, the first fact that differs.
         """
-        if self.size == 1:
-            return lambda: list(any_of)
-        receive = self.start_rows([int(refusal is not None), *numbers_of(facts.values()), *any_of], device, doing)
 
-        def finish() -> list[bool]:
+        def finish() -> list[list[int]]:
+            if receive is None:
+                if failure is not None:
+                    raise failure
+                return [[number] for number in collect]
             table = receive()
             if any(line[0] for line in table):
-                texts = self.objects(refusal)
-                raise RefusedElsewhere({rank: text for rank, text in enumerate(texts) if text is not None})
+                texts = self.objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+                elsewhere = RefusedElsewhere({rank: text for rank, text in enumerate(texts) if text is not None})
+                raise failure or elsewhere
             same = all(line[1 : 1 + len(facts)] == table[0][1 : 1 + len(facts)] for line in table)
             for column, (name, value) in enumerate(() if same else facts.items(), start=1):
                 if len({line[column] for line in table}) > 1:
                     raise RanksDiffer(*first_difference(name, value, self.objects), todo)
-            return [any(line[1 + len(facts) + place] for line in table) for place in range(len(any_of))]
+            return [[line[1 + len(facts) + place] for line in table] for place in range(len(collect))]
 
+        receive = None
+        if self.size > 1:
+            receive = self.start_rows([int(failure is not None), *numbers_of(facts.values()), *collect], device, doing)
         return finish
 
     def objects(self, mine: object, doing: str = "collected what ranks refuse") -> list[Any]:
@@ -339,6 +346,8 @@ TOGETHER = 2**24
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point:
+        return torch.int64
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

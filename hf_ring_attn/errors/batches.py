@@ -165,6 +165,16 @@ class SelfCheckNotRun(Refused):
         )
 
 
+class SelfCheckRowFailed(Refused):
+    """The self-check's row failed on this rank, and not on others."""
+
+    def __init__(self, model: str, error: str) -> None:
+        super().__init__(
+            f"the self-check's random row failed on this rank alone: {model} raised {error}. All ranks gave the same "
+            "row to their model, so compare the model's code and options, packages and free memory of the ranks."
+        )
+
+
 class NothingToCheck(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(

@@ -207,11 +207,11 @@ def _by_value(per_rank: Mapping[int, str]) -> dict[str, str]:
 
 
 class RefusedElsewhere(Refused):
-    """``messages``: rank -> why it refused; ranks with the same reason share a line."""
+    """``messages``: rank -> the name and the words of its error; ranks with the same error share a line."""
 
     def __init__(self, messages: dict[int, str]) -> None:
         listing = "\n".join(f"  {who}: {text}" for text, who in _by_value(messages).items())
-        super().__init__(f"the ring stops because a rank of it refused its batch:\n{listing}")
+        super().__init__(f"this rank stops because other ranks of its ring raised an error:\n{listing}")
 
 
 class PeerLost(RingAttentionError, RuntimeError):

@@ -49,7 +49,7 @@ def last_of_row(x: Tensor, ring: Ring, layout: Layout, mask: Tensor | None = Non
     here = places == last[:, None]  # [B, T]; a single True in the ring
     own = x[torch.arange(len(x), device=x.device), here.int().argmax(1)]
     is_own = here.any(1).view(-1, *[1] * (own.dim() - 1))
-    return sum_over_ring(torch.where(is_own, own, torch.zeros_like(own)), ring)
+    return sum_over_ring(torch.where(is_own, own, torch.full_like(own, -0.0)), ring)  # x + -0.0 is x, also for -0.0
 
 
 def cumsum_row(x: Tensor, ring: Ring, layout: Layout, mask: Tensor | None = None) -> Tensor:
@@ -73,7 +73,7 @@ def _sum(x: Tensor, ring: Ring, layout: Layout, mask: Tensor | None) -> Tensor:
     local = _kept(x, layout, mask).sum(1, dtype=_wide(x))
     if local.is_floating_point():
         return sum_over_ring(local, ring)
-    return ring.total(local.double()).long()  # counts: exact up to 2**53
+    return ring.total(local)
 
 
 def _kept(x: Tensor, layout: Layout, mask: Tensor | None) -> Tensor:

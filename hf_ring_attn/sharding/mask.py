@@ -32,6 +32,14 @@ class Band(NamedTuple):
     def __and__(self, other: Band) -> Band:
         return Band(max(self.lo, other.lo), min(self.hi, other.hi))
 
+    def within(self, length: int) -> Band:
+        """The same band for the pairs of a row of ``length`` tokens, without bounds that none of them reaches.
+
+        So a window as long as the row costs what no window does, and bounds fit a kernel's 32-bit integers.
+        """
+        far = max(1, length - 1)
+        return Band(-UNBOUNDED if self.lo <= -far else self.lo, UNBOUNDED if self.hi >= far else self.hi)
+
 
 CAUSAL = Band(lo=0)
 BIDIRECTIONAL = Band()
@@ -181,7 +189,10 @@ class Mask:
         for name, x in (("documents", [term.ids for term in terms]), ("hidden", [hidden])):
             _check_rows(name, x, (batch, length))
         terms = terms or (Term(Band(lo=1, hi=0)),)
-        return cls(tuple((term.band, _rows(term.ids, batch, length, hidden)) for term in terms))
+        found = [(term.band, _rows(term.ids, batch, length, hidden)) for term in terms]
+        # Not the row's length: it counts padding, of which each ring size has another number of tokens.
+        stops = [segment.stop for _, rows in found for queries, _ in set(rows) for segment in queries[-1:]]
+        return cls(tuple((band.within(max(stops, default=0)), rows) for band, rows in found))
 
 
 def _check_rows(name: str, rows: Iterable[object], shape: tuple[int, int]) -> None:

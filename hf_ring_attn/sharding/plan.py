@@ -6,6 +6,7 @@ that it sees, in order of position and without gaps.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ and float32 gradients W times, in large messages; a sparse exchange sends small,
 class Plan:
     """A mask and a layout for one rank, as a table that ops can take. Built once per batch and mask.
 
-    One table, and equally many stops in a sparse plan, because a compiler makes a new graph for each tensor whose
-    length is new, or is 0 or 1.
+    A sparse plan has as many stops as a dense one: torch.compile makes a new graph for each new length of a tensor, and
+    for lengths 0 and 1.
 
     Args:
         ring: the name of the ring.
@@ -64,13 +65,23 @@ class Plan:
         stops = torch.tensor([*itertools.accumulate(lengths), most])
         return cls(ring.name, torch.cat(sections), stops, mask.holes)
 
+    @classmethod
+    def cached(cls, ring: Ring, layout: Layout, mask: Mask) -> Plan:
+        """The plan of this rank, made once for all layers and batches with this mask. ``ring``: not a simulated one."""
+        return _cached(ring.name, layout, mask, SPARSE_SHARE)
+
     @property
     def tables(self) -> Tables:
-        """The sections, parsed once for the life of ``tiles``, so that kernels find what they cached for them."""
+        """The sections, parsed once for the life of ``tiles``: kernels cache results by these tensors."""
         known: Tables | None = _KNOWN.get(self.tiles)
         if known is None:
             known = _KNOWN[self.tiles] = Tables.parse(self.tiles, self.stops)
         return known
+
+
+@functools.lru_cache(maxsize=128)
+def _cached(ring: str, layout: Layout, mask: Mask, sparse_share: float) -> Plan:
+    return Plan.of(Ring(ring), layout, mask, sparse_share)
 
 
 class Segments(NamedTuple):
@@ -195,7 +206,7 @@ def _local_segments(mask: Mask, layout: Layout, rank: int, keys: bool) -> Tensor
     """The segments of a rank's tokens."""
     if not mask.one_document or layout.world_size == 1:
         return _segments(mask, layout.runs(rank), keys)
-    # Equally many on every rank, also if its chunks touch: shared segments are the same everywhere.
+    # One segment a chunk, even if chunks touch: shared segments must be equal on all ranks.
     chunks = [Run(number * layout.chunk, 0, layout.chunk) for number in range(layout.chunks)]
     return _segments(mask, chunks, keys)
 
@@ -203,7 +214,7 @@ def _local_segments(mask: Mask, layout: Layout, rank: int, keys: bool) -> Tensor
 def _segments(mask: Mask, runs: Sequence[Run], keys: bool) -> Tensor:
     if not mask.one_document:
         return _columns(segments(mask, runs, keys))
-    # One row's segments serve all. Its end is no border: tokens beyond see nothing and are not seen.
+    # All rows share these segments. A row's end needs no cut, since the padding after it is masked.
     table = torch.tensor([[0, run.offset, run.length, 1] for run in runs], dtype=torch.int64)
     return _columns(table.reshape(-1, 4))
 

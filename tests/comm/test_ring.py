@@ -54,7 +54,7 @@ def gathered_by_heads(heads: int, heads_per_gather: int) -> tuple[list[str], lis
     k = torch.arange(2 * 3 * heads * 2.0).view(2, 3, heads, 2) + 1000 * ring.rank
     with watched("gather", log):
         groups = [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
-        for group, arrived in ring.by_heads((k, -k[..., :1]), groups):
+        for group, arrived in ring.by_heads((k, -k[..., :1]), groups, ring.gather):
             log.append(f"attend {group.start} to {group.stop}")
             yielded.append((group, arrived))
     return log, yielded
@@ -167,20 +167,24 @@ def test_a_world_of_one_is_a_ring_of_one_and_others_go_by_name(ranks: Ranks) -> 
 # ---- agreement ---------------------------------------------------------------------------------------------------
 
 
-def agreed(facts: Sequence[Mapping[str, object]], refusals: list[str | None]) -> tuple[str, str, list[str]]:
+def agreed(facts: Sequence[Mapping[str, object]], failures: list[Exception | None]) -> tuple[str, str, list[str]]:
     """The kind and the text of what a rank raises, and its collectives."""
     ring, log = Ring.of(None), list[str]()
+    mine, failure = facts[ring.rank], failures[ring.rank]
     try:
         with watched("gather", log):
-            ring.agree(facts[ring.rank], ring.small_device(CPU), "Give them the same.", refusals[ring.rank])
-    except (RanksDiffer, RefusedElsewhere) as error:
+            found = ring.agree(mine, ring.small_device(CPU), "Give them the same.", failure, [ring.rank, 7])
+    except (RanksDiffer, RefusedElsewhere, MemoryError) as error:
         return type(error).__name__, str(error), log
+    assert found == [list(range(ring.size)), [7] * ring.size]
     return "", "", log
 
 
 def test_ranks_that_agree_go_on_after_one_collective(ranks: Ranks) -> None:
     same = {"rows": 2, "tokens": -(2**62)}
     assert ranks(3).run(agreed, [same] * 3, [None] * 3) == [("", "", ["gather"])] * 3
+    assert agreed([same], [None]) == ("", "", [])
+    assert agreed([same], [MemoryError("full.")]) == ("MemoryError", "full.", [])
 
 
 def test_ranks_that_differ_all_say_so(ranks: Ranks) -> None:
@@ -189,21 +193,23 @@ def test_ranks_that_differ_all_say_so(ranks: Ranks) -> None:
     assert ranks(3).run(agreed, facts, [None] * 3) == [("RanksDiffer", text, ["gather"])] * 3
 
 
-def test_a_refusal_of_one_rank_stops_all_with_its_reason(ranks: Ranks) -> None:
+def test_an_error_of_one_rank_stops_all_with_its_words(ranks: Ranks) -> None:
     facts = [{"rows": 2}, {"rows": 0}, {"rows": 2}]
-    text = "the ring stops because a rank of it refused its batch:\n  rank 1: images cannot be sharded."
-    answers = ranks(3).run(agreed, facts, [None, "images cannot be sharded.", None])
-    assert [answer[:2] for answer in answers] == [("RefusedElsewhere", text)] * 3
+    text = "this rank stops because other ranks of its ring raised an error:\n  rank 1: MemoryError: full."
+    answers = ranks(3).run(agreed, facts, [None, MemoryError("full."), None])
+    elsewhere = ("RefusedElsewhere", text)
+    assert [answer[:2] for answer in answers] == [elsewhere, ("MemoryError", "full."), elsewhere]
 
 
-def test_all_refusals_are_listed(ranks: Ranks) -> None:
-    answers = ranks(2).run(agreed, [{"rows": 2}] * 2, ["one.", "two."])
-    assert all(text.endswith("  rank 0: one.\n  rank 1: two.") for _, text, _ in answers)
+def test_all_errors_are_listed(ranks: Ranks) -> None:
+    answers = ranks(3).run(agreed, [{"rows": 2}] * 3, [MemoryError("one."), MemoryError("two."), None])
+    assert [text for _, text, _ in answers[:2]] == ["one.", "two."]
+    assert answers[2][1].endswith("  rank 0: MemoryError: one.\n  rank 1: MemoryError: two.")
 
 
 def test_a_reason_of_several_ranks_is_told_once() -> None:
     assert str(RefusedElsewhere({0: "one.", 1: "two.", 3: "one.", 4: "one."})) == (
-        "the ring stops because a rank of it refused its batch:\n  ranks 0, 3, 4: one.\n  rank 1: two."
+        "this rank stops because other ranks of its ring raised an error:\n  ranks 0, 3, 4: one.\n  rank 1: two."
     )
     told = str(RefusedElsewhere(dict.fromkeys(range(8), "images cannot be sharded.")))
     assert told.endswith(":\n  ranks 0, 1, 2, 3, 4, 5, 6, 7: images cannot be sharded.")

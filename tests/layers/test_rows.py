@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from hf_ring_attn import errors
 from hf_ring_attn.comm.ring import Ring
@@ -13,6 +14,8 @@ from tests.helpers.checks import EXACT, Ranks, distance, worst
 from tests.helpers.row_ranks import CASES, in_a_ring, in_one_process
 
 ALONE = (Ring.of(None), Layout(5, 1, 0))
+LARGE = torch.tensor([[3, 2**60 + 1, -7, 2**60 + 1, 2**24 + 1], [0, 0, 0, 0, 2**31 + 5]])
+SIGNED = torch.tensor([[1.0, 2.0, 3.0, 4.0, -0.0], [1.0, 2.0, 3.0, 4.0, 1e-45]])
 SHORT = torch.tensor([[1e-3, 256.0, 1e-3, -256.0, 1e-3]])
 
 
@@ -25,6 +28,24 @@ def test_a_ring_gives_what_one_device_gives(ranks: Ranks, world_size: int) -> No
             assert worst(found) < EXACT, (case.why, found)
             assert torch.equal(part["last"], in_one_process(case)["last"])
             assert torch.equal(part["counts"], in_one_process(case)["counts"])
+
+
+def sums_and_last_values(rows_of_all: list[Tensor]) -> list[Tensor]:
+    ring = Ring.of(None)
+    layout = Layout(5, ring.size, ring.rank)
+    return [
+        f(layout.shard(layout.pad(x, 1), 1), ring, layout)
+        for x in rows_of_all
+        for f in (rows.sum_row, rows.last_of_row)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_large_integers_and_the_sign_of_zero_keep_every_bit(ranks: Ranks, world_size: int) -> None:
+    for sums, last, _, signed in ranks(world_size).run(sums_and_last_values, [LARGE, SIGNED]):
+        assert sums.tolist() == LARGE.sum(1).tolist()
+        assert last.tolist() == LARGE[:, -1].tolist()
+        assert torch.equal(signed.view(torch.int32), SIGNED[:, -1].view(torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

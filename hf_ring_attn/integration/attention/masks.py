@@ -175,9 +175,8 @@ def _chunks(size: int, batch: int, length: int, hidden: Tensor | None, positions
     return (Term(ids=ids - ids.min()),)  # ids of padding are negative
 
 
-@functools.lru_cache(maxsize=128)
 def _plan(ring: str, layout: Layout, mask: Mask) -> Plan:
-    plan = Plan.of(Ring(ring), layout, mask)
+    plan = Plan.cached(Ring(ring), layout, mask)
     if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
         torch._dynamo.maybe_mark_dynamic(plan.tiles, 0)  # other documents, another number of tiles: the same graph
     return plan

@@ -163,7 +163,7 @@ def shard(
             head gets whole rows.
 
     Raises:
-        BadBatch, UnevenLength: on every rank, if any rank's batch cannot be sharded exactly.
+        BadBatch, UnevenLength: this rank's batch cannot be sharded exactly. RefusedElsewhere: another rank's cannot.
         RanksDiffer: on every rank, if the ranks hold different batches.
         LeftHalfway: an error interrupted an earlier attention of this ring.
     """
@@ -209,9 +209,8 @@ def shard_for(
         facts["layout"] = whole.layout.owners
     except errors.Refused as error:
         refusal = error
-    why = None if refusal is None else str(refusal)
     agree = ring.start_agreement(
-        facts, ring.small_device(device), compare.todo(batch), why, [shared_kv.compiled_here()]
+        facts, ring.small_device(device), compare.todo(batch), refusal, [shared_kv.compiled_here()]
     )
     visited = Visits()
     if refusal is None:  # while the message travels
@@ -220,15 +219,11 @@ def shard_for(
         sharded = Sharded(*cut(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     try:
         (compiled,) = agree()
-    except errors.RefusedElsewhere as elsewhere:
-        raise elsewhere from refusal
     except errors.PeerLost as lost:
         if lacks_backward():
             lost.add_note(_NO_BACKWARD)
         raise
-    if refusal is not None:
-        raise refusal
-    if compiled:
+    if any(compiled):
         shared_kv.go_by_bits()
 
     context = sharded.context

@@ -93,14 +93,7 @@ def _chosen_by_all(asked: Checkpoint, folder: str) -> Checkpoint:
     except errors.IncompleteCheckpoint as error:
         failure = error
     facts = {"the checkpoint to resume from": str(found) if isinstance(found, bool) else Path(found).name}
-    text = None if failure is None else f"IncompleteCheckpoint: {failure}"
-    try:
-        world.agree(facts, world.small_device(CPU), TODO, text, doing="chose a checkpoint")
-    except errors.RefusedElsewhere:
-        if failure is None:
-            raise
-    if failure is not None:
-        raise failure
+    world.agree(facts, world.small_device(CPU), TODO, failure, doing="chose a checkpoint")
     return found
 
 

@@ -98,19 +98,16 @@ def _agree(
     device = weights[0].device
     agree = ring.start_agreement(
         {**facts, "structure": known.structure, **_sample(model, weights, known, context)},
-        ring.small_device(device), _DRIFT, None if refusal is None else str(refusal),
-        [ring.name not in known.rings], _DOING,
+        ring.small_device(device), _DRIFT, refusal, [ring.name not in known.rings], _DOING,
     )  # fmt: skip
     if refusal is None:
         meanwhile()
     try:
         (renewed,) = agree()
-    except errors.RefusedElsewhere as elsewhere:
-        raise refusal or elsewhere from None
     except errors.RanksDiffer:  # on all ranks: find a better name than the fingerprint's
         ring.agree({**facts, **known.details}, ring.small_device(device), ALIKE, doing=_DOING)
         raise
-    return renewed and ring.name in known.rings
+    return any(renewed) and ring.name in known.rings
 
 
 def _examine(model: nn.Module, record: ModelRecord, known: _Known) -> None:

@@ -134,10 +134,7 @@ def _refuse_others(
         other = [name for name in copies if not context.state(TrackedInputs)[name].equals(given[name])]
         refusal = errors.OtherInputs(name_of(model), [], other) if other else None
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), torch.device("cpu"))
-        try:
-            context.ring.agree({}, context.ring.small_device(device), "", None if refusal is None else str(refusal))
-        except errors.RefusedElsewhere as elsewhere:
-            raise refusal or elsewhere from None
+        context.ring.agree({}, context.ring.small_device(device), failure=refusal)
 
 
 def _has_loss(output: Any) -> bool:

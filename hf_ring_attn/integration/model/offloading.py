@@ -166,7 +166,7 @@ def reserve(model: nn.Module, record: ModelRecord, context: BatchContext) -> Non
 
     Raises:
         HostMemoryFull: this rank has too little host memory, now or in the middle of the batch before.
-        RefusedElsewhere: on every other rank, with that error's name and words.
+        RefusedElsewhere: on every other rank.
     """
     places = record.state(Places)
     if not places or not record.uses_ring() or not model.training or not torch.is_grad_enabled():
@@ -186,14 +186,7 @@ def _reserve(places: Sequence[Place], context: BatchContext) -> None:
         memory.buffers.reserve(_sizes(places, first, context))
     except errors.HostMemoryFull as error:
         failure = failure or error
-    text = None if failure is None else f"HostMemoryFull: {failure}"
-    try:
-        ring.agree({}, ring.small_device(device), "", text, doing="reserved host memory for checkpoints")
-    except errors.RefusedElsewhere:
-        if failure is None:
-            raise
-    if failure is not None:
-        raise failure
+    ring.agree({}, ring.small_device(device), failure=failure, doing="reserved host memory for checkpoints")
 
 
 def _sizes(places: Sequence[Place], first: Place, context: BatchContext) -> list[int]:

@@ -265,15 +265,16 @@ class _Check:
             answer = call()
         except Exception as error:  # noqa: BLE001  raised below, on every rank: the row is ours, not the user's
             failure = error
-        text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        state = 0.0 if failure is None else 2.0 if isinstance(failure, errors.Refused) else 1.0
+        is_refusal = isinstance(failure, errors.Refused)
+        state, text = 0.0 if failure is None else 2.0 if is_refusal else 1.0, f"{type(failure).__name__}: {failure}"
         if set(self._everywhere([state])[:, 0].tolist()) != {state}:
-            self.ring.agree({}, self.ring.small_device(self.device), "", text)  # raises on every rank
+            mine = errors.SelfCheckRowFailed(self.name, text) if state == 1 else failure
+            self.ring.agree({}, self.ring.small_device(self.device), failure=mine)  # raises on every rank
         if failure is None:
             return answer
-        if isinstance(failure, errors.Refused):
+        if is_refusal:
             raise failure
-        raise errors.SelfCheckNotRun(self.name, rows, row_length(self.ring.size), str(text)) from failure
+        raise errors.SelfCheckNotRun(self.name, rows, row_length(self.ring.size), text) from failure
 
     def _sharded(self, call: Callable[[], T]) -> T:
         try:

@@ -237,9 +237,11 @@ class Training:
     """A Trainer that must be refused before its first step.
 
     ``model``, ``config`` and ``change`` make its model, as in `Forward`; ``more`` is given to `trainer_of`.
+    ``only``: the one rank whose own error it is; None: all have it.
     """
 
     why: str
+    only: int | None = None
     run: Run = field(default_factory=lambda: Run(why="", steps=2))
     kind: type[Trainer] = Trainer
     model: str = "LlamaForCausalLM"

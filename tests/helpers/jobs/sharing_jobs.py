@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 
 import hf_ring_attn
 from hf_ring_attn.comm.ring import Pending, Ring
-from hf_ring_attn.integration.attention import masks
 from hf_ring_attn.integration.context import shared_kv
 from hf_ring_attn.sharding import plan
 from hf_ring_attn.traffic import GatheredKV
@@ -33,10 +32,10 @@ AGREED = "compared its model with the other ranks"
 @contextmanager
 def sparse() -> Iterator[None]:
     """Ranks are sent what they see, whatever its share; rows are shorter than a block of keys here."""
-    masks._plan.cache_clear()
+    plan._cached.cache_clear()
     with mock.patch.object(plan, "SPARSE_SHARE", 1), mock.patch.object(plan, "KEY_BLOCK", 4):
         yield
-    masks._plan.cache_clear()
+    plan._cached.cache_clear()
 
 
 @dataclass

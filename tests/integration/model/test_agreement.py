@@ -120,7 +120,7 @@ def test_a_model_that_one_rank_refuses_is_refused_by_all(ranks: Ranks) -> None:
     here, there = ranks(2).run(refused_alone)
     assert here is not None and there is not None
     assert (here[0], there[0]) == ("RefusedElsewhere", "UnsupportedModel")
-    assert "rank 1: LlamaForCausalLM" in here[1] and "its p to 0" in here[1]
+    assert "rank 1: UnsupportedModel: LlamaForCausalLM" in here[1] and "its p to 0" in here[1]
 
 
 # ---- weights that drift apart ----------------------------------------------------------------------------------------

@@ -142,7 +142,9 @@ def test_a_rank_without_host_memory_ends_all_ranks_at_once(ranks: Ranks) -> None
     """In the first batch, after its first layer: buffers of all layers are made then."""
     full, other = ranks(2).run(jobs.without_room, 0, True)
     assert re.match(r"HostMemoryFull: offload_above needs 3.0 GiB more .* 1.0 GiB are free", full[0])
-    assert re.match(r"RefusedElsewhere: the ring stops .*\n  rank 0: HostMemoryFull: offload_above needs 3.0", other[0])
+    assert re.match(
+        r"RefusedElsewhere: this rank stops .*\n  rank 0: HostMemoryFull: offload_above needs 3.0", other[0]
+    )
     assert full[1:] == other[1:] == ["", ""], "memory was given: the ring goes on"
 
 

@@ -200,7 +200,7 @@ def test_what_cannot_be_exact_is_refused_by_name(ranks: Ranks) -> None:
     for raised in ranks(2).run(jobs.refusals):
         assert [error for error, _ in raised] == [
             "UnsupportedArgument", "RecurrentLayerWithoutMask", "RecurrentLayerWithoutMask", "UnsupportedModel",
-            "RefusedElsewhere",
+            "BadBatch",
         ]  # fmt: skip
         assert "Qwen3_5GatedDeltaNet was called with a cache: its state would be one rank's" in raised[0][1]
         assert "Qwen3_5GatedDeltaNet, a recurrent layer in a ring, did not get the mask of" in raised[1][1]

@@ -177,9 +177,12 @@ def test_a_model_that_fails_in_the_ring_only_is_refused(ranks: Ranks) -> None:
 
 
 def test_one_rank_that_fails_stops_all(ranks: Ranks) -> None:
-    for error, text, _ in ranks(2).run(jobs.refused, "raises on one rank"):
-        assert error == "RefusedElsewhere"
-        assert text.endswith("  rank 1: IndexError: not here")
+    (here, text, _), (there, cause, _) = ranks(2).run(jobs.refused, "raises on one rank")
+    assert (here, there) == ("RefusedElsewhere", "SelfCheckRowFailed")
+    assert cause.startswith(
+        "the self-check's random row failed on this rank alone: RemoteModel raised IndexError: not here. All ranks"
+    )
+    assert text.endswith(f"  rank 1: SelfCheckRowFailed: {cause}")
 
 
 @pytest.mark.parametrize(("wrap", "rows"), [("", "2 rows"), ("DDP", "2 rows"), ("FSDP2", "a row")])
