@@ -15,6 +15,7 @@ from hf_ring_attn.verify.verdict import Finding
 from tests.helpers.jobs.verify_jobs import looks_around
 from tests.helpers.models.tiny_models import SIZES, tiny
 from tests.helpers.programs import start
+from tests.helpers.torchrun import on_nodes
 
 FACTS = {
     "model": "LlamaForCausalLM", "weights": "random", "ranks": 2, "device": "cpu", "dtype": "float32", "tokens": 64,
@@ -44,6 +45,36 @@ def test_a_tiny_llama_passes_on_two_ranks(tmp_path: Path, config: Path) -> None:
     assert "LlamaForCausalLM, 1 layers, random weights, float32: 48 tokens, 2 ranks on cpu" in text
     assert "leak: a later token changes earlier logits" in text and text.rstrip().endswith("\nexact")
     assert (tmp_path / "code.txt").read_text() == "0"
+
+
+LEAKS = """
+from hf_ring_attn.integration.model import loading
+from tests.helpers.jobs.verify_jobs import looks_around
+made = loading.random_model
+
+def leaking(*arguments):
+    model = made(*arguments)
+    model.model.layers[0].self_attn.register_forward_hook(looks_around)
+    return model
+
+loading.random_model = leaking
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.turns
+@pytest.mark.parametrize("leaks", [False, True])
+def test_two_nodes_of_torchrun_have_one_verdict(tmp_path: Path, config: Path, leaks: bool) -> None:
+    arguments = ["--model", config.name, "--tokens", "48", "--layers", "1", "--device", "cpu"]
+    command = ["-m", "hf_ring_attn", "verify", *arguments]
+    if leaks:
+        (tmp_path / "program.py").write_text(LEAKS + PROGRAM + "sys.exit(code)\n")
+        command = ["program.py"]
+    nodes = on_nodes(2, tmp_path, command)
+    text = "".join(said for _, said in nodes)
+    assert text.count("48 tokens, 2 ranks on cpu") == 1, text
+    assert [line for line in text.splitlines() if line in ("exact", "NOT exact")] == ["NOT exact" if leaks else "exact"]
+    assert [code for code, _ in nodes] == [int(leaks)] * 2, text
 
 
 def test_a_leak_gives_exit_code_1_and_is_named(
