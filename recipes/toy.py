@@ -11,6 +11,7 @@ from typing import Any
 
 import prepare
 from accelerate import PartialState
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
@@ -49,7 +50,12 @@ def write_model(folder: Path, model_type: str = "llama", **sizes: Any) -> None:
     """Writes a model with random weights and its tokenizer into a folder; ``sizes`` are entries of its config."""
     set_seed(0)
     config = AutoConfig.for_model(model_type, **{**SIZES, **sizes})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    # save_pretrained of a model writes on one rank of all; each machine makes a toy of its own.
+    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
     tokenizer().save_pretrained(folder)
 
 

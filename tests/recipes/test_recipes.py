@@ -153,6 +153,7 @@ def test_several_machines_are_replicas_of_rings(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(RECIPES.parent)
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(flags))
     assert (args.main_process_ip, args.machine_rank, args.num_machines) == ("192.0.2.7", 1, 3)
+    assert (args.rdzv_backend, args.mixed_precision) == ("c10d", "bf16")
     for key, value in prepare_multi_gpu_env(args).items():
         monkeypatch.setenv(key, value)
     parallel = ParallelismConfig()
