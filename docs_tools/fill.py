@@ -1,4 +1,4 @@
-"""Writes measured numbers and generated parts into README.md and docs.
+"""Writes measured numbers and generated parts into README.md, docs and the pages of recipes.
 
     python -m docs_tools.fill            # write
     python -m docs_tools.fill --check    # exit code 1 if a page carries anything else
@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from . import more_tables, numbers, reference
+from . import index, more_tables, numbers, recipes, reference
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PHRASE = re.compile(r"<!--n:([\w.]+)-->(.*?)<!--/n-->", re.DOTALL)
@@ -23,7 +23,8 @@ PART = re.compile(r"^<!--t:([\w.]+)-->\n(.*?)^<!--/t-->$", re.DOTALL | re.MULTIL
 
 def pages() -> list[Path]:
     """Every page whose numbers are generated."""
-    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+    docs, folders = (REPOSITORY / "docs").rglob("*.md"), (REPOSITORY / "recipes").glob("*/README.md")
+    return [REPOSITORY / "README.md", *sorted(docs), *sorted(folders)]
 
 
 def filled(page: Path) -> str:
@@ -33,7 +34,7 @@ def filled(page: Path) -> str:
         KeyError: an unknown ID.
     """
     home = os.path.relpath(REPOSITORY, page.parent)
-    parts = {**numbers.TABLES, **more_tables.MORE, **reference.PARTS}
+    parts = {**numbers.TABLES, **more_tables.MORE, **reference.PARTS, **recipes.PARTS, **index.PARTS}
 
     def part(match: re.Match[str]) -> str:
         text = parts[match[1]]().replace("{results}", f"{home}/recipes/results").replace("{home}", home)

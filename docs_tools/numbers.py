@@ -6,6 +6,7 @@ writes both between their markers.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable
 from functools import cache
@@ -186,9 +187,16 @@ def step(folder: str, name: str) -> dict[str, Any]:
     return row(folder, name)
 
 
+def is_timed(folder: str, name: str) -> bool:
+    """Whether a run's seconds are those of its GPUs; a head says ``not_timed`` where they are not, and why."""
+    return "not_timed" not in run(folder, name).head
+
+
 def seconds(folder: str, name: str) -> str:
     """Median seconds of the steps that the run's own program counts, with their range if there are several."""
     found = step(folder, name)
+    if not is_timed(folder, name):
+        return "not measured"
     median, times = found["seconds_per_step"], found["seconds"]
     counted = next((rest for n in (1, 2, 3) if (rest := times[n:]) and statistics.median(rest) == median), times[-1:])
     text = f"{median:.0f}" if median >= 100 else f"{median:.1f}" if median >= 10 else f"{median:.2f}"
@@ -233,7 +241,7 @@ def steps_table() -> str:
     ]
     for tokens, gpus, what, folder, name in STEPS:
         found = step(folder, name)
-        mfu = f"{found['mfu'] * 100:.0f} %" if found.get("mfu") else ""
+        mfu = f"{found['mfu'] * 100:.0f} %" if found.get("mfu") and is_timed(folder, name) else ""
         day = run(folder, name).head["date"]
         source = f"{commit(folder, name)}, [{day}]({{results}}/{folder}/README.md)"
         lines.append(
@@ -329,9 +337,24 @@ VALUES: dict[str, Callable[[], str]] = {
     "support_not_run": lambda: str(support()["not run"]),
     "loss_chunked_gib": lambda: f"{gib(LOSS, 'chunked_8K')} GiB",
     "loss_sharded_gib": lambda: f"{gib(LOSS, 'sharded_8K')} GiB",
+    "plan_memory_runs": lambda: str(len(forecast_rows())),
+    "plan_timed_runs": lambda: str(sum(is_time for is_time in forecast_rows().values())),
     "two_32k": lambda: one_share(2, RING, 32 * K),
     "two_128k": lambda: one_share(2, RING, 128 * K),
 }
+
+
+def forecast_rows() -> dict[str, bool]:
+    """The filed steps of the page of plan, and if their time is compared."""
+    text = (FILED / "2026-11-23-plan" / "README.md").read_text()
+    rows = re.findall(r"^\| (.+? `\w+`.*?) \|.*\| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    return {name: bool(re.fullmatch(r"[+-]?\d+ %", percent)) for name, _, percent in rows}
+
+
+def forecast_words() -> str:
+    """How near the forecasts of plan are; `tests/plan/test_filed_results.py` checks the bounds."""
+    timed = sum(forecast_rows().values())
+    return f"memory of {len(forecast_rows())} filed steps within 7 %, time of {timed} within 12 %"
 
 
 def spread(tokens: int) -> float:

@@ -28,7 +28,7 @@ NOT_MEASURED_HERE = {
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("page", fill.pages(), ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_page_carries_the_numbers_that_were_measured(page: Path) -> None:
     assert fill.filled(page) == page.read_text(), "run python -m docs_tools.fill"
 
