@@ -1,0 +1,85 @@
+"""What was measured of each recipe: seconds a step, GiB a GPU and the first loss, or a reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .numbers import FILED, FOUR, LOSS, WHOLE, commit, gib, run, seconds, step
+
+QLORA = "2026-11-24-qlora"
+
+
+class Measured(NamedTuple):
+    """A filed run that stands for a recipe; ``shape`` is that of its random weights."""
+
+    tokens: str
+    gpus: str
+    shape: str
+    options: str
+    folder: str
+    name: str
+
+
+LLAMA, QWEN, LARGE = "Llama 3.1 8B", "Qwen3 32B", "Llama 3.1 70B"
+RUNS = {
+    "lora-128k": [
+        Measured("131,072", "2 x H200", LLAMA, "LoRA, `save_attention`", LOSS, "chunked_128K"),
+        Measured("131,072", "4 x H200", LLAMA, "LoRA, `save_attention`", FOUR, "s128_saved"),
+    ],
+    "lora-1m": [Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M")],
+    "qlora-32b": [Measured("131,072", "1 x H200", QWEN, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q32_128K")],
+    "qlora-70b": [Measured("57,344", "1 x H200", LARGE, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q70_56K")],
+    "long_context_lora": [
+        Measured("32,768", "2 x H200", LLAMA, "LoRA, `--save-attention --liger`", WHOLE, "ring_liger_32K"),
+        Measured("524,288", "2 x H200", LLAMA, "LoRA, `--save-attention --mlp-tokens 16384 --offload 8`", WHOLE, "ring_512K"),
+        Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 48`", WHOLE, "ring_1M"),
+    ],
+}  # fmt: skip
+TOY_ONLY = "it ran on CPUs only, at toy size"
+NOT_MEASURED = {
+    "lora-1m": f"the recipe itself, on Qwen3-8B with `save_attention`; {TOY_ONLY}. The nearest filed run:",
+    "full-1m": f"{TOY_ONLY}. No filed run trains all weights.",
+    "packed-chat": f"{TOY_ONLY}. No filed run of a model has packed rows.",
+    "extend-context": f"Qwen3-8B-Base; {TOY_ONLY}. A small model was trained on one GPU, beside other programs: see below.",
+    "qlora-32b": "a ring, and the recipe on real weights. One GPU without a ring:",
+    "qlora-70b": "a ring, and the recipe on real weights. One GPU without a ring, at the longest row that it fits:",
+    "vlm": f"{TOY_ONLY}. No filed run of this shape has pictures.",
+    "multi-node": f"{TOY_ONLY}, as two processes of one machine. No filed run has several machines.",
+}
+"""What stands after "Not measured:"."""
+
+
+def part(name: str) -> str:
+    """A recipe's part of its page: the reason and the table, or one of them."""
+    blocks = [f"Not measured: {NOT_MEASURED[name]}"] if name in NOT_MEASURED else []
+    if name in RUNS:
+        blocks.append(_table(RUNS[name]))
+        shapes = " and ".join(dict.fromkeys(each.shape for each in RUNS[name]))
+        blocks.append(f"Weights were random, in the shape of {shapes}, so losses are no model's.")
+    return "\n\n".join(blocks)
+
+
+def _table(runs: list[Measured]) -> str:
+    lines = [
+        "| tokens | GPUs | what | s a step | GiB a GPU | first loss | commit, date |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for each in runs:
+        where = (each.folder, each.name)
+        found = step(*where)
+        once = ", the only one" if len(found["seconds"]) == 1 else ""
+        source = f"{commit(*where)}, [{run(*where).head['date']}]({{results}}/{each.folder}/README.md)"
+        lines.append(
+            f"| {each.tokens} | {each.gpus} | {each.options} | {seconds(*where)}{once} | {gib(*where)} | "
+            f"{found['losses'][0]:.3f} | {source} |"
+        )
+    return "\n".join(lines)
+
+
+def _part(name: str) -> Callable[[], str]:
+    return lambda: part(name)
+
+
+FOLDERS = sorted(path.parent.name for path in FILED.parent.glob("*/README.md") if path.parent != FILED)
+PARTS = {f"recipe.{name}": _part(name) for name in sorted({*RUNS, *NOT_MEASURED})}
