@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .numbers import FILED, FOUR, LOSS, WHOLE, commit, gib, run, seconds, step
+from .numbers import FOUR, LOSS, WHOLE, commit, gib, run, seconds, step
 
 QLORA = "2026-11-24-qlora"
 
@@ -36,18 +36,19 @@ RUNS = {
         Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 48`", WHOLE, "ring_1M"),
     ],
 }  # fmt: skip
-TOY_ONLY = "it ran on CPUs only, at toy size"
+ALL = "seconds a step, GiB a GPU and the first loss"
+TOY_ONLY = "The recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
-    "lora-1m": f"the recipe itself, on Qwen3-8B with `save_attention`; {TOY_ONLY}. The nearest filed run:",
-    "full-1m": f"{TOY_ONLY}. No filed run trains all weights.",
-    "packed-chat": f"{TOY_ONLY}. No filed run of a model has packed rows.",
-    "extend-context": f"Qwen3-8B-Base; {TOY_ONLY}. A small model was trained on one GPU, beside other programs: see below.",
-    "qlora-32b": "a ring, and the recipe on real weights. One GPU without a ring:",
-    "qlora-70b": "a ring, and the recipe on real weights. One GPU without a ring, at the longest row that it fits:",
-    "vlm": f"{TOY_ONLY}. No filed run of this shape has pictures.",
-    "multi-node": f"{TOY_ONLY}, as two processes of one machine. No filed run has several machines.",
-}
-"""What stands after "Not measured:"."""
+    "lora-1m": f"{ALL} of Qwen3-8B with `save_attention`. {TOY_ONLY} The nearest filed run:",
+    "full-1m": f"{ALL}. {TOY_ONLY} No filed run trains all weights of a model of this size.",
+    "packed-chat": f"{ALL}. {TOY_ONLY} No filed run times a step of packed rows.",
+    "extend-context": f"{ALL}. {TOY_ONLY} A small model learned on one GPU beside other programs, so it has losses (below), but no times.",
+    "qlora-32b": f"{ALL} in a ring, or of real weights. One GPU without a ring:",
+    "qlora-70b": f"{ALL} in a ring, or of real weights. One GPU without a ring, on shorter rows:",
+    "vlm": f"{ALL}. {TOY_ONLY} No filed run times a step with pictures.",
+    "multi-node": f"{ALL}. {TOY_ONLY} No filed run has several machines.",
+}  # fmt: skip
+"""What stands after "Not measured:", with the reason."""
 
 
 def part(name: str) -> str:
@@ -68,7 +69,7 @@ def _table(runs: list[Measured]) -> str:
     for each in runs:
         where = (each.folder, each.name)
         found = step(*where)
-        once = ", the only one" if len(found["seconds"]) == 1 else ""
+        once = " (the first step)" if len(found["seconds"]) == 1 else ""
         source = f"{commit(*where)}, [{run(*where).head['date']}]({{results}}/{each.folder}/README.md)"
         lines.append(
             f"| {each.tokens} | {each.gpus} | {each.options} | {seconds(*where)}{once} | {gib(*where)} | "
@@ -81,5 +82,4 @@ def _part(name: str) -> Callable[[], str]:
     return lambda: part(name)
 
 
-FOLDERS = sorted(path.parent.name for path in FILED.parent.glob("*/README.md") if path.parent != FILED)
-PARTS = {f"recipe.{name}": _part(name) for name in sorted({*RUNS, *NOT_MEASURED})}
+PARTS = {f"recipe.{name.replace('-', '_')}": _part(name) for name in sorted({*RUNS, *NOT_MEASURED})}
