@@ -151,7 +151,7 @@ def examples() -> str:
 def tested_versions() -> str:
     """What tests/constraints.txt pins of the packages that matter."""
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (REPOSITORY / "tests" / "constraints.txt").read_text(), re.MULTILINE))
-    names = ("torch", "transformers", "accelerate", "trl", "peft", "liger-kernel", "triton")
+    names = ("torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "liger-kernel", "triton")
     lines = ["| package | pinned in CI |", "|---|---|", *(f"| {name} | {pins[name]} |" for name in names)]
     return "\n".join(lines)
 

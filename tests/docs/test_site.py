@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from docs_tools import figures, fill
+from hf_ring_attn.integration.patching import changes
+from hf_ring_attn.kernels.flash4 import library
 from tests.helpers.blocks import PAGES, REPOSITORY
 
 SPELLED = [
@@ -49,6 +51,19 @@ def test_a_measured_number_is_generated(page: Path) -> None:
 def test_a_number_typed_by_hand_is_seen() -> None:
     text = "It takes 3.5 s, <!--n:x-->4 s<!--/n--> and 12 GiB with `offload_above=8 GiB`, 4 steps."
     assert MEASURED.findall(GENERATED.sub("", text)) == ["3.5 s", "12 GiB"]
+
+
+def test_the_page_of_versions_has_those_that_doctor_calls_tested() -> None:
+    text = (REPOSITORY / "docs/support/compatibility.md").read_text().partition("\n\nThe programs")[0]
+    rows = dict(re.findall(r"^\| ([\w-]+) \| (.+?) \|", text, re.MULTILINE))
+    oldest, newest = changes.TESTED["torch"]
+    assert (
+        rows["torch"].startswith(f"{oldest} to {changes.NEWEST_ON_GPUS['torch']}; ")
+        and f"{newest} on CPUs" in rows["torch"]
+    )
+    for host in changes.TESTED.keys() - {"torch"}:
+        assert rows[host] == changes.tested_range(host), host
+    assert rows[library.PACKAGE] == ", ".join(library.TESTED)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
