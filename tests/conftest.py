@@ -51,7 +51,7 @@ LONG = (
     "integration/context/test_shared_kv.py", "integration/hosts/test_trainer.py", "sweep/test_sweep.py",
     "integration/selfcheck/test_check.py", "integration/batch/test_plain_loop.py",
     "integration/model/test_recurrent.py", "commands/test_command_lines.py", "integration/model/test_vision.py",
-    "integration/batch/test_balanced.py",
+    "integration/batch/test_balanced.py", "docs/test_blocks.py",
 )  # fmt: skip
 """The files that take half a minute or more, with few tests or many. They start first: no process ends alone."""
 

@@ -13,8 +13,6 @@ import trl.trainer.sft_trainer  # noqa: F401  the fork server imports it once, t
 
 from tests.helpers.blocks import PAGES, REPOSITORY, Block, blocks_of, run_blocks
 
-EACH_COMMIT = ("README.md", "docs/quickstart.md")
-
 
 def groups() -> list[list[Block]]:
     """Blocks that run, by page and number of processes."""
@@ -34,17 +32,7 @@ def test_every_block_is_marked_and_parses() -> None:
     assert faults == []
 
 
-PARAMETERS = [
-    pytest.param(
-        blocks,
-        id=f"{blocks[0].page}, {blocks[0].ranks}",
-        marks=[] if blocks[0].page in EACH_COMMIT else [pytest.mark.turns],
-    )
-    for blocks in groups()
-]
-
-
-@pytest.mark.parametrize("blocks", PARAMETERS)
+@pytest.mark.parametrize("blocks", groups(), ids=lambda blocks: f"{blocks[0].page}, {blocks[0].ranks}")
 def test_the_blocks_of_a_page_run(blocks: list[Block], tmp_path: Path) -> None:
     run_blocks(blocks, tmp_path)
 
@@ -67,7 +55,17 @@ def test_a_faulty_block_is_seen(text: str, fault: str | None) -> None:
     assert (fault in found if found else False) if fault else found is None
 
 
-@pytest.mark.parametrize("code", ["raise SystemExit(1)", "undefined", "import torch; assert torch.zeros(1) == 1"])
-def test_a_block_that_fails_is_seen(code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("language", "code"),
+    [
+        ("python", "raise SystemExit(1)"),
+        ("python", "undefined"),
+        ("python", "import torch; assert torch.zeros(1) == 1"),
+        ("bash", "false\n"),
+        ("bash", "hf-ring-attn plan --model none --gpus 2   # no such model\n"),
+        ("bash", "hf-ring-attn plan --no-such-option\n"),
+    ],
+)
+def test_a_block_that_fails_is_seen(language: str, code: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"page.md:3"):
-        run_blocks([Block("page.md", 3, "python", "", code)], tmp_path)
+        run_blocks([Block("page.md", 3, language, "", code)], tmp_path)
