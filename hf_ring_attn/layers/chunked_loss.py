@@ -46,7 +46,7 @@ def chunked_cross_entropy(
 
     Args:
         logits_of: [n, D] hidden states -> [n, V] logits, each token by itself; differentiable in both arguments.
-        hidden: [N, D]. weights: what the logits are made with beside it, as far as it may need gradients.
+        hidden: [N, D]. weights: tensors that the logits depend on and that may need gradients.
         labels: [N] int64. options: with reduction "sum" or "mean".
 
     Returns:
@@ -119,6 +119,22 @@ def graph_of_its_own(enabled: bool = True) -> Iterator[None]:
 def leaf(x: Tensor, needs_gradient: bool) -> Tensor:
     """An alias whose hooks are its own; what needs no gradient stays itself, since it may be quantized."""
     return x.detach().requires_grad_() if needs_gradient else x.detach() if x.requires_grad else x
+
+
+def other_leaf(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> Tensor | None:
+    """Returns a leaf on which the outputs depend and that is not ``known``; None if there is none."""
+    seen: set[Any] = set()
+    todo = [one.grad_fn for one in outputs if one.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable: Tensor | None = getattr(node, "variable", None)
+        if variable is not None and all(variable is not one for one in known):
+            return variable
+        todo += [following for following, _ in node.next_functions if following is not None]
+    return None
 
 
 def add_wide(total: Tensor | None, gradient: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.first_order import first_order_only
 from ..errors import HiddenWeight
-from .chunked_loss import add_wide, graph_of_its_own, leaf
+from .chunked_loss import add_wide, graph_of_its_own, leaf, other_leaf
 
 
 class TokenFunction(Protocol):
@@ -142,17 +142,9 @@ def _refuse_others(function: TokenFunction, outputs: Sequence[Tensor], known: Se
     """Raises HiddenWeight if the outputs depend on a leaf that is not ``known``: its gradient would be lost."""
     if function.checked:
         return
-    seen: set[Any] = set()
-    todo = [one.grad_fn for one in outputs if one.grad_fn is not None]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and all(variable is not one for one in known):
-            raise HiddenWeight(function.name, tuple(variable.shape))
-        todo += [following for following, _ in node.next_functions if following is not None]
+    hidden = other_leaf(outputs, known)
+    if hidden is not None:
+        raise HiddenWeight(function.name, tuple(hidden.shape))
     function.checked = True
 
 

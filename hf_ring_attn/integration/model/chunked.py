@@ -63,8 +63,11 @@ class _LazyForward:
         if why := next(reasons(self.module), ""):
             state.why = why
             return self.real(hidden)
-        state.losses, state.ring = 0, context.ring if context.whole_head else None
         head = Head(self.module, self.forward, hidden, state)
+        if why := next(head.reasons(), ""):
+            state.why = why
+            return self.real(hidden)
+        state.losses, state.runs, state.ring = 0, True, context.ring if context.whole_head else None
         return LazyLogits.of(head, (), (*hidden.shape[:-1], head.vocabulary), head.dtype)
 
 
@@ -78,6 +81,7 @@ def _check(owner: nn.Module, _args: Any, output: Any) -> None:
     if context is None or not _wants(context):
         return
     state = context.state(ChunkedLoss)
+    state.runs, state.ring = False, None  # from now on a rank may compute a loss alone
     logits = output.get("logits") if isinstance(output, Mapping) else None
     if state.losses:
         return

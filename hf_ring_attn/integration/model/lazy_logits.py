@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,14 @@ from torch.utils._pytree import tree_map
 from ... import errors
 from ...comm.first_order import first_order_only
 from ...comm.ring import Ring
-from ...layers.chunked_loss import CrossEntropy, chunked_cross_entropy, graph_of_its_own, leaf, rows_per_chunk
+from ...layers.chunked_loss import (
+    CrossEntropy,
+    chunked_cross_entropy,
+    graph_of_its_own,
+    leaf,
+    other_leaf,
+    rows_per_chunk,
+)
 from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_unit
 from .slots import holding, slots_of
@@ -39,10 +46,13 @@ FACTS = {
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "grad", "is_cuda", "is_cpu",
     "is_meta", "is_sparse", "is_nested", "is_quantized", "output_nr", "_version", "_backward_hooks", "itemsize",
     "nbytes", "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex",
-    "is_contiguous", "stride", "get_device", "register_hook", "retain_grad", "__len__", "__hash__", "is_inference",
-    "storage_offset", "_is_view", "_base",
+    "is_contiguous", "stride", "get_device", "__len__", "__hash__", "is_inference", "storage_offset", "_is_view",
+    "_base",
 }  # fmt: skip
-"""Questions that need no values."""
+"""Queries that need no values."""
+GRADIENT_HOOKS = {"register_hook", "retain_grad"}
+SPACING = 8
+"""A head has changed if logits differ by this many roundings of the largest one."""
 
 
 @dataclass
@@ -52,12 +62,14 @@ class ChunkedLoss:
     Args:
         smoothing: by which the loss of the next forward smooths labels.
         keeps: all logits are made, too, while the head's weights are there; without a float32 copy.
+        runs: the model's forward, which called the head, has not ended.
         losses: how many were computed in chunks. why: the reason why logits were made instead.
-        ring: of ranks that all have the same tokens, and compute a part of the loss each; None: each has its own.
+        ring: set while the forward runs, if all ranks hold the same tokens: each computes the loss of a part of them.
     """
 
     smoothing: float = 0.0
     keeps: bool = False
+    runs: bool = False
     losses: int = 0
     why: str = ""
     ring: Ring | None = None
@@ -80,9 +92,20 @@ class Head:
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.made: Tensor | None = None
         self.lazy: list[weakref.ref[LazyLogits]] = []
-        with torch.no_grad():
-            sample = self.logits_of(self.rows[:1], self.weights)
+        self.losses = 0
+        first, *weights = inputs = [leaf(x, x.requires_grad) for x in (self.rows[:1], *self.weights)]
+        with graph_of_its_own(torch.is_grad_enabled()):
+            sample = self.logits_of(first, weights)
+        self.is_alone, self.trains = other_leaf([sample], inputs) is None, sample.requires_grad
+        self.sample = sample.detach()
         self.vocabulary, self.dtype = sample.shape[-1], sample.dtype
+
+    def reasons(self) -> Iterator[str]:
+        """Why gradients would be lost in chunks."""
+        if not self.is_alone:
+            yield "its head reads trained weights of other modules"
+        if self.trains and self.dtype == torch.float16:  # taken in the forward, before a GradScaler has its factor
+            yield "its logits are float16, whose gradients may overflow before the loss is scaled"
 
     @property
     def rows(self) -> Tensor:
@@ -106,8 +129,15 @@ class Head:
         """Raises LogitsNotMade if logits would now be none, or others than in the forward."""
         if any(self._freed()):
             raise errors.LogitsNotMade("FSDP2 has freed the weights of its head since the forward")
-        if self._versions() != self.versions:
-            raise errors.LogitsNotMade("the weights of its head, or their inputs, have changed since the forward")
+        if self._versions() != self.versions or not (self.state.runs or self._gives_the_same()):
+            raise errors.LogitsNotMade("its head, or the head's inputs, have changed since the forward")
+
+    def _gives_the_same(self) -> bool:
+        """Computes the first token's logits once more: a mode, an adapter or a buffer may have changed, too."""
+        with torch.no_grad():
+            now = self.logits_of(self.rows[:1], self.weights)
+        most = float(self.sample.abs().max()) * SPACING * torch.finfo(self.dtype).eps
+        return torch.allclose(now.float(), self.sample.float(), rtol=0, atol=most, equal_nan=True)
 
     def _freed(self) -> Iterator[bool]:
         return (x.numel() > 0 and x.untyped_storage().size() == 0 for x in self.weights)
@@ -147,6 +177,7 @@ class Head:
                 if options.reduction == "mean":
                     loss = loss / labels.ne(options.ignore_index).sum()
         self.state.losses += 1
+        self.losses += 1
         return loss
 
 
@@ -163,12 +194,19 @@ class LazyLogits(Tensor):
     chain: tuple[Operation, ...]
     made: Tensor | None
     as_view: Callable[[str], Tensor] | None
-    """Makes them as a view of others, which their changes in place reach."""
+    """Computes these logits as a view of others, so that a write in place reaches those."""
 
     @staticmethod
-    def of(head: Head, chain: tuple[Operation, ...], shape: Sequence[int], dtype: torch.dtype) -> LazyLogits:
-        first = head.rows[:1].clone()  # a copy: the rest is not saved
-        lazy: LazyLogits = _Make.apply(head, chain, shape, dtype, first, head.hidden, *head.weights)  # type: ignore[no-untyped-call]
+    def of(
+        head: Head, chain: tuple[Operation, ...], shape: Sequence[int], dtype: torch.dtype, trains: bool = True
+    ) -> LazyLogits:
+        """``trains``: in the graph of the head, as what they are made of is."""
+        lazy: LazyLogits
+        if trains:
+            first = head.rows[:1].clone()  # a copy: the rest is not saved
+            lazy = _Make.apply(head, chain, shape, dtype, first, head.hidden, *head.weights)  # type: ignore[no-untyped-call]
+        else:
+            lazy = LazyLogits.bare(head, chain, shape, dtype)
         head.lazy.append(weakref.ref(lazy))
         return lazy
 
@@ -182,14 +220,14 @@ class LazyLogits(Tensor):
         return lazy
 
     def values(self) -> Tensor:
-        """They, without a gradient; memory that others may have, too."""
+        """The logits' values, detached. They may share memory with the head's."""
         if self.made is not None:
             return self.made.detach()
         with torch.no_grad():
             return _through(self.chain, self.head.all_logits()).reshape(self.shape)
 
     def tensor(self, user: str) -> Tensor:
-        """They as an ordinary tensor, in the graph of the model; made once."""
+        """Computes the logits as an ordinary tensor with a gradient, once."""
         if self.made is None:
             self.head.state.why = self.head.state.why or f"{user}() was called on the logits"
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -203,10 +241,17 @@ class LazyLogits(Tensor):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if name == "__get__":
             name = function.__self__.__name__
+        lazy = args[0] if args else None
         if name in FACTS:
+            if isinstance(lazy, LazyLogits) and lazy.made is not None and name != "__hash__":
+                args = (lazy.made, *args[1:])
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        lazy = args[0] if args else None
+        if name in GRADIENT_HOOKS and _is_of_a_wrapper(args[1:]):  # FSDP2's only wants to know when the backward begins
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if name in GRADIENT_HOOKS and isinstance(lazy, LazyLogits) and lazy.head.losses:
+            raise errors.LogitsNotMade(f"{name}() needs their gradient, which a loss in chunks does not compute")
         if isinstance(lazy, LazyLogits) and lazy.made is None:
             found = _recorded(lazy, function, name, args[1:], kwargs)
             if found is not None:
@@ -225,6 +270,10 @@ class LazyLogits(Tensor):
             return LazyLogits.bare(lazy.head, lazy.chain, lazy.shape, lazy.dtype)
         values = tree_map(lambda x: x.values() if isinstance(x, LazyLogits) else x, (args, kwargs or {}))
         return function(*values[0], **values[1])
+
+
+def _is_of_a_wrapper(hooks: Sequence[Any]) -> bool:
+    return any(str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks)
 
 
 def _ordinary(x: Any, user: str) -> Any:
@@ -249,12 +298,12 @@ def _recorded(
     lazy: LazyLogits, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
     """The result of an operation without any logits made; None if it needs them."""
-    head = lazy.head
+    head, trains = lazy.head, lazy.requires_grad
     if function is functional.cross_entropy:
-        return _cross_entropy(lazy, *args, **kwargs)
+        with nullcontext() if trains else torch.no_grad():
+            return _cross_entropy(lazy, *args, **kwargs)
     if name == "detach":
-        with torch.no_grad():
-            result = LazyLogits.of(head, lazy.chain, lazy.shape, lazy.dtype)
+        result = LazyLogits.of(head, lazy.chain, lazy.shape, lazy.dtype, trains=False)
         result.as_view = lambda user: lazy.tensor(user).detach()
         return result
     others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -262,7 +311,7 @@ def _recorded(
         shape = function(torch.empty(lazy.shape, device="meta"), *args, **kwargs).shape
         if shape[-1:] != lazy.shape[-1:]:
             return None
-        result = LazyLogits.of(head, lazy.chain, shape, lazy.dtype)
+        result = LazyLogits.of(head, lazy.chain, shape, lazy.dtype, trains)
         result.as_view = lambda user: function(lazy.tensor(user), *args, **kwargs)
         return result
     if name in ONE_BY_ONE and not any(x.dim() or x.requires_grad for x in others):
@@ -271,12 +320,14 @@ def _recorded(
             return None
         if name in SAME_IF_DTYPE_IS and probe.dtype == lazy.dtype and not kwargs.get("copy"):
             return lazy
+        # Copies, since the program may change a factor before the logits are made.
+        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
 
         def operation(x: Tensor) -> Tensor:
             result: Tensor = function(x, *args, **kwargs)
             return result
 
-        return LazyLogits.of(head, (*lazy.chain, operation), lazy.shape, probe.dtype)
+        return LazyLogits.of(head, (*lazy.chain, operation), lazy.shape, probe.dtype, trains)
     return None
 
 

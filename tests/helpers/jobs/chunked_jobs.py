@@ -42,6 +42,7 @@ class Step:
     """A step of a model of `tiny_models` or of `OTHERS`.
 
     ``lora``: what LoraConfig is given; None for a full fine-tuning. ``wrap``: "", "DDP", or a way of `sharded`.
+    ``change``: changes the model first. ``autocast``: to float16.
     """
 
     why: str
@@ -51,6 +52,8 @@ class Step:
     lora: dict[str, Any] | None = None
     wrap: str = ""
     trains: bool = True
+    change: Callable[[Any], None] | None = None
+    autocast: bool = False
 
 
 @dataclass
@@ -80,6 +83,8 @@ def model_of(step: Step) -> Any:
         for name, weight in model.named_parameters():
             if "lora_B" in name:  # it would be 0
                 nn.init.normal_(weight, std=0.1)
+    if step.change is not None:
+        step.change(model)
     return model.train(step.trains)
 
 
@@ -127,7 +132,8 @@ def step_of(step: Step, loss: Loss) -> Answer:
         sharded(model, step.wrap)
     with in_float64() as made:
         batch = hf_ring_attn.shard(step.batch, config=RingConfig(loss=loss, self_check=False))
-        with batch, torch.set_grad_enabled(step.trains):
+        half = torch.autocast("cpu", torch.float16, enabled=step.autocast)
+        with batch, torch.set_grad_enabled(step.trains), half:
             out = model(**batch.inputs)
         state = batch.context.state(ChunkedLoss)
         if step.trains:
@@ -166,6 +172,22 @@ def uses(model: str = "gemma2") -> dict[str, tuple[Any, Any]]:
     return {name: (one, other) for name, (one, other) in found.items()}
 
 
+def reading_the_embedding(model: Any) -> None:
+    """Gives a head that reads a weight of another module, beside its own."""
+    head, embedding = model.lm_head, model.get_input_embeddings()
+    head.forward = lambda x: nn.functional.linear(x, head.weight + embedding.weight)
+
+
+def in_float32(model: Any) -> None:
+    """Autocast leaves float64 alone."""
+    model.float()
+
+
+def normalized(model: Any) -> None:
+    """Gives a head whose weight a hook computes from a trained one."""
+    nn.utils.spectral_norm(model.lm_head)
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
@@ -188,6 +210,24 @@ def _changed(logits: Tensor) -> Tensor:
     return torch.cat([before.flatten(), flat.flatten(), logits.flatten()])
 
 
+def _without_gradients(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        half = logits / 2
+    return half * 3
+
+
+def _a_factor_that_changes(logits: Tensor) -> Tensor:
+    factor = torch.tensor(2.0)
+    scaled = logits.detach() * factor
+    factor.fill_(100.0)
+    return scaled + 0
+
+
+def _a_loss_of_constants(logits: Tensor) -> Tensor:
+    constants = logits.detach().flatten(0, 1)
+    return logits[..., 0].sum() + nn.functional.cross_entropy(constants, torch.zeros(46, dtype=torch.int64))
+
+
 USES: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda x: (tuple(x.shape), x.dtype, x.device, x.dim(), len(x), x.requires_grad),
     "argmax": lambda x: x.argmax(-1),
@@ -201,6 +241,11 @@ USES: dict[str, Callable[[Tensor], Any]] = {
     "two tensors": lambda x: torch.stack([x, x.detach()]),
     "metrics, then gradients": _metrics_then_gradients,
     "changed in place": _changed,
+    "detached": lambda x: (x.detach() / 2).softmax(-1),
+    "leaves of their own": lambda x: 2 * x.detach().requires_grad_(),
+    "without gradients": _without_gradients,
+    "a factor that changes": _a_factor_that_changes,
+    "a loss of constants": _a_loss_of_constants,
     "a loss of their own": lambda x: nn.functional.cross_entropy(x.flatten(0, 1), torch.zeros(46, dtype=torch.int64)),
     "a loss of each token": lambda x: nn.functional.cross_entropy(
         x.flatten(0, 1), torch.zeros(46, dtype=torch.int64), reduction="none"
@@ -230,6 +275,78 @@ def read_late(wrap: str) -> str:
     except hf_ring_attn.RingAttentionError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _other_adapter(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def _by_data(model: Any) -> None:
+    model.lm_head.weight.data.mul_(1.01)
+
+
+def _other_mode(model: Any) -> None:
+    model.train()
+
+
+CHANGES: dict[str, tuple[Step, Callable[[Any], None]]] = {
+    "an adapter is switched off": (Step(why="", lora={"target_modules": ["lm_head"]}), _other_adapter),
+    "a weight is changed by .data": (Step(why=""), _by_data),
+    "dropout of an adapter is on": (
+        Step(why="", lora={"target_modules": ["lm_head"], "lora_dropout": 0.5}, trains=False), _other_mode,
+    ),
+}  # fmt: skip
+
+
+def read_after(change: str) -> str:
+    """The error of a program that changes a head between a forward and a use of its logits; "" if it may."""
+    step, apply = CHANGES[change]
+    model = model_of(step)
+    batch = hf_ring_attn.shard(tokens(23))
+    with batch:
+        logits = model(**batch.inputs).logits
+    apply(model)
+    try:
+        logits.argmax(-1)
+    except hf_ring_attn.RingAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def hooked(late: bool) -> tuple[Tensor, Tensor] | str:
+    """The gradient of a head whose logits' gradient a hook halves, and without it; or the error of a hook set late."""
+    found = []
+    for half in (True, False):
+        model = model_of(Step(why=""))
+        if half and not late:
+            model.lm_head.register_forward_hook(_halve)
+        batch = hf_ring_attn.shard(tokens(23), config=RingConfig(self_check=False))
+        with batch:
+            out = model(**batch.inputs)
+        try:
+            if late:
+                _halve(None, None, out.logits)
+        except hf_ring_attn.RingAttentionError as error:
+            return f"{type(error).__name__}: {error}"
+        out.loss.backward()
+        found.append(model.lm_head.weight.grad)
+    return found[0], found[1]
+
+
+def _halve(_module: Any, _args: Any, logits: Tensor) -> None:
+    logits.register_hook(lambda gradient: gradient / 2)
+
+
+def losses_of_one_rank() -> float:
+    """The first rank alone computes a loss of whole logits, after the forward of a model with a whole head."""
+    model = tiny("llama of tokens", "ring_fp32").train()
+    batch = {**tokens(23), "labels": tokens(23)["input_ids"] % 3}
+    sharded = hf_ring_attn.shard(batch, model=model)
+    with sharded:
+        out = model(**sharded.inputs)
+    if dist.get_rank():
+        return float(out.loss)
+    return float(nn.functional.cross_entropy(out.logits.flatten(0, 1).float(), batch["labels"].flatten()))
 
 
 def read_after_eval(wrap: str) -> tuple[Tensor, Tensor]:

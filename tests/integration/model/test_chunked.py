@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.integration.model import lazy_logits
+from hf_ring_attn.layers import chunked_loss
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import chunked_jobs as jobs
 from tests.helpers.jobs.chunked_jobs import Answer, Step
@@ -88,9 +88,28 @@ def test_a_head_that_fsdp2_shards_in_parts_makes_logits(ranks: Ranks) -> None:
         assert_equal(got, want)
 
 
+OTHER_WEIGHTS = "its head reads trained weights of other modules"
+FLOAT16 = "its logits are float16, whose gradients may overflow before the loss is scaled"
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (Step(why="another weight", change=jobs.reading_the_embedding), OTHER_WEIGHTS),
+        (Step(why="a hook's weight", change=jobs.normalized), OTHER_WEIGHTS),
+        (Step(why="float16", change=jobs.in_float32, autocast=True), FLOAT16),
+    ],
+    ids=lambda value: getattr(value, "why", ""),
+)
+def test_a_head_whose_gradients_would_be_lost_makes_logits(step: Step, why: str) -> None:
+    got, want = jobs.both(step)
+    assert (got.losses, got.why) == (0, why)
+    assert_equal(got, want)
+
+
 DEFECTS: dict[str, tuple[object, str, Any]] = {
     "the softcap left out": (lazy_logits, "_through", lambda chain, x: x),
-    "gradients of the weights lost": (lazy_logits, "holding", lambda slots, weights: nullcontext()),
+    "gradients of the weights lost": (chunked_loss, "add_wide", lambda total, gradient: torch.zeros_like(gradient)),
 }
 
 
@@ -119,6 +138,7 @@ def test_the_trial_step_sees_a_loss_in_chunks_that_is_wrong(ranks: Ranks) -> Non
 def test_logits_that_are_read_are_those_of_the_model() -> None:
     for name, ((got, gradients), (want, expected)) in jobs.uses().items():
         if isinstance(want, Tensor):
+            assert got.requires_grad == want.requires_grad, name
             torch.testing.assert_close(got * 1.0, want * 1.0, rtol=1e-6, atol=1e-6, msg=name)
         else:
             assert got == want, name
@@ -129,11 +149,28 @@ def test_logits_that_are_read_are_those_of_the_model() -> None:
 
 @pytest.mark.parametrize(
     ("wrap", "why"),
-    [("", "the weights of its head, or their inputs, have changed"), ("by itself", "FSDP2 has freed the weights")],
+    [("", "its head, or the head's inputs, have changed"), ("by itself", "FSDP2 has freed the weights")],
 )
 def test_logits_that_can_no_longer_be_made_are_refused(ranks: Ranks, wrap: str, why: str) -> None:
     for error in ranks(2).run(jobs.read_late, wrap):
         assert error.startswith("LogitsNotMade: ") and why in error and "RingConfig(loss='sharded')" in error
+
+
+@pytest.mark.parametrize("change", jobs.CHANGES)
+def test_logits_of_a_head_that_has_changed_are_refused(change: str) -> None:
+    error = jobs.read_after(change)
+    assert error.startswith("LogitsNotMade: ") and "its head, or the head's inputs, have changed" in error
+
+
+def test_a_hook_on_the_gradient_of_logits_is_called_or_refused() -> None:
+    halved, whole = jobs.hooked(late=False)
+    assert relative_error(2 * halved, whole) < 1e-6  # type: ignore[arg-type, operator]
+    assert "register_hook() needs their gradient, which a loss in chunks does not compute" in jobs.hooked(late=True)
+
+
+def test_a_rank_alone_may_compute_a_loss_of_whole_logits(ranks: Ranks) -> None:
+    first, other = ranks(2).run(jobs.losses_of_one_rank)
+    assert abs(first - other) < 1e-6
 
 
 @pytest.mark.parametrize("wrap", ["with the rest", "by itself", "tail"])
