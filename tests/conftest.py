@@ -56,6 +56,13 @@ LONG = (
 """The files that take half a minute or more, with few tests or many. They start first: no process ends alone."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --qlora, leaves out files without its mark: importing all of them takes longer than these tests."""
+    if not config.getoption("--qlora") or collection_path.suffix != ".py":
+        return None
+    return "mark.qlora" not in collection_path.read_text() or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not str(item.path).endswith(LONG))
     with_bitsandbytes = [item for item in items if item.get_closest_marker("qlora") is not None]
