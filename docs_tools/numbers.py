@@ -188,7 +188,7 @@ def step(folder: str, name: str) -> dict[str, Any]:
 
 
 def is_timed(folder: str, name: str) -> bool:
-    """Whether a run's seconds are those of its GPUs; a head says ``not_timed`` where they are not, and why."""
+    """True if a run's seconds are those of its GPUs; a head says ``not_timed`` where they are not, and why."""
     return "not_timed" not in run(folder, name).head
 
 
