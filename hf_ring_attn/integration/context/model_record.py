@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import itemgetter
+from types import FunctionType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -233,6 +234,8 @@ def _visited(model: nn.Module) -> Visit:
             forward = own["forward"]
             forward = getattr(forward, "replaced", None) if is_ours(forward) else forward
             extend((id(forward), _code(forward)) if forward is not None else ())
+        if type(module) is not nn.Linear and FunctionType in map(type, own.values()):  # an activation, perhaps
+            extend(_code(x) for x in own.values() if type(x) is FunctionType and not is_ours(x))
         if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
             add("compiled")
         if _OF_TRANSFORMERS in own or _OF_TORCH in own:

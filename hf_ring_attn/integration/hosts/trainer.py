@@ -25,6 +25,7 @@ from ..model.lazy_logits import ChunkedLoss, made
 from ..patching.changes import Patch
 from . import handed_on, liger, trainer_overrides
 from .gathered_loss import gathered
+from .rings_as_processes import RingsAsProcesses, rings_as_processes
 from .smoothed_labels import smoothed, smoothed_in_model
 from .trainer_state import preserved_trainer
 
@@ -158,7 +159,10 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
         sharded, whole = Sharded(share.inputs, share.context), dict(row)
         with preserved_trainer(trainer), _gathering(model, sharded):
             items = count(trainer, whole)
-            with trainer.compute_loss_context_manager():
+            is_whole = share.context.ring.size == 1 and group_of(trainer) is not None
+            # An override of compute_loss may multiply by the number of processes: whole rows have one for each ring.
+            counted = rings_as_processes(trainer) if is_whole else nullcontext()
+            with counted, trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
 
     kind, own = type(trainer), vars(trainer).get("compute_loss")
@@ -242,7 +246,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         sharded = context is None or not (_gathers(context) or context.whole_head)
         with smoothed_in_model(self, context) if context is not None and sharded else smoothed(self, model):
             result = original(self, model, inputs, return_outputs, items / size if sharded else items)
-        times = 1 / ring_size if averaged else 1
+        times = 1 / ring_size if averaged and not isinstance(self.accelerator, RingsAsProcesses) else 1
         return (result[0] * times, result[1]) if return_outputs else result * times
 
     return compute_loss

@@ -22,7 +22,8 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import class_of, configs_of, is_unit
 from ..context.model_record import latest_record
-from ..patching.hooks import replace_forward
+from ..log import warn
+from ..patching.hooks import is_ours, replace_forward
 from .slots import Slot, holding, slots_of
 from .structure import text_modules
 
@@ -64,12 +65,36 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         for name, part in _parts(model):
             forward = replace_forward(part, "mlp_tokens", _Maker(name, part))
             forward.tried = forward.checked = False  # the part may have changed
-            known.append(forward)
+            if (hooked := _hooked_inside(part)) is None:
+                known.append(forward)
+            else:
+                forward.tokens = None
+                forward.is_whole = True
+                warn(_HOOKED.format(f"{name}.{hooked}", name))
         known.found = True
     for forward in known:
         forward.tokens = tokens
     if tokens is not None:
         context.log.features.add(f"MLPs {tokens} tokens at a time")
+
+
+_HOOKED = (
+    "a hook on {0} would see chunks of tokens, and no gradients: mlp_tokens has no effect on {1}, which runs whole. "
+    "Remove the hook to save that memory."
+)
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def _hooked_inside(part: nn.Module) -> str | None:
+    """The name of a module in ``part`` that has hooks of a program; those of ``part`` itself see all tokens."""
+    name: str
+    for name, module in part.named_modules():
+        hooks = [hook for kind in _HOOKS for hook in module.__dict__[kind].values()] if name else []
+        # transformers' own record what a model returns: see `_records_routers`.
+        owners = (str(getattr(hook, "__module__", "")) for hook in hooks if not is_ours(hook))
+        if not all(owner.startswith("transformers.") for owner in owners):
+            return name
+    return None
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -99,7 +124,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    """It has matrices in its parts, and is no linear layer itself, wrapped by an adapter or not."""
+    """Returns True if its parts hold matrices, and it is no linear layer, with an adapter or without."""
     base = getattr(module, "base_layer", module)
     is_linear = hasattr(base, "in_features") or hasattr(base, "nf") or isinstance(base, nn.Linear | nn.Embedding)
     has_matrices = any(w.dim() > 1 for part in module.modules() if part is not module for w in _weights(part))
@@ -137,7 +162,7 @@ class _ChunkedForward:
         self.name = f"{name} ({class_of(module)})"
         self.module, self.replaced = module, replaced
         self.tokens: int | None = None
-        self.tried = self.checked = False
+        self.tried = self.checked = self.is_whole = False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied model has options of its own: without any, its recompute must not be in chunks."""
@@ -155,7 +180,7 @@ class _ChunkedForward:
         tokens = self.tokens if context is None else context.config.mlp_tokens  # None: a recompute after the batch
         inputs = [*args, *kwargs.values()]
         x = inputs[0] if inputs else None
-        if tokens is None or not isinstance(x, Tensor):
+        if tokens is None or self.is_whole or not isinstance(x, Tensor):
             return self.forward(*args, **kwargs)
         most = tokens * (min(x.shape[1:3]) if x.dim() == 4 else 1)  # with heads: [B, T, H, D], or [B, H, T, D]
         if x.numel() <= most * x.shape[-1]:
@@ -165,10 +190,13 @@ class _ChunkedForward:
         if _records_routers():
             raise errors.NotByToken(self.name, "was asked for its router's logits (output_router_logits=True)")
         rows, call = x.reshape(-1, x.shape[-1]), _Call(self)
-        if not self.tried:
+        tried, before = self.tried, [buffer._version for buffer in self.module.buffers()]
+        if not tried:
             self._try(call, rows.detach())
             self.tried = True
         found = run_in_chunks(call, rows, list(call.trained), most)
+        if not tried and before != [buffer._version for buffer in self.module.buffers()]:
+            raise errors.NotByToken(self.name, "changes its buffers in each call")
         return self._whole(found, x)
 
     def outputs(self, x: Tensor) -> tuple[Tensor, ...]:

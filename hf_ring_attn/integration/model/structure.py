@@ -53,9 +53,19 @@ def _token_reasons(model: nn.Module) -> Iterator[str]:
         if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
             yield f"{where} mixes neighbouring tokens, which are on other ranks"
             break
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (option := _option_of_batches(module)):
+            yield f"{where} has {option}, which looks at all tokens of a batch, and each rank has others: leave it out"
+            break
         if getattr(module, "trigram_input", False) is True:
             yield f"{where} joins each token's embedding with its neighbours', which are on other ranks (trigram_input)"
             break
+
+
+def _option_of_batches(embedding: nn.Embedding | nn.EmbeddingBag) -> str:
+    """The option of an embedding by which its weight or its gradient depends on which tokens a batch has."""
+    if embedding.max_norm is not None:  # it scales the rows of its weight that it looks up
+        return f"max_norm={embedding.max_norm}"
+    return "scale_grad_by_freq=True" if embedding.scale_grad_by_freq and embedding.weight.requires_grad else ""
 
 
 def position_reasons(model: nn.Module, hidden: bool) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -88,18 +90,18 @@ def trained(kind: str, self_check: bool) -> Trained:
     model = GOOD[kind]()
     model.train()
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    calls: list[int] = []
-    inner.register_forward_pre_hook(lambda *_: calls.append(0))
+    calls = SimpleNamespace(count=0)  # the check restores lists that hooks write to
+    inner.register_forward_pre_hook(lambda *_: vars(calls).update(count=calls.count + 1))
     found = Trained()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for length in (23, 41):
         sharded = hf_ring_attn.shard(tokens(length), config=RingConfig(self_check=self_check))
-        calls.clear()
+        calls.count = 0
         with torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else nullcontext(), sharded:
             loss = model(**sharded.inputs).loss
         loss.backward()
         found.verdicts.append(sharded.context.state(SelfCheckState).verdict)
-        found.calls.append(len(calls))
+        found.calls.append(calls.count)
         gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
         found.bits += [loss.detach(), torch.rand(3), *gradients, *(x.clone() for x in model.buffers())]
         average(sharded, model)
@@ -244,3 +246,39 @@ class Restless(nn.Module):
         self.table["b"] = 2
         self.cache = x
         return self.drop(self.norm(x)) + torch.rand(1)  # type: ignore[no-any-return]
+
+
+COLLECTED: list[Tensor] = []
+
+
+class Collector:
+    """Collects activations in attributes, as an object with a hook."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, list[Tensor]] = {0: [], 1: []}
+        self.seen: deque[Tensor] = deque()
+
+    def __call__(self, _module: Any, _args: Any, output: Tensor) -> None:
+        self.seen.append(output)
+
+    def note(self, layer: int, _module: Any, _args: Any, output: Tensor) -> None:
+        self.by_layer[layer].append(output)
+
+
+def collected() -> list[int]:
+    """The numbers of activations that hooks collected in one forward: by a closure, a global name and objects."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    inside: list[Tensor] = []
+    callable_object, with_method = Collector(), Collector()
+    COLLECTED.clear()
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda _module, _args, output: inside.append(output))
+        layer.register_forward_hook(lambda _module, _args, output: COLLECTED.append(output))
+        layer.register_forward_hook(callable_object)
+        layer.register_forward_hook(partial(with_method.note, number))
+    sharded = hf_ring_attn.shard(tokens(23))
+    with sharded:
+        model(**sharded.inputs)
+    assert sharded.context.state(SelfCheckState).verdict == "passed"
+    noted = [len(outputs) for outputs in with_method.by_layer.values()]
+    return [len(inside), len(COLLECTED), len(callable_object.seen), *noted]

@@ -124,6 +124,34 @@ class Masked(Pictures):
         return batch
 
 
+class Summed(Trainer):
+    """Computes its loss as Trainer does: a sum over labels, divided by their count, times the number of processes."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        shifted = inputs.pop("shift_labels", torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100))
+        out = model(**inputs)
+        flat = out.logits.flatten(0, 1).float()
+        loss = torch.nn.functional.cross_entropy(flat, shifted.flatten(), reduction="sum")
+        if num_items_in_batch is not None:
+            loss = loss / num_items_in_batch * self.accelerator.num_processes
+        else:
+            loss = loss / shifted.ne(-100).sum()
+        return (loss, out) if return_outputs else loss
+
+
+@pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(dp=2, cp=2)], ids=str)
+def test_an_own_loss_that_counts_processes_as_trainer_does_is_exact(ranks: Ranks, mesh: Mesh) -> None:
+    """The self-check refused it: it computed the whole row as if by two processes."""
+    run = replace(SHORT, metrics="", arguments={**NO})
+    want = ranks(mesh.dp).run(log_of, Summed, run, Mesh(dp=mesh.dp))[0][0]
+    for log, _ in ranks(mesh.size).run(log_of, Summed, run, mesh):
+        assert [pytest.approx(entry, rel=LOSS) for entry in want] == log
+
+
 # ---- steps that are exact --------------------------------------------------------------------------------------------
 
 

@@ -71,6 +71,14 @@ def with_another_class(model: Any) -> None:
     model.undo = lambda: setattr(mlp, "forward", forward)
 
 
+def silu(x: Any) -> Any:
+    return nn.functional.silu(x)
+
+
+def with_another_activation(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = lambda x: nn.functional.silu(x + x.roll(1, 1))
+
+
 def configured(model: Any) -> None:
     model.config.is_encoder_decoder = True
 
@@ -82,6 +90,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "a forward": (with_another_forward, "SelfCheckFailed"),
     "a hook in place of another": (hooked_anew, "SelfCheckFailed"),
     "a partial in place of another": (hooked_by_another_partial, "SelfCheckFailed"),
+    "an activation that is no module": (with_another_activation, "SelfCheckFailed"),
     "a forward of a class": (with_another_class, "SelfCheckFailed"),
     "a field of its config": (configured, "UnsupportedModel"),
 }
@@ -96,6 +105,8 @@ def step(model: Any) -> None:
 
 def after(change: str) -> tuple[str, str] | None:
     model: Any = tiny("llama", "ring_fp32").train()
+    del model.model.layers[1].mlp.act_fn  # a module
+    model.model.layers[1].mlp.act_fn = silu
     model.quiet = model.model.layers[1].register_forward_hook(lambda *_: None)
     model.partial = model.model.layers[1].register_forward_hook(partial(print, end="", file=StringIO()))
     model.undo = lambda: None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
+from hf_ring_attn.integration import log
 from hf_ring_attn.integration.model import mlp_chunks
 from hf_ring_attn.layers import token_chunks
 from hf_ring_attn.testing import relative_error
@@ -131,6 +132,52 @@ def test_a_weight_that_is_no_parameter_is_refused() -> None:
     assert "depends on a trained tensor of shape (1,) that is no parameter of it" in refusal_of(model)
 
 
+class Counting(nn.Module):
+    """Notes each call in a buffer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        result: Tensor = self.inner(hidden_states)
+        return result
+
+
+def test_an_mlp_that_changes_its_buffers_is_refused() -> None:
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
+    assert "model.layers.0.mlp (Counting) over chunks of tokens, but it changes its buffers in each" in refusal_of(
+        model
+    )
+
+
+def step_with_a_penalty(mlp_tokens: int | None) -> dict[str, Tensor]:
+    """The loss and gradients of a step whose loss has a penalty that hooks inside MLPs collect."""
+    torch.manual_seed(3)
+    model: Any = tiny("llama", "ring_fp32").double().train()
+    collected: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.act_fn.register_forward_hook(lambda _module, _args, out: collected.append(out.abs().sum()))
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(mlp_tokens=mlp_tokens, self_check=False))
+    with batch:
+        loss = model(**batch.inputs).loss + sum(collected)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: x.grad for name, x in model.named_parameters()}}
+
+
+def test_an_mlp_with_hooks_inside_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
+    log._said.clear()
+    with caplog.at_level("WARNING", "hf_ring_attn"):
+        got, want = step_with_a_penalty(3), step_with_a_penalty(None)
+    assert "a hook on model.layers.0.mlp.act_fn would see chunks of tokens, and no gradients" in caplog.text
+    for name, x in want.items():
+        assert relative_error(got[name], x) < 1e-9, name
+
+
 def step_that_changes_what_trains(mlp_tokens: int | None) -> dict[str, Tensor | None]:
     """Gradients where the gates of MLPs trained in the forward, and other matrices of their shape by the backward."""
     model: Any = tiny("llama", "ring_fp32").double()
@@ -201,7 +248,7 @@ def test_without_the_option_forwards_are_as_before() -> None:
     mlp = model.model.layers[0].mlp
     assert isinstance(mlp.__dict__["forward"], mlp_chunks._ChunkedForward)
     seen = []
-    mlp.gate_proj.register_forward_hook(lambda _module, args, _output: seen.append(args[0].shape[1]))
+    jobs.note_tokens(mlp.gate_proj, seen)
     jobs.run(model)
     assert seen == [23]
     hf_ring_attn.uninstall()

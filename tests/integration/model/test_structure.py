@@ -32,6 +32,16 @@ def with_convolution(model: Any) -> Any:
     return model
 
 
+def that_renormalizes(model: Any) -> Any:
+    model.model.embed_tokens.max_norm = 0.5
+    return model
+
+
+def that_counts_tokens(model: Any) -> Any:
+    model.model.embed_tokens.scale_grad_by_freq = True
+    return model
+
+
 FORWARDS = [
     Forward(
         why="positions of a decoder that takes none", kind="BartForCausalLM", sizes=False,
@@ -45,6 +55,14 @@ FORWARDS = [
     Forward(
         why="a convolution along the sequence", change=with_convolution,
         text="model.layers.0.mlp.mixer (Conv1d) mixes neighbouring tokens, which are on other ranks",
+    ),
+    Forward(
+        why="embeddings that change with the tokens of a batch", change=that_renormalizes,
+        text="model.embed_tokens (Embedding) has max_norm=0.5, which looks at all tokens of a batch",
+    ),
+    Forward(
+        why="embeddings whose gradient depends on the tokens of a batch", change=that_counts_tokens,
+        text="model.embed_tokens (Embedding) has scale_grad_by_freq=True, which looks at all tokens of a batch",
     ),
     Forward(
         why="a mask taken for a tensor", kind="DogeForCausalLM", config=DOGE, error="MaskIsNoTensor",

@@ -176,6 +176,11 @@ def test_a_model_that_fails_in_the_ring_only_is_refused(ranks: Ranks) -> None:
         )
 
 
+def test_activations_that_hooks_collect_are_the_batch_s_alone(ranks: Ranks) -> None:
+    """Those of the check's row were among them: a loss of them was 0.6 off, or ended in a second backward."""
+    assert ranks(2).run(jobs.collected) == [[2, 2, 2, 1, 1]] * 2
+
+
 def test_one_rank_that_fails_stops_all(ranks: Ranks) -> None:
     (here, text, _), (there, cause, _) = ranks(2).run(jobs.refused, "raises on one rank")
     assert (here, there) == ("RefusedElsewhere", "SelfCheckRowFailed")
