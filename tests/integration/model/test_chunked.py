@@ -13,6 +13,7 @@ from hf_ring_attn.integration.model import lazy_logits
 from hf_ring_attn.layers import chunked_loss
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import chunked_jobs as jobs
+from tests.helpers.jobs import logits_jobs
 from tests.helpers.jobs.chunked_jobs import Answer, Step
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import packed, padded, tokens
@@ -136,7 +137,7 @@ def test_the_trial_step_sees_a_loss_in_chunks_that_is_wrong(ranks: Ranks) -> Non
 
 
 def test_logits_that_are_read_are_those_of_the_model() -> None:
-    for name, ((got, gradients), (want, expected)) in jobs.uses().items():
+    for name, ((got, gradients), (want, expected)) in logits_jobs.uses().items():
         if isinstance(want, Tensor):
             assert got.requires_grad == want.requires_grad, name
             torch.testing.assert_close(got * 1.0, want * 1.0, rtol=1e-6, atol=1e-6, msg=name)
@@ -152,36 +153,37 @@ def test_logits_that_are_read_are_those_of_the_model() -> None:
     [("", "its head, or the head's inputs, have changed"), ("by itself", "FSDP2 has freed the weights")],
 )
 def test_logits_that_can_no_longer_be_made_are_refused(ranks: Ranks, wrap: str, why: str) -> None:
-    for error in ranks(2).run(jobs.read_late, wrap):
+    for error in ranks(2).run(logits_jobs.read_late, wrap):
         assert error.startswith("LogitsNotMade: ") and why in error and "RingConfig(loss='sharded')" in error
 
 
-@pytest.mark.parametrize("change", jobs.CHANGES)
+@pytest.mark.parametrize("change", logits_jobs.CHANGES)
 def test_logits_of_a_head_that_has_changed_are_refused(change: str) -> None:
-    error = jobs.read_after(change)
+    error = logits_jobs.read_after(change)
     assert error.startswith("LogitsNotMade: ") and "its head, or the head's inputs, have changed" in error
 
 
 def test_a_hook_on_the_gradient_of_logits_is_called_or_refused() -> None:
-    halved, whole = jobs.hooked(late=False)
-    assert relative_error(2 * halved, whole) < 1e-6  # type: ignore[arg-type, operator]
-    assert "register_hook() needs their gradient, which a loss in chunks does not compute" in jobs.hooked(late=True)
+    halved, whole = logits_jobs.gradients_of_heads()
+    assert relative_error(2 * halved, whole) < 1e-6
+    late = "register_hook() needs their gradient, which a loss in chunks does not compute"
+    assert late in logits_jobs.hooked_late()
 
 
 def test_a_rank_alone_may_compute_a_loss_of_whole_logits(ranks: Ranks) -> None:
-    first, other = ranks(2).run(jobs.losses_of_one_rank)
+    first, other = ranks(2).run(logits_jobs.losses_of_one_rank)
     assert abs(first - other) < 1e-6
 
 
 @pytest.mark.parametrize("wrap", ["with the rest", "by itself", "tail"])
 def test_an_evaluation_that_wants_logits_has_them_under_fsdp2(ranks: Ranks, wrap: str) -> None:
-    for got, want in ranks(2).run(jobs.read_after_eval, wrap):
+    for got, want in ranks(2).run(logits_jobs.read_after_eval, wrap):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("wrap", ["", "with the rest", "by itself"])
 def test_a_call_without_labels_makes_logits(ranks: Ranks, wrap: str) -> None:
-    for got, want in ranks(2).run(jobs.without_labels, wrap):
+    for got, want in ranks(2).run(logits_jobs.without_labels, wrap):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
