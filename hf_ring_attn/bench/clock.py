@@ -14,6 +14,9 @@ import torch
 SECONDS_PER_TURN = 0.05
 """Seconds for which one call is repeated in its turn."""
 
+CALLS_BEFORE = 3
+"""Calls of each before the rounds: to compile it, for its memory, and for its time."""
+
 
 class Timed(NamedTuple):
     """A call, and the context it runs in, which is entered for each turn and not timed."""

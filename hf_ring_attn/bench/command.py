@@ -17,6 +17,8 @@ from .provenance import facts
 from .workload import Workload
 from .world import world
 
+TOKENS = {"cuda": 32768, "cpu": 512}
+"""The row, by kind of device, if the user names none: half a minute on a slow CPU."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -65,7 +67,8 @@ def check(given: argparse.Namespace) -> str | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is computed")
-    what.add_argument("--tokens", type=count(), nargs="+", default=[32768], help="of the row; several for several rows")
+    rows = f"of the row; several for several rows; default: {TOKENS['cuda']}, on a CPU {TOKENS['cpu']}"
+    what.add_argument("--tokens", type=count(), nargs="+", help=rows)
     add_shape(what)
     what.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; of --errors: bfloat16 and float16")
     what.add_argument("--window", type=count(), help="how many keys a query sees")
@@ -87,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--rounds", type=count(), default=5)
     how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw these results.jsonl")
     how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
+    parser.set_defaults(run=run, check=check)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -98,16 +102,19 @@ def run(given: argparse.Namespace) -> int:
             sys.stderr.write("--against compares rings of several ranks: start this with torchrun\n")
             return 2
         chosen = contenders.options(given.backward, given.traffic, given.heads_per_gather)
+        lengths = given.tokens or [TOKENS[device.type]]
         if given.errors is not None:
-            works = [_work(given, n, device, dtype) for n in given.tokens for dtype in _dtypes(given)]
+            works = [_work(given, n, device, dtype) for n in lengths for dtype in _dtypes(given)]
             parts = given.errors or errors.PARTS
             return errors.run(works, ring, parts, given.rings, given.kernel, chosen, given.save)
         head = {**facts(), "ranks": ring.size, "rounds": given.rounds}
+        works = [_work(given, tokens, device, _dtypes(given)[0]) for tokens in lengths]
         if first:
-            sys.stdout.write(speed.HEAD + "\n")
+            coming = speed.announced(works, ring, chosen, given.ring, given.against, given.rounds)
+            sys.stdout.write(f"{coming}\n{speed.HEAD}\n")
+            sys.stdout.flush()
         rows: list[dict[str, Any]] = []
-        for tokens in given.tokens:
-            work = _work(given, tokens, device, _dtypes(given)[0])
+        for work in works:
             found = speed.measure(
                 work, ring, chosen, ring_size=given.ring, kernel=given.kernel, against=given.against,
                 rounds=given.rounds, largest=speed.largest_over(ring, device),

@@ -15,7 +15,7 @@ from ..attention.kernel_choice import kernel_for
 from ..comm.ring import Ring
 from ..sharding.layout import Layout
 from . import contenders
-from .clock import Timed, in_turns
+from .clock import CALLS_BEFORE, Timed, in_turns
 from .peers import PEERS
 from .workload import Workload, received
 
@@ -93,6 +93,18 @@ def _contestants(
         yield from PEERS[peer](work)
 
 
+def announced(
+    works: Sequence[Workload], ring: Ring, chosen: Sequence[RingOptions], ring_size: int, against: Sequence[str],
+    rounds: int,
+) -> str:  # fmt: skip
+    """A line on what `measure` is about to do with each of ``works``; it takes time before the first row."""
+    names = [name for name, _ in _contestants(works[0], ring, chosen, ring_size, "", against)]
+    calls = 2 * (1 + CALLS_BEFORE + rounds) * len(names) * len(works)
+    lengths = ", ".join(f"{work.tokens:,}" for work in works)
+    where = f"{lengths} tokens on {works[0].device.type}"
+    return f"measuring {', '.join(names)}: {where}, about {calls} calls (short ones are repeated)"
+
+
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Formats rows as lines of text."""
     for row in rows:
@@ -101,7 +113,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"{head} {row['failed']}"
             continue
         parts = [
-            f"{1e3 * statistics.median(row[kind]['seconds']):9.2f} ms {row[kind]['tflops']:6.0f} TFLOP/s "
+            f"{1e3 * statistics.median(row[kind]['seconds']):9.2f} ms {_rate(row[kind]['tflops'])} TFLOP/s "
             f"{row[kind]['share']:6.1%}"
             for kind in ("forward", "both")
         ]
@@ -110,6 +122,10 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         moved = row.get("bytes_received")
         bytes_moved = f" {moved[0] / 2**20:6.0f} + {moved[1] / 2**20:.0f} MiB" if moved else ""
         yield f"{head} {' | '.join(parts)} {memory}{bytes_moved}".rstrip()
+
+
+def _rate(tflops: float) -> str:
+    return f"{tflops:6.0f}" if tflops >= 10 else f"{tflops:6.2g}"
 
 
 HEAD = (
