@@ -248,8 +248,31 @@ class UnknownModel(Refused):
         )
 
 
+class EncoderDecoder(Refused):
+    def __init__(self, name: str, kind: str) -> None:
+        super().__init__(
+            f"{name} is an encoder-decoder model ({kind}). A ring trains decoder models only: it shards one row, and "
+            "an encoder-decoder has two of unequal length. Give a decoder model, or train this one without a ring."
+        )
+
+
 class CannotPlan(Refused):
     def __init__(self, name: str, why: str) -> None:
         super().__init__(
             f"{name} cannot be planned: {why}. A forecast would be a guess. Measure a few steps of a short row instead."
+        )
+
+
+class FilesDiffer(Refused):
+    def __init__(self, folder: str, names: list[str]) -> None:
+        super().__init__(
+            f"{folder} has {' and '.join(names)} with other content, so nothing was written: they may be yours. Give "
+            "--write another folder, or --overwrite to replace them."
+        )
+
+
+class PlanNotWritten(RingAttentionError, OSError):
+    def __init__(self, folder: str, why: str) -> None:
+        super().__init__(
+            f"plan cannot write to {folder} ({why}). Give --write a folder, existing or new, in which you may write."
         )

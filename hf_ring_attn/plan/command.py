@@ -8,9 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ..integration.model import loading
+from ..errors import UnsupportedModel
+from ..integration.model import admission, loading
 from . import launch, report
-from .hardware import GPUS, Gpu
+from .hardware import GPUS, KEPT_FREE, Gpu
+from .notes import notes_on
 from .search import alternatives, forecast, most_tokens
 from .setup import ITEMSIZES, LOSSES, METHODS, OPTIMIZERS, SHARDS, Setup
 from .shape import shape_of
@@ -39,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--model", required=True, help="of the Hub, a folder, or a config file; no weights are read")
     what.add_argument("--tokens", type=count, help="of a row: 131072, 128K, 1M")
-    what.add_argument("--max-tokens", action="store_true", help="find the longest row that fits")
+    free = f"find the longest row that fits, with {100 * KEPT_FREE:.0f} %% of the memory free unless --memory is given"
+    what.add_argument("--max-tokens", action="store_true", help=free)
     what.add_argument("--method", choices=METHODS, default="lora", help="LoRA on all linear layers, QLoRA, or full")
     what.add_argument("--lora-rank", type=count, default=16)
     what.add_argument("--dtype", choices=ITEMSIZES, default="bfloat16")
@@ -49,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--gpus-per-node", type=count, default=8)
     where.add_argument("--ring", type=count, help="GPUs that share a row; default: all")
     where.add_argument("--gpu", choices=GPUS, default="h100")
-    where.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU; default: what --gpu has")
+    where.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU, all of it; default: what --gpu has")
     where.add_argument("--host-memory", type=positive, metavar="GIB", help="per GPU; default: no limit")
     where.add_argument("--tflops", type=positive, help="of a GPU in 16 bits, as its maker gives it")
     where.add_argument("--bandwidth", type=positive, metavar="GB/S", help="of a GPU's memory")
@@ -66,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--liger", action="store_true", help="fused norms, RoPE and gated MLPs")
     how.add_argument("--offload-params", action="store_true", help="FSDP2's weights and optimizer, to host memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help=f"write {launch.CONFIG}, {launch.PROGRAM} there")
+    files = f"write {launch.CONFIG}, {launch.PROGRAM} there, if it fits"
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help=files)
+    parser.add_argument("--overwrite", action="store_true", help="replace such files with other content")
+    parser.set_defaults(run=run, check=check)
 
 
 def check(given: argparse.Namespace) -> str | None:
@@ -81,33 +87,50 @@ def check(given: argparse.Namespace) -> str | None:
         return "--offload-above is a number of GiB from 0 on, and needs checkpointing"
     if given.offload_params and (given.shard != "fsdp2" or given.gpus == 1):
         return "--offload-params is FSDP2's: it needs --shard fsdp2 and several GPUs"
+    if given.overwrite and given.write is None:
+        return "--overwrite needs --write FOLDER"
     return None
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the forecast; returns 1 if it does not fit."""
+    """Prints the forecast; returns 1 if it does not fit, or if no ring can train the model.
+
+    Raises:
+        Refused: the model is unknown, or of a kind that cannot be forecast. FilesDiffer, PlanNotWritten.
+    """
     config = loading.load_config(given.model)
-    model = shape_of(config, loading.empty_model(config))
-    gpu = _gpu(given)
-    setup = Setup(
-        gpus=given.gpus, tokens=given.tokens or 1, gpu=gpu, gpus_per_node=given.gpus_per_node, ring=given.ring or 0,
-        method=given.method, lora_rank=given.lora_rank, shard=given.shard, dtype=given.dtype, optimizer=given.optimizer,
-        checkpointing=not given.no_checkpointing, save_attention=given.save_attention, loss=given.loss,
-        mlp_tokens=given.mlp_tokens or 0, offload_above=given.offload_above,
+    try:
+        meta = loading.empty_model(config, "ring_fp32")
+        admission.refuse_in_ring(meta)
+    except UnsupportedModel as refusal:
+        sys.stdout.write((json.dumps({"refused": str(refusal)}, indent=1) if given.json else str(refusal)) + "\n")
+        return 1
+    model, setup, kept_free = shape_of(config, meta), _setup(given), 0.0
+    if given.max_tokens:
+        kept_free = KEPT_FREE if given.memory is None else 0.0
+        found = most_tokens(model, setup, (1 - kept_free) * setup.gpu.memory_gib)
+        setup = replace(setup, tokens=found or 2 * setup.ring_size)
+    one = forecast(model, setup, setup.gpu.memory_gib)
+    others = alternatives(model, setup, setup.gpu.memory_gib)
+    plan = report.Plan(
+        model, one, others, notes_on(config, meta, setup.tokens), given.gpu, given.model,
+        loading.class_name(config), kept_free, given.write if one.fits else None, given.write is not None,
+    )  # fmt: skip
+    if plan.written is not None:
+        launch.write(plan.written, setup, plan.source, plan.auto_class, given.overwrite)
+    text = json.dumps(report.as_json(plan), indent=1) if given.json else report.table(plan)
+    sys.stdout.write(text + "\n")
+    return 0 if one.fits else 1
+
+
+def _setup(given: argparse.Namespace) -> Setup:
+    return Setup(
+        gpus=given.gpus, tokens=given.tokens or 1, gpu=_gpu(given), gpus_per_node=given.gpus_per_node,
+        ring=given.ring or 0, method=given.method, lora_rank=given.lora_rank, shard=given.shard, dtype=given.dtype,
+        optimizer=given.optimizer, checkpointing=not given.no_checkpointing, save_attention=given.save_attention,
+        loss=given.loss, mlp_tokens=given.mlp_tokens or 0, offload_above=given.offload_above,
         offload_params=given.offload_params, liger=given.liger,
     )  # fmt: skip
-    if given.max_tokens:
-        found = most_tokens(model, setup, gpu.memory_gib)
-        setup = replace(setup, tokens=found or 2 * setup.ring_size)
-    one = forecast(model, setup, gpu.memory_gib)
-    others = alternatives(model, setup, gpu.memory_gib)
-    if given.json:
-        sys.stdout.write(json.dumps(report.as_json(model, one, others, given.gpu, given.model), indent=1) + "\n")
-    else:
-        sys.stdout.write(report.table(model, one, others, given.gpu) + "\n")
-    if given.write is not None:
-        launch.write(given.write, setup, given.model)
-    return 0 if one.fits else 1
 
 
 def _gpu(given: argparse.Namespace) -> Gpu:

@@ -1,16 +1,14 @@
-"""Files that start a planned run: accelerate's config, a program over SFTTrainer, and the command."""
+"""Files that start a planned run: accelerate's config, and the command."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from .. import errors
+from .program import program
 from .setup import Setup
 
 CONFIG, PROGRAM = "ring.yaml", "train.py"
-OPTIMIZERS = {
-    "adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw_8bit": "paged_adamw_8bit",
-}  # fmt: skip
-"""Trainer's names."""
 
 
 def command(setup: Setup) -> str:
@@ -51,62 +49,27 @@ def config(setup: Setup) -> str:
 MIXED = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
-def program(setup: Setup, model: str) -> str:
-    """A training program in Python, whose data set the user names."""
-    chosen = {
-        "save_attention": setup.save_attention, "mlp_tokens": setup.mlp_tokens or None,
-        "offload_above": setup.offload_above,
-    }  # fmt: skip
-    ring = [f"{name}={value}" for name, value in chosen.items() if value is not None]
-    loading = [f"dtype=torch.{setup.dtype}", 'attn_implementation="ring_fp32"', "use_cache=False"]
-    if setup.method == "qlora":
-        loading.append(QUANTIZED.replace("DTYPE", f"torch.{setup.dtype}"))
-    arguments = [
-        'output_dir="outputs"', f"max_length={setup.tokens}", "per_device_train_batch_size=1",
-        f'optim="{OPTIMIZERS[setup.optimizer]}"', f"bf16={setup.dtype == 'bfloat16'}",
-        f"fp16={setup.dtype == 'float16'}", f"use_liger_kernel={setup.liger}", "ddp_find_unused_parameters=False",
-        f'**{{checkpointing: {setup.checkpointing}, f"{{checkpointing}}_kwargs": {{"use_reentrant": False}}}}',
-    ]  # fmt: skip
-    adapter = "None"
-    if setup.method != "full":
-        adapter = ADAPTER.format(setup.lora_rank, 2 * setup.lora_rank)
-    return TEMPLATE.format(
-        model=model, loading=",\n    ".join(loading), ring=", ".join(ring), arguments=",\n    ".join(arguments),
-        adapter=adapter,
-    )  # fmt: skip
+def write(folder: Path, setup: Setup, source: str, auto: str = "AutoModelForCausalLM", overwrite: bool = False) -> None:
+    """Writes both files. ``source``, ``auto``: as in `program`.
+
+    Raises:
+        FilesDiffer: a file is there with other content, and ``overwrite`` is False. Nothing was written.
+        PlanNotWritten: the folder cannot be made, or written to.
+    """
+    texts = {CONFIG: config(setup), PROGRAM: program(setup, source, auto)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not overwrite:
+            others = [name for name, text in texts.items() if _has_other(folder / name, text)]
+            if others:
+                raise errors.FilesDiffer(str(folder), others)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except FileExistsError:
+        raise errors.PlanNotWritten(str(folder), "it is a file") from None
+    except OSError as error:
+        raise errors.PlanNotWritten(str(folder), error.strerror or str(error)) from error
 
 
-ADAPTER = 'LoraConfig(r={}, lora_alpha={}, target_modules="all-linear", task_type="CAUSAL_LM")'
-QUANTIZED = (
-    'quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", '
-    "bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=DTYPE, bnb_4bit_quant_storage=DTYPE)"
-)
-TEMPLATE = '''"""Made by `hf-ring-attn plan`. Put your data set in place of DATA."""
-import torch
-from datasets import load_dataset
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from trl import SFTConfig, SFTTrainer
-
-import hf_ring_attn
-
-model = AutoModelForCausalLM.from_pretrained(
-    "{model}",
-    {loading},
-)
-hf_ring_attn.configure(model, hf_ring_attn.RingConfig({ring}))
-checkpointing = "activation_checkpointing"
-if checkpointing not in SFTConfig.__dataclass_fields__:
-    checkpointing = "gradient_checkpointing"  # its name until transformers 5.22
-arguments = SFTConfig(
-    {arguments},
-)
-adapter = {adapter}
-SFTTrainer(model, arguments, train_dataset=load_dataset("DATA", split="train"), peft_config=adapter).train()
-'''
-
-
-def write(folder: Path, setup: Setup, model: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(config(setup))
-    (folder / PROGRAM).write_text(program(setup, model))
+def _has_other(path: Path, text: str) -> bool:
+    return path.exists() and path.read_bytes() != text.encode()

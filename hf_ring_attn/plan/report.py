@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from . import launch
 from .hardware import GIB
-from .search import Forecast
+from .program import program, to_replace
+from .search import QLORA, Forecast
 from .shape import ModelShape
 
 
-def table(model: ModelShape, one: Forecast, others: list[Forecast], gpu: str) -> str:
-    return "\n".join(_lines(model, one, others, gpu))
+@dataclass(frozen=True)
+class Plan:
+    """All that a report shows.
+
+    Args:
+        others: as `search.alternatives` gives them. notes: as `notes.notes_on`. gpu, source: as the user named them.
+        kept_free: the share of the memory that the longest row leaves.
+        written: where the launch config and the program were written. asked: the user asked for it.
+    """
+
+    model: ModelShape
+    one: Forecast
+    others: list[Forecast]
+    notes: list[str]
+    gpu: str
+    source: str
+    auto_class: str
+    kept_free: float = 0.0
+    written: Path | None = None
+    asked: bool = False
 
 
-def _lines(model: ModelShape, one: Forecast, others: list[Forecast], gpu: str) -> Iterator[str]:
+def table(plan: Plan) -> str:
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    model, one, others, gpu = plan.model, plan.one, plan.others, plan.gpu
     setup, memory, seconds = one.setup, one.memory, one.seconds
     rows = setup.gpus // setup.ring_size
     yield (
@@ -24,12 +49,15 @@ def _lines(model: ModelShape, one: Forecast, others: list[Forecast], gpu: str) -
         f"{setup.tokens:,} tokens in a row, {setup.tokens_per_rank:,} a GPU; "
         f"{setup.gpus} x {gpu}, ring of {setup.ring_size}" + (f", {rows} rows at a time" if rows > 1 else "")
     )
+    yield from (f"note: {note}" for note in plan.notes)
     yield ""
     yield f"{'peak memory of a GPU, in the ' + memory.moment:48s}{'GiB':>9s}"
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
         yield f"  {name:46s}{size / GIB:9.2f}"
     verdict = "fits" if one.fits else "does not fit"
     yield f"  {'together':46s}{memory.total / GIB:9.2f}   {verdict} in {one.memory_gib:.1f}"
+    if plan.kept_free:
+        yield f"  {plan.kept_free:.0%} kept free: forecasts were that near".replace("%", " %")
     yield f"  {'of it in torch.cuda.max_memory_allocated':46s}{memory.allocated / GIB:9.2f}"
     for name, size in memory.host.items():
         yield f"  {'in host memory: ' + name:46s}{size / GIB:9.2f}"
@@ -49,28 +77,46 @@ def _lines(model: ModelShape, one: Forecast, others: list[Forecast], gpu: str) -
     elif not one.fits:
         yield "no options that this command knows make it fit: take more GPUs, or a shorter row (--max-tokens)"
     for other in others:
-        yield f"  {other.memory.total / GIB:7.2f} GiB, {other.seconds.total:9.2f} s   {', '.join(other.changes)}"
-    yield f"start it with: {launch.command(setup)}   (--write FOLDER writes {launch.CONFIG} and {launch.PROGRAM})"
+        about = " (it rounds the frozen weights, so it trains another model)" if QLORA in other.changes else ""
+        yield f"  {other.memory.total / GIB:7.2f} GiB, {other.seconds.total:9.2f} s   {', '.join(other.changes)}{about}"
+    if one.fits:
+        yield from _start(plan)
+    elif plan.asked:
+        yield "nothing was written, since it does not fit (--memory says how much a GPU has)"
 
 
-def as_json(model: ModelShape, one: Forecast, others: list[Forecast], gpu: str, source: str) -> dict[str, Any]:
+def _start(plan: Plan) -> Iterator[str]:
+    run, files = launch.command(plan.one.setup), (launch.CONFIG, launch.PROGRAM)
+    if plan.written is None:
+        yield f"start it with: {run}   (--write FOLDER writes {' and '.join(files)})"
+        return
+    yield f"written: {', '.join(str(plan.written / name) for name in files)}"
+    names = " and ".join(to_replace(plan.source))
+    yield f"replace {names} in {launch.PROGRAM}, then start it in that folder with: {run}"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
     """All numbers, in bytes and seconds; ``alternatives`` are as in the table."""
+    model, one = plan.model, plan.one
     setup = {name: value for name, value in asdict(one.setup).items() if name != "gpu"}
     return {
-        "model": model.name, "parameters": model.parameters, "gpu": gpu, "setup": setup,
+        "model": model.name, "parameters": model.parameters, "gpu": plan.gpu, "setup": setup,
+        "notes": plan.notes,
         "memory_bytes": {
             "parts": one.memory.parts, "total": one.memory.total, "allocated": one.memory.allocated,
             "moment": one.memory.moment, "host": one.memory.host, "limit": one.memory_gib * GIB,
+            "kept_free": plan.kept_free,
         },
         "fits": one.fits,
         "seconds": {"parts": one.seconds.parts, "total": one.seconds.total},
         "tokens_per_second_per_gpu": _speed(one), "mfu": _mfu(one),
         "alternatives": [
-            {"changes": x.changes, "memory_bytes": x.memory.total, "seconds": x.seconds.total} for x in others
+            {"changes": x.changes, "memory_bytes": x.memory.total, "seconds": x.seconds.total} for x in plan.others
         ],
         "launch": {
             "command": launch.command(one.setup), "config": launch.config(one.setup),
-            "program": launch.program(one.setup, source),
+            "program": program(one.setup, plan.source, plan.auto_class),
+            "written": None if plan.written is None else str(plan.written),
         },
     }  # fmt: skip
 

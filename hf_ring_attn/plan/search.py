@@ -17,6 +17,7 @@ from .shape import ModelShape
 CHUNK = 16384
 """Tokens of an MLP's chunk that a search tries."""
 MOST_TOKENS = 2**30
+QLORA = "--method qlora"
 
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--save-attention", {"save_attention": True}),
@@ -28,9 +29,10 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"}),
     ("--offload-params", {"offload_params": True, "shard": "fsdp2"}),
     ("--liger", {"liger": True}),
-    ("--method qlora", {"method": "qlora"}),
+    (QLORA, {"method": "qlora"}),
 )
-"""Options that a search tries, as a user writes them; the last one changes what is trained."""
+"""Options that a search tries, as a user writes them. The last one changes what is trained, so it is only tried where
+the user's own setup does not fit."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,11 @@ def most_tokens(model: ModelShape, setup: Setup, memory_gib: float) -> int:
 def alternatives(model: ModelShape, setup: Setup, memory_gib: float, most: int = 3) -> list[Forecast]:
     """Setups that fit among all combinations of `CHANGES`, the fastest first; of two as fast the one with fewer.
 
-    If ``setup`` fits itself, only faster ones.
+    If ``setup`` fits itself, only faster ones, which train the same.
     """
     own = forecast(model, setup, memory_gib)
-    found = [forecast(model, other, memory_gib, changes) for other, changes in _others(model, setup)]
+    others = [(other, changes) for other, changes in _others(model, setup) if not (own.fits and QLORA in changes)]
+    found = [forecast(model, other, memory_gib, changes) for other, changes in others]
     found = [one for one in found if one.fits and (not own.fits or one.seconds.total < 0.98 * own.seconds.total)]
     found.sort(key=lambda one: (round(one.seconds.total, 2), len(one.changes)))
     return [one for at, one in enumerate(found) if not any(_is_within(few, one) for few in found[:at])][:most]
@@ -118,4 +121,4 @@ def _others(model: ModelShape, setup: Setup) -> Iterator[tuple[Setup, tuple[str,
 def _is_possible(setup: Setup, name: str) -> bool:
     if name in ("--shard fsdp2", "--offload-params"):
         return setup.gpus > 1
-    return name != "--method qlora" or setup.method == "lora"
+    return name != QLORA or setup.method == "lora"

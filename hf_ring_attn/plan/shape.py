@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from .. import errors
+from ..integration.model.decoder import decoder_layers, layer_kinds
 
 WINDOWED = {"sliding_attention": ("sliding_window", 1), "chunked_attention": ("attention_chunk_size", 2)}
 """Kinds of layers that see few keys: the config's entry, and by what to divide it for the mean number of keys."""
@@ -103,21 +104,17 @@ def shape_of(config: Any, model: nn.Module) -> ModelShape:
 
 def _read(name: str, config: Any, model: nn.Module) -> ModelShape:
     text = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
-        raise errors.CannotPlan(name, "it is an encoder-decoder model")
     if getattr(text, "num_kv_shared_layers", 0):
         raise errors.CannotPlan(name, "some of its layers share keys and values")
     heads, hidden = text.num_attention_heads, text.hidden_size
-    blocks = next(
-        (x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) == text.num_hidden_layers), None
-    )
-    if blocks is None or not isinstance(heads, int):
+    found = decoder_layers(model)
+    if found is None or not isinstance(heads, int):
         raise errors.CannotPlan(name, "its decoder layers were not found")
     width = getattr(text, "head_dim", None) or hidden // heads
     key_width = getattr(text, "qk_head_dim", None) or width
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     windows = list(_windows(name, text))
-    layers = tuple(_layer(name, text, block, hidden, window) for block, window in zip(blocks, windows, strict=True))
+    layers = tuple(_layer(name, text, block, hidden, window) for block, window in zip(found[1], windows, strict=True))
     own, shared = _tables(model)
     rest = sum(p.numel() for p in model.parameters()) - sum(layer.parameters for layer in layers) - own - shared
     return ModelShape(
@@ -135,11 +132,7 @@ def _tables(model: Any) -> tuple[int, int]:
 
 
 def _windows(name: str, text: Any) -> Iterator[int | None]:
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
-    if kinds is None:
-        used = getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None)
-        kinds = ["sliding_attention" if used else "full_attention"] * text.num_hidden_layers
-    for kind in kinds:
+    for kind in layer_kinds(text):
         if kind in WINDOWED:
             entry, divisor = WINDOWED[kind]
             yield getattr(text, entry) // divisor

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..integration.model.decoder import decoder_layers, layer_kinds
 from ..testing import relative_error
 from .runs import Batch, sharded_unchecked
 
@@ -28,18 +29,14 @@ class Passed(NamedTuple):
     left: Tensor
 
 
-def layers_of(model: nn.Module, config: Any) -> list[Layer]:
+def layers_of(model: nn.Module) -> list[Layer]:
     """The decoder layers, or [] for a model whose layers are not in one list."""
-    text = config.get_text_config()
-    count = text.num_hidden_layers
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
-    if kinds is None:
-        windowed = getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None)
-        kinds = ["sliding_attention" if windowed else "full_attention"] * count
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return [Layer(f"{name}.{at}", kinds[at], layer) for at, layer in enumerate(module)]
-    return []
+    outer: Any = model
+    found = decoder_layers(model)
+    if found is None:
+        return []
+    kinds = layer_kinds(outer.config)
+    return [Layer(f"{found[0]}.{at}", kinds[at], layer) for at, layer in enumerate(found[1])]
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def verdict(model: Any, tokens: int, device: torch.device) -> tuple[list[Finding
     stops = (tokens // 2, tokens // 2 + tokens // 3, tokens)
     row, packed = (random_batch(model.config, ends, device) for ends in ((tokens,), stops))
     spacing = torch.finfo(model.dtype).eps
-    layers = layers_of(model, model.config)
+    layers = layers_of(model)
     passed = record_alone(model, layers, row)
     alone = answer_whole(model, row)
     with rounded_anew(device):

@@ -38,13 +38,14 @@ ARGUMENTS: dict[str, Any] = {
     "trainer": "MyTrainer", "method": "MyTrainer.compute_loss", "option": "dispatch_batches=True", "shape": (2, 4096),
     "checkpoint": "outputs/checkpoint-20", "complete": "outputs/checkpoint-10",
     "wanted": 2**32, "free": 2**30, "completions": 4, "generations": 8,
-    "value": 0,
+    "value": 0, "folder": "run", "names": ["ring.yaml", "train.py"],
     "counted": "per_device_train_batch_size 4 x 1 rings x steps_per_generation 1",
 }  # fmt: skip
 """What a class is given, by the names of its parameters."""
 
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "EncoderDecoder": [{"name": "models/t5-base", "kind": "t5"}],
     "CheckpointNotSaved": [{"failures": {1: "OSError: [Errno 28] No space left on device"}}, {"complete": None}],
     "IncompleteCheckpoint": [{"complete": None}],
     "LossNotSharded": [{"gathers": False, "again": again} for again in (False, True)]

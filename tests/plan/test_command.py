@@ -11,6 +11,8 @@ import yaml  # type: ignore[import-untyped]  # it has no types
 
 from hf_ring_attn import cli
 from hf_ring_attn.plan import launch
+from hf_ring_attn.plan.program import OPTIMIZERS as TRAINERS
+from hf_ring_attn.plan.program import program
 from hf_ring_attn.plan.setup import METHODS, OPTIMIZERS, SHARDS, Setup
 from tests.helpers.programs import older_names, start
 from tests.plan.shapes import LLAMA_8B
@@ -44,9 +46,9 @@ def test_json_has_all_numbers(capsys: pytest.CaptureFixture[str], model: str) ->
     assert code == 0 and found["fits"] is True
     assert set(found) == {
         "model", "parameters", "gpu", "setup", "memory_bytes", "fits", "seconds", "tokens_per_second_per_gpu", "mfu",
-        "alternatives", "launch",
+        "alternatives", "launch", "notes",
     }  # fmt: skip
-    assert set(found["memory_bytes"]) == {"parts", "total", "allocated", "moment", "host", "limit"}
+    assert set(found["memory_bytes"]) == {"parts", "total", "allocated", "moment", "host", "limit", "kept_free"}
     assert sum(found["memory_bytes"]["parts"].values()) == pytest.approx(found["memory_bytes"]["total"])
     assert sum(found["seconds"]["parts"].values()) == pytest.approx(found["seconds"]["total"])
     assert 0 < found["mfu"] < 1 and found["setup"]["tokens"] == 131072
@@ -86,9 +88,6 @@ def test_bad_arguments_are_refused_in_words(
 def test_an_unknown_model_is_refused_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["plan", "--model", str(tmp_path / "none"), "--gpus", "2", "--tokens", "8K"]) == 2
     assert "cannot be read" in capsys.readouterr().err
-    (tmp_path / "t5.json").write_text('{"model_type": "t5"}')
-    assert cli.main(["plan", "--model", str(tmp_path / "t5.json"), "--gpus", "2", "--tokens", "8K"]) == 2
-    assert "Unrecognized configuration class" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -101,10 +100,10 @@ def test_the_launch_is_complete(method: str, shard: str, tmp_path: Path) -> None
     assert sizes["parallelism_config_cp_size"] == 4 and config["num_processes"] == 8
     assert sizes["parallelism_config_dp_replicate_size"] * sizes["parallelism_config_dp_shard_size"] == 2
     assert config["mixed_precision"] == "bf16"
-    program = (tmp_path / launch.PROGRAM).read_text()
-    compile(program, launch.PROGRAM, "exec")
-    assert ("load_in_4bit" in program) == (method == "qlora") and ("LoraConfig(" in program) == (method != "full")
-    assert "max_length=4096" in program and "mlp_tokens=512" in program
+    text = (tmp_path / launch.PROGRAM).read_text()
+    compile(text, launch.PROGRAM, "exec")
+    assert ("load_in_4bit" in text) == (method == "qlora") and ("LoraConfig(" in text) == (method != "full")
+    assert "max_length=4096" in text and "mlp_tokens=512" in text
 
 
 @pytest.mark.slow
@@ -114,16 +113,17 @@ def test_the_program_trains_without_a_warning_of_an_older_name(tmp_path: Path) -
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows/rows.jsonl").write_text(json.dumps({"text": "A row of words. " * 20}) + "\n")
     launch.write(tmp_path, Setup(gpus=1, tokens=256, dtype="float32", save_attention=True), str(tmp_path / "model"))
-    program = tmp_path / launch.PROGRAM
-    program.write_text(program.read_text().replace('"DATA"', f'"{tmp_path / "rows"}"'))
-    said = start(tmp_path, program).output()
+    written = tmp_path / launch.PROGRAM
+    written.write_text(written.read_text().replace('"DATA"', f'"{tmp_path / "rows"}"'))
+    said = start(tmp_path, written).output()
     assert "train_loss" in said and not older_names(said), said
+    assert list((tmp_path / "outputs").glob("adapter_model.*")), "the program saves what it trained"
 
 
 @pytest.mark.parametrize("known", ["activation_checkpointing", "gradient_checkpointing"])
 def test_the_program_names_checkpointing_as_transformers_does(known: str) -> None:
     """Until transformers 5.22 it has the older name only."""
-    text = launch.program(Setup(gpus=1, tokens=256, checkpointing=False), "some/model")
+    text = program(Setup(gpus=1, tokens=256, checkpointing=False), "some/model")
     begins, ends = text.index('checkpointing = "'), text.index("adapter = ")
     config = type("SFTConfig", (dict,), {"__dataclass_fields__": {known: None}})
     found: dict[str, Any] = {"SFTConfig": config}
@@ -140,5 +140,5 @@ def test_yaml_does_not_read_a_no_as_false() -> None:
 def test_optimizers_have_trainers_names() -> None:
     from transformers.training_args import OptimizerNames
 
-    assert set(launch.OPTIMIZERS) == set(OPTIMIZERS)
-    assert all(OptimizerNames(name) for name in launch.OPTIMIZERS.values())
+    assert set(TRAINERS) == set(OPTIMIZERS)
+    assert all(OptimizerNames(name) for name in TRAINERS.values())

@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from ... import errors
+from ...comm.ring import Ring
 from ...config import RingConfig
+from ...sharding.layout import Layout
 from ..context import shared_kv
 from ..context.batch_context import BatchContext
 from ..context.introspect import name_of, unwrapped
@@ -102,9 +104,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     asked = [EACH_BATCH] if case in admitted else [ONCE, EACH_BATCH]
     reasons = [reason for support in asked for find in support.reasons for reason in find(model, context)]
     if case not in admitted:
-        found = recurrent.recurrent_of(model)
-        known = ATTENTION_LAYERS | (recurrent.LAYERS if found.layers and found.unknown is None else set())
-        reasons += [reason for config in record.configs for reason in _config_reasons(config, context, known)]
+        reasons += _reasons_of_configs(model, record, context)
     if reasons:
         raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
     for prepare in (prepare for support in asked for prepare in support.prepare):
@@ -150,6 +150,25 @@ def refuse_always(model: nn.Module) -> None:
     reasons = [reason for config in latest_record(model).configs for reason in _decoder_reasons(config)]
     if reasons:
         raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
+
+
+def refuse_in_ring(model: nn.Module) -> None:
+    """Refuses a model that a ring cannot train, whatever its ranks and its batch; its weights may be on "meta".
+
+    Raises:
+        UnsupportedModel.
+    """
+    context = BatchContext(Ring.simulated(2, 0), Layout(4, 2, 0), RingConfig())
+    reasons = [reason for find in ONCE.reasons for reason in find(model, context)]
+    reasons += _reasons_of_configs(model, latest_record(model), context)
+    if reasons:
+        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
+
+
+def _reasons_of_configs(model: nn.Module, record: ModelRecord, context: BatchContext) -> list[str]:
+    found = recurrent.recurrent_of(model)
+    known = ATTENTION_LAYERS | (recurrent.LAYERS if found.layers and found.unknown is None else set())
+    return [reason for config in record.configs for reason in _config_reasons(config, context, known)]
 
 
 def _decoder_reasons(config: Any) -> Iterator[str]:

@@ -1,0 +1,62 @@
+"""Lines beside a forecast: what it does not count, and positions beyond those of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ..integration.model.structure import text_modules
+
+ROPE = "RoPE scaling such as YaRN (recipes/extend-context)"
+TABLE = "a longer table of positions, which has to be trained"
+
+
+def notes_on(config: Any, model: nn.Module, tokens: int) -> list[str]:
+    """Returns a line for each fact of the model that a forecast for rows of so many tokens does not show."""
+    return [*_other_class(config, model), *_towers(model), *_positions(config, model, tokens)]
+
+
+def _other_class(config: Any, model: nn.Module) -> Iterator[str]:
+    named, planned = getattr(config, "architectures", None) or [], type(model).__name__
+    if named and planned not in named:
+        yield f"the config names {', '.join(named)}; this forecast is of {planned}"
+
+
+def _towers(model: nn.Module) -> Iterator[str]:
+    text = {id(module) for _, module in text_modules(model)}
+    for name, module in model.named_modules():
+        if id(module) not in text and id(model.get_submodule(name.rpartition(".")[0])) in text:
+            yield f"the weights of {name} are counted, its activations and its time are not"
+
+
+def _positions(config: Any, model: nn.Module, tokens: int) -> Iterator[str]:
+    text = config.get_text_config()
+    limit, modules = getattr(text, "max_position_embeddings", None), dict(text_modules(model))
+    if not isinstance(limit, int):
+        return
+    if any("Rotary" in type(module).__name__ for module in modules.values()):
+        limit, need = max([limit, *(_scaled(one, limit) for one in _rope(text))]), ROPE
+    elif any(_is_table(name, module, limit) for name, module in modules.items()):
+        need = TABLE
+    else:  # it learned no place
+        return
+    if tokens > limit:
+        yield f"{tokens:,} tokens are beyond the model's {limit:,} positions: it needs {need}"
+
+
+def _rope(text: Any) -> list[dict[str, Any]]:
+    """RoPE's parameters, of each kind of layers if they differ."""
+    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return [one for one in (found, *found.values()) if isinstance(one, dict) and one]
+
+
+def _scaled(rope: dict[str, Any], limit: int) -> int:
+    """The positions that a scaling reaches: its factor times those before it."""
+    return int((rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or limit))
+
+
+def _is_table(name: str, module: nn.Module, limit: int) -> bool:
+    of_positions = "position" in name or name.endswith("wpe")
+    return of_positions and isinstance(module, nn.Embedding) and module.num_embeddings >= limit

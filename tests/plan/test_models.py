@@ -1,0 +1,148 @@
+"""Models that ``plan`` refuses, and the notes beside a forecast."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs_tools import numbers
+from hf_ring_attn import cli
+from hf_ring_attn.plan.hardware import KEPT_FREE
+from tests.plan.shapes import LLAMA_8B
+
+SMALL = {**LLAMA_8B, "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+TEXT = {
+    "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,
+}  # fmt: skip
+IMAGES = {
+    "model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "text_config": TEXT,
+    "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 256},
+}  # fmt: skip
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command on a config; returns the exit code, what it printed, and its errors."""
+
+    def run(entries: dict[str, Any], *arguments: str) -> tuple[int, str, str]:
+        (tmp_path / "model.json").write_text(json.dumps(entries))
+        capsys.readouterr()
+        code = cli.main(["plan", "--model", str(tmp_path / "model.json"), "--gpus", "2", *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_model_that_no_ring_trains_is_not_forecast(plan: Any) -> None:
+    code, said, _ = plan({"model_type": "bart", "is_encoder_decoder": False}, "--tokens", "8K")
+    assert code == 1 and said.startswith("BartForCausalLM cannot be trained in a ring exactly: no part of it takes")
+    assert said.count("\n") == 1
+    code, said, _ = plan({"model_type": "xlnet"}, "--tokens", "8K", "--json")
+    assert code == 1 and list(json.loads(said)) == ["refused"]
+
+
+@pytest.mark.parametrize("command", ["plan --gpus 2 --tokens 8K", "verify"])
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_an_encoder_decoder_is_refused_by_the_path_before_ranks_start(
+    command: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_ring_attn.verify.command.start_ranks", lambda *_: pytest.fail("ranks start"))
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"model_type": kind}))
+    assert cli.main([*command.split(), "--model", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{path} is an encoder-decoder model ({kind}). A ring trains decoder models only")
+
+
+def test_a_model_without_a_language_head_is_refused_by_the_path(plan: Any, tmp_path: Path) -> None:
+    code, _, said = plan({"model_type": "clip"}, "--tokens", "8K")
+    assert code == 2 and f"'{tmp_path / 'model.json'}'" in said
+    assert "transformers has no causal language model of kind clip" in said and "BertConfig" not in said
+
+
+@pytest.mark.parametrize("source", ["cfg/nope/config.json", "./nope", "nope.json", "/nope/model"])
+def test_a_missing_path_is_called_so(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", source, "--gpus", "2", "--tokens", "8K"]) == 2
+    assert f"'{source}' cannot be read (no such file or folder)" in capsys.readouterr().err
+
+
+def test_another_class_than_that_of_the_config_is_named(plan: Any) -> None:
+    bert = {"model_type": "bert", "num_hidden_layers": 2, "max_position_embeddings": 8192}
+    _, said, _ = plan({**bert, "architectures": ["BertForMaskedLM"]}, "--tokens", "8K")
+    assert "note: the config names BertForMaskedLM; this forecast is of BertLMHeadModel\n" in said
+    assert "note:" not in plan({**bert, "architectures": ["BertLMHeadModel"]}, "--tokens", "8K")[1]
+
+
+def test_a_model_of_images_is_planned_by_its_text_part(plan: Any) -> None:
+    code, said, _ = plan(IMAGES, "--tokens", "8K", "--json")
+    found = json.loads(said)
+    assert code == 0 and found["model"] == "Qwen3VLForConditionalGeneration"
+    assert found["notes"] == ["the weights of model.visual are counted, its activations and its time are not"]
+    assert "AutoModelForImageTextToText.from_pretrained(" in found["launch"]["program"]
+
+
+ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
+POSITIONS = {
+    "beyond": ({**SMALL, "max_position_embeddings": 4096}, "8,192 tokens are beyond the model's 4,096 positions"),
+    "within": ({**SMALL, "max_position_embeddings": 8192}, ""),
+    "scaled": ({**SMALL, "max_position_embeddings": 4096, "rope_parameters": ROPE}, ""),
+    "scaled too little": (
+        {**SMALL, "max_position_embeddings": 4096, "rope_parameters": {**ROPE, "factor": 1.0}},
+        "4,096 positions: it needs RoPE scaling such as YaRN (recipes/extend-context)",
+    ),
+    "of each kind of layers": (
+        {
+            **SMALL, "model_type": "gemma3_text", "head_dim": 64, "max_position_embeddings": 4096,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        "",
+    ),
+    "learned": ({"model_type": "gpt2", "n_layer": 2}, "1,024 positions: it needs a longer table of positions"),
+    "none": (
+        {
+            "model_type": "granitemoehybrid", "num_hidden_layers": 2, "layer_types": ["attention"] * 2,
+            "position_embedding_type": "nope", "num_local_experts": 0, "num_experts_per_tok": 0,
+        },
+        "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("entries", "words"), POSITIONS.values(), ids=list(POSITIONS))
+def test_positions_beyond_the_model_are_said(plan: Any, entries: dict[str, Any], words: str) -> None:
+    said = plan(entries, "--tokens", "8K")[1]
+    notes = [line for line in said.splitlines() if "positions" in line]
+    assert len(notes) == bool(words) and all(line.startswith("note: ") and words in line for line in notes)
+    found = json.loads(plan(entries, "--tokens", "8K", "--json")[1])
+    assert found["notes"] == [x.removeprefix("note: ") for x in notes]
+
+
+def test_the_longest_row_leaves_what_forecasts_missed(plan: Any) -> None:
+    _, said, _ = plan(SMALL, "--max-tokens")
+    assert "7 % kept free: forecasts were that near" in said
+    assert f"within {100 * KEPT_FREE:.0f} %" in numbers.forecast_words()
+    found = json.loads(plan(SMALL, "--max-tokens", "--json")[1])["memory_bytes"]
+    assert 0.92 < found["total"] / found["limit"] <= 0.93 and found["kept_free"] == KEPT_FREE
+    given = plan(SMALL, "--max-tokens", "--memory", "79.1")[1]
+    assert "kept free" not in given, "the user's own number is all that there is"
+    whole = json.loads(plan(SMALL, "--max-tokens", "--memory", "79.1", "--json")[1])["memory_bytes"]
+    assert 0.99 < whole["total"] / whole["limit"] <= 1
+
+
+def test_4_bit_weights_are_offered_only_to_make_a_row_fit(plan: Any) -> None:
+    def offered(*arguments: str) -> list[list[str]]:
+        found = json.loads(plan({**LLAMA_8B, "num_hidden_layers": 8}, "--shard", "ddp", *arguments, "--json")[1])
+        return [one["changes"] for one in found["alternatives"]]
+
+    assert not any("--method qlora" in changes for changes in offered("--tokens", "8K", "--memory", "40"))
+    tight = ("--tokens", "64", "--memory", "6")
+    assert any("--method qlora" in changes for changes in offered(*tight))
+    said = plan({**LLAMA_8B, "num_hidden_layers": 8}, "--shard", "ddp", *tight)[1]
+    assert " (it rounds the frozen weights, so it trains another model)\n" in said
