@@ -16,10 +16,14 @@ from .verify import command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 2 for what is refused, in words."""
+    """Runs a command and returns its exit code: 2 for what is refused, in words.
+
+    A command sets ``run`` and, if arguments may not go together, ``check``; it gets its own command line as ``argv``.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="hf-ring-attn", description="Ring attention with the single-GPU answer.")
     parser.add_argument("--version", action="version", version=f"hf-ring-attn {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     about = "show packages, GPUs and kernels for an attention; with --ranks, try a ring"
     doctor.add_arguments(commands.add_parser("doctor", help=about, description=about))
     about = "measure speed and memory of attention in a ring, against one device and other packages"
@@ -30,15 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verify.add_arguments(commands.add_parser("verify", help=about, description=about))
     about = 'register "ring_fp32" in programs that do not import the package'
     autoload.add_arguments(commands.add_parser("autoload", help=about, description=about))
+    parser.set_defaults(check=lambda _given: None)
     given = parser.parse_args(arguments)
-    check, run = {
-        "doctor": (doctor.check, doctor.run), "bench": (bench.check, bench.run), "plan": (plan.check, plan.run),
-        "verify": (verify.check, verify.run), "autoload": (autoload.check, autoload.run),
-    }[given.command]  # fmt: skip
-    if problem := check(given):
+    if given.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    given.argv = arguments
+    if problem := given.check(given):
         commands.choices[given.command].error(problem)
     try:
-        return run(given)
+        return int(given.run(given))
     except RingAttentionError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -14,11 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--enable", action="store_true", help="in this Python environment, for every program")
     what.add_argument("--disable", action="store_true")
     what.add_argument("--status", action="store_true", help="the default")
-
-
-def check(_given: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the arguments, or None."""
-    return None
+    parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:

@@ -15,21 +15,20 @@ from . import live
 from .report import report
 
 LIVE_SECONDS = 180.0
-FLAGS = ("softcap", "sinks", "deterministic", "holes")
-
-check = check_shape
+FLAGS = ("softcap", "sinks", "deterministic")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    for flag in FLAGS[:-1]:
+    for flag in FLAGS:
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--holes", action="store_true", help="a document's keys in several runs: padding, image blocks")
     parser.add_argument(
         "--ranks", type=count(), metavar="N",
         help="also start so many ranks (unless a launcher did): a small attention in a ring beside one process",
     )  # fmt: skip
+    parser.set_defaults(run=run, check=check_shape)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -45,7 +44,7 @@ def run(given: argparse.Namespace) -> int:
     if given.ranks == 1:
         code = _live(given)
     else:
-        code = start_ranks(given.ranks, ["doctor", *_arguments(given)], LIVE_SECONDS)
+        code = start_ranks(given.ranks, given.argv, LIVE_SECONDS)
     if code < 0:
         sys.stdout.write(f"live check: FAILED: a rank was ended after {LIVE_SECONDS:.0f} s, or by a signal\n")
     return 0 if able and code == 0 else 1
@@ -57,16 +56,6 @@ def _request(given: argparse.Namespace) -> Request:
         given.kv_heads, given.head_dim, given.value_dim or given.head_dim, given.softcap, given.sinks,
         given.deterministic, given.holes,
     )  # fmt: skip
-
-
-def _arguments(given: argparse.Namespace) -> list[str]:
-    """The same command for a rank."""
-    values = {
-        "--heads": given.heads, "--kv-heads": given.kv_heads, "--head-dim": given.head_dim,
-        "--value-dim": given.value_dim, "--device": given.device, "--dtype": given.dtype, "--ranks": given.ranks,
-    }  # fmt: skip
-    named = [str(x) for name, value in values.items() if value is not None for x in (name, value)]
-    return [*named, *(f"--{flag}" for flag in FLAGS if getattr(given, flag))]
 
 
 def _live(given: argparse.Namespace) -> int:

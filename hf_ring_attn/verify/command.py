@@ -26,11 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=device, help='"cuda" or "cpu"; default: a GPU if there is one')
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def check(_given: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the arguments, or None."""
-    return None
+    parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -41,7 +37,7 @@ def run(given: argparse.Namespace) -> int:
     """
     config = loading.load_config(given.model)
     if not is_a_launched_rank() and given.ranks > 1:
-        return start_ranks(given.ranks, ["verify", *_arguments(given)])
+        return start_ranks(given.ranks, given.argv)
     with world(given.device, may_share=True) as (ring, where):
         model, loaded = _model(given, config, where)
         findings, refusal = verdict(model, given.tokens, where)
@@ -55,13 +51,6 @@ def run(given: argparse.Namespace) -> int:
             sys.stdout.write(show(facts, findings, refusal, _not_seen(config, given.tokens)) + "\n")
             sys.stdout.flush()
     return 0 if _is_exact(findings, refusal) else 1
-
-
-def _arguments(given: argparse.Namespace) -> list[str]:
-    """The same command for a rank."""
-    values = {"--model": given.model, "--tokens": given.tokens, "--layers": given.layers, "--device": given.device}
-    named = [str(x) for name, value in values.items() if value is not None for x in (name, value)]
-    return [*named, "--dtype", given.dtype, *(["--json"] if given.json else [])]
 
 
 def _model(given: argparse.Namespace, config: Any, where: torch.device) -> tuple[Any, bool]:

@@ -122,6 +122,7 @@ BAD_ARGUMENTS = [
     ("bench --rounds 0", "argument --rounds: got 0"),
     ("bench --kernel flash3", "argument --kernel: invalid choice: 'flash3'"),
     ("bench --device banana", "argument --device: got banana"),
+    ("plan --model x --gpus 2 --tokens 8K --overwrite", "--overwrite needs --write FOLDER"),
     ("bench --errors --window 5", "--errors is for one causal document: leave out --window and --document"),
     ("bench --against ulysses", "--against"),
 ]
@@ -152,7 +153,7 @@ def test_a_refusal_of_the_package_is_words_and_no_traceback(
     assert "HF_RING_ATTN_KERNEL='flash3' is not possible" in capsys.readouterr().err
 
 
-def test_without_a_command_it_says_which_there_are() -> None:
+def test_without_a_command_it_prints_the_help() -> None:
     run = subprocess.run([sys.executable, "-m", "hf_ring_attn"], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "usage: hf-ring-attn" in run.stderr and "doctor" in run.stderr
+    assert run.returncode == 2 and "error" not in run.stderr
+    assert "usage: hf-ring-attn" in run.stderr and "show packages, GPUs and kernels" in run.stderr

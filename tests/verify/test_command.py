@@ -133,6 +133,19 @@ def test_bad_arguments_are_refused_in_words(
     assert ended.value.code == 2 and text in capsys.readouterr().err
 
 
+def test_ranks_get_the_same_command(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def start_ranks(*what: Any) -> int:
+        started.append(what)
+        return 0
+
+    monkeypatch.setattr("hf_ring_attn.verify.command.start_ranks", start_ranks)
+    line = ["verify", "--model", str(config), "--tokens=48", "--ranks", "3", "--dtype", "bfloat16", "--json"]
+    assert cli.main(line) == 0
+    assert started == [(3, line)]
+
+
 def test_an_unknown_model_is_refused_before_ranks_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["verify", "--model", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
