@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,6 +103,8 @@ def _same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float):
+        return one == other or (math.isnan(one) and math.isnan(other))
     return (one == other) is not False  # arrays compare to arrays: those stay unchecked
 
 

@@ -11,9 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
+from ... import errors
 from ...comm.ring import world_rank, world_size
 from ..context import ring_random
 from ..context.mesh import ring_of_process
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda rings: rings.sum(0),
+    "mean": lambda rings: rings.mean(0),
+    "max": lambda rings: rings.amax(0),
+}  # accelerate sums for "none", too, which its documentation calls no operation
 
 
 class RingsAsProcesses:
@@ -34,15 +41,27 @@ class RingsAsProcesses:
     def process_index(self) -> int:
         return int(self._accelerator.process_index) // self._ring_size  # "cp" is the innermost axis of the mesh
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """[n, ...] (a scalar is taken as [1]) of each ring: [rings * n, ...]."""
+    def gather(self, tensor: Any) -> Any:
+        """Gathers nested tensors [n, ...] (a scalar is taken as [1]) of each ring: [rings * n, ...]."""
         return once_per_ring(self._accelerator.gather(tensor), self._ring_size)
 
-    def reduce(self, tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
-        """The sum or the mean over rings."""
-        rings = self.gather(tensor[None])
-        total = rings.mean(0) if reduction == "mean" else rings.sum(0)
-        return total * scale if reduction == "mean" else total
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduces nested tensors [...] over rings, in their dtypes. As in accelerate, ``scale`` is for XLA only.
+
+        Raises:
+            UnsupportedArgument: the reduction is not "sum", "mean" or "max".
+        """
+        from accelerate.utils.operations import recursively_apply
+
+        if reduction not in _REDUCTIONS:
+            raise errors.UnsupportedArgument(
+                "Accelerator.reduce", f"reduction={reduction!r}", f"in a ring it may be {', '.join(_REDUCTIONS)}", "got"
+            )
+
+        def reduced(part: Tensor) -> Tensor:
+            return _REDUCTIONS[reduction](self.gather(part[None])).to(part.dtype)
+
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
 
 
 @contextmanager
@@ -59,11 +78,17 @@ def rings_as_processes(trainer: Any) -> Iterator[None]:
         trainer.accelerator = accelerator
 
 
-def once_per_ring(everyone: Tensor, ring_size: int) -> Tensor:
-    """Takes each ring's first rank's rows out of those [ranks * n, ...] of all ranks."""
+def once_per_ring(everyone: Any, ring_size: int) -> Any:
+    """Takes each ring's first rank's rows out of those [ranks * n, ...] of all ranks, in nested tensors."""
+    from accelerate.utils.operations import recursively_apply
+
     rings = world_size() // ring_size
-    ranks = everyone.view(rings, ring_size, len(everyone) // (rings * ring_size), *everyone.shape[1:])
-    return ranks[:, 0].flatten(0, 1)
+
+    def first_ranks(tensor: Tensor) -> Tensor:
+        ranks = tensor.view(rings, ring_size, len(tensor) // (rings * ring_size), *tensor.shape[1:])
+        return ranks[:, 0].flatten(0, 1)
+
+    return recursively_apply(first_ranks, everyone, error_on_other_type=True)
 
 
 # ---- functions that a host's module imports from accelerate and from TRL ---------------------------------------------

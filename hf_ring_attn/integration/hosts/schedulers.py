@@ -28,7 +28,7 @@ class ProcessCount(int):
     """A number of processes, or a result of integer arithmetic with one."""
 
     lost = False
-    """True if a program converted a count to a plain number, which a scheduler may use."""
+    """True if a program converted a count to a plain number. Schedulers made later may use it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int.__int__(self),)
@@ -62,9 +62,21 @@ for _name in ("int", "float", "truediv"):
     setattr(ProcessCount, f"__{_name}__", _converting(f"__{_name}__"))
 
 
+def _write_as_plain_numbers() -> None:
+    """Lets yaml, which asks for the exact class, write a `ProcessCount` as it writes an int."""
+    yaml = sys.modules.get("yaml")  # accelerate imports it
+    if yaml is None:
+        return
+    plain = yaml.representer.SafeRepresenter
+    dumpers = [getattr(yaml, name, plain) for name in ("SafeDumper", "Dumper", "CSafeDumper", "CDumper")]
+    for representer in (plain, yaml.representer.Representer, *dumpers):  # each may have a table of its own
+        representer.add_representer(ProcessCount, plain.represent_int)
+
+
 def mark(state: Any) -> None:
     """Turns num_processes of an `AcceleratorState`, and of its `PartialState`, into a `ProcessCount`."""
     ProcessCount.lost = False
+    _write_as_plain_numbers()
     for values in (sys.modules["accelerate.state"].PartialState._shared_state, vars(state)):
         values["num_processes"] = ProcessCount(int.__int__(values["num_processes"]))
 
@@ -104,6 +116,8 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in _NO_STEPS}
 
 
+_LOST_BEFORE: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""By prepared scheduler: True if a count became a plain number before. Later ones cannot be in the scheduler."""
 _READ: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
@@ -119,7 +133,7 @@ def counts_processes(prepared: Any) -> bool:
         others = [number for number in numbers if not isinstance(number, ProcessCount)]
         if multiples and others:
             raise errors.UnclearScheduler(f"{multiples[0]} is a multiple of it, {others[0]} is not")
-        if numbers and not multiples and ProcessCount.lost:
+        if numbers and not multiples and _LOST_BEFORE.get(prepared, ProcessCount.lost):
             raise errors.UnclearScheduler("a multiple of it became a plain number, perhaps this scheduler's")
         _READ[prepared] = bool(multiples)
         own = vars(prepared.scheduler)  # plain numbers from here on, since checkpoints save them
@@ -136,6 +150,14 @@ _COUNTS_PROCESSES = (
     "does not know of the ring. If its number of steps is not multiplied by accelerator.num_processes, give "
     'Accelerator a ParallelismConfig(cp_size=..., cp_backend="ring"), or leave the scheduler out of prepare()'
 )
+
+
+def _scheduler_made(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _LOST_BEFORE[self] = ProcessCount.lost
+
+    return __init__
 
 
 def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
@@ -160,4 +182,10 @@ def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
     return step
 
 
-PATCHES = (Patch("accelerate.scheduler:AcceleratedScheduler.step", "(self, *args, **kwargs)", _scheduler_step),)
+_SCHEDULER = "accelerate.scheduler:AcceleratedScheduler"
+PATCHES = (
+    Patch(
+        f"{_SCHEDULER}.__init__", "(self, scheduler, optimizers, step_with_optimizer=, split_batches=)", _scheduler_made
+    ),
+    Patch(f"{_SCHEDULER}.step", "(self, *args, **kwargs)", _scheduler_step),
+)

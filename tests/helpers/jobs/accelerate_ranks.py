@@ -22,6 +22,7 @@ from hf_ring_attn import errors
 from hf_ring_attn.integration.context.mesh import ring_enabled, ring_group
 from hf_ring_attn.integration.hosts.gather_for_metrics import gather_once_per_ring, gather_sums_per_ring
 from hf_ring_attn.integration.hosts.parallelism_config import deferring_cp_checks
+from hf_ring_attn.integration.hosts.rings_as_processes import RingsAsProcesses
 from hf_ring_attn.integration.hosts.schedulers import ProcessCount
 from tests.helpers.jobs.accelerate_batches import CP, averaged, batch, model, plain
 
@@ -267,10 +268,27 @@ def values_are_gathered_once_per_ring(accelerator: Any) -> None:
     assert seen == list(range(samples))
     assert sums == [3.0 * row for row in range(samples)]
     assert objects == [str(row) for row in range(samples)]
+    metrics = {"loss": float("nan"), "rows": [1.0, float("nan")]}
+    assert len(accelerator.gather_for_metrics([metrics], use_gather_object=True)) == accelerator.num_processes // CP
     with pytest.raises(errors.RanksDiffer, match=r"sharded.gather\(x\) for what each token has"):
         accelerator.gather_for_metrics(torch.full((4,), float(me)))
     with pytest.raises(errors.RanksDiffer, match="the ranks of one ring must hold the same values"):
         accelerator.gather_for_metrics([f"rank {me}"])
+
+
+def reductions_over_rings_are_those_over_processes(accelerator: Any) -> None:
+    """As `Accelerator.reduce` of one process for each ring: nested tensors, and a scale that only XLA applies."""
+    rings = RingsAsProcesses(accelerator)
+    number, each = rings.num_processes, torch.tensor([1.0, -2.0]) * (1 + rings.process_index)
+    everyone = torch.stack([torch.tensor([1.0, -2.0]) * (1 + ring) for ring in range(number)])
+    for reduction, wanted in {"sum": everyone.sum(0), "mean": everyone.mean(0), "max": everyone.amax(0)}.items():
+        got = rings.reduce({"a": each, "b": [(each.sum(),)]}, reduction, scale=0.5)
+        assert torch.equal(got["a"], wanted)
+        assert got["b"][0][0].shape == ()
+    assert rings.reduce(torch.tensor([1], dtype=torch.int32)).dtype == torch.int32
+    assert rings.gather({"a": each})["a"].tolist() == everyone.flatten().tolist()
+    with pytest.raises(errors.UnsupportedArgument, match=r"got reduction='none': in a ring it may be sum, mean, max"):
+        rings.reduce(each, "none")
 
 
 def another_model_gets_accelerates_refusals(accelerator: Any) -> None:
@@ -340,7 +358,7 @@ CHECKS: tuple[Callable[[Any], None], ...] = (
     documented_loop_with_documents, loops_that_count_the_whole_batch, loops_that_count_by_rank,
     counts_that_are_not_clear_are_refused, schedulers_have_the_rates_of_one_process,
     buffers_that_do_not_fit_are_refused, a_shared_view_and_a_tensor_given_twice,
-    values_are_gathered_once_per_ring,
+    values_are_gathered_once_per_ring, reductions_over_rings_are_those_over_processes,
     another_model_gets_accelerates_refusals, a_ring_refuses_another_model, dispatched_batches_are_refused,
 )  # fmt: skip
 LAST_CHECKS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import pickle
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml  # type: ignore[import-untyped]  # it has no types
 from accelerate import ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
@@ -152,6 +154,23 @@ def test_a_scheduler_that_is_not_clear_is_refused_before_its_first_step(process:
     with pytest.raises(errors.UnclearScheduler, match=r"all .* by accelerator\.num_processes, or none.*prepare\(\)"):
         schedule.step()
     assert schedule.get_last_lr() == before
+
+
+def test_a_plain_number_made_after_a_scheduler_is_not_the_schedulers(process: dict[str, Any]) -> None:
+    """A program may write int(accelerator.num_processes) into its log before the first step."""
+    number = processes(process, 1)
+    made = optimizer()
+    schedule = prepared(of_transformers("linear", made, 1, STEPS))
+    assert f"{int(number)} processes, {number / 2:.0f} rings" == "2 processes, 1 rings"
+    alone = optimizer()
+    assert rates(schedule, made) == pytest.approx(rates(of_transformers("linear", alone, 1, STEPS), alone))
+
+
+def test_a_count_of_processes_is_written_as_a_number(process: dict[str, Any]) -> None:
+    count = processes(process, 1)
+    for dump in (yaml.safe_dump, yaml.dump, functools.partial(yaml.dump, Dumper=yaml.CSafeDumper)):
+        assert dump({"processes": 2 * count}) == "processes: 4\n"
+    assert json.dumps([count]) == "[2]"
 
 
 def test_a_count_of_processes_is_a_number() -> None:
