@@ -25,7 +25,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from . import errors
-from .integration.attention.function import NAME
+from .integration.context.introspect import NAME
 from .integration.hosts import launchers
 from .integration.model.default_attention import use_by_default
 

@@ -6,8 +6,9 @@ Imports go one way: hosts -> batch -> {selfcheck, attention} -> model -> context
 from __future__ import annotations
 
 from .attention import masks
-from .attention.function import NAME, ring_attention_forward
+from .attention.function import ring_attention_forward
 from .attention.masks import ring_mask
+from .context.introspect import NAME
 from .context.model_record import forget_models
 from .hosts import accelerate, checkpoints, random_states, sft_trainer, trainer, trainer_start
 from .model import structure

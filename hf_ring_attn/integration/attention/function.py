@@ -27,8 +27,6 @@ from ..context.mesh import ring_group, warn_without_ring
 from ..log import say
 from ..model import replicas, temperature
 
-NAME = "ring_fp32"
-
 REFUSED_ARGUMENTS = {
     "position_bias": "a bias of S x S scores built from local lengths (T5) is not supported",
     "attn_bias": "an additive bias is not supported",

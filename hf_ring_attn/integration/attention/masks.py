@@ -25,6 +25,7 @@ from ...sharding.mask import Band, Mask, Term, Terms, both
 from ...sharding.plan import Plan
 from ..context import batch_context, model_record
 from ..context.batch_context import MaskSpec
+from ..context.introspect import NAME
 from ..context.mask_functions import MaskExpr, SameGroup, looks_ahead, recognise, terms_of
 from ..context.model_record import latest_record
 from ..model import admission, call_inputs
@@ -247,7 +248,7 @@ def _refuse_share(given: Mapping[str, Any]) -> None:
         if torch._C._current_graph_task_id() == -1:  # `ring_mask` refuses a recompute with more detail
             call_inputs.refuse_outside((mask, positions))
         return
-    if given["config"]._attn_implementation != "ring_fp32":
+    if given["config"]._attn_implementation != NAME:
         return
     by_positions = positions is not None and mask is None and given["past_key_values"] is None
     if by_positions and context.ring.size > 1 and not context.before_text:

@@ -31,10 +31,11 @@ from ..context.cut import TrialStep, cut
 from ..context.mesh import find_ring
 from ..context.model_record import Visits
 from ..context.shared_kv import SharedKV
-from ..context.whole_batch import tokens_of, whole_rows
+from ..context.whole_batch import LOSS_INPUTS, TOKENS, tokens_of, whole_rows
 from ..model import agreement, call_inputs, fsdp, liger, offloading, replicas, whole_heads
 from ..model.call_inputs import TrackedInputs, track
 from ..model.chunked import lazy_heads
+from ..patching.changes import Undo
 from ..selfcheck import check, row
 from . import compare
 from .announce import announce
@@ -168,7 +169,7 @@ def shard(
         LeftHalfway: an error interrupted an earlier attention of this ring.
     """
     sharded = shard_for(batch, group, config, model, head=whole_heads.needs_whole_rows(model, batch))
-    counted = track(sharded.inputs, call_inputs.COUNTED)  # trainers count by themselves
+    counted = track(sharded.inputs, LOSS_INPUTS)  # trainers count by themselves
     sharded.context.state(TrackedInputs).update(counted)
     return sharded
 
@@ -232,7 +233,7 @@ def shard_for(
     if step is not None:
         vars(context.state(TrialStep)).update(vars(step))
     context.learn(explicit=config is not None)
-    context.state(TrackedInputs).update(track(sharded.inputs, (*call_inputs.PLACES, *call_inputs.TOKENS)))
+    context.state(TrackedInputs).update(track(sharded.inputs, (*call_inputs.PLACES, *TOKENS)))
     batch_context.LIVE.add(context)
     if whole.layout.owners:
         note_balanced(context, ring.size)
@@ -271,7 +272,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     """Activates the ring of a sharded batch, and binds every model at its first call inside."""
     handles: list[RemovableHandle] = []
     running: list[nn.Module] = []
-    watched: list[call_inputs.Undo] = []
+    watched: list[Undo] = []
 
     def bind(model: nn.Module) -> None:
         _admit(model, context, partial(replicas.note_trained, model, context))
@@ -340,14 +341,14 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     announce(context)
 
 
-def _watch(model: nn.Module, context: BatchContext, running: bool = False) -> list[call_inputs.Undo]:
+def _watch(model: nn.Module, context: BatchContext, running: bool = False) -> list[Undo]:
     """Watches the model's calls in a batch. Returns what ends the watch."""
     heads = ExitStack()
     heads.enter_context(lazy_heads(model))
     return [*call_inputs.watch(model, context, inside=running), _note_failure(model, context), heads.close]
 
 
-def _note_failure(model: nn.Module, context: BatchContext) -> call_inputs.Undo:
+def _note_failure(model: nn.Module, context: BatchContext) -> Undo:
     """Hooks ``model`` to note a forward that an error ends, though the program may catch it. Returns the undo."""
 
     @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]

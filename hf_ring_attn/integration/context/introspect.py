@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+NAME = "ring_fp32"
+"""Ring attention's name in transformers' registries."""
+
 
 def modules_of(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of ``model`` as `nn.Module.modules` orders them, in a sixth of its time."""
@@ -34,7 +37,7 @@ def configs_of(model: nn.Module | Iterable[nn.Module]) -> Iterator[Any]:
 
 def uses_ring(model: nn.Module) -> bool:
     """Returns True if ``model`` or its text part has attn_implementation "ring_fp32"."""
-    return any(config._attn_implementation == "ring_fp32" for config in configs_of(model))
+    return any(config._attn_implementation == NAME for config in configs_of(model))
 
 
 def unwrapped(model: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from ... import errors
 from ...arguments import check_type
 from ...config import RingConfig
 from ..patching.hooks import is_ours
-from .introspect import configs_of, inside, is_compiled, modules_of
+from .introspect import NAME, configs_of, inside, is_compiled, modules_of
 
 S = TypeVar("S")
 
@@ -147,7 +147,7 @@ class ModelRecord:
 
     def uses_ring(self) -> bool:
         """Returns True if the model or its text part has attn_implementation "ring_fp32"."""
-        return any(config._attn_implementation == "ring_fp32" for config in self.configs)
+        return any(config._attn_implementation == NAME for config in self.configs)
 
     def state(self, kind: type[S]) -> S:
         """A feature's own state of this model: an instance of its class, made at first use."""

@@ -16,6 +16,9 @@ from ...config import RingConfig
 from ...sharding.balance import balanced
 from ...sharding.layout import Layout
 
+TOKENS = ("input_ids", "inputs_embeds")
+LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
+"""Inputs of which a model computes the loss of a row."""
 IGNORED = -100
 PADDING = {
     "labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1, "input_ids": None, "inputs_embeds": None,
@@ -81,7 +84,7 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
             f"the batch holds {foreign}: encoders and caches cannot be sharded along the sequence yet. Train the text "
             "model alone, or without a ring."
         )
-    for name in ("input_ids", "inputs_embeds"):
+    for name in TOKENS:
         tokens = batch.get(name)
         if isinstance(tokens, Tensor):
             check_dense(name, tokens)

@@ -14,9 +14,7 @@ from torch import nn
 from ... import errors
 from ..batch.shard import Sharded
 from ..context import batch_context, introspect
-
-LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
-"""Inputs from which the model would compute a loss of its shard; it does not get them."""
+from ..context.whole_batch import LOSS_INPUTS
 
 
 @contextmanager
@@ -34,7 +32,7 @@ def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("fused_lm_head"):
             raise errors.NoLogits()
-        withheld.clear()
+        withheld.clear()  # of these the model would compute a loss of its shard
         withheld.update({name: kwargs[name] for name in LOSS_INPUTS if kwargs.get(name) is not None})
         return args, {name: x for name, x in kwargs.items() if name not in LOSS_INPUTS}
 

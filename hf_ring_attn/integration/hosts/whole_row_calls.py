@@ -18,10 +18,10 @@ from ... import errors
 from ..batch.shard import Sharded
 from ..context import batch_context, introspect
 from ..context.cut import Share, TrialStep
+from ..context.whole_batch import LOSS_INPUTS
 
 FUSED = "fused_lm_head"
 """The argument that asks TRL's head for log-probabilities in place of logits."""
-_LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class Rows(NamedTuple):
@@ -119,7 +119,7 @@ def _same(x: Tensor, other: Any) -> bool:
 def _own_share(model: nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call with this rank's tokens in place of whole rows."""
     wants_labels = kwargs.get("labels") is not None
-    mine = {name: x for name, x in inputs.items() if wants_labels or name not in _LABELS}
+    mine = {name: x for name, x in inputs.items() if wants_labels or name not in LOSS_INPUTS}
     taken = introspect.parameters_of(model, mine)
     return {**kwargs, **{name: x for name, x in mine.items() if name in taken}}
 

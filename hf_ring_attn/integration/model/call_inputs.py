@@ -6,7 +6,7 @@ score_mod, and some compute a loss from other inputs than labels, which are not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,15 +19,11 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import name_of, parameters_of
 from ..context.model_record import latest_record
-from ..context.whole_batch import IGNORED
-
-Undo = Callable[[], None]
+from ..context.whole_batch import IGNORED, LOSS_INPUTS
+from ..patching.changes import Undo
 
 PLACES = ("position_ids", "attention_mask")
 """Inputs that a model must get unchanged from `shard`."""
-COUNTED = ("labels", "shift_labels", "num_items_in_batch")
-"""Inputs that it must get unchanged to compute a loss."""
-TOKENS = ("input_ids", "inputs_embeds")
 SELECTING = ("logits_to_keep", "num_logits_to_keep")
 """Arguments that select tokens by their place in the model's input."""
 _SELECTS = "each rank would select from its own tokens. Leave it out, and select from sharded.gather(out.logits)"
@@ -113,8 +109,8 @@ def _refuse_others(
     ignored = given.get("ignore_index")
     if has_loss and context.facts.has_labels and not context.whole_head and ignored not in (None, IGNORED):
         raise errors.OtherIgnoreIndex(f"{name_of(model)} was called in a ring with", ignored)
-    counts = {name for name in COUNTED[:2] if given.get(name) is not None}
-    counted = COUNTED[1:] if "labels" in counts else COUNTED[2:] if counts and has_loss else ()
+    counts = {name for name in LOSS_INPUTS[:2] if given.get(name) is not None}
+    counted = LOSS_INPUTS[1:] if "labels" in counts else LOSS_INPUTS[2:] if counts and has_loss else ()
     needed = {*PLACES, *counted}
     missing, other, copies = [], [], []
     for name, tracked in context.state(TrackedInputs).items():

@@ -22,12 +22,11 @@ from ...sharding.layout import Layout
 from ..context import batch_context
 from ..context.batch_context import BatchContext, MaskSpec
 from ..context.tensor_tree import tensors_of
-from ..context.whole_batch import PADDING, mask_facts, text_positions
+from ..context.whole_batch import LOSS_INPUTS, PADDING, TOKENS, mask_facts, text_positions
 from ..patching.hooks import attach
 from . import structure, whole_heads
 
-CUT_BEFORE = {"labels", "shift_labels", "num_items_in_batch"}
-PER_TOKEN = {"input_ids", "inputs_embeds", "visual_pos_masks", "per_layer_inputs"}
+PER_TOKEN = {*TOKENS, "visual_pos_masks", "per_layer_inputs"}
 """The inputs [B, S, ...] of a text model that are sharded along the row."""
 _CALLED = "was called with"
 _ALONE = "train this model without a ring, or its text model alone"
@@ -128,9 +127,9 @@ def cut(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[s
         if name in local or name == "deepstack_visual_embeds":
             continue
         of_tokens = isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)
-        if (name in PER_TOKEN and x is not None) or (of_tokens and context.whole_head and name not in CUT_BEFORE):
+        if (name in PER_TOKEN and x is not None) or (of_tokens and context.whole_head and name not in LOSS_INPUTS):
             local[name] = _share(layout, x, 1, PADDING.get(name, 0))
-        elif name in CUT_BEFORE:
+        elif name in LOSS_INPUTS:  # sharded before the call
             local[name] = x
         else:
             for _, tensor in tensors_of(x):

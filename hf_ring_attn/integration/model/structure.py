@@ -16,12 +16,10 @@ from transformers import PreTrainedModel
 
 from ... import errors
 from ..context.batch_context import BatchContext
-from ..context.introspect import configs_of, uses_interface, uses_ring
+from ..context.introspect import NAME, configs_of, uses_interface, uses_ring
+from ..context.whole_batch import TOKENS
 from ..patching.changes import Patch
 from .recurrent import recurrent_of
-
-NAME = "ring_fp32"
-TEXT = ("input_ids", "inputs_embeds")
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
@@ -36,7 +34,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
 def _attention_reasons(model: nn.Module, configs: list[Any]) -> Iterator[str]:
     attends = recurrent_of(model).attends
     if configs and not uses_ring(model):
-        yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not 'ring_fp32'"
+        yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not {NAME!r}"
     if configs and attends and not uses_interface(model):
         yield "its code does not use transformers' attention interface, so its attention would stay on each rank"
     parts = [part for _, part in text_modules(model) if isinstance(part, PreTrainedModel)] if attends else []
@@ -98,7 +96,7 @@ def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _takes_tokens(model: PreTrainedModel) -> bool:
-    return model.main_input_name in TEXT and getattr(model.config.get_text_config(), "vocab_size", None) is not None
+    return model.main_input_name in TOKENS and getattr(model.config.get_text_config(), "vocab_size", None) is not None
 
 
 def _attention_of(original: Callable[..., str]) -> Callable[..., str]:

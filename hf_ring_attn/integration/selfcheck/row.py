@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from ...sharding.layout import Layout
 from ..context import batch_context, introspect
 from ..context.tensor_tree import tensors_of
-from ..context.whole_batch import FEATURES, IGNORED, WholeBatch
+from ..context.whole_batch import FEATURES, IGNORED, LOSS_INPUTS, TOKENS, WholeBatch
 
 LEAST_TOKENS, LEAST_CHUNK = 26, 4
 
-DROPPED = {"labels", "shift_labels", "num_items_in_batch", "use_cache", "attention_mask", "position_ids"}
+DROPPED = {*LOSS_INPUTS, "use_cache", "attention_mask", "position_ids"}
 """Inputs that the check makes by itself."""
-TOKENS = {"input_ids", "inputs_embeds"}
 
 
 def row_length(world_size: int) -> int:
