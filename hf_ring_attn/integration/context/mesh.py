@@ -52,7 +52,7 @@ def _shared_state(name: str) -> Any:
     return None if state is None else state.AcceleratorState._shared_state.get(name)
 
 
-def find_ring(group: ProcessGroup | None = None) -> Ring:
+def find_ring(group: ProcessGroup | None) -> Ring:
     """The ring over ``group``; if None, over accelerate's "cp" axis, else the world, else a ring of one."""
     return Ring.of(ring_group() if group is None else group)
 

@@ -36,8 +36,6 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
     Raises:
         RanksDiffer: the ranks of a ring hold different values, such as shards that were never gathered.
     """
-    if not ring_enabled(accelerator.parallelism_config):
-        return _accelerates_own(accelerator)(data, use_gather_object)
     from accelerate.utils import gather_object
     from accelerate.utils.operations import recursively_apply
 
@@ -70,18 +68,14 @@ def gather_sums_per_ring(accelerator: Any, tensor: Tensor) -> Tensor:
     rows = tensor if tensor.dim() else tensor[None]
     entries: Tensor
     if not ring_enabled(accelerator.parallelism_config):
-        entries = _accelerates_own(accelerator)(rows)
+        # The class's method: a trainer has this function on the instance.
+        entries = type(accelerator).gather_for_metrics(accelerator, rows)
         return entries
     ranks = accelerator.gather(rows).view(-1, accelerator.parallelism_config.cp_size, *rows.shape)
     wide = torch.float64 if tensor.dtype.is_floating_point else torch.int64
     sums = ranks.sum(1, dtype=wide).to(tensor.dtype)
     entries = _cut(accelerator, sums.reshape(-1, *rows.shape[1:]))
     return entries
-
-
-def _accelerates_own(accelerator: Any) -> Any:
-    """The class's method: a trainer may have replaced it on the instance by a function of this module."""
-    return type(accelerator).gather_for_metrics.__get__(accelerator)
 
 
 def _tensors(data: Any) -> list[Tensor] | None:

@@ -37,15 +37,13 @@ def keep_float32(accelerator: Any) -> None:
         say(f"FSDP2 sums gradients in float32, not {half}, and returns the loss unrounded (mixed_precision_policy)")
 
 
-def uncast(count: Any, model: nn.Module | None) -> Any:
-    """Returns a count of tokens in a form that FSDP2 does not round. ``model``: None if it is not known yet.
+def uncast(count: Any, model: nn.Module) -> Any:
+    """Returns a count of tokens in a form that FSDP2 does not round.
 
     In 16 bits FSDP2 casts every floating tensor among a model's inputs: 1250 tokens become 1248 in bfloat16, 131071
     infinity in float16. A Python number passes. Without FSDP2 a tensor saves a compiled model one graph.
     """
-    if not isinstance(count, Tensor):
-        return count
-    return count.item() if model is None or is_sharded(model) else count
+    return count.item() if isinstance(count, Tensor) and is_sharded(model) else count
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -192,7 +192,7 @@ def note_tokens(module: nn.Module, rows: list[int]) -> None:
         rows.append(x.shape[1])
         return forward(x)
 
-    module.forward = noting  # type: ignore[method-assign]
+    module.forward = noting
 
 
 def rows_of_gates(checkpointing: dict[str, Any] | None) -> list[int]:

@@ -135,6 +135,8 @@ def test_a_weight_that_is_no_parameter_is_refused() -> None:
 class Counting(nn.Module):
     """Notes each call in a buffer."""
 
+    calls: Tensor
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -247,7 +249,7 @@ def test_without_the_option_forwards_are_as_before() -> None:
     jobs.run(model, mlp_tokens=3)
     mlp = model.model.layers[0].mlp
     assert isinstance(mlp.__dict__["forward"], mlp_chunks._ChunkedForward)
-    seen = []
+    seen: list[int] = []
     jobs.note_tokens(mlp.gate_proj, seen)
     jobs.run(model)
     assert seen == [23]
