@@ -21,17 +21,17 @@ from ..context.batch_context import BatchContext
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Bounds:
     """Bounds read so far: lo <= query - key <= hi."""
 
     lo: int = -UNBOUNDED
     hi: int = UNBOUNDED
     device: None = None
 
-    def __and__(self, other: _Known) -> _Known:
-        return _Known(max(self.lo, other.lo), min(self.hi, other.hi))
+    def __and__(self, other: _Bounds) -> _Bounds:
+        return _Bounds(max(self.lo, other.lo), min(self.hi, other.hi))
 
-    def to(self, _device: None) -> _Known:
+    def to(self, _device: None) -> _Bounds:
         return self
 
 
@@ -45,24 +45,24 @@ class _Index:
     def __init__(self, less: int = 0) -> None:
         self.less = less
 
-    def new_ones(self, _shape: tuple[()], dtype: torch.dtype) -> _Known:
-        return _Known()
+    def new_ones(self, _shape: tuple[()], dtype: torch.dtype) -> _Bounds:
+        return _Bounds()
 
 
 class _Query(_Index):
     def __sub__(self, distance: int) -> _Query:
         return _Query(self.less + operator.index(distance))  # also a number that a compiler made symbolic
 
-    def __ge__(self, zero: int) -> _Known:
-        return _Known()
+    def __ge__(self, zero: int) -> _Bounds:
+        return _Bounds()
 
 
 class _Key(_Index):
-    def __le__(self, query: _Query) -> _Known:
-        return _Known(lo=query.less)
+    def __le__(self, query: _Query) -> _Bounds:
+        return _Bounds(lo=query.less)
 
-    def __gt__(self, query: _Query) -> _Known:
-        return _Known(hi=query.less - 1)
+    def __gt__(self, query: _Query) -> _Bounds:
+        return _Bounds(hi=query.less - 1)
 
 
 def readable(attention_mask: Tensor | None, config: Any, hints: dict[str, Any]) -> bool:
@@ -79,8 +79,8 @@ def readable(attention_mask: Tensor | None, config: Any, hints: dict[str, Any]) 
 
 def band_of(mask_function: Callable[..., Any]) -> tuple[int, int]:
     """lo and hi of a readable mask function."""
-    known = mask_function(0, 0, _Query(), _Key())
-    return known.lo, known.hi
+    bounds = mask_function(0, 0, _Query(), _Key())
+    return bounds.lo, bounds.hi
 
 
 def fits(

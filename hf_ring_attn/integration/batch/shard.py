@@ -179,7 +179,7 @@ def shard_for(
     group: ProcessGroup | None,
     config: RingConfig | None,
     model: nn.Module | None,
-    whole_loss: bool = False,
+    gathers_logits: bool = False,
     step: TrialStep | None = None,
     beside: Sequence[nn.Module] = (),
     head: bool = False,
@@ -187,7 +187,7 @@ def shard_for(
     """`shard`, for hosts.
 
     Args:
-        whole_loss: the model gets no labels; the caller computes the gathered loss.
+        gathers_logits: the model gets no labels; the caller computes the gathered loss.
         step: the caller's loss, for the self-check; None: the model's. beside: other models that will get the batch.
         head: the model's head gets whole rows (`whole_heads`).
     """
@@ -229,7 +229,7 @@ def shard_for(
 
     context = sharded.context
     context.state(Visits).update(visited)
-    context.keeps_labels = whole_loss
+    context.gathers_logits = gathers_logits
     if step is not None:
         vars(context.state(TrialStep)).update(vars(step))
     context.learn(explicit=config is not None)

@@ -167,7 +167,7 @@ class BatchContext:
 
     Args:
         text: the model at whose input the batch is sharded; None: the batch itself is sharded.
-        keeps_labels: the model gets no labels; the loss is computed on gathered logits.
+        gathers_logits: the model gets no labels; the loss is computed on gathered logits.
     """
 
     ring: Ring
@@ -175,7 +175,7 @@ class BatchContext:
     config: RingConfig
     facts: BatchFacts = field(default_factory=BatchFacts)
     text: TextModel | None = None
-    keeps_labels: bool = False
+    gathers_logits: bool = False
     log: RunLog = field(default_factory=RunLog)
     compiled_masks: CompiledMasks = field(default_factory=CompiledMasks)
     _specs: dict[tuple[MaskExpr, int], MaskSpec] = field(default_factory=dict)

@@ -69,7 +69,7 @@ def class_of(module: nn.Module) -> str:
     return next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP")).__name__
 
 
-def head_of(model: nn.Module) -> Any:
+def loss_model_of(model: nn.Module) -> Any:
     """The transformers model inside wrappers, which computes the loss; None if there is none."""
     # By __dict__: a PEFT model forwards every attribute.
     return next((module for module in model.modules() if "loss_type" in module.__dict__), None)

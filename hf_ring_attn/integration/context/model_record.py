@@ -58,7 +58,7 @@ def configure(model: nn.Module, config: RingConfig) -> None:
             module.__dict__[_CARRIED] = _Carried(config)
 
 
-def _adopt(modules: Iterable[nn.Module]) -> None:
+def _copy_options(modules: Iterable[nn.Module]) -> None:
     """Sets the options of a copy of a configured model: they are those of the model."""
     for module in modules:
         carried, config = module.__dict__.get(_CARRIED), module.__dict__.get("config")
@@ -79,7 +79,7 @@ def configured(configs: Iterable[Any]) -> RingConfig | None:
 def options_of(model: nn.Module) -> RingConfig:
     """The options set for ``model``, wrapped or not; else the defaults."""
     if inside(model) not in _RECORDS:
-        _adopt(modules_of(model))
+        _copy_options(modules_of(model))
     return configured(configs_of(model)) or DEFAULT
 
 
@@ -120,7 +120,7 @@ class ModelRecord:
         self._gone: list[object] = []
         self._modules = [weakref.ref(module, self._gone.append) for module in visit.modules]
         self._structure = visit.structure
-        _adopt(visit.modules)
+        _copy_options(visit.modules)
         self.configs = list(configs_of(visit.modules))
         self.values = _values(self.configs)
         self.ids = {*map(id, visit.modules), *map(id, self.configs)}

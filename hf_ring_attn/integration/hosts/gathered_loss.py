@@ -26,7 +26,7 @@ def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
     Raises:
         NoLogits: on the call, if it returns no logits.
     """
-    head = introspect.head_of(model)
+    head = introspect.loss_model_of(model)
     withheld: dict[str, Any] = {}
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

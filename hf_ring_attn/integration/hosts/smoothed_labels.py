@@ -39,7 +39,7 @@ def smoothed(trainer: Any, model: nn.Module) -> Iterator[None]:
 
     It recognizes such models by the name of their class, which `fully_shard` and torch.compile change.
     """
-    smoother, head = trainer.label_smoother, introspect.head_of(model)
+    smoother, head = trainer.label_smoother, introspect.loss_model_of(model)
     shifted = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if smoother is None or head is None or introspect.class_of(head) not in shifted:
         yield

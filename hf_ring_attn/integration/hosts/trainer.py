@@ -133,8 +133,8 @@ def _share(
         options = replace(options, layout="balanced")
     head = _gives_whole_rows(trainer)
     step = _trial_step(trainer, trains, count) if has_loss else None
-    keeps_labels = options.loss == "gathered" and not head
-    sharded = shard_for(whole, group_of(trainer), options, model, keeps_labels, step, head=head)
+    gathers_logits = options.loss == "gathered" and not head
+    sharded = shard_for(whole, group_of(trainer), options, model, gathers_logits, step, head=head)
     local = _inputs(trainer, whole, sharded)
     return functools.partial(_step, trainer, model, sharded, local), local
 

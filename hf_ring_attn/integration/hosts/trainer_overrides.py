@@ -10,7 +10,7 @@ from transformers import Trainer
 from ... import errors
 from ..patching.changes import installed
 
-OF_TRL = {
+EXACT_TRL = {
     "trl.trainer.base_trainer:_BaseTrainer", "trl.trainer.sft_trainer:SFTTrainer",
     "trl.trainer.dpo_trainer:DPOTrainer", "trl.trainer.kto_trainer:KTOTrainer",
     "trl.trainer.reward_trainer:RewardTrainer",
@@ -22,16 +22,16 @@ COUNTS = ("get_batch_samples", "_get_num_items_in_batch")
 
 
 def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:
-    """Refuses TRL's trainers except those of `OF_TRL`, and overrides of ``methods``, unless ``ring_fp32_exact``.
+    """Refuses TRL's trainers except those of `EXACT_TRL`, and overrides of ``methods``, unless ``ring_fp32_exact``.
 
     Raises:
         UnsupportedTrainer, UnknownTrainer.
     """
     kind = type(trainer)
     for cls in kind.__mro__:
-        is_known = f"{cls.__module__}:{cls.__name__}" in OF_TRL
+        is_known = f"{cls.__module__}:{cls.__name__}" in EXACT_TRL
         if cls.__module__.partition(".")[0] == "trl" and issubclass(cls, Trainer) and not is_known:
-            alike = any(one.endswith(f":{cls.__name__}") for one in OF_TRL)
+            alike = any(one.endswith(f":{cls.__name__}") for one in EXACT_TRL)
             raise errors.UnsupportedTrainer(f"{cls.__module__}.{cls.__name__}" if alike else cls.__name__)
     if getattr(trainer, "ring_fp32_exact", False):
         return

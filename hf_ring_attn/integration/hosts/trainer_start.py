@@ -10,7 +10,7 @@ from ..patching.changes import Patch, install
 from . import accelerate, grpo_trainer, preference_trainers, sft_trainer, trainer
 from .parallelism_config import deferring_cp_checks
 
-OF_TRL = {sft_trainer.SFT: sft_trainer.PATCHES, **preference_trainers.PATCHES, **grpo_trainer.PATCHES}
+TRL_PATCHES = {sft_trainer.SFT: sft_trainer.PATCHES, **preference_trainers.PATCHES, **grpo_trainer.PATCHES}
 """The patches of TRL's trainers, by class."""
 STARTS = dict.fromkeys(grpo_trainer.PATCHES, grpo_trainer.start)
 """Settings of a trainer that a ring changes, and refusals, by class."""
@@ -20,7 +20,7 @@ def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None
     def create_accelerator_and_postprocess(self: Any) -> None:
         names = [f"{cls.__module__}:{cls.__name__}" for cls in type(self).__mro__]
         for name in names:  # trl may have been imported after this package
-            install(OF_TRL.get(name, ()))
+            install(TRL_PATCHES.get(name, ()))
         with deferring_cp_checks(self.model):
             original(self)
         accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)

@@ -87,7 +87,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
         record, visits[record] = visit(model)
     options = configured(record.configs)
     if options is not None and not facts.explicit:
-        _adopt(options, context)
+        _apply_model_options(options, context)
     wrappers = unwrapped(model)
     log.seen.update(record.ids, map(id, wrappers))
     log.called = True
@@ -96,7 +96,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     log.configs += record.configs
     case = (
         context.ring.size, model.training, facts.has_labels, facts.numbered, facts.hidden is not None,
-        context.ring.size == 1 and facts.documents is not None, context.config.loss, context.keeps_labels,
+        context.ring.size == 1 and facts.documents is not None, context.config.loss, context.gathers_logits,
         context.text is not None, context.whole_head, "trl" in sys.modules, context.config.mlp_tokens is None,
         context.config.offload_above is None,
     )  # fmt: skip
@@ -121,7 +121,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     return record
 
 
-def _adopt(options: RingConfig, context: BatchContext) -> None:
+def _apply_model_options(options: RingConfig, context: BatchContext) -> None:
     """Takes the options of a model whose batch was sharded without it.
 
     Raises:

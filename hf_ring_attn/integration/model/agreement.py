@@ -34,7 +34,7 @@ _DTYPE: Callable[[Any], torch.dtype] = attrgetter("dtype")
 _DOING = "compared its model with the other ranks"
 
 
-class _Known:
+class _Agreement:
     """The part of the agreement that lasts as long as a model's structure.
 
     Attributes:
@@ -77,7 +77,7 @@ def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None]
         if changed_elsewhere:  # that rank examines the model anew, with messages, so all must
             forget_model(model)
             record = admission.bind(model, context)
-        record.state(_Known).rings.add(context.ring.name)
+        record.state(_Agreement).rings.add(context.ring.name)
     elif refusal is not None:
         raise refusal
     else:
@@ -90,50 +90,50 @@ def _agree(
     meanwhile: Callable[[], None],
 ) -> bool:  # fmt: skip
     """Compares this rank's model with the others'. Returns True if it changed on another rank, not on this one."""
-    ring, known = context.ring, record.state(_Known)
+    ring, agreed = context.ring, record.state(_Agreement)
     weights: list[Any] = context.state(Visits)[record].weights
-    if not known.details:
-        _examine(inside(model), record, known)
+    if not agreed.details:
+        _examine(inside(model), record, agreed)
     facts = _facts(model, weights, record, context)
     device = weights[0].device
     agree = ring.start_agreement(
-        {**facts, "structure": known.structure, **_sample(model, weights, known, context)},
-        ring.small_device(device), _DRIFT, refusal, [ring.name not in known.rings], _DOING,
+        {**facts, "structure": agreed.structure, **_sample(model, weights, agreed, context)},
+        ring.small_device(device), _DRIFT, refusal, [ring.name not in agreed.rings], _DOING,
     )  # fmt: skip
     if refusal is None:
         meanwhile()
     try:
         (renewed,) = agree()
     except errors.RanksDiffer:  # on all ranks: find a better name than the fingerprint's
-        ring.agree({**facts, **known.details}, ring.small_device(device), ALIKE, doing=_DOING)
+        ring.agree({**facts, **agreed.details}, ring.small_device(device), ALIKE, doing=_DOING)
         raise
-    return any(renewed) and ring.name in known.rings
+    return any(renewed) and ring.name in agreed.rings
 
 
-def _examine(model: nn.Module, record: ModelRecord, known: _Known) -> None:
+def _examine(model: nn.Module, record: ModelRecord, agreed: _Agreement) -> None:
     weights = {
         f"{path}.{name}".lstrip("."): x
         for path, module in model.named_modules()
         for name, x in module._parameters.items()
         if x is not None
     }
-    known.trained = [(index, name) for index, (name, x) in enumerate(weights.items()) if x.requires_grad]
+    agreed.trained = [(index, name) for index, (name, x) in enumerate(weights.items()) if x.requires_grad]
     modules = [module for module in record.modules() if hasattr(module, "gradient_checkpointing")]
-    known.checkpoints = list(map(weakref.ref, modules))
-    known.details = {
+    agreed.checkpoints = list(map(weakref.ref, modules))
+    agreed.details = {
         "class": type(model).__name__,
         # Names that begin with _ are the host's, for example of a path.
         "config": [{name: x for name, x in values if name[0] != "_"} for _, values in record.values],
         "modules": {name: type(module).__name__ for name, module in model.named_modules()},
         "weights": {name: f"{list(x.shape)}{', trained' * x.requires_grad}" for name, x in weights.items()},
     }
-    known.structure = number_of(repr(known.details))
+    agreed.structure = number_of(repr(agreed.details))
 
 
 def _facts(model: nn.Module, weights: list[Any], record: ModelRecord, context: BatchContext) -> dict[str, object]:
     """Facts about the computation that may change from batch to batch."""
     kind = weights[0].device.type
-    checkpoints = any(getattr(x(), "gradient_checkpointing", False) for x in record.state(_Known).checkpoints)
+    checkpoints = any(getattr(x(), "gradient_checkpointing", False) for x in record.state(_Agreement).checkpoints)
     return {
         "mode": "training" if model.training else "evaluation",
         "grad mode": "enabled" if torch.is_grad_enabled() else "disabled",
@@ -145,9 +145,9 @@ def _facts(model: nn.Module, weights: list[Any], record: ModelRecord, context: B
     }
 
 
-def _sample(model: nn.Module, weights: list[Any], known: _Known, context: BatchContext) -> dict[str, object]:
+def _sample(model: nn.Module, weights: list[Any], agreed: _Agreement, context: BatchContext) -> dict[str, object]:
     """Some values of one trained weight, in turn, by its name, if every rank holds all of it."""
-    trained, sharded = known.trained, "DTensor" in latest_record(model).classes
+    trained, sharded = agreed.trained, "DTensor" in latest_record(model).classes
     if not trained or sharded or not model.training or not context.config.self_check:
         return {"no weight": None}
     turn = _TURNS[inside(model)] = _TURNS.get(inside(model), -1) + 1

@@ -23,7 +23,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.model_record import CHECKPOINT_FUNCTIONS, Visits, latest_record
 from ..log import warn
-from .offloading import LayerCall, Place, Places, number
+from .offloading import CheckpointedLayer, CheckpointedLayers, LayerCall, number
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
@@ -33,7 +33,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
 
 
 def prepare(model: nn.Module, context: BatchContext) -> None:
-    """Gives every checkpointed layer in ``model`` the policy, unless it has another one, and a place for its input."""
+    """Gives every checkpointed layer in ``model`` the policy, unless it has another one, and numbers them."""
     record, config = latest_record(model), context.config
     visit = context.state(Visits).get(record)
     modules = record.modules() if visit is None else visit.checkpointing
@@ -42,10 +42,10 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         _save_attention(model, sites)
     stock = "OffloadWrapper" in record.classes
     wanted = config.offload_above is not None or stock or any(_is_offloading(function) for *_, function in sites)
-    places = record.state(Places)
-    places.clear()
+    layers = record.state(CheckpointedLayers)
+    layers.clear()
     if wanted and sites:
-        places += _offload(modules, stock)
+        layers += _offload(modules, stock)
         context.log.features.add(f"checkpoints above {config.offload_above or 0:g} GiB on the host")
     elif wanted and model.training:
         warn("offload_above has no effect: nothing checkpoints a layer. Set gradient_checkpointing=True.")
@@ -105,46 +105,46 @@ def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPo
 # ---- offloading ----
 
 
-def _offload(modules: list[nn.Module], stock: bool) -> list[Place]:
-    """Puts `_checkpointed` around the checkpoint function of each layer; returns the places of those that run."""
-    numbered: list[Place] = []
+def _offload(modules: list[nn.Module], stock: bool) -> list[CheckpointedLayer]:
+    """Puts `_checkpointed` around the checkpoint function of each layer; returns those that run."""
+    numbered: list[CheckpointedLayer] = []
     for module, name, function in _sites(modules):
-        place, _ = _split(function)
-        if place is None:
-            place = Place(stock or _is_offloading(function))
-            module.__dict__[name] = functools.partial(_checkpointed, place, function)
+        layer, _ = _split(function)
+        if layer is None:
+            layer = CheckpointedLayer(stock or _is_offloading(function))
+            module.__dict__[name] = functools.partial(_checkpointed, layer, function)
         runs = module.__dict__.get("gradient_checkpointing", True) if name != "checkpoint_fn" else True
-        place.order = ()
+        layer.order = ()
         if runs and (name == "checkpoint_fn" or isinstance(module, GradientCheckpointingLayer)):
-            numbered.append(place)
+            numbered.append(layer)
     number(numbered)
     return numbered
 
 
-def _split(function: Any) -> tuple[Place | None, Any]:
-    """The place that is around a checkpoint function, if any, and that function."""
+def _split(function: Any) -> tuple[CheckpointedLayer | None, Any]:
+    """The layer that `_checkpointed` around a checkpoint function knows, if any, and that function."""
     return function.args if function.func is _checkpointed else (None, function)
 
 
 def _is_offloading(function: Any) -> bool:
     """Returns True for the function of transformers' ``offload``, which copies on the computation's stream."""
-    place, inner = _split(function)
+    layer, inner = _split(function)
     code = getattr(inner.func, "__code__", None)
-    return (place is not None and place.stock) or (code is not None and "save_on_cpu" in code.co_names)
+    return (layer is not None and layer.stock) or (code is not None and "save_on_cpu" in code.co_names)
 
 
-def _checkpointed(place: Place, function: Any, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(layer: CheckpointedLayer, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls a checkpoint function; in a sharded batch, what it saves may wait in host memory."""
     context = batch_context.current()
     limit = None if context is None else context.config.offload_above
-    if context is not None and limit is None and place.stock:
+    if context is not None and limit is None and layer.stock:
         limit = 0.0
     if context is None or limit is None or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if getattr(function.func, "__code__", None) is not None and "save_on_cpu" in function.func.__code__.co_names:
         function = functools.partial(checkpoint, *function.args, **function.keywords)
     saves = function.keywords.get("context_fn") is contexts
-    call = LayerCall(place, limit, saves, context)
+    call = LayerCall(layer, limit, saves, context)
     if saves:
         function = functools.partial(function, context_fn=functools.partial(contexts, call.save))
     with saved_tensors_hooks(call.pack, call.unpack):

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import head_of, is_compiled, is_unit, name_of, unwrapped
+from ..context.introspect import is_compiled, is_unit, loss_model_of, name_of, unwrapped
 from ..context.model_record import latest_record
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
 
@@ -24,7 +24,7 @@ from .lazy_logits import ChunkedLoss, Head, LazyLogits
 @contextmanager
 def lazy_heads(model: nn.Module) -> Iterator[None]:
     """Inside, the head of ``model`` returns lazy logits where the batch that runs asks for them."""
-    owner, replaced = head_of(model), []
+    owner, replaced = loss_model_of(model), []
     # A compiled part would trace what differs from call to call.
     parts = [*unwrapped(model), *(latest_record(model).modules() if latest_record(model).compiled else [])]
     compiled = [part for part in parts if is_compiled(part)]
@@ -72,7 +72,7 @@ class _LazyForward:
 
 
 def _wants(context: BatchContext) -> bool:
-    return context.config.loss in ("auto", "chunked") and context.facts.has_labels and not context.keeps_labels
+    return context.config.loss in ("auto", "chunked") and context.facts.has_labels and not context.gathers_logits
 
 
 def _check(owner: nn.Module, _args: Any, output: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import head_of, name_of, parameters_of
+from ..context.introspect import loss_model_of, name_of, parameters_of
 from ..patching.hooks import attach, attached
 
 OPTION = "skip_logits"
@@ -45,7 +45,7 @@ _LATE = (
 
 
 def _unhooked(model: nn.Module) -> nn.Module | None:
-    owner: nn.Module | None = head_of(model)
+    owner: nn.Module | None = loss_model_of(model)
     found = owner is not None and not attached(owner, KEY) and OPTION in parameters_of(owner)
     return owner if found else None
 

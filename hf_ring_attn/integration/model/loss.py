@@ -9,7 +9,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 
 from ... import errors
 from ..context.batch_context import BatchContext
-from ..context.introspect import class_of, head_of
+from ..context.introspect import class_of, loss_model_of
 from .whole_heads import body_of
 
 
@@ -17,7 +17,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields a reason for models that classify sequences."""
     if context.ring.size == 1 or context.whole_head:
         return
-    if LOSS_MAPPING.get(str(getattr(head_of(model), "loss_type", None))) is ForSequenceClassificationLoss:
+    if LOSS_MAPPING.get(str(getattr(loss_model_of(model), "loss_type", None))) is ForSequenceClassificationLoss:
         todo = "train it with transformers.Trainer, or shard for it: hf_ring_attn.shard(batch, model=model)"
         yield f"it classifies a sequence by one token, which each rank would choose among its own; {todo}"
 
@@ -27,7 +27,7 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
 
     The self-check tries what a forward makes of it.
     """
-    head = head_of(model)
+    head = loss_model_of(model)
     if head is None or not context.facts.has_labels or context.ring.size == 1 or context.whole_head:
         return
     # transformers uses the causal loss for names that it does not know (as of GPT2LMHeadModel).
@@ -36,6 +36,6 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
             raise errors.UnnamedModel(class_of(head))
         raise errors.LossNotSharded(f"the loss of {class_of(head)}, which is no causal language model's,")
     function = head.loss_function  # a user or a class may replace it
-    if not context.keeps_labels and function is not ForCausalLMLoss:
+    if not context.gathers_logits and function is not ForCausalLMLoss:
         name = getattr(function, "__qualname__", type(function).__name__)
         raise errors.LossNotSharded(f"the loss of {class_of(head)}, whose loss_function is {name},", gathers=True)

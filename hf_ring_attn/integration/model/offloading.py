@@ -25,8 +25,8 @@ SMALLEST = 1 << 20
 """Bytes below which a tensor stays on a GPU."""
 
 
-class Place:
-    """The place of a layer among the checkpointed ones.
+class CheckpointedLayer:
+    """A checkpointed layer, and its place among the others.
 
     Args:
         stock: the host asked for offloading, too.
@@ -40,7 +40,7 @@ class Place:
 
     def __init__(self, stock: bool) -> None:
         self.stock = stock
-        self.order: Sequence[Place] = ()
+        self.order: Sequence[CheckpointedLayer] = ()
         self.index = 0
         self.saved: float | None = None
         self.per_token: list[float] = []
@@ -48,18 +48,18 @@ class Place:
 
     def stays(self, size: int, limit: float, saves: bool) -> bool:
         """Returns True if this layer and all after it, each with an input of ``size`` bytes, fit in ``limit`` GiB."""
-        known = max((place.saved for place in self.order if place.saved is not None), default=None)
+        known = max((layer.saved for layer in self.order if layer.saved is not None), default=None)
         if not self.order or (saves and known is None):
             return False
         later = self.order[self.index :]
-        beside = sum(known if place.saved is None else place.saved for place in later) if saves and known else 0.0
+        beside = sum(known if layer.saved is None else layer.saved for layer in later) if saves and known else 0.0
         return (len(later) + beside) * size <= limit * 2**30
 
 
-def number(places: Sequence[Place]) -> None:
-    """Gives each place its order."""
-    for index, place in enumerate(places):
-        place.order, place.index = places, index
+def number(layers: Sequence[CheckpointedLayer]) -> None:
+    """Gives each layer its place in the order."""
+    for index, layer in enumerate(layers):
+        layer.order, layer.index = layers, index
 
 
 class StoredResults(NamedTuple):
@@ -80,8 +80,8 @@ class LayerCall:
         limit: GiB on the GPU. saves: attention is saved.
     """
 
-    def __init__(self, place: Place, limit: float, saves: bool, context: BatchContext) -> None:
-        self.place, self.limit, self.saves = place, limit, saves
+    def __init__(self, layer: CheckpointedLayer, limit: float, saves: bool, context: BatchContext) -> None:
+        self.layer, self.limit, self.saves = layer, limit, saves
         self.context = context
         self.input: Stored | None = None
         self.sizes: list[int] = []
@@ -97,8 +97,8 @@ class LayerCall:
         if not self.sizes:
             self.of_row = tuple(x.shape[:2]) == (self.context.facts.rows, self.context.layout.local_length)
         self.sizes.append(x.nbytes)
-        self.place.device = x.device
-        if _is_small(x) or self.place.stays(x.nbytes, self.limit, self.saves):
+        self.layer.device = x.device
+        if _is_small(x) or self.layer.stays(x.nbytes, self.limit, self.saves):
             memory.settle()
             return x
         try:
@@ -131,9 +131,9 @@ class LayerCall:
     def end(self) -> None:
         """Notes the sizes, for other layers and for the next row."""
         if self.sizes:
-            self.place.saved = self.beside / self.sizes[0]
+            self.layer.saved = self.beside / self.sizes[0]
         tokens = self.context.facts.rows * self.context.layout.local_length
-        self.place.per_token = [size / tokens for size in self.sizes] if self.of_row else []
+        self.layer.per_token = [size / tokens for size in self.sizes] if self.of_row else []
         pending = self.context.state(_Pending)
         if pending.reserve is not None and self.of_row:
             reserve, pending.reserve = pending.reserve, None
@@ -150,8 +150,8 @@ def _note(memory: HostMemory, error: errors.HostMemoryFull) -> None:
     warn(f"{error} Until all ranks stop for it, they stay on the GPU.")
 
 
-class Places(list[Place]):
-    """The numbered places of a model in a batch that offloads."""
+class CheckpointedLayers(list[CheckpointedLayer]):
+    """The numbered layers of a model in a batch that offloads."""
 
 
 class _Pending:
@@ -168,32 +168,32 @@ def reserve(model: nn.Module, record: ModelRecord, context: BatchContext) -> Non
         HostMemoryFull: this rank has too little host memory, now or in the middle of the batch before.
         RefusedElsewhere: on every other rank.
     """
-    places = record.state(Places)
-    if not places or not record.uses_ring() or not model.training or not torch.is_grad_enabled():
+    layers = record.state(CheckpointedLayers)
+    if not layers or not record.uses_ring() or not model.training or not torch.is_grad_enabled():
         return
-    if any(place.per_token for place in places):
-        _reserve(places, context)
+    if any(layer.per_token for layer in layers):
+        _reserve(layers, context)
     else:
-        context.state(_Pending).reserve = partial(_reserve, places, context)
+        context.state(_Pending).reserve = partial(_reserve, layers, context)
 
 
-def _reserve(places: Sequence[Place], context: BatchContext) -> None:
-    first, ring = next(place for place in places if place.per_token), context.ring
+def _reserve(layers: Sequence[CheckpointedLayer], context: BatchContext) -> None:
+    first, ring = next(layer for layer in layers if layer.per_token), context.ring
     device = first.device
     memory = host_memory(device)
     failure, memory.full = memory.full, None
     try:
-        memory.buffers.reserve(_sizes(places, first, context))
+        memory.buffers.reserve(_sizes(layers, first, context))
     except errors.HostMemoryFull as error:
         failure = failure or error
     ring.agree({}, ring.small_device(device), failure=failure, doing="reserved host memory for checkpoints")
 
 
-def _sizes(places: Sequence[Place], first: Place, context: BatchContext) -> list[int]:
+def _sizes(layers: Sequence[CheckpointedLayer], first: CheckpointedLayer, context: BatchContext) -> list[int]:
     """Bytes of each tensor that layers will store; a layer that never ran counts as the ``first`` one that did."""
     found, tokens = [], context.facts.rows * context.layout.local_length
-    for place in places:
-        each = [round(size * tokens) for size in place.per_token or first.per_token]
-        if not place.stays(each[0], context.config.offload_above or 0.0, context.config.save_attention):
+    for layer in layers:
+        each = [round(size * tokens) for size in layer.per_token or first.per_token]
+        if not layer.stays(each[0], context.config.offload_above or 0.0, context.config.save_attention):
             found += [size for size in each if first.device.type == "cpu" or size >= SMALLEST]
     return found

@@ -159,7 +159,11 @@ def _replaced(module: nn.Module) -> str | None:
 @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given, recomputed = [*args, *kwargs.values()], torch._C._current_graph_task_id() != -1
-    if (context := _shared_scope()) is not None and MASK not in _forward(module).__globals__ and not recomputed:
+    if (
+        (context := _context_for_recurrence()) is not None
+        and MASK not in _forward(module).__globals__
+        and not recomputed
+    ):
         _mark_mask(given, context)
     rows: RowShare | None = next(
         (getattr(x, _MARK) for x in given if isinstance(x, Tensor) and hasattr(x, _MARK)), None
@@ -192,7 +196,7 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
         RUNNING.pop()
 
 
-def _shared_scope() -> batch_context.BatchContext | None:
+def _context_for_recurrence() -> batch_context.BatchContext | None:
     """The sharded batch in which such layers need help: in a ring, or with several documents in a row."""
     context = batch_context.current()
     if context is None or context.before_text or (context.ring.size == 1 and context.facts.documents is None):
@@ -206,7 +210,7 @@ def _mask(original: Callable[..., Any]) -> Any:
         config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor | None:
         """This rank's share of the padding mask, with the facts for its layers as an attribute."""
-        context = _shared_scope()
+        context = _context_for_recurrence()
         if context is None:
             mask: Tensor | None = original(config, inputs_embeds, attention_mask, *args, **kwargs)
             return mask

@@ -25,7 +25,7 @@ from ... import errors
 from ...layers.collectives import gather_sequence
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import head_of, parameters_of
+from ..context.introspect import loss_model_of, parameters_of
 from ..context.whole_batch import OF_HEADS
 from ..patching.hooks import attach
 
@@ -37,7 +37,7 @@ _BY_HOST = "hf_ring_attn gathers hidden states"
 
 def body_of(model: nn.Module) -> Any:
     """The model below a head that gets whole rows; None for other models."""
-    head: Any = head_of(model)
+    head: Any = loss_model_of(model)
     if LOSS_MAPPING.get(str(getattr(head, "loss_type", None))) not in (*OF_TOKENS, *OF_ROWS):
         return None
     body = getattr(head, "base_model", head)
@@ -48,7 +48,7 @@ def needs_whole_rows(model: object, batch: object) -> bool:
     """Returns True if the head of ``model`` gets whole rows in a loop: one of rows, or any with labels."""
     if not isinstance(model, nn.Module) or not isinstance(batch, Mapping) or body_of(model) is None:
         return False
-    head: Any = head_of(model)
+    head: Any = loss_model_of(model)
     return LOSS_MAPPING[str(head.loss_type)] in OF_ROWS or any(batch.get(name) is not None for name in OF_HEADS)
 
 

@@ -32,7 +32,7 @@ from ..context.tensor_tree import tensors_of
 from ..model.chunked import lazy_heads
 from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
-from .compare import Places, Recorder, relative, spread
+from .compare import ComparedTokens, Recorder, relative, spread
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
 from .tolerance import AMPLIFICATION, LOSS, dtypes_seen, rounded_anew, tolerance
@@ -170,19 +170,19 @@ class _Check:
         with dtypes_seen() as dtypes:
             whole = self._whole(partial(self._call_whole, row), rows)
             share = self._sharded(partial(self._call, *mine))
-        places = Places.of(mine.context.layout, mine.context.facts.hidden, self.device)
-        found, least = self._spread(places.errors(whole, share)), self._tolerance(dtypes)
+        compared = ComparedTokens.of(mine.context.layout, mine.context.facts.hidden, self.device)
+        found, least = self._spread(compared.errors(whole, share)), self._tolerance(dtypes)
         if math.isnan(found):
             raise errors.NothingToCheck(self.name)
 
         def again() -> list[float]:
-            return [self._spread(places.errors(whole, share, self._call_whole(row)))]
+            return [self._spread(compared.errors(whole, share, self._call_whole(row)))]
 
         def refusal(limits: list[float]) -> errors.Refused:
             self._refuse_other_weights(whole, least)
             if not self.context.whole_head:
-                self._refuse_pooled(whole, share, places, limits[0])
-            where, tokens = self._first_difference(row, mine, places, least), mine.context.layout.length
+                self._refuse_pooled(whole, share, compared, limits[0])
+            where, tokens = self._first_difference(row, mine, compared, least), mine.context.layout.length
             kind = introspect.class_of(self.model.get_submodule(where))
             return errors.SelfCheckFailed(self.name, self.ring.size, tokens, found, limits[0], where, kind)
 
@@ -319,11 +319,11 @@ class _Check:
         """The relative distance of the loss and of each gradient, the largest on any rank."""
         return [float(x) for x in self._everywhere(distances(got, want)).amax(0)]
 
-    def _refuse_pooled(self, whole: Any, share: Any, places: Places, limit: float) -> None:
+    def _refuse_pooled(self, whole: Any, share: Any, compared: ComparedTokens, limit: float) -> None:
         """Refuses an output without tokens, if every token is right."""
-        if self._spread(places.errors(whole, share, pooled=False)) > limit:
+        if self._spread(compared.errors(whole, share, pooled=False)) > limit:
             return
-        pooled = places.pooled_errors(whole, share)
+        pooled = compared.pooled_errors(whole, share)
         first = next((n for n, error in enumerate(pooled.values()) if not error <= limit), len(pooled))
         first = min(int(self._everywhere([float(first)]).min()), len(pooled))  # of another ring, perhaps
         raise errors.PooledOutput(self.name, [*pooled, "an output"][first], self.ring.size)
@@ -337,13 +337,13 @@ class _Check:
             norms: list[object] = [f"{float(x.norm()):.6g}" for x in answers]
             raise errors.RanksDiffer("answer to the same row (its norm)", norms, _SAME_WEIGHTS)
 
-    def _first_difference(self, row: Mapping[str, Any], mine: Share, places: Places, least: float) -> str:
+    def _first_difference(self, row: Mapping[str, Any], mine: Share, compared: ComparedTokens, least: float) -> str:
         """The path of the module that makes the first difference on any rank, with every module watched."""
-        with Recorder(places, whole=True).watching(self.model) as want:
+        with Recorder(compared, whole=True).watching(self.model) as want:
             self._call_whole(row)
-        with Recorder(places, whole=False).watching(self.model) as got:
+        with Recorder(compared, whole=False).watching(self.model) as got:
             self._call(*mine)
-        with Recorder(places, whole=True).watching(self.model) as again, rounded_anew(self.device):
+        with Recorder(compared, whole=True).watching(self.model) as again, rounded_anew(self.device):
             self._call_whole(row)
         events = list(want.events)
         differs = (want.errors(event, got) > max(least, AMPLIFICATION * want.errors(event, again)) for event in events)

@@ -20,7 +20,7 @@ from ..context.tensor_tree import tensors_of
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class ComparedTokens:
     """The tokens of a share and those of the row that are compared: real ones that no padding mask hides.
 
     Args:
@@ -34,7 +34,7 @@ class Places:
     there: Tensor
 
     @classmethod
-    def of(cls, layout: Layout, hidden: Tensor | None, device: torch.device) -> Places:
+    def of(cls, layout: Layout, hidden: Tensor | None, device: torch.device) -> ComparedTokens:
         positions = layout.positions()
         compared = positions < layout.length
         if hidden is not None:
@@ -125,10 +125,10 @@ class Recorder:
     """Records the inputs and outputs of modules, in order.
 
     Args:
-        places: the tokens to record. whole: the run is of the whole row, so only this rank's tokens are recorded.
+        tokens: the tokens to record. whole: the run is of the whole row, so only this rank's tokens are recorded.
     """
 
-    places: Places
+    tokens: ComparedTokens
     whole: bool
     events: dict[Event, dict[str, tuple[int, Tensor]]] = field(default_factory=dict)
     callers: dict[Event, str] = field(default_factory=dict)
@@ -162,19 +162,19 @@ class Recorder:
         self.callers[event] = caller
         recorded = self.events[event] = {}
         for name, x in tensors_of(value):
-            dims = [dim for dim, size in enumerate(x.shape) if size == self.places.length]
+            dims = [dim for dim, size in enumerate(x.shape) if size == self.tokens.length]
             if not self.whole:
                 recorded[name] = (-1, x.detach().clone())
             elif len(dims) == 1:
-                recorded[name] = (dims[0], x.detach().index_select(dims[0], self.places.there))
+                recorded[name] = (dims[0], x.detach().index_select(dims[0], self.tokens.there))
 
     def errors(self, event: Event, share: Recorder) -> float:
         """The largest error of any token of an event in ``share``, or in a second run of the whole row."""
         worst = 0.0
         for name, (dim, want) in self.events[event].items():
             _, got = share.events.get(event, {}).get(name, (-1, None))
-            if got is not None and not share.whole and got.dim() == want.dim() and got.shape[dim] == self.places.local:
-                got = got.index_select(dim, self.places.here)
-            if got is not None and got.shape == want.shape and len(self.places.here):
+            if got is not None and not share.whole and got.dim() == want.dim() and got.shape[dim] == self.tokens.local:
+                got = got.index_select(dim, self.tokens.here)
+            if got is not None and got.shape == want.shape and len(self.tokens.here):
                 worst = max(worst, float(relative(got, want, dim).max()))
         return worst
