@@ -333,9 +333,9 @@ class UnknownTrainer(Refused):
 class InputsNotHandedOn(Refused):
     def __init__(self, trainer: str, method: str) -> None:
         super().__init__(
-            f"{method} of {trainer} does more than to call the method of its base class with its own arguments, and to "
-            "return what that returns. It would change or replace the part of a batch that a rank got. Change whole "
-            "batches in `_prepare_inputs` or in a collator, and losses in `compute_loss`."
+            f"{method} of {trainer} changed the batch, or did not return super()'s result unchanged. The loss would be "
+            "computed on other inputs than the ring sharded. Change batches in `_prepare_inputs` or a collator, losses "
+            "in `compute_loss`."
         )
 
 

@@ -91,4 +91,4 @@ def fits(
         return False
     if not (isinstance(q_offset, int) and isinstance(kv_offset, int)) or q_offset != 0 or kv_offset != 0:
         return False
-    return (rows, q_length, kv_length) == (*context.share.shape, context.share.shape[1])
+    return (rows, q_length, kv_length) == (*context.local_shape, context.local_shape[1])

@@ -219,7 +219,7 @@ def _spec_of_whole_rows(
 # ---- prepared masks --------------------------------------------------------------------------------------------------
 
 
-def _handed_on(original: Callable[..., Any]) -> Callable[..., Any]:
+def _pass_spec_through(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a prepared mask unchanged, as when an outer model passes its mask to its text model.
 
     masking_utils recognises a prepared mask by its four dimensions, so a 4-D tensor replaces ours there.
@@ -267,7 +267,7 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _PREPROCESS = "_preprocess_mask_arguments"
 PATCHES = [
-    Patch(f"{masking_utils.__name__}:{_PREPROCESS}", render(getattr(masking_utils, _PREPROCESS)), _handed_on)
+    Patch(f"{masking_utils.__name__}:{_PREPROCESS}", render(getattr(masking_utils, _PREPROCESS)), _pass_spec_through)
     for _ in range(hasattr(masking_utils, _PREPROCESS))  # whatever its parameters are
 ]
 PATCHES.append(

@@ -27,17 +27,18 @@ from ...traffic import interruption_guard
 from ..attention import masks
 from ..context import batch_context, introspect, model_record, ring_random, shared_kv
 from ..context.batch_context import BatchContext
-from ..context.cut import TrialStep, cut
+from ..context.local_batch import cut_batch
 from ..context.mesh import find_ring
 from ..context.model_record import Visits
 from ..context.shared_kv import SharedKV
+from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS, TOKENS, tokens_of, whole_rows
 from ..model import agreement, call_inputs, fsdp, liger, offloading, replicas, whole_heads
 from ..model.call_inputs import TrackedInputs, track
 from ..model.chunked import lazy_heads
 from ..patching.changes import Undo
 from ..selfcheck import check, row
-from . import compare
+from . import compared_inputs
 from .announce import announce
 from .rows import RowReductions
 
@@ -198,26 +199,26 @@ def shard_for(
     interruption_guard(ring).check()  # else the comparison below would be taken for the rest of that attention
     options = config or (model_record.DEFAULT if model is None else model_record.options_of(model))
     refusal: errors.Refused | None = None
-    facts = compare.empty_facts(options, batch)
+    facts = compared_inputs.empty_facts(options, batch)
     device = torch.device("cpu")
     try:
         tokens = tokens_of(batch)
         device = tokens.device
         facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
-            facts.update(compare.inputs_of(batch, tokens))
+            facts.update(compared_inputs.inputs_of(batch, tokens))
         whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options, head=head)
         facts["layout"] = whole.layout.owners
     except errors.Refused as error:
         refusal = error
     agree = ring.start_agreement(
-        facts, ring.small_device(device), compare.todo(batch), refusal, [shared_kv.compiled_here()]
+        facts, ring.small_device(device), compared_inputs.todo(batch), refusal, [shared_kv.compiled_here()]
     )
     visited = Visits()
     if refusal is None:  # while the message travels
         if model is not None:
             visited.update([model_record.visit(model)])
-        sharded = Sharded(*cut(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
+        sharded = Sharded(*cut_batch(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     try:
         (compiled,) = agree()
     except errors.PeerLost as lost:

@@ -183,7 +183,12 @@ class BatchContext:
 
     def __post_init__(self) -> None:
         # A tensor without memory: a compiler makes a new graph for each number, but lets sizes vary.
-        self.share = torch.empty(()).expand(self.facts.rows, self.layout.local_length)
+        self._of_local_shape = torch.empty(()).expand(self.facts.rows, self.layout.local_length)
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """The size [B, T] of this rank's rows."""
+        return self._of_local_shape.shape
 
     def learn(self, **facts: Any) -> None:
         """Adds facts that are known only after the model was called, as in a batch with images."""

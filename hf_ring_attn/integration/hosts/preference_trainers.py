@@ -17,7 +17,7 @@ from ..context.whole_batch import IGNORED
 from ..log import warn
 from ..model import admission
 from ..patching.changes import Patch
-from . import handed_on, trainer
+from . import prepare_override, trainer
 from .whole_row_calls import Rows, log_probs_of_rows, whole_row_calls
 
 BESIDE = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps", "label", "ref_logps", "ref_KL_logps")
@@ -95,7 +95,7 @@ DPO = "trl.trainer.dpo_trainer:DPOTrainer"
 KTO = "trl.trainer.kto_trainer:KTOTrainer"
 
 
-_PREPARE = handed_on.patched(trainer.shards, _prepare_inputs)
+_PREPARE = prepare_override.patch_prepare(trainer.shards, _prepare_inputs)
 
 
 def _patches(host: str) -> list[Patch]:

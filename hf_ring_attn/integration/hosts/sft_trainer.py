@@ -48,7 +48,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         # SFTTrainer clamps a count to at least 1, so it gets the whole count, and its loss is multiplied here.
         shared = num_items_in_batch is not None and not self.args.average_tokens_across_devices
         times = context.ring.size if shared else 1
-        context.state(AuxiliaryLoss).share = 1 / times
+        context.state(AuxiliaryLoss).factor = 1 / times
         try:
             count = num_items_in_batch
             if count is not None and (shared or context.ring.size != ring_size):  # else the trial step's whole row

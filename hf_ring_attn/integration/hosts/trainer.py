@@ -17,17 +17,18 @@ from ... import errors
 from ...comm.ring import world_size
 from ..batch.shard import Sharded, shard_for
 from ..context import batch_context, introspect, model_record
-from ..context.cut import Share, TrialStep
+from ..context.local_batch import LocalBatch
 from ..context.mesh import ring_enabled, ring_group
+from ..context.trial_step import TrialStep
 from ..log import warn
 from ..model import adapters, admission, fsdp, whole_heads
 from ..model.lazy_logits import ChunkedLoss, made
 from ..patching.changes import Patch
-from . import handed_on, liger, trainer_overrides
+from . import liger_arguments, prepare_override, trainer_overrides
 from .gathered_loss import gathered
+from .label_smoothing import smoothed, smoothed_in_model
+from .preserved_trainer import preserved_trainer
 from .rings_as_processes import RingsAsProcesses, rings_as_processes
-from .smoothed_labels import smoothed, smoothed_in_model
-from .trainer_state import preserved_trainer
 
 
 def group_of(trainer: Any) -> Any:
@@ -55,8 +56,8 @@ def shards(trainer: Any) -> bool:
 def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer by its class and its arguments."""
     trainer_overrides.refuse_unknown(trainer)
-    handed_on.watch(trainer, shards)
-    liger.leave_loss_to_ring(trainer.args)
+    prepare_override.check_override(trainer, shards)
+    liger_arguments.leave_loss_to_ring(trainer.args)
 
 
 def refuse_past_fused_head(trainer: Any, loss: str) -> None:
@@ -155,11 +156,11 @@ def _inputs(trainer: Any, whole: Any, sharded: Sharded) -> dict[str, Any]:
 def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]], Any]) -> TrialStep:
     """The trainer's compute_loss, or its subclass's, of another row, for the self-check."""
 
-    def loss(model: nn.Module, row: Mapping[str, Any], share: Share) -> Any:
-        sharded, whole = Sharded(share.inputs, share.context), dict(row)
+    def loss(model: nn.Module, row: Mapping[str, Any], local: LocalBatch) -> Any:
+        sharded, whole = Sharded(*local), dict(row)
         with preserved_trainer(trainer), _gathering(model, sharded):
             items = count(trainer, whole)
-            is_whole = share.context.ring.size == 1 and group_of(trainer) is not None
+            is_whole = local.context.ring.size == 1 and group_of(trainer) is not None
             # An override of compute_loss may multiply by the number of processes: whole rows have one for each ring.
             counted = rings_as_processes(trainer) if is_whole else nullcontext()
             with counted, trainer.compute_loss_context_manager():
@@ -385,7 +386,7 @@ def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
 
 
 _EVALUATION = "(self, dataloader, description, prediction_loss_only=, ignore_keys=, metric_key_prefix=)"
-_PREPARE = handed_on.patched(shards, _prepare_inputs)
+_PREPARE = prepare_override.patch_prepare(shards, _prepare_inputs)
 TRAINER = "transformers.trainer:Trainer"
 PATCHES = [
     Patch(f"{TRAINER}._prepare_context_parallel_inputs", "(self, model, inputs)", _PREPARE),

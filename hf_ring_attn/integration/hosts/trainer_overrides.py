@@ -18,7 +18,7 @@ EXACT_TRL = {
 }  # fmt: skip
 """TRL's trainers that are exact in a ring. Others have the same names."""
 COUNTS = ("get_batch_samples", "_get_num_items_in_batch")
-"""Methods that define a loss's divisor. Other overrides get whole rows, or are tried, or watched (`handed_on`)."""
+"""Methods that count the tokens a loss is divided by. Overrides are refused."""
 
 
 def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ... import errors
 from ..batch.shard import Sharded
 from ..context import batch_context, introspect
-from ..context.cut import Share, TrialStep
+from ..context.local_batch import LocalBatch
+from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS
 
 FUSED = "fused_lm_head"
@@ -91,9 +92,9 @@ def log_probs_of_rows(name: str) -> TrialStep:
     What a host makes of whole rows it makes without the ring. ``name``: of the host's class.
     """
 
-    def loss(model: nn.Module, _row: Mapping[str, Any], share: Share) -> Any:
-        sharded = Sharded(share.inputs, share.context)
-        inputs = _own_share(model, {FUSED: True, "labels": share.inputs["labels"]}, share.inputs)
+    def loss(model: nn.Module, _row: Mapping[str, Any], local: LocalBatch) -> Any:
+        sharded = Sharded(*local)
+        inputs = _own_share(model, {FUSED: True, "labels": local.inputs["labels"]}, local.inputs)
         output = _whole(model(**inputs), sharded, True)
         weights = 1 + torch.linspace(0, 9, output.log_probs.shape[1], device=output.log_probs.device).sin() / 2
         return (output.log_probs * weights).sum()

@@ -29,9 +29,9 @@ from ..patching.changes import Patch, install, render
 
 @dataclass
 class AuxiliaryLoss:
-    """The part of the auxiliary loss that each rank returns; every rank has the whole one."""
+    """Factor on the auxiliary loss that each rank returns; every rank computes all of it."""
 
-    share: float = 1.0
+    factor: float = 1.0
 
 
 FUNCTION = "load_balancing_loss_func"
@@ -121,9 +121,9 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
         context = batch_context.current()
         if context is None:
             return original(*args, **kwargs)
-        share = context.state(AuxiliaryLoss).share
+        factor = context.state(AuxiliaryLoss).factor
         if context.ring.size == 1:
-            return original(*args, **kwargs) * share
+            return original(*args, **kwargs) * factor
         if not known(inspect.unwrap(original)):
             raise errors.UnsupportedArgument("the model", "output_router_logits=True", _UNKNOWN, "was called with")
         gate_logits, num_experts, top_k, attention_mask = _arguments(*args, **kwargs)
@@ -135,7 +135,7 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
             raise errors.BadShape("router_logits", found[0], f"it must have the {len(weights)} tokens of this rank")
         experts = num_experts or gate_logits[0].shape[-1]
         total = balance(gate_logits, experts, top_k, weights, functools.partial(sum_over_ring, ring=context.ring))
-        return total * share
+        return total * factor
 
     return load_balancing_loss_func
 

@@ -31,7 +31,7 @@ from ...layers.chunked_loss import (
 )
 from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_unit
-from .slots import holding, slots_of
+from .parameter_slots import holding, slots_of
 
 Operation = Callable[[Tensor], Tensor]
 

@@ -24,7 +24,7 @@ from ..context.introspect import class_of, configs_of, is_unit
 from ..context.model_record import latest_record
 from ..log import warn
 from ..patching.hooks import is_ours, replace_forward
-from .slots import Slot, holding, slots_of
+from .parameter_slots import Slot, holding, slots_of
 from .structure import text_modules
 
 OTHER_INPUTS = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache_params", "cache"}

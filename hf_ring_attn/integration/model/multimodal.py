@@ -77,7 +77,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if context.text.random is not None:
         context.text.random.apart()
     named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
-    local = cut(module, named, context)
+    local = local_inputs(module, named, context)
     return (), whole_heads.taken(module, local) if context.whole_head else local
 
 
@@ -91,7 +91,7 @@ def _leave(module: nn.Module, _args: Any, output: Any) -> Any:
     return whole_heads.whole(output, context) if context.whole_head and output is not None else None
 
 
-def cut(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[str, Any]:
+def local_inputs(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[str, Any]:
     """This rank's share of the inputs of a text model.
 
     Raises:

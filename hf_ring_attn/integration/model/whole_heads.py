@@ -75,7 +75,7 @@ def taken(body: nn.Module, local: dict[str, Any]) -> dict[str, Any]:
 def whole(x: Any, context: BatchContext) -> Any:
     """An output of the body with the hidden states [B, T, ...] of all tokens, [B, S, ...]."""
     if isinstance(x, Tensor):
-        is_share = x.dim() > 2 and tuple(x.shape[:2]) == tuple(context.share.shape)
+        is_share = x.dim() > 2 and x.shape[:2] == context.local_shape
         return gather_sequence(x, context.ring, context.layout) if is_share else x
     if isinstance(x, Mapping):
         fields: Any = {name: whole(part, context) for name, part in x.items()}

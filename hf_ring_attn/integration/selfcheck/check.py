@@ -26,9 +26,10 @@ from ... import errors
 from ...comm.ring import LOCAL, Ring
 from ..context import batch_context, introspect
 from ..context.batch_context import BatchContext
-from ..context.cut import Share, TrialStep, share
+from ..context.local_batch import LocalBatch, local_batch
 from ..context.model_record import ModelRecord, latest_record
 from ..context.tensor_tree import tensors_of
+from ..context.trial_step import TrialStep
 from ..model.chunked import lazy_heads
 from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
@@ -165,7 +166,7 @@ class _Check:
         """Compares what the model returns for each token."""
         has_labels = self.context.facts.has_labels and not self.context.whole_head
         row = self._row(seed, rows, has_labels and self.config.loss != "gathered")
-        mine = self._shared(row, self.ring)
+        mine = self._local(row, self.ring)
         mine.context.state(ChunkedLoss).keeps = True  # its logits are compared
         with dtypes_seen() as dtypes:
             whole = self._whole(partial(self._call_whole, row), rows)
@@ -195,7 +196,7 @@ class _Check:
         row = self._row(seed, rows, True)
         whole_step, ring_step = (
             partial(run_step, step, self.model, row, part, partial(self._call, *part), weights.values())
-            for part in (self._shared(row, Ring(LOCAL)), self._shared(row, self.ring))
+            for part in (self._local(row, Ring(LOCAL)), self._local(row, self.ring))
         )
         with dtypes_seen() as dtypes:
             before = random_state(self.device)
@@ -235,11 +236,11 @@ class _Check:
         row = self.sample.row(self.model, self.ring.size, labelled, seed, rows)
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in row.items()}
 
-    def _shared(self, row: Mapping[str, Any], ring: Ring) -> Share:
+    def _local(self, row: Mapping[str, Any], ring: Ring) -> LocalBatch:
         config = self.config
         if ring.size == 1 and config.loss != "gathered":  # the loss of the whole row is the full one
             config = replace(config, loss="sharded")
-        mine = share(row, ring, config, self.context.text)
+        mine = local_batch(row, ring, config, self.context.text)
         mine.context.log.seen |= self.context.log.seen  # the model was admitted
         if mine.context.text is not None and self.context.text is not None:
             mine.context.text.config = self.context.text.config
@@ -247,7 +248,7 @@ class _Check:
 
     def _call_whole(self, row: Mapping[str, Any]) -> Any:
         """The model's outputs for the whole row, in a ring of one: the same masks and kernels."""
-        alone = self._shared(row, Ring(LOCAL))
+        alone = self._local(row, Ring(LOCAL))
         if alone.context.layout.padded == alone.context.layout.length:  # some losses read these inputs
             made = {name: x for name, x in alone.inputs.items() if name in ("shift_labels", "num_items_in_batch")}
             row = {**row, **made}
@@ -337,7 +338,9 @@ class _Check:
             norms: list[object] = [f"{float(x.norm()):.6g}" for x in answers]
             raise errors.RanksDiffer("answer to the same row (its norm)", norms, _SAME_WEIGHTS)
 
-    def _first_difference(self, row: Mapping[str, Any], mine: Share, compared: ComparedTokens, least: float) -> str:
+    def _first_difference(
+        self, row: Mapping[str, Any], mine: LocalBatch, compared: ComparedTokens, least: float
+    ) -> str:
         """The path of the module that makes the first difference on any rank, with every module watched."""
         with Recorder(compared, whole=True).watching(self.model) as want:
             self._call_whole(row)

@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..context import batch_context
-from ..context.cut import Share, TrialStep
+from ..context.local_batch import LocalBatch
+from ..context.trial_step import TrialStep
 from ..model.chunked import lazy_heads
 
 VALUES = 1 << 16
@@ -36,20 +37,20 @@ class StepResult(NamedTuple):
 
 
 def run_step(
-    step: TrialStep, model: nn.Module, row: Mapping[str, Any], share: Share, call: Callable[[], Any],
+    step: TrialStep, model: nn.Module, row: Mapping[str, Any], local: LocalBatch, call: Callable[[], Any],
     weights: Iterable[nn.Parameter],
 ) -> StepResult | None:  # fmt: skip
-    """Computes the loss of a share of a row and its gradients; None if there is no loss.
+    """Computes the loss of a row's local batch and its gradients; None if there is no loss.
 
     Args:
-        call: calls the model with the share, if the host does not compute the loss.
+        call: calls the model with the local batch, if the host does not compute the loss.
     """
     weights = list(weights)
     # The program may be inside a checkpoint, or offload what is saved: its hooks must not see this graph.
     with torch.set_grad_enabled(bool(weights)), saved_tensors_hooks(lambda x: x, lambda x: x):
         # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
-        with batch_context.activate(share.context), lazy_heads(model):
-            loss = loss_of(call()) if step.loss is None else step.loss(model, row, share)
+        with batch_context.activate(local.context), lazy_heads(model):
+            loss = loss_of(call()) if step.loss is None else step.loss(model, row, local)
             gradients = differentiate(loss, weights) if isinstance(loss, Tensor) else []
         if not isinstance(loss, Tensor):
             return None

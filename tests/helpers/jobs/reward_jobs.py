@@ -143,13 +143,13 @@ def gradients_of_one_rank() -> Any:
 def order_of_ranks() -> Any:
     """Positions are those of a rank's own tokens."""
 
-    def cut(text: Any, named: dict[str, Any], context: Any) -> dict[str, Any]:
+    def local_inputs(text: Any, named: dict[str, Any], context: Any) -> dict[str, Any]:
         local = real(text, named, context)
         places = local["position_ids"]
         return local | {"position_ids": places.argsort(-1)}
 
-    real = multimodal.cut
-    return mock.patch.object(multimodal, "cut", cut)
+    real = multimodal.local_inputs
+    return mock.patch.object(multimodal, "local_inputs", local_inputs)
 
 
 DEFECTS: dict[str, Callable[[], Any]] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_ring_attn.integration.hosts.liger import leave_loss_to_ring
+from hf_ring_attn.integration.hosts.liger_arguments import leave_loss_to_ring
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import liger_jobs
 from tests.helpers.jobs.chunked_jobs import Step

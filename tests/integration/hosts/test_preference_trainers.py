@@ -108,7 +108,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "a batch that is not sharded",
         {"kind": OwnBatches},
-        "InputsNotHandedOn: OwnBatches._prepare_context_parallel_inputs of OwnBatches does more",
+        "InputsNotHandedOn: OwnBatches._prepare_context_parallel_inputs of OwnBatches changed the batch",
     ),
     (
         "rows without padding",

@@ -1,4 +1,7 @@
-"""A trainer's override of `_prepare_context_parallel_inputs` is exact if it hands on: each step looks if it did."""
+"""Checks at each step that an override of `_prepare_context_parallel_inputs` is exact.
+
+It must pass the batch to super(), and return its result unchanged.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ Prepare = Callable[[Any, nn.Module, Any], tuple[Callable[[], Any], Any]]
 """Maps a trainer, its model and a whole batch to the context of a step and the step's inputs."""
 
 
-def patched(shards: Callable[[Any], bool], prepare: Prepare) -> Callable[[Prepare], Prepare]:
-    """A patch of the method: ``prepare`` takes its place where ``shards(trainer)``."""
+def patch_prepare(shards: Callable[[Any], bool], prepare: Prepare) -> Callable[[Prepare], Prepare]:
+    """Makes a patch of the method: it calls ``prepare`` instead if ``shards(trainer)``."""
 
     def make(original: Prepare) -> Prepare:
         def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: Any) -> Any:
             if not shards(self):
                 return original(self, model, inputs)
             override = getattr(self, NAME)
-            if not isinstance(override, _Watched):
+            if not isinstance(override, _CheckedOverride):
                 if not _is_exact(self):  # it runs now, and nobody looks at what it returns
                     raise errors.UnknownTrainer(type(self).__name__, _place(self))
                 return prepare(self, model, inputs)
@@ -39,20 +42,20 @@ def patched(shards: Callable[[Any], bool], prepare: Prepare) -> Callable[[Prepar
     return make
 
 
-def watch(trainer: Any, shards: Callable[[Any], bool]) -> None:
+def check_override(trainer: Any, shards: Callable[[Any], bool]) -> None:
     """Makes each step of a trainer in a ring compare its override, if its class has one, with the patched method.
 
     Raises:
         UnknownTrainer: the override was set on the trainer itself.
     """
-    if isinstance(vars(trainer).get(NAME), _Watched) or _is_exact(trainer):
+    if isinstance(vars(trainer).get(NAME), _CheckedOverride) or _is_exact(trainer):
         return
     if NAME in vars(trainer):
         raise errors.UnknownTrainer(type(trainer).__name__, f"the trainer's own {NAME}")
-    setattr(trainer, NAME, _Watched(trainer, shards))
+    setattr(trainer, NAME, _CheckedOverride(trainer, shards))
 
 
-class _Watched:
+class _CheckedOverride:
     """Calls the override of a trainer's class.
 
     The batch must reach the patched method as it came, and what that returns must come back as it is: then the
@@ -83,7 +86,7 @@ class _Watched:
 def _is_exact(trainer: Any) -> bool:
     """Returns True if the trainer has the patched method, undecorated, or says that its own is exact."""
     code = getattr(getattr(trainer, NAME), "__code__", None)
-    is_ours = getattr(code, "co_filename", None) == patched.__code__.co_filename
+    is_ours = getattr(code, "co_filename", None) == patch_prepare.__code__.co_filename
     return is_ours or bool(getattr(trainer, "ring_fp32_exact", False))
 
 

@@ -104,7 +104,7 @@ CHANGES = [Skips, Forgets, GivesOthers, ChangesWhole, ChangesShare, ChangesEntry
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_an_override_that_does_more_is_refused(ranks: Ranks, kind: type[Trainer]) -> None:
-    text = f"InputsNotHandedOn: {kind.__name__}.{NAME} of {kind.__name__} does more"
+    text = f"InputsNotHandedOn: {kind.__name__}.{NAME} of {kind.__name__} changed the batch"
     for error in ranks(2).run(raised, kind, Mesh(cp=2)):
         assert error.startswith(text), error
 
@@ -112,7 +112,7 @@ def test_an_override_that_does_more_is_refused(ranks: Ranks, kind: type[Trainer]
 def test_a_method_that_others_put_in_its_place_is_refused(ranks: Ranks) -> None:
     """As axolotl does for its own context parallelism: every rank would have computed whole rows."""
     for error in ranks(2).run(raised, Skips, Mesh(cp=2), on_class=True):
-        assert error.startswith(f"InputsNotHandedOn: Trainer.{NAME} of Trainer does more"), error
+        assert error.startswith(f"InputsNotHandedOn: Trainer.{NAME} of Trainer changed the batch"), error
 
 
 def in_one_process(kind: type[Trainer], options: RingConfig) -> str:

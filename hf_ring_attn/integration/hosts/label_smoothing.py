@@ -26,11 +26,11 @@ def smoothed_in_model(trainer: Any, context: BatchContext) -> Iterator[None]:
             yield
         return
     state, auxiliary = context.state(ChunkedLoss), context.state(AuxiliaryLoss)
-    trainer.label_smoother, state.smoothing, before, auxiliary.share = None, smoother.epsilon, auxiliary.share, 0.0
+    trainer.label_smoother, state.smoothing, before, auxiliary.factor = None, smoother.epsilon, auxiliary.factor, 0.0
     try:
         yield
     finally:
-        trainer.label_smoother, state.smoothing, auxiliary.share = smoother, 0.0, before
+        trainer.label_smoother, state.smoothing, auxiliary.factor = smoother, 0.0, before
 
 
 @contextmanager

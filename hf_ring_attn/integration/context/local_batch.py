@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...comm.ring import Ring
 from ...config import RingConfig
@@ -16,40 +15,24 @@ from .batch_context import BatchContext, BatchFacts, TextModel
 from .whole_batch import OF_HEADS, PADDING, MaskFacts, WholeBatch, tokens_of, whole_rows
 
 
-class Share(NamedTuple):
-    """One rank's shard of a batch."""
+class LocalBatch(NamedTuple):
+    """This rank's part of a batch: the model's inputs, and their context."""
 
     inputs: dict[str, Any]
     context: BatchContext
 
 
-@dataclass
-class TrialStep:
-    """The loss of a batch's host: a state of the batch, set before a model is admitted.
-
-    Args:
-        loss: called with the model, a whole row and a share of it, in the share's context; None: the model's loss.
-        trains: the host sets the model to training mode first.
-        name: the user's function that computes the loss, if any. key: identifies the step among steps of a model.
-    """
-
-    loss: Callable[[nn.Module, Mapping[str, Any], Share], Any] | None = None
-    trains: bool = False
-    name: str = ""
-    key: tuple[Any, ...] = ()
-
-
-def share(batch: Mapping[str, Any], ring: Ring, config: RingConfig, text: TextModel | None) -> Share:
+def local_batch(batch: Mapping[str, Any], ring: Ring, config: RingConfig, text: TextModel | None) -> LocalBatch:
     """Shards a batch known to be the same on all ranks. ``text``: at the input of a model like this one."""
     tokens = tokens_of(batch)
     layout, head = Layout(tokens.shape[1], ring.size, ring.rank), text is not None and text.gathers
     whole = whole_rows(batch, tokens, layout, config, text is not None, head)
-    return cut(batch, whole, ring, config)
+    return cut_batch(batch, whole, ring, config)
 
 
-def cut(
+def cut_batch(
     batch: Mapping[str, Any], whole: WholeBatch, ring: Ring, config: RingConfig, count_as_number: bool = True
-) -> Share:
+) -> LocalBatch:
     """Shards whole rows. ``count_as_number``: make num_items_in_batch a Python number (see `fsdp.uncast`)."""
     layout, seen = whole.layout, MaskFacts() if whole.facts is None else whole.facts
     facts = BatchFacts(
@@ -59,16 +42,16 @@ def cut(
     )  # fmt: skip
     text = TextModel(gathers=whole.head) if whole.facts is None else None
     context = BatchContext(ring, layout, config, facts, text)
-    inputs = {**whole.inputs, **_shares({name: whole.inputs[name] for name in whole.names}, layout)}
+    inputs = {**whole.inputs, **_local_rows({name: whole.inputs[name] for name in whole.names}, layout)}
     items = whole.inputs.get("num_items_in_batch", whole.items)  # if given, it may count several batches
     if items is not None and not whole.head:  # a head of whole rows divides by the whole count
         number = items.item() if count_as_number and isinstance(items, Tensor) else items
         inputs["num_items_in_batch"] = number / ring.size
     inputs["use_cache"] = False
-    return Share(inputs, context)
+    return LocalBatch(inputs, context)
 
 
-def _shares(rows: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+def _local_rows(rows: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
     """This rank's tokens of padded rows [B, S, ...]; of all [B, S] of one dtype by the same operations."""
     padded = {name: layout.pad(x, 1, PADDING.get(name, 0)) for name, x in rows.items()}
     alike: dict[object, list[str]] = {}
