@@ -67,6 +67,8 @@ def check_dense(name: str, x: object) -> None:
     assert isinstance(x, Tensor)
     if x.layout != torch.strided or x.is_nested:  # before the words: it runs some twenty times a batch
         raise BadOption(f"{name}.layout", x.layout, "that of a dense tensor")
+    if hasattr(x, "to_local"):
+        raise BadOption(name, type(x).__name__, "this rank's part as an ordinary tensor: pass its .to_local()")
     if x.is_meta:
         raise BadOption(f"{name}.device", x.device, "one that holds values")
 

@@ -40,9 +40,9 @@ def _sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     return -(share * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts to a contiguous tensor, as the op's fake implementation returns."""
-    return gradient.to(dtype, memory_format=torch.contiguous_format).contiguous()
+def _round_into(out: Tensor, gradient: Tensor) -> None:
+    """Writes a gradient into a buffer of the input's dtype: the only rounding."""
+    out.copy_(gradient)
 
 
 class _Backward:
@@ -104,7 +104,7 @@ class _Backward:
 
     def by_gather(self) -> tuple[Tensor, Tensor, Tensor]:
         """Computes dq, dk and dv: gathers keys and values as the forward does, and reduce-scatters dk and dv."""
-        parts = []
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.k, self.v))
         gathered = seen_by_heads(self.traffic, self.tables, self.q, self.k, self.v, self.call.options.heads_per_gather)
         self._prepare()
         wide = accumulate_dtype(self.q.dtype)
@@ -113,9 +113,8 @@ class _Backward:
             sums = self._new_sums(*keys)
             self._add(self._queries(heads), *keys, self.tables.forward, sums)
             # Still unrounded, but out of the kernel's own memory order, which cannot be split by rank.
-            dk, dv = (self._reduced(x) for x in self._finished(*keys, sums, wide))
-            parts.append((_rounded(dk, k.dtype), _rounded(dv, v.dtype)))
-        dk, dv = (column[0] if len(column) == 1 else torch.cat(column, 2) for column in zip(*parts, strict=True))
+            for gradient, x in zip((dk, dv), self._finished(*keys, sums, wide), strict=True):
+                _round_into(gradient[:, :, heads], self._reduced(x))
         return self._finished_dq(), dk, dv
 
     def _prepare(self) -> None:

@@ -26,12 +26,13 @@ from .score_mod_op import attend_scored
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Options(TypedDict, total=False):
     """The keyword arguments of `ring_attention` that do not change what it returns."""
 
-    group: ProcessGroup | None
+    group: ProcessGroup | DeviceMesh | None
     causal: bool
     window: tuple[int | None, int | None]
     documents: Tensor | None
@@ -56,7 +57,7 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     causal: bool = True,
     window: tuple[int | None, int | None] = (None, None),
     documents: Tensor | None = None,
@@ -88,7 +89,8 @@ def ring_attention(
     Args:
         q: [B, T, H, D], this rank's queries: ``row[:, positions(S, rank=rank, world_size=W)]``.
         k: [B, T, G, D], H a multiple of G; v: [B, T, G, Dv]; of q's dtype.
-        group: the process group of the ring; None: the world, or this process alone if nothing is distributed.
+        group: the process group of the ring, or a mesh of one axis; None: the world, or this process alone if nothing
+            is distributed.
         causal: a query sees no later key.
         window: (left, right): a query at p sees keys p - left to p + right; None means no bound on that side.
             transformers' ``sliding_window=w`` of a causal model is (w - 1, 0).

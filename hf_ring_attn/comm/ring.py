@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 
 from ..errors import BadOption, NotSendable, PeerLost, RanksDiffer, RefusedElsewhere
@@ -90,10 +91,13 @@ class Ring:
         self.name = name
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> Ring:
-        """The ring over ``group``; over the world if that is None, and of one rank where nothing is distributed."""
+    def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> Ring:
+        """The ring over ``group``, maybe a mesh of one axis; over the world if that is None, and of one rank where
+        nothing is distributed."""
+        if dist.is_available() and isinstance(group, DeviceMesh) and group.ndim == 1:
+            group = group.get_group()
         if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-            raise BadOption("group", group, "a process group that this rank is in, or None")
+            raise BadOption("group", group, "a process group that this rank is in, a mesh of one axis, or None")
         if not (dist.is_available() and dist.is_initialized()):
             return cls(LOCAL)
         group = group if group is not None else dist.group.WORLD

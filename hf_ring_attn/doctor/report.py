@@ -74,5 +74,5 @@ def _kernels(request: Request, reasons: Mapping[str, list[str]]) -> Iterator[str
             yield f"  {name:10s} no: {why[0]}"
             yield from (f"  {'':14s}{reason}" for reason in why[1:])
         else:
-            sums = "each contribution to a gradient is rounded" if kernel.rounds_gradients(request) else "float32 sums"
+            sums = "each contribution to a gradient is rounded" if kernel.rounds_gradients else "float32 sums"
             yield f"  {name:10s} yes{', by name only' if name in BY_NAME_ONLY else ''}: {sums}"

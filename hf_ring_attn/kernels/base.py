@@ -135,7 +135,7 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A small part of an attention, to try a kernel on; it has no visible pair that the whole has not.
+    """A small part of an attention, to try a kernel on. Every pair visible here is visible in the whole.
 
     Args:
         rows, queries, keys: numbers of batch rows, queries and keys.
@@ -208,6 +208,7 @@ class InOrder:
     """Accumulators in the order of their tensors, for kernels that need no other order."""
 
     two_streams = False
+    rounds_gradients = False
 
     def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
         return torch.zeros(chunk.shape, dtype=accumulate_dtype(chunk.dtype), device=chunk.device)
@@ -225,10 +226,12 @@ class Kernel(Protocol):
     """The contract of a kernel. `kernels.reference` is the definition the others are tested against.
 
     Attributes:
+        rounds_gradients: each contribution to a gradient is rounded to the inputs' dtype before it is added.
         two_streams: it is faster if calls for different heads overlap on two streams, and its caches are safe then.
     """
 
     name: str
+    rounds_gradients: bool
     two_streams: bool
 
     def forward(
@@ -275,8 +278,4 @@ class Kernel(Protocol):
 
     def unsupported(self, request: Request) -> list[str]:
         """Lists every reason why this kernel cannot serve ``request``; empty if it can."""
-        ...
-
-    def rounds_gradients(self, request: Request) -> bool:
-        """Returns True if each contribution to a gradient is rounded to the inputs' dtype before it is added."""
         ...

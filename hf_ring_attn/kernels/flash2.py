@@ -45,6 +45,7 @@ class Flash2(InOrder):
     """See the module. ``libraries``: fakes, for tests; by default torch's own, then the package."""
 
     name = "flash2"
+    rounds_gradients = True
 
     def __init__(self, libraries: Sequence[Torch] = ()) -> None:
         self._fake, self._libraries = bool(libraries), libraries or (Torch(), Package())
@@ -90,9 +91,6 @@ class Flash2(InOrder):
         asked = () if reasons else self._libraries  # to ask the package is to import it
         why = {one.name: one.reasons(request.softcap, request.deterministic) for one in asked}
         return reasons + [f"{name}: {one}" for name, some in why.items() for one in some if all(why.values())]
-
-    def rounds_gradients(self, request: Request) -> bool:
-        return True
 
     def _library(self, params: Params) -> Torch:
         return next(one for one in self._libraries if not one.reasons(params.softcap is not None, params.deterministic))
@@ -168,7 +166,7 @@ def _cut(tile: Tile) -> Iterator[Tile]:
     if tile.q_length <= tile.k_length + 1:
         yield tile
         return
-    # From the first of these on a query sees all keys up to the last one, from the second on the first key no longer.
+    # From the first cut on queries see the last key; from the second on they no longer see the first.
     for cut in (tile.k_position + tile.k_length + tile.lo, tile.k_position + 1 + tile.hi):
         count = cut - tile.q_position
         if 0 < count < tile.q_length:

@@ -158,9 +158,6 @@ class Reference(InOrder):
             return []
         return [f"computes in float64, float32, bfloat16 or float16, got {request.dtype}"]
 
-    def rounds_gradients(self, request: Request) -> bool:
-        return False
-
 
 def _queries(q: Tensor, block: Block, groups: int, dtype: torch.dtype) -> Tensor:
     """Copies the block's queries to [b, G, H / G, t, D], grouped by the key head they read."""

@@ -104,7 +104,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple[Tensor | None, ...], gradient: Tensor) -> Any:
         factor = gradient / ctx.count if hasattr(ctx, "count") else gradient
         factor = factor.where(ctx.has_labels, 0.0)  # without labels it may be infinite, and cross_entropy gives zeros
-        found = zip(saved, ctx.dtypes, strict=False)  # what else was saved shows what the gradients depend on
+        found = zip(saved, ctx.dtypes, strict=False)  # other saved tensors only let first_order_only find dependencies
         scaled = (None if x is None else _scaled(x, factor, dtype, ctx.rows) for x, dtype in found)
         return (None, None, None, None, None, *scaled)
 

@@ -169,7 +169,7 @@ class Stored:
         memory.stored += 1
 
     def store_beside(self, x: Tensor) -> Stored:
-        """Copies ``x``, attention of the layer with this input: a fetch of this one starts the copy of that, too.
+        """Copies ``x``, this layer's attention output, to the host. Fetching the layer's input also starts fetching it.
 
         Its memory is free for others as that of `HostMemory.store`. Call `HostMemory.settle` before.
         """

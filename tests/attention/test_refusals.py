@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_ring_attn import kernels
 from hf_ring_attn.attention.function import ring_attention
@@ -243,3 +245,32 @@ def test_a_share_of_the_wrong_length_is_refused_on_all_ranks(ranks: Ranks) -> No
         "A row of 7 tokens is held as [3, 4]: see hf_ring_attn.positions."
     )
     assert ranks(2).run(called_differently, {name: x[:, :3] for name, x in qkv().items()}) == [text] * 2
+
+
+# ---- meshes ----------------------------------------------------------------------------------------------------------
+
+
+def of_a_mesh() -> tuple[bool, str, str]:
+    """If a mesh of one axis is its group, and what is said of one of two axes and of a DTensor."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    row = qkv()
+    x = {name: whole[:, held(8, rank, world)] for name, whole in row.items()}
+    mesh = init_device_mesh("cpu", (world,))
+    same = torch.equal(ring_attention(**x, group=mesh), ring_attention(**x))
+    texts = []
+    for change in (
+        {"group": init_device_mesh("cpu", (1, world))}, {"q": distribute_tensor(row["q"], mesh, [Shard(1)])},
+    ):  # fmt: skip
+        with pytest.raises(BadOption) as refused:
+            ring_attention(**{**x, **change})
+        texts.append(str(refused.value))
+    return same, texts[0], texts[1]
+
+
+def test_a_mesh_of_one_axis_is_a_group_and_a_dtensor_is_refused_by_name(ranks: Ranks) -> None:
+    for same, two_axes, dtensor in ranks(2).run(of_a_mesh):
+        assert same
+        assert "must be a process group that this rank is in, a mesh of one axis, or None" in two_axes
+        assert (
+            dtensor.startswith("q='DTensor' is not possible: it must be this rank's part") and ".to_local()" in dtensor
+        )

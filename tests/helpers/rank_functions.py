@@ -78,18 +78,19 @@ class Spy:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        def rounded(accumulator: Tensor, dtype: torch.dtype) -> Tensor:
-            if dtype != accumulator.dtype:
-                self.seen.append(accumulator.clone())
-            return accumulator.to(dtype)
+        def round_into(out: Tensor, gradient: Tensor) -> None:
+            if out.dtype != gradient.dtype:
+                self.seen.append(gradient.clone())
+            out.copy_(gradient)
 
         def finish(
             _: Reference, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None, out: Tensor | None = None
         ) -> Tensor:
-            found = rounded(accumulator, dtype)
-            return found if out is None else out.copy_(found)
+            out = torch.empty_like(accumulator, dtype=dtype) if out is None else out
+            round_into(out, accumulator)
+            return out
 
-        with mock.patch.object(Reference, "finish", finish), mock.patch.object(backward, "_rounded", rounded):
+        with mock.patch.object(Reference, "finish", finish), mock.patch.object(backward, "_round_into", round_into):
             yield
 
     def answer(self, real: Tensor) -> Answer:

@@ -16,7 +16,7 @@ from hf_ring_attn.errors import UnsupportedAttention
 from hf_ring_attn.kernels import Params, ScoreMod
 from hf_ring_attn.kernels.flex import calls
 from hf_ring_attn.kernels.flex.graph import Graph
-from hf_ring_attn.kernels.flex.leaves import Copies, gathered, spread
+from hf_ring_attn.kernels.flex.leaves import Copies, spread, sum_copies
 from hf_ring_attn.kernels.score_mods.score_mod import Unfit
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
 from tests.helpers.rank_functions import qkv
@@ -112,7 +112,7 @@ def test_copies_take_no_memory_and_their_gradients_are_summed() -> None:
     leaf = spread(x, copies, torch.float32)
     assert leaf.shape == (128, 3, 5, 64) and leaf.untyped_storage().nbytes() == 60 and leaf.requires_grad
     gradient = torch.randn(leaf.shape)
-    torch.testing.assert_close(gathered(gradient, copies), gradient.double().sum((0, 3)))
+    torch.testing.assert_close(sum_copies(gradient), gradient.double().sum((0, 3)))
 
 
 def test_a_refused_function_is_served_by_the_reference_and_named_where_flex_is_asked_for() -> None:

@@ -19,7 +19,7 @@ from hf_ring_attn.biases import Alibi
 from hf_ring_attn.errors import UnsupportedAttention
 from hf_ring_attn.kernels import Request, ScoreMod, asking, choose
 from hf_ring_attn.kernels import flex as room
-from hf_ring_attn.kernels.flex.leaves import gathered
+from hf_ring_attn.kernels.flex.leaves import sum_copies
 from hf_ring_attn.kernels.flex.mask_table import MaskTable
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask
 from tests.helpers.score_mods import Scaled
@@ -116,7 +116,7 @@ made = MaskTable.of
 @pytest.mark.parametrize(
     ("where", "name", "defect"),
     [
-        (room, "gathered", lambda x, copies: gathered(x, copies) / 2),
+        (room, "sum_copies", lambda x: sum_copies(x) / 2),
         (MaskTable, "of", one_key_too_many),
         (ScoreMod, "of_heads", lambda mod, heads: mod),
         (room, "accumulate_dtype", lambda dtype: torch.float32),

@@ -33,6 +33,7 @@ class Flash4:
     """
 
     name = "flash4"
+    rounds_gradients = False
     two_streams = True
 
     def __init__(self, library: Library | None = None) -> None:
@@ -133,9 +134,6 @@ class Flash4:
             if not reasons:
                 reasons += load().reasons
         return reasons
-
-    def rounds_gradients(self, request: Request) -> bool:
-        return False
 
     def _statistics(self, lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Computes lse * log2(e) and delta in blocks; cached, since the next step has the same tensors."""

@@ -189,7 +189,7 @@ def _pieces(tile: Tile, q: Blocks, k: Blocks) -> Iterator[Piece]:
     q_shift, k_shift = tile.q_position - tile.q_offset, tile.k_position - tile.k_offset
     for of_q, q_start, q_stop in q.within(tile.row, tile.q_offset, tile.q_offset + tile.q_length):
         for of_k, k_start, k_stop in k.within(tile.row, tile.k_offset, tile.k_offset + tile.k_length):
-            # Cut to visible pairs, then extended to block boundaries: the bounds hide the tokens that this adds.
+            # Cut to visible pairs, then rounded to whole blocks; the bounds mask the extra tokens.
             first_k = max(k_start + k_shift, q_start + q_shift - tile.hi)
             last_k = min(k_stop + k_shift, q_stop + q_shift - tile.lo)
             first_q = max(q_start + q_shift, first_k + tile.lo)
@@ -221,7 +221,7 @@ def _of_same(pieces: Sequence[Piece], q: Blocks, k: Blocks) -> Iterator[Packed]:
         by_band.setdefault(piece.bounds, []).append(piece)
     by_bounds: dict[Bounds, dict[int, Rectangle]] = {}
     for bounds, some in by_band.items():
-        # A bound that one piece needs hides nothing from the others.
+        # A bound is used if any piece needs it; for the others it masks nothing.
         needed = Bounds(
             bounds.left if any(piece.binding.left is not None for piece in some) else None,
             bounds.right if any(piece.binding.right is not None for piece in some) else None,

@@ -174,7 +174,7 @@ class Hopper:
 
     def delta(self, dout: Tensor, out: Tensor) -> Tensor:
         batch, tokens, heads, width = out.shape
-        # It writes whole blocks. It also reads lse, for results that are not used: any numbers will do.
+        # It writes whole blocks. It also reads lse for a result that is not used, so lse may be uninitialized.
         sums = out.new_empty(batch, heads, -(-tokens // ROWS) * ROWS, dtype=torch.float32)
         self.interface._bwd_preprocess(
             out, dout, sums, sums[:, :, :tokens], None, None, None, None, None,

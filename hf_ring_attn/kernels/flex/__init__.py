@@ -21,7 +21,7 @@ from ..score_mods.score_mod import ScoreMod, Unfit
 from ..score_mods.trial import MOST_TRIALS, fails
 from .calls import NO_ROOM, Calls
 from .graph import Graph
-from .leaves import gathered, spread
+from .leaves import spread, sum_copies
 from .mask_table import MaskTable
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
@@ -37,6 +37,7 @@ class Flex(InOrder):
     """
 
     name = "flex"
+    rounds_gradients = True
 
     def __init__(self, backend: str = "inductor", tried: bool = True) -> None:
         self._calls = Calls(backend)
@@ -140,9 +141,6 @@ class Flex(InOrder):
                 return reasons
         return ()
 
-    def rounds_gradients(self, request: Request) -> bool:
-        return True
-
     def _places_of(self, tiles: Tensor, q: Tensor, k: Tensor) -> MaskTable | None:
         by_shape: dict[Any, MaskTable | None] = self._places.setdefault(tiles, {})
         key = q.shape[0], q.shape[1], k.shape[1], q.device
@@ -167,7 +165,7 @@ def _add_captured(
     """Adds the gradients of captured tensors, computed from those of the leaves."""
     learned = [(x, leaf.copies) for x, leaf in zip(values, graph.leaves, strict=True) if leaf.copies is not None]
     pairs = [
-        (x, gathered(part, copies).to(x.dtype))
+        (x, sum_copies(part).to(x.dtype))
         for (x, copies), part in zip(learned, found, strict=True)
         if part is not None and x.requires_grad
     ]

@@ -60,6 +60,6 @@ def spread(value: Tensor, copies: Copies | None, dtype: torch.dtype) -> Tensor:
     return value.unsqueeze(0).unsqueeze(-1).expand(shape).detach().requires_grad_()  # no view: it is a leaf
 
 
-def gathered(gradient: Tensor, copies: Copies) -> Tensor:
+def sum_copies(gradient: Tensor) -> Tensor:
     """Sums the gradient of a leaf's copies in float64."""
     return gradient.sum((0, gradient.dim() - 1), dtype=torch.float64)

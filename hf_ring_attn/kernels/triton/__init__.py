@@ -86,9 +86,6 @@ class Triton(InOrder):
             return ("it adds the gradients of what a score_mod learns in no fixed order",)
         return self._failures(request)
 
-    def rounds_gradients(self, request: Request) -> bool:
-        return False
-
 
 def _launch() -> Any:
     return import_module(".launch", __name__)
