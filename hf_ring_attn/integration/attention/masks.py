@@ -266,10 +266,7 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PREPROCESS = "_preprocess_mask_arguments"
-PATCHES = [
-    Patch(f"{masking_utils.__name__}:{_PREPROCESS}", render(getattr(masking_utils, _PREPROCESS)), _pass_spec_through)
-    for _ in range(hasattr(masking_utils, _PREPROCESS))  # whatever its parameters are
-]
-PATCHES.append(
-    Patch(f"{GenerationMixin.__module__}:GenerationMixin.generate", render(GenerationMixin.generate), _generate)
-)
+PATCHES = [Patch(f"{GenerationMixin.__module__}:GenerationMixin.generate", render(GenerationMixin.generate), _generate)]
+if hasattr(masking_utils, _PREPROCESS):  # whatever its parameters are
+    _TARGET = f"{masking_utils.__name__}:{_PREPROCESS}"
+    PATCHES.append(Patch(_TARGET, render(getattr(masking_utils, _PREPROCESS)), _pass_spec_through))
