@@ -26,6 +26,7 @@ from ..context.batch_context import MaskSpec
 from ..context.mesh import ring_group, warn_without_ring
 from ..log import say
 from ..model import replicas, temperature
+from ..patching.compiler import uncompiled
 
 REFUSED_ARGUMENTS = {
     "position_bias": "a bias of S x S scores built from local lengths (T5) is not supported",
@@ -107,7 +108,7 @@ _SCORED_LOCALLY = (
 
 
 # A user's function is run and inspected at every call, so a compiler's graph ends before it.
-@torch.compiler.disable(reason="hf_ring_attn runs a score_mod outside of graphs")  # type: ignore[untyped-decorator]
+@uncompiled("hf_ring_attn runs a score_mod outside of graphs")
 def _scored(
     spec: MaskSpec, trains: bool, function: ScoreFunction, params: Params, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
@@ -174,7 +175,7 @@ def _chosen_once(*asked: Any) -> str:
         return ""
 
 
-@torch.compiler.disable(reason="hf_ring_attn refuses this attention: uncompiled, it says why")  # type: ignore[untyped-decorator]
+@uncompiled("hf_ring_attn refuses this attention: uncompiled, it says why")
 def _refuse(refusal: Callable[..., Any], *facts: Any) -> Any:
     """Raises a refusal outside compiled code, where it would become a compiler's error."""
     raise refusal(*facts)

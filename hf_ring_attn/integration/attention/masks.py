@@ -30,6 +30,7 @@ from ..context.mask_functions import MaskExpr, SameGroup, looks_ahead, recognise
 from ..context.model_record import latest_record
 from ..model import admission, call_inputs
 from ..patching.changes import Patch, render
+from ..patching.compiler import uncompiled
 from . import compiled_masks
 
 CHUNKS_BY_POSITION = hasattr(masking_utils, "remap_positions_for_packed_sequence")
@@ -105,7 +106,7 @@ def _name(band: Band) -> str:
 _BY_HOST = "hf_ring_attn makes this mask from the batch, or refuses it: uncompiled, it says why"
 
 
-@torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
+@uncompiled(_BY_HOST)
 def _ring_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int, kv_offset: int, mask_function: Callable[..., Any],
     attention_mask: Tensor | None, config: Any, kwargs: dict[str, Any],

@@ -37,6 +37,7 @@ from ..model import agreement, call_inputs, fsdp, liger, offloading, replicas, w
 from ..model.call_inputs import TrackedInputs, track
 from ..model.chunked import lazy_heads
 from ..patching.changes import Undo
+from ..patching.compiler import uncompiled
 from ..selfcheck import check, row
 from . import compared_inputs
 from .announce import announce
@@ -281,7 +282,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
         context.state(Visits).clear()
 
     # Not compiled: a model that is compiled in place, and not given to `shard`, would trace them.
-    @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
+    @uncompiled(_NAME_IT)
     def before(module: nn.Module, _inputs: Any) -> None:
         # Not a model: modules without weights (a loss, an activation made in a call), and parts of a score_mod.
         known = id(module) in context.log.seen or in_score_mod()
@@ -308,7 +309,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
         others.searched = True
         watched.append(module.register_forward_hook(after, always_call=True).remove)
 
-    @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
+    @uncompiled(_NAME_IT)
     def after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         running.clear()
         if not handles:
@@ -352,7 +353,7 @@ def _watch(model: nn.Module, context: BatchContext, running: bool = False) -> li
 def _note_failure(model: nn.Module, context: BatchContext) -> Undo:
     """Hooks ``model`` to note a forward that an error ends, though the program may catch it. Returns the undo."""
 
-    @torch.compiler.disable(reason=_NAME_IT)  # type: ignore[untyped-decorator]
+    @uncompiled(_NAME_IT)
     def after(_model: nn.Module, _args: Any, output: Any) -> None:
         error = sys.exc_info()[1] if output is None else None  # the only sign in a hook that is always called
         # All ranks raise refusals, and mostly errors before the first attention (bad arguments), too.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...comm.ring import Ring
+from ..patching.compiler import uncompiled
 
 SEEDS = 1 << 31
 """Number of seeds that every generator accepts."""
@@ -63,7 +64,7 @@ class RingRandomness:
         self._seed(self._seeds.randrange(SEEDS))
 
     # Not compiled: a compiler would keep the traced state of generators.
-    @torch.compiler.disable(reason="generators are switched between graphs")  # type: ignore[untyped-decorator]
+    @uncompiled("generators are switched between graphs")
     def apart(self) -> None:
         """Enters the text model: each rank draws its own numbers."""
         self._look()
@@ -71,7 +72,7 @@ class RingRandomness:
         self._after.append(after)
         self._seed((here + _APART * self._rank) % SEEDS)
 
-    @torch.compiler.disable(reason="generators are switched between graphs")  # type: ignore[untyped-decorator]
+    @uncompiled("generators are switched between graphs")
     def together(self) -> None:
         """Leaves the text model, also after an error: all ranks draw the same again."""
         if self._after:

@@ -21,6 +21,7 @@ from ..context.introspect import name_of, parameters_of
 from ..context.model_record import latest_record
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
 from ..patching.changes import Undo
+from ..patching.compiler import uncompiled
 
 PLACES = ("position_ids", "attention_mask")
 """Inputs that a model must get unchanged from `shard`."""
@@ -160,11 +161,11 @@ def watch(model: nn.Module, context: BatchContext, inside: bool = False) -> list
     began = [(context.log.plain, context.log.scored)]
     looks = context.ring.size > 1 and latest_record(model).uses_ring()
 
-    @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
+    @uncompiled(_BY_HOST)
     def before(_model: nn.Module, _args: Any) -> None:
         began[:] = [(context.log.plain, context.log.scored)]
 
-    @torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
+    @uncompiled(_BY_HOST)
     def after(_model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
         context.log.fused |= bool(given.get("fused_lm_head"))
         if looks and batch_context.current() is context:  # else the self-check's row, or another batch

@@ -25,6 +25,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import configs_of
 from ..patching.changes import Patch, install, render
+from ..patching.compiler import uncompiled
 
 
 @dataclass
@@ -116,7 +117,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
 
 
 def _in_a_ring(original: Callable[..., Any]) -> Any:
-    @torch.compiler.disable(reason="hf_ring_attn adds up over ranks here, which is not compiled")  # type: ignore[untyped-decorator]
+    @uncompiled("hf_ring_attn adds up over ranks here, which is not compiled")
     def load_balancing_loss_func(*args: Any, **kwargs: Any) -> Any:
         context = batch_context.current()
         if context is None:

@@ -23,6 +23,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import class_of, configs_of, is_unit
 from ..context.model_record import latest_record
 from ..log import warn
+from ..patching.compiler import uncompiled
 from ..patching.hooks import is_ours, replace_forward
 from .parameter_slots import Slot, holding, slots_of
 from .structure import text_modules
@@ -174,7 +175,7 @@ class _ChunkedForward:
             return self.replaced(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    @torch.compiler.disable(reason="hf_ring_attn runs a module in chunks, whose number varies")  # type: ignore[untyped-decorator]
+    @uncompiled("hf_ring_attn runs a module in chunks, whose number varies")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = batch_context.current()
         tokens = self.tokens if context is None else context.config.mlp_tokens  # None: a recompute after the batch

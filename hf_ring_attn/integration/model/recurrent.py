@@ -26,6 +26,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import configs_of, uses_interface
 from ..context.model_record import latest_record
 from ..patching.changes import Patch, install, render
+from ..patching.compiler import uncompiled
 from ..patching.hooks import attach
 from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERATIONS, RUNNING, known, replaceable
 
@@ -156,7 +157,7 @@ def _replaced(module: nn.Module) -> str | None:
     return next((name for name in used if not hasattr(file.get(name), _MARK)), None)
 
 
-@torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
+@uncompiled(BY_HOST)
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given, recomputed = [*args, *kwargs.values()], torch._C._current_graph_task_id() != -1
     if (
@@ -190,7 +191,7 @@ def _mark_mask(given: list[Any], context: batch_context.BatchContext) -> None:
         setattr(mask, _MARK, RowShare(context.ring, context.layout, context.facts.documents))
 
 
-@torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
+@uncompiled(BY_HOST)
 def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
     if RUNNING and RUNNING[-1][0] is module:  # not after a refusal in _enter
         RUNNING.pop()
@@ -205,7 +206,7 @@ def _context_for_recurrence() -> batch_context.BatchContext | None:
 
 
 def _mask(original: Callable[..., Any]) -> Any:
-    @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
+    @uncompiled(BY_HOST)
     def create_recurrent_attention_mask(
         config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor | None:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ... import errors
 from ...layers.halo import RowShare, along
 from ...layers.head_parallel import by_heads
+from ..patching.compiler import uncompiled
 
 CONVOLUTION = "causal_conv1d_fn"
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
@@ -95,7 +95,7 @@ def running_rows() -> RowShare | None:
 
 
 def _fused(original: Callable[..., Any]) -> Any:
-    @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
+    @uncompiled(BY_HOST)
     def no_shortcut(*args: Any, **kwargs: Any) -> Any:
         return None if running_rows() is not None else original(*args, **kwargs)
 
@@ -103,7 +103,7 @@ def _fused(original: Callable[..., Any]) -> Any:
 
 
 def _convolution(original: Callable[..., Any]) -> Any:
-    @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
+    @uncompiled(BY_HOST)
     def causal_conv1d_fn(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
     ) -> Tensor:
@@ -123,7 +123,7 @@ def _convolution(original: Callable[..., Any]) -> Any:
 def _scan(name: str, original: Callable[..., Any]) -> Any:
     scan, parameters = OPERATIONS[name], _parameters(original)
 
-    @torch.compiler.disable(reason=BY_HOST)  # type: ignore[untyped-decorator]
+    @uncompiled(BY_HOST)
     def scanned(*args: Any, **kwargs: Any) -> Any:
         if (rows := running_rows()) is None:
             return original(*args, **kwargs)

@@ -10,7 +10,6 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -19,6 +18,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.model_record import latest_record
 from ..log import say
+from ..patching.compiler import uncompiled
 from ..patching.hooks import attach
 from .structure import text_modules
 
@@ -91,7 +91,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
 
 
 # Not compiled: a graph would keep the first mode.
-@torch.compiler.disable(reason="hf_ring_attn checks a module's mode")  # type: ignore[untyped-decorator]
+@uncompiled("hf_ring_attn checks a module's mode")
 def _called(module: nn.Module, _args: object, _kwargs: object) -> None:
     context = batch_context.current()
     why = _why(module) if module.training else None

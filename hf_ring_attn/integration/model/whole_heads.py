@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import (
     LOSS_MAPPING,
@@ -27,6 +26,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import loss_model_of, parameters_of
 from ..context.whole_batch import OF_HEADS
+from ..patching.compiler import uncompiled
 from ..patching.hooks import attach
 
 OF_TOKENS = (ForTokenClassification, ForMaskedLMLoss)
@@ -71,7 +71,7 @@ def taken(body: nn.Module, local: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in local.items() if name in names}
 
 
-@torch.compiler.disable(reason=_BY_HOST)  # type: ignore[untyped-decorator]
+@uncompiled(_BY_HOST)
 def whole(x: Any, context: BatchContext) -> Any:
     """An output of the body with the hidden states [B, T, ...] of all tokens, [B, S, ...]."""
     if isinstance(x, Tensor):
