@@ -12,7 +12,6 @@ from torch import Tensor
 from ... import errors
 from ...comm.fingerprint import fingerprint
 from ...comm.ring import Ring
-from ..context.mesh import ring_enabled
 
 _SAME_VALUES = (
     "A gathered value is taken once per ring, so make it the same on all its ranks first: sharded.gather(x) for what "
@@ -66,15 +65,10 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
 def gather_sums_per_ring(accelerator: Any, tensor: Tensor) -> Tensor:
     """Sums numbers [N, ...] over the ranks of each ring, floats in float64; shapes as in `gather_once_per_ring`."""
     rows = tensor if tensor.dim() else tensor[None]
-    entries: Tensor
-    if not ring_enabled(accelerator.parallelism_config):
-        # The class's method: a trainer has this function on the instance.
-        entries = type(accelerator).gather_for_metrics(accelerator, rows)
-        return entries
     ranks = accelerator.gather(rows).view(-1, accelerator.parallelism_config.cp_size, *rows.shape)
     wide = torch.float64 if tensor.dtype.is_floating_point else torch.int64
     sums = ranks.sum(1, dtype=wide).to(tensor.dtype)
-    entries = _cut(accelerator, sums.reshape(-1, *rows.shape[1:]))
+    entries: Tensor = _cut(accelerator, sums.reshape(-1, *rows.shape[1:]))
     return entries
 
 

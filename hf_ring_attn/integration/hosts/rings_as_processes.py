@@ -23,8 +23,8 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # accelerate sums for "none", too, which its documentation calls no operation
 
 
-class RingsAsProcesses:
-    """An `Accelerator` whose processes are the rings. Each ring's value is that of its first rank."""
+class RingsCounted:
+    """An `Accelerator` whose number of processes is that of rings; the rest is as before."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -36,6 +36,10 @@ class RingsAsProcesses:
     @property
     def num_processes(self) -> int:
         return int(self._accelerator.num_processes) // self._ring_size
+
+
+class RingsAsProcesses(RingsCounted):
+    """An `Accelerator` whose processes are the rings. Each ring's value is that of its first rank."""
 
     @property
     def process_index(self) -> int:
@@ -65,13 +69,13 @@ class RingsAsProcesses:
 
 
 @contextmanager
-def rings_as_processes(trainer: Any) -> Iterator[None]:
-    """Lets a trainer count rings in place of processes."""
+def rings_as_processes(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses) -> Iterator[None]:
+    """Lets a trainer count rings in place of processes, or, with `RingsCounted`, know their number alone."""
     accelerator = trainer.accelerator
-    if isinstance(accelerator, RingsAsProcesses):
+    if isinstance(accelerator, RingsCounted):
         yield
         return
-    trainer.accelerator = RingsAsProcesses(accelerator)
+    trainer.accelerator = kind(accelerator)
     try:
         yield
     finally:
@@ -117,7 +121,7 @@ def gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def set_seed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patches `set_seed`: a ring's first rank has the seed of a process of that number, the others have their own."""
+    """Patches `set_seed`: ring n's first rank gets the seed of process n, the other ranks get seeds of their own."""
 
     def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> Any:
         ring = ring_of_process()

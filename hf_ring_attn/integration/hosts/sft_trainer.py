@@ -15,6 +15,7 @@ from ..model.experts import AuxiliaryLoss
 from ..patching.changes import Patch
 from . import trainer
 from .gather_for_metrics import gather_sums_per_ring
+from .rings_as_processes import RingsCounted
 
 _STEPS = "current_gradient_accumulation_steps"
 """SFTTrainer's divisor of the auxiliary loss of experts, if it gets a count of tokens."""
@@ -33,7 +34,9 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             if group is not None and num_items_in_batch is not None:  # every rank computes whole rows
                 num_items_in_batch = num_items_in_batch * group.size()
             return original(self, model, inputs, return_outputs, num_items_in_batch)
-        ring_size = context.ring.size if group is None else group.size()
+        averaged = self.args.average_tokens_across_devices
+        counted = averaged and isinstance(self.accelerator, RingsCounted)  # then SFTTrainer multiplies by their number
+        ring_size = context.ring.size if group is None or counted else group.size()
         trainer.refuse_past_fused_head(self, context.config.loss)
         one_mean = not self.model.training  # in training all batches of a step have one mean
         if num_items_in_batch is None and (count := inputs.get("num_items_in_batch")) is not None:
@@ -41,12 +44,12 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             num_items_in_batch, one_mean, ring_size = count * _multiplied(self), True, context.ring.size
         accelerator, tokens = self.accelerator, self._total_train_tokens
         steps = getattr(self, _STEPS, 1)  # none before the first training step
-        # Entropy and accuracy are sums over tokens, and a ring's tokens are one row's.
-        accelerator.gather_for_metrics = functools.partial(gather_sums_per_ring, accelerator)
+        if context.ring.size > 1:  # entropy and accuracy are sums over tokens, and a ring's tokens are one row's
+            accelerator.gather_for_metrics = functools.partial(gather_sums_per_ring, accelerator)
         if one_mean:  # then the trainer divides the whole loss, or nothing, by the batches of a step
             setattr(self, _STEPS, 1)
         # SFTTrainer clamps a count to at least 1, so it gets the whole count, and its loss is multiplied here.
-        shared = num_items_in_batch is not None and not self.args.average_tokens_across_devices
+        shared = num_items_in_batch is not None and not averaged
         times = context.ring.size if shared else 1
         context.state(AuxiliaryLoss).factor = 1 / times
         try:
@@ -55,7 +58,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
                 count = count * ring_size / (1 if shared else context.ring.size)
             result = original(self, model, inputs, return_outputs, count)
         finally:
-            del accelerator.gather_for_metrics
+            vars(accelerator).pop("gather_for_metrics", None)
             setattr(self, _STEPS, steps)
         if self.model.training and getattr(self, "_is_vlm", True):
             # With images each rank counted whole rows; other rings' batches may have none.

@@ -28,7 +28,7 @@ from . import liger_arguments, prepare_override, trainer_overrides
 from .gathered_loss import gathered
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
-from .rings_as_processes import RingsAsProcesses, rings_as_processes
+from .rings_as_processes import RingsCounted, rings_as_processes
 
 
 def group_of(trainer: Any) -> Any:
@@ -162,7 +162,7 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
             items = count(trainer, whole)
             is_whole = local.context.ring.size == 1 and group_of(trainer) is not None
             # An override of compute_loss may multiply by the number of processes: whole rows have one for each ring.
-            counted = rings_as_processes(trainer) if is_whole else nullcontext()
+            counted = rings_as_processes(trainer, RingsCounted) if is_whole else nullcontext()
             with counted, trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
 
@@ -247,7 +247,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         sharded = context is None or not (_gathers(context) or context.whole_head)
         with smoothed_in_model(self, context) if context is not None and sharded else smoothed(self, model):
             result = original(self, model, inputs, return_outputs, items / size if sharded else items)
-        times = 1 / ring_size if averaged and not isinstance(self.accelerator, RingsAsProcesses) else 1
+        times = 1 / ring_size if averaged and not isinstance(self.accelerator, RingsCounted) else 1
         return (result[0] * times, result[1]) if return_outputs else result * times
 
     return compute_loss
