@@ -10,7 +10,7 @@ from .attention.function import ring_attention_forward
 from .attention.masks import ring_mask
 from .context.introspect import NAME
 from .context.model_record import forget_models
-from .hosts import accelerate, checkpoints, random_states, sft_trainer, trainer, trainer_start
+from .hosts import accelerate, checkpoints, prediction, random_states, sft_trainer, trainer, trainer_start
 from .model import structure
 from .patching import changes, hooks
 
@@ -22,6 +22,7 @@ CHANGES: list[changes.Change] = [
     *accelerate.PATCHES,
     *trainer_start.PATCHES,
     *trainer.PATCHES,
+    *prediction.PATCHES,
     *checkpoints.PATCHES,
     *random_states.PATCHES,
     *sft_trainer.PATCHES,

@@ -24,7 +24,7 @@ from ..context.whole_batch import IGNORED
 from ..log import say, warn
 from ..model import admission
 from ..patching.changes import Patch
-from . import prepare_override, trainer, trainer_overrides, vllm_generation
+from . import prediction, prepare_override, trainer, trainer_overrides, vllm_generation
 from . import rings_as_processes as rings
 from .whole_row_calls import log_probs_of_rows, whole_row_calls
 
@@ -232,7 +232,7 @@ def _patches(kind: str) -> list[Patch]:
         Patch(f"{kind}._generate", "(self, prompts)", _generate),
         Patch(f"{kind}._calculate_rewards", "(self, inputs, prompts, completions, completion_ids_list)", _rewards),
         Patch(f"{kind}._get_per_token_logps_and_entropies", _LOG_PROBS, _log_probs),
-        trainer.patch_prediction(kind, _predict),
+        prediction.patch_prediction(kind, _predict),
         Patch(f"{module}:gather", "(tensor)", rings.gather),
         Patch(f"{module}:gather_object", "(object)", rings.gather_object),
         Patch(f"{module}:set_seed", "(seed, device_specific=, deterministic=)", rings.set_seed),

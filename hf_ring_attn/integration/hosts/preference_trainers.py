@@ -17,7 +17,7 @@ from ..context.whole_batch import IGNORED
 from ..log import warn
 from ..model import admission
 from ..patching.changes import Patch
-from . import prepare_override, trainer
+from . import prediction, prepare_override, trainer
 from .whole_row_calls import Rows, log_probs_of_rows, whole_row_calls
 
 BESIDE = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps", "label", "ref_logps", "ref_KL_logps")
@@ -103,7 +103,7 @@ def _patches(host: str) -> list[Patch]:
         Patch(f"{host}._prepare_context_parallel_inputs", "(self, model, inputs)", _PREPARE),
         Patch(f"{host}._compute_loss", "(self, model, inputs, return_outputs)", _compute_loss),
         Patch(f"{host}.compute_ref_log_probs", "(self, model, inputs)", _compute_ref_log_probs),
-        trainer.patch_prediction(host, _predict),
+        prediction.patch_prediction(host, _predict),
     ]
 
 

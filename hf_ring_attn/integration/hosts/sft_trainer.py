@@ -13,7 +13,7 @@ from ..context import batch_context
 from ..context.whole_batch import IGNORED
 from ..model.experts import AuxiliaryLoss
 from ..patching.changes import Patch
-from . import trainer
+from . import prediction, trainer
 from .gather_for_metrics import gather_sums_per_ring
 from .rings_as_processes import RingsCounted
 
@@ -77,7 +77,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _predict(_original: Callable[..., Any], sft: Any, *given: Any) -> Any:
     # SFTTrainer ignores label_names: it always has labels, and a loss.
-    return trainer.predict(sft, *given, count=_count_of_ring, names=["labels"], only="logits")
+    return prediction.predict(sft, *given, count=_count_of_ring, names=["labels"], only="logits")
 
 
 def _count_of_ring(sft: Any, inputs: dict[str, Any]) -> Any:
@@ -97,5 +97,5 @@ def _multiplied(sft: Any) -> int:
 SFT = "trl.trainer.sft_trainer:SFTTrainer"
 PATCHES = [
     Patch(f"{SFT}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
-    trainer.patch_prediction(SFT, _predict),
+    prediction.patch_prediction(SFT, _predict),
 ]

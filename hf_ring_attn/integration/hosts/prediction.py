@@ -1,0 +1,143 @@
+"""Evaluation and prediction of transformers.Trainer in a ring: batches are sharded, and what it returns is whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_pt_utils import nested_detach
+
+from ... import errors
+from ..batch.shard import Sharded
+from ..model.lazy_logits import ChunkedLoss, made
+from ..patching.changes import Patch
+from .trainer import TRAINER, count_over_all, shard_inputs, shards
+
+
+def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
+    """Patches a host's `prediction_step`: where batches are sharded, ``in_ring`` gets it and its arguments."""
+
+    def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
+        def prediction_step(
+            self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        ) -> Any:
+            step = functools.partial(in_ring, original) if shards(self) else original
+            return step(self, model, inputs, prediction_loss_only, ignore_keys)
+
+        return prediction_step
+
+    return Patch(
+        f"{host}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step
+    )
+
+
+def _predict(_original: Callable[..., Any], trainer: Any, *given: Any) -> Any:
+    return predict(trainer, *given, count=count_over_all, names=trainer.label_names)
+
+
+def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not shards(self) or self.accelerator._models:  # it is prepared already
+            return original(self, *args, **kwargs)
+        with _prepared_for_evaluation(self):
+            return original(self, *args, **kwargs)
+
+    return evaluation_loop
+
+
+@contextmanager
+def _prepared_for_evaluation(trainer: Any) -> Iterator[None]:
+    """Undoes on exit accelerate's preparation for an evaluation, after which `train` would not wrap the model."""
+    model, wrapped, own = trainer.model, trainer.model_wrapped, vars(trainer.model)
+    before = {name: own[name] for name in _PREPARED if name in own}
+    try:
+        yield
+    finally:
+        if trainer.model is model:  # else FSDP has sharded it, for training too
+            trainer.model_wrapped = wrapped
+            trainer.accelerator._models.clear()
+            for name in _PREPARED:
+                own.pop(name, None)
+            own.update(before)
+
+
+_PREPARED = ("_is_accelerate_prepared", "_original_forward", "forward")
+"""Attributes that accelerate sets on a model."""
+
+
+def predict(
+    trainer: Any,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None,
+    *,
+    count: Callable[[Any, dict[str, Any]], Any],
+    names: Sequence[str],
+    only: str = "",
+) -> tuple[Any, Any, Any]:
+    """`Trainer.prediction_step` on a sharded batch: loss, and logits and labels of whole sequences in their order.
+
+    Args:
+        count: computes num_items_in_batch for the trainer's compute_loss. names: the inputs that are labels.
+        only: the one output to return; "" for all.
+    """
+    inputs = trainer._prepare_inputs(inputs)
+    has_labels = len(names) > 0 and all(inputs.get(name) is not None for name in names)
+    return_loss = inputs.get("return_loss")
+    has_loss = has_labels or (not names and bool(trainer.can_return_loss if return_loss is None else return_loss))
+    labels = tuple(inputs[name].detach() for name in names) if has_loss else None
+    if ignore_keys is None:
+        ignore_keys = getattr(getattr(trainer.model, "config", None), "keys_to_ignore_at_inference", None) or []
+        ignore_keys = [*ignore_keys, "past_key_values"]
+    num_items = count(trainer, inputs) if has_loss else None
+
+    enter, local = shard_inputs(trainer, model, inputs, False, count, has_loss)
+    loss = outputs = None
+    with torch.no_grad(), trainer.compute_loss_context_manager(), enter() as sharded:
+        sharded.context.state(ChunkedLoss).keeps = not prediction_loss_only  # its weights may be freed afterwards
+        if not has_loss:
+            outputs = model(**local)
+        elif prediction_loss_only:
+            loss = trainer.compute_loss(model, local, return_outputs=False, num_items_in_batch=num_items)
+        else:
+            loss, outputs = trainer.compute_loss(model, local, return_outputs=True, num_items_in_batch=num_items)
+    if loss is not None:
+        loss = sharded.reduce(loss.detach().mean())
+    if prediction_loss_only:
+        return loss, None, None
+    if not isinstance(outputs, dict):
+        raise errors.UnsupportedOption("return_dict=False", "predictions in a ring need a model that returns a dict")
+    wanted = [name for name in outputs if name not in (*ignore_keys, "loss") and only in ("", name)]
+    logits = tuple(whole_sequences(sharded, name, outputs[name]) for name in wanted)
+    return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
+
+
+def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
+    """Gathers a model's output to whole sequences."""
+    if sharded.context.whole_head:  # it is whole
+        return nested_detach(made(x, "predict"))  # type: ignore[no-untyped-call]
+    if isinstance(x, (tuple, list)):
+        return type(x)(whole_sequences(sharded, name, part) for part in x)
+    layout = sharded.layout
+    if name == "aux_loss" and isinstance(x, Tensor) and x.dim() == 0:  # that of whole rows, on every rank
+        return x.detach()
+    if name == "router_logits" and isinstance(x, Tensor) and x.dim() == 2 and len(x) % layout.local_length == 0:
+        return sharded.gather(x.detach().unflatten(0, (-1, layout.local_length))).flatten(0, 1)
+    if isinstance(x, Tensor) and x.dim() >= 2:
+        if x.shape[1] == layout.local_length:
+            return sharded.gather(x.detach())
+        if x.shape[1] == layout.length:  # gathered already, for the gathered loss
+            return x.detach()
+    raise errors.UnknownOutput(name, tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, layout.local_length)
+
+
+_EVALUATION = "(self, dataloader, description, prediction_loss_only=, ignore_keys=, metric_key_prefix=)"
+PATCHES = [
+    Patch(f"{TRAINER}.evaluation_loop", _EVALUATION, _evaluation_loop),
+    patch_prediction(TRAINER, _predict),
+]
