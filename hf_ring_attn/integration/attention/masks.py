@@ -242,8 +242,11 @@ def _pass_spec_through(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_share(given: Mapping[str, Any]) -> None:
-    """Refuses masks of a shard made outside a ring, whatever attention the model has, or whose documents transformers
-    would infer from positions: the zigzag looks like a new document there, but not on every rank."""
+    """Refuses a mask of a shard that is made outside its ring, whatever attention the model has.
+
+    Inside the ring it refuses one whose documents transformers would infer from positions: the zigzag looks like a new
+    document there, but not on every rank.
+    """
     context, mask, positions = batch_context.current(), given["attention_mask"], given["position_ids"]
     if context is None:
         if torch._C._current_graph_task_id() == -1:  # `ring_mask` refuses a recompute with more detail

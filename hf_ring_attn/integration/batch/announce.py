@@ -21,13 +21,14 @@ def features(context: BatchContext) -> set[str]:
         "blocks": any(isinstance(fact, SameGroup) and fact.kind == "blocks" for fact in facts),
         "bidirectional": BIDIRECTIONAL in context.kinds,
         "documents": documents is not None and int(documents.max()) > 0,
+        f"{context.config.heads_per_gather} heads a gather": bool(context.config.heads_per_gather),
         f"{context.layout.chunks} chunks a rank, balanced by work": bool(context.layout.owners),
     }
     return context.log.features | {name for name, is_there in present.items() if is_there}
 
 
 def loss_in_words(context: BatchContext) -> str:
-    """How the loss was computed, and why all logits were made where "auto" might have done without."""
+    """Says how the loss was computed, and why logits were made although "auto" avoids them where it can."""
     state, loss = context.state(ChunkedLoss), context.config.loss
     if state.losses:
         return "chunked"
@@ -35,6 +36,8 @@ def loss_in_words(context: BatchContext) -> str:
         return "by TRL's fused head"
     if context.whole_head:
         return "of whole rows"
+    if not context.facts.has_labels:
+        return "not by the model"
     return loss if loss != "auto" else f"sharded ({state.why})" if state.why else "sharded"
 
 

@@ -11,7 +11,7 @@ from ..context.batch_context import BatchContext
 class RowReductions:
     """Sums, means, last values and cumulative sums of whole rows, from each rank's tokens.
 
-    What losses of whole sequences are made of: preferences, rewards, pooled embeddings. Every rank of the ring calls
+    Losses of whole sequences are made of these: preferences, rewards, pooled embeddings. Every rank of the ring calls
     the method, in the same order. x: [B, T, ...], this rank's tokens, such as log-probabilities. mask: [B, T], of any
     dtype; a token counts where it is not 0. A mask that belongs to the next token is shifted before it is sharded, so
     that it crosses from one rank's tokens to another's. The ring's own padding never counts.

@@ -41,7 +41,7 @@ def uses_ring(model: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> list[nn.Module]:
-    """``model``, then the model inside it, as long as it is DDP or what torch.compile returns; the last is neither."""
+    """``model``, and the models inside it, through wrappers of DDP and torch.compile; the last is no wrapper."""
     is_ddp = type(model).__name__ == "DistributedDataParallel"
     inner = model._modules.get("module" if is_ddp else "_orig_mod")
     return [model] if inner is None else [model, *unwrapped(inner)]

@@ -52,7 +52,7 @@ def cut_batch(
 
 
 def _local_rows(rows: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """This rank's tokens of padded rows [B, S, ...]; of all [B, S] of one dtype by the same operations."""
+    """Pads rows [B, S, ...] and takes this rank's tokens; all rows [B, S] of one dtype at once."""
     padded = {name: layout.pad(x, 1, PADDING.get(name, 0)) for name, x in rows.items()}
     alike: dict[object, list[str]] = {}
     for name, x in padded.items():

@@ -23,7 +23,7 @@ S = TypeVar("S")
 
 DEFAULT = RingConfig()
 _OPTIONS = WeakIdKeyDictionary()
-"""Options by identity of a model's config, which a mask function gets, and which cannot store them in its JSON."""
+"""Options by the identity of a model's config: mask functions get the config, whose JSON must not hold them."""
 _CARRIED = "_hf_ring_attn_options"
 
 
@@ -59,7 +59,7 @@ def configure(model: nn.Module, config: RingConfig) -> None:
 
 
 def _copy_options(modules: Iterable[nn.Module]) -> None:
-    """Sets the options of a copy of a configured model: they are those of the model."""
+    """Gives copies of a configured model its options."""
     for module in modules:
         carried, config = module.__dict__.get(_CARRIED), module.__dict__.get("config")
         if isinstance(carried, _Carried) and config not in _OPTIONS:

@@ -131,7 +131,7 @@ def _sources() -> tuple[_Source, ...]:
 
 @contextmanager
 def of_first_rank(ring: Ring) -> Iterator[None]:
-    """Draws on every rank what the ring's first rank draws, as one process would; the others' generators are kept."""
+    """Inside, every rank draws what the ring's first rank draws; afterwards each goes on with its own generators."""
     sources = (*_HOST, _GPU) if torch.cuda.is_initialized() else _HOST
     own = [source.get() for source in sources]
     if ring.rank > 0:
@@ -150,7 +150,7 @@ def of_first_rank(ring: Ring) -> Iterator[None]:
 
 _SENT = "sent the state of its random generators"
 _GPU = _Source(torch.cuda.get_rng_state, torch.cuda.set_rng_state, torch.cuda.manual_seed, torch.equal)
-"""That of this rank's GPU: ranks have different ones."""
+"""The generator of this rank's own GPU."""
 
 
 def seed_all(seed: int) -> None:

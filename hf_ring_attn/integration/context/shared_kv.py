@@ -89,7 +89,7 @@ class SharedKV:
         return made.store if (made.versions, made.plan, made.dtype) == (versions, plan, dtype) else None
 
     def traced_role(self, module: nn.Module) -> LayerRole | None:
-        """The same for a layer that a compiler is tracing."""
+        """Takes the place of `store_of` for a layer that a compiler is tracing."""
         role = self._role(module)
         if role is not None:
             go_by_bits()

@@ -62,7 +62,7 @@ class WholeBatch:
 
     Args:
         inputs: the model's inputs. names: those with an entry per token.
-        facts: None in a batch that is sharded at a text model's input, until this is called.
+        facts: None in a batch that is sharded at a text model's input, until that model is called.
         items: the number of labelled tokens; None without labels of tokens. rows: B. head: the model's head gets whole
             rows.
     """
@@ -209,7 +209,7 @@ def text_positions(position_ids: Tensor | None) -> Tensor | None:
 
 
 def mask_facts(layout: Layout, rows: int, position_ids: Tensor | None, attention_mask: Tensor | None) -> MaskFacts:
-    """Documents, by restarts of position_ids [B, S], and padding, by zeros of attention_mask [B, S]."""
+    """Reads documents from restarts of position_ids [B, S], and padding from zeros of attention_mask [B, S]."""
     documents = positions = hidden = None
     if position_ids is not None:
         position_ids = position_ids.expand(rows, -1).cpu()

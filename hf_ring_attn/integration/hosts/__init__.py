@@ -1,1 +1,1 @@
-"""Hosts: accelerate, transformers' Trainer, TRL's SFTTrainer, launchers."""
+"""Hosts: accelerate, transformers' Trainer, TRL's trainers, launchers."""

@@ -29,7 +29,7 @@ from .parallelism_config import constructing_for, undecided
 
 
 def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
-    """Stores the ddp_timeout of a Trainer, which drops it on the CPU. The default, 30 minutes, is ignored."""
+    """Stores a Trainer's ddp_timeout, since Trainer drops it on the CPU. The default of 30 minutes is ignored."""
     if accelerator.init_handler is None and timeout != timedelta(minutes=30):
         accelerator.init_handler = sys.modules["accelerate.utils"].InitProcessGroupKwargs(timeout=timeout)
 

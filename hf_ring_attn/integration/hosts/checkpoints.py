@@ -37,7 +37,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def last_complete(folder: Path) -> tuple[Path | None, list[Path]]:
-    """The newest complete checkpoint in ``folder``, and those after it, which are not, the newest first."""
+    """The newest complete checkpoint in ``folder``, and the incomplete ones after it, the newest first."""
     found = [path for path in folder.iterdir() if _NAME.match(path.name) and path.is_dir()] if folder.is_dir() else []
     left_out: list[Path] = []
     for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
@@ -48,7 +48,7 @@ def last_complete(folder: Path) -> tuple[Path | None, list[Path]]:
 
 
 def chosen(asked: Checkpoint, folder: str) -> Checkpoint:
-    """The checkpoint to resume from: for True the last complete one in ``folder``, with a warning if others are newer.
+    """The checkpoint to resume from; for True the last complete one in ``folder``. Warns if others are newer.
 
     Raises:
         IncompleteCheckpoint: a path was asked for, and its checkpoint is not complete; or no checkpoint is.
@@ -81,7 +81,7 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chosen_by_all(asked: Checkpoint, folder: str) -> Checkpoint:
-    """`chosen`, the same by all ranks of the job.
+    """Calls `chosen`, and checks that all ranks of the job chose the same.
 
     Raises:
         RefusedElsewhere: on a rank that could resume, if another cannot. RanksDiffer: ranks chose other checkpoints.
@@ -166,7 +166,7 @@ def _agree(folder: Path, failure: Exception | None) -> None:
 
 CPU = torch.device("cpu")
 _AGREED = "_hf_ring_attn_saved_parts"
-"""An attribute of a trainer: in the save that runs now, all ranks saved their parts."""
+"""Trainer attribute, set once all ranks saved their part of this checkpoint."""
 
 PATCHES = (
     Patch(f"{trainer.TRAINER}.train", "(self, resume_from_checkpoint=, trial=, ignore_keys_for_eval=)", _train),

@@ -18,8 +18,11 @@ from ..model.lazy_logits import ChunkedLoss
 
 @contextmanager
 def smoothed_in_model(trainer: Any, context: BatchContext) -> Iterator[None]:
-    """Inside, the model's own loss smooths labels, in chunks, and leaves the auxiliary loss of experts out, as the
-    trainer's smoothed loss does; a whole row in a ring of one has the trainer's."""
+    """Inside, the model's own loss smooths labels, in chunks.
+
+    It leaves the auxiliary loss of experts out, as the trainer's smoothed loss does. With loss="sharded", which the
+    self-check's whole row has, the trainer smooths.
+    """
     smoother = trainer.label_smoother
     if smoother is None or context.config.loss == "sharded":
         with smoothed(trainer, trainer.model):

@@ -66,7 +66,7 @@ def deferring_cp_checks(model: nn.Module | None = None) -> Iterator[None]:
 def decide(config: Any, accelerator: Any = None) -> bool:
     """Promotes or refuses by the model of `deferring_cp_checks`; returns False if no model is known.
 
-    accelerate's refusals come here with the model's attention, since its own name the device or the mesh alone.
+    accelerate's errors name only device or mesh; this one adds the model's attention.
     """
     model = constructing_for[-1] if constructing_for else None
     if model is None:

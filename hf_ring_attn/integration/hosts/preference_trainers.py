@@ -23,7 +23,7 @@ from .whole_row_calls import Rows, log_probs_of_rows, whole_row_calls
 BESIDE = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps", "label", "ref_logps", "ref_KL_logps")
 """Entries of a batch that no model gets."""
 KL = "KL_"
-"""How the names of KTO's second rows begin: prompts with other rows' completions, whose models need no gradient."""
+"""Prefix of KTO's second rows: prompts with other rows' completions, which models see without gradients."""
 
 
 def _prepare_inputs(host: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:

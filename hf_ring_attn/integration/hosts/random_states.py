@@ -1,8 +1,8 @@
-"""Resuming at another ring size: a ring's first rank goes on with the random numbers of that ring's first rank.
+"""Restores random numbers at another ring size: ring n's first rank takes the states that ring n's first rank saved.
 
-Trainer saves the generators' states of each process under its number, and a ring's processes have other numbers in a
-larger or smaller ring. What a first rank draws is seen in the results: GRPO's completions. All ranks of a ring draw the
-same (random masks), so ranks beyond the saved ring's size take its last rank's.
+Trainer saves each process's states under its number, and processes of a ring have other numbers if rings have another
+size. Results depend on what a first rank draws (GRPO's completions). All ranks of a ring draw the same (random masks),
+so ranks beyond the saved ring's size take its last rank's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restore(path: Path, process: int) -> None:
-    """Restores the states that process number ``process`` saved; of its GPUs' that of its own."""
+    """Restores the states that process number ``process`` saved: of the host, and of the GPU that it had."""
     host: Any = importlib.import_module("transformers.trainer")
     with host.safe_globals():
         states = torch.load(path, map_location="cpu", weights_only=True)

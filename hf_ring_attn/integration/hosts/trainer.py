@@ -157,7 +157,7 @@ def _inputs(trainer: Any, whole: Any, sharded: Sharded) -> dict[str, Any]:
 
 
 def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]], Any]) -> TrialStep:
-    """The trainer's compute_loss, or its subclass's, of another row, for the self-check."""
+    """Makes the self-check's trial step: the compute_loss of the trainer's class, for another row."""
 
     def loss(model: nn.Module, row: Mapping[str, Any], local: LocalBatch) -> Any:
         sharded, whole = Sharded(*local), dict(row)

@@ -13,7 +13,7 @@ from .parallelism_config import deferring_cp_checks
 TRL_PATCHES = {sft_trainer.SFT: sft_trainer.PATCHES, **preference_trainers.PATCHES, **grpo_trainer.PATCHES}
 """The patches of TRL's trainers, by class."""
 STARTS = dict.fromkeys(grpo_trainer.PATCHES, grpo_trainer.start)
-"""Settings of a trainer that a ring changes, and refusals, by class."""
+"""Functions that change a trainer's settings for a ring, or refuse it, by class."""
 
 
 def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:

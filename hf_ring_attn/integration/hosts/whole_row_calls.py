@@ -89,7 +89,7 @@ def whole_row_calls(
 def log_probs_of_rows(name: str) -> TrialStep:
     """The step of the self-check: a loss in which each token's log-probability has its own weight.
 
-    What a host makes of whole rows it makes without the ring. ``name``: of the host's class.
+    The host's loss runs on gathered rows, so only log-probabilities are checked. ``name``: of the host's class.
     """
 
     def loss(model: nn.Module, _row: Mapping[str, Any], local: LocalBatch) -> Any:

@@ -1,4 +1,4 @@
-"""The adapters of PEFT that a ring trains exactly: they treat every token by itself, each measured."""
+"""PEFT's adapters that a ring trains exactly. They treat every token by itself, and each was measured."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def refuse_outside(given: Sequence[Any], refusal: errors.Refused | None = None) 
 
 
 class _Accepted(dict[tuple[str, ...], list[str]]):
-    """The names of a model's arguments, by the names that it was given."""
+    """The names of arguments that a model takes, by the names of a batch's inputs."""
 
 
 def _refuse_others(

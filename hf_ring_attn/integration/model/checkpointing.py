@@ -1,4 +1,4 @@
-"""Gradient checkpointing in a ring: which function checkpoints each layer, and two things that it can do beside.
+"""Gradient checkpointing in a ring: finds each layer's checkpoint function, and adds two options to it.
 
 ``save_attention``: the output and log-sum-exp of each attention are saved, B x T x H x (Dv + 1 or 2) numbers a layer,
 so that a recompute neither gathers nor attends; all else is recomputed. Only non-reentrant checkpointing can do so.
@@ -38,8 +38,8 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     visit = context.state(Visits).get(record)
     modules = record.modules() if visit is None else visit.checkpointing
     sites = _sites(modules)
-    if config.save_attention:
-        _save_attention(model, sites)
+    if config.save_attention and _save_attention(model, sites):
+        context.log.features.add("attention saved")
     stock = "OffloadWrapper" in record.classes
     wanted = config.offload_above is not None or stock or any(_is_offloading(function) for *_, function in sites)
     layers = record.state(CheckpointedLayers)
@@ -67,7 +67,8 @@ def _sites(modules: list[nn.Module]) -> list[Site]:
 # ---- saved attention ----
 
 
-def _save_attention(model: nn.Module, sites: list[Site]) -> None:
+def _save_attention(model: nn.Module, sites: list[Site]) -> bool:
+    """Gives checkpoints the policy that saves attention, unless they have another one. Returns True if all have it."""
     if not sites and model.training:
         warn(
             "save_attention=True has no effect: nothing checkpoints a layer of the model. Set "
@@ -79,15 +80,17 @@ def _save_attention(model: nn.Module, sites: list[Site]) -> None:
         if policy is not None:
             if policy is not contexts:
                 warn("save_attention=True has no effect beside another context_fn: leave one of them out.")
+                return False
             continue
         if inner.keywords.get("use_reentrant") is not False:
             warn(
                 "save_attention=True has no effect under reentrant checkpointing, whose recompute gathers again: set "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
-            return
+            return False
         selective = functools.partial(inner.func, *inner.args, **inner.keywords, context_fn=contexts)
         module.__dict__[name] = selective if around is None else functools.partial(_checkpointed, around, selective)
+    return bool(sites)
 
 
 def contexts(save: Callable[[Tensor, Tensor], Saved] = save_here) -> Any:

@@ -76,7 +76,7 @@ def _wants(context: BatchContext) -> bool:
 
 
 def _check(owner: nn.Module, _args: Any, output: Any) -> None:
-    """After a forward: one that computed no loss of its lazy logits makes them while it has the weights."""
+    """Makes the logits after a forward that computed no loss of them, while the head has its weights."""
     context = batch_context.current()
     if context is None or not _wants(context):
         return
@@ -95,7 +95,7 @@ def _check(owner: nn.Module, _args: Any, output: Any) -> None:
 
 
 def heads_of(owner: Any) -> list[nn.Module]:
-    """The modules of which one makes the logits: of a head with a trained copy (modules_to_save) it and the copies."""
+    """The modules that may make the logits: the head, and its trained copies (PEFT's modules_to_save)."""
     head = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
     copies = getattr(head, "modules_to_save", None)
     if head is None or not isinstance(copies, nn.ModuleDict):
@@ -104,7 +104,7 @@ def heads_of(owner: Any) -> list[nn.Module]:
 
 
 def reasons(head: nn.Module) -> Iterator[str]:
-    """Why logits of some tokens may not be made of these tokens' hidden states alone, in several calls."""
+    """Yields the reasons why a head must not be called on a part of the tokens at a time."""
     if not isinstance(getattr(head, "base_layer", head), nn.Linear):  # else an adapter around a linear layer
         yield f"its head is {type(head).__name__}, no linear layer"
     for part in head.modules():

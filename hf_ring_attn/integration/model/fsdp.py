@@ -1,4 +1,4 @@
-"""FSDP2 in a ring: prevents that it sums gradients, returns the loss or passes the count of tokens in 16 bits."""
+"""FSDP2 in a ring: keeps sums of gradients, the loss and the count of tokens out of 16 bits."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class LazyLogits(Tensor):
     def of(
         head: Head, chain: tuple[Operation, ...], shape: Sequence[int], dtype: torch.dtype, trains: bool = True
     ) -> LazyLogits:
-        """``trains``: in the graph of the head, as what they are made of is."""
+        """Makes lazy logits. ``trains``: in the graph of the head's input and weights."""
         lazy: LazyLogits
         if trains:
             first = head.rows[:1].clone()  # a copy: the rest is not saved
@@ -212,7 +212,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def bare(head: Head, chain: tuple[Operation, ...], shape: Sequence[int], dtype: torch.dtype) -> LazyLogits:
-        """Without a graph."""
+        """Makes lazy logits without a graph."""
         lazy: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits, tuple(shape), dtype=dtype, device=head.hidden.device
         )
@@ -286,7 +286,7 @@ def made(x: Any, user: str) -> Any:
 
 
 def _make_relatives(args: Sequence[Any], user: str) -> None:
-    """Before logits change in place: others that were derived from the same ones must not see it."""
+    """Makes logits of the same head before some of them change in place, which the others must not see."""
     for x in args:
         if isinstance(x, LazyLogits):
             for other in x.head.lazy:

@@ -25,7 +25,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
 def prepare(model: nn.Module, context: BatchContext) -> None:
     """Raises LossNotSharded, or UnnamedModel, if labels make the model compute another loss than a causal one.
 
-    The self-check tries what a forward makes of it.
+    A forward may compute another loss all the same: the self-check tries it.
     """
     head = loss_model_of(model)
     if head is None or not context.facts.has_labels or context.ring.size == 1 or context.whole_head:

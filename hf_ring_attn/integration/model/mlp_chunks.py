@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -80,26 +81,31 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
 
 
 _HOOKED = (
-    "a hook on {0} would see chunks of tokens, and no gradients: mlp_tokens has no effect on {1}, which runs whole. "
-    "Remove the hook to save that memory."
+    "a hook on {0}, or its own forward, would see chunks of tokens, and no gradients: mlp_tokens has no effect on {1}, "
+    "which runs whole. Remove the hook to save that memory."
 )
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_HOOKS = tuple(
+    attrgetter(kind) for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+)
+_HOSTS = {"transformers", "accelerate", "peft", "liger_kernel", "bitsandbytes"}
+"""Packages whose hooks and forwards inside an MLP compute each token by itself."""
 
 
 def _hooked_inside(part: nn.Module) -> str | None:
-    """The name of a module in ``part`` that has hooks of a program; those of ``part`` itself see all tokens."""
+    """The name of a module in ``part`` with hooks or a forward of a program; those of ``part`` itself see all."""
     name: str
     for name, module in part.named_modules():
-        hooks = [hook for kind in _HOOKS for hook in module.__dict__[kind].values()] if name else []
-        # transformers' own record what a model returns: see `_records_routers`.
-        owners = (str(getattr(hook, "__module__", "")) for hook in hooks if not is_ours(hook))
-        if not all(owner.startswith("transformers.") for owner in owners):
+        hooks = [hook for kind in _HOOKS for hook in kind(module).values()] if name else []
+        hooks += [module.__dict__["forward"]] if name and "forward" in module.__dict__ else []
+        # transformers' own hooks record what a model returns: see `_records_routers`.
+        owners = (str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks if not is_ours(hook))
+        if not all(owner in _HOSTS for owner in owners):
             return name
     return None
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """In the text model: MLPs and norms of decoder layers, norms of queries and keys, and norms beside the layers."""
+    """MLPs and norms of the text model's decoder layers, norms of queries and keys, and norms beside the layers."""
     text = dict(text_modules(model))
     layers = {name for name, module in text.items() if isinstance(module, GradientCheckpointingLayer)}
     lists = {name.removesuffix("._checkpoint_wrapped_module").rpartition(".")[0] for name in layers}
@@ -201,7 +207,7 @@ class _ChunkedForward:
         return self._whole(found, x)
 
     def outputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Those of tokens [n, D], [n, ...] each."""
+        """The outputs for tokens [n, D], each [n, ...]."""
         found = self.forward(x[None])
         self.is_tuple = isinstance(found, tuple)
         outputs = found if isinstance(found, tuple) else (found,)

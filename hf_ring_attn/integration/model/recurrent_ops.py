@@ -26,7 +26,7 @@ DECODING = (
     "causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention",
     "mamba2_selective_state_update", "mamba_selective_state_update",
 )  # fmt: skip
-"""One token more, with a cache."""
+"""Functions that compute one more token, with a cache."""
 BY_HOST = "hf_ring_attn exchanges tokens and heads here, which is not compiled"
 
 

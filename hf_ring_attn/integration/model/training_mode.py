@@ -54,11 +54,11 @@ IN_TRAINING: list[tuple[Callable[[nn.Module], bool | None], str]] = [
         "scales NEFTune's noise by the local length: set neftune_noise_alpha=None",
     ),
 ]
-"""Pairs: does a module, at its present rates, do what is not exact in training (None: it never does); and why."""
+"""(test, reason) pairs. True: inexact in training now; False: exact at its present rate; None: never inexact."""
 
 
 class _Suspects(list[tuple[str, weakref.ref[nn.Module]]]):
-    """The modules of a model that may do so, by name, so that a batch need not visit all modules."""
+    """The modules of a model that may be inexact in training, by name: so a batch need not visit all modules."""
 
     found = False
 

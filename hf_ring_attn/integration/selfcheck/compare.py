@@ -1,7 +1,7 @@
-"""Compares a model's run of a whole row with its run of this rank's share: each token's error, and the first module.
+"""Compares runs of a whole row and of this rank's share: each token's error, and the first module that differs.
 
-Tensors are paired by their names and shapes: along one dim the one has the row's tokens and the other the share's, and
-all other dims are alike. An output without such a dim is one answer for the whole row (a pooled output). Inside the
+Tensors are paired by their names and shapes: one dim has the row's tokens in one and the share's in the other, and all
+other dims are alike. An output without such a dim is one answer for the whole row (a pooled output). Inside the
 model such tensors are left out (the tokens of one expert), and scalars always are.
 """
 

@@ -1,4 +1,4 @@
-"""The distance of two right answers of one model: a rounding, and its magnification by the model."""
+"""Tolerances of the self-check: rounding, and its amplification by the model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ ROUNDINGS = 2.0
 """The same for other dtypes, in spacings of numbers at 1: 0.016 in bfloat16, 0.002 in float16 and TF32."""
 
 AMPLIFICATION = 2.0
-"""Factor for models that magnify a rounding (deep ones, experts): times the change of the model's own answer if every
-module's output is off by up to half a spacing. Sharding changes about one in a thousand of these numbers."""
+"""Factor on the change of a model's own answer if every module's output is off by up to half a spacing.
+
+For models that magnify roundings (deep ones, experts). Sharding changes about one in a thousand of these numbers."""
 
 LOSS = 0.25
 """Factor for a loss, in which the mean over tokens leaves less of their rounding."""

@@ -185,14 +185,14 @@ def peak_of_a_step(mlp_tokens: int | None) -> int:
 
 
 def note_tokens(module: nn.Module, rows: list[int]) -> None:
-    """Notes the number of tokens of each call. By its forward, since an MLP with a hook inside runs whole."""
-    forward = module.forward
+    """Notes the number of tokens of each call. By its class: an MLP with a hook or a forward inside runs whole."""
+    kind: Any = type(module)
 
-    def noting(x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         rows.append(x.shape[1])
-        return forward(x)
+        return kind.forward(self, x)
 
-    module.forward = noting
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
 
 
 def rows_of_gates(checkpointing: dict[str, Any] | None) -> list[int]:

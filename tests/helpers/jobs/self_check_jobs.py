@@ -266,6 +266,55 @@ class Collector:
         self.by_layer[layer].append(output)
 
 
+class Stateful:
+    """Hooks with states of other kinds than collections."""
+
+    shared = 0
+
+    def __init__(self) -> None:
+        self.calls, self.mean = 0, torch.zeros(())
+        self.inner = Collector()
+        self.random = torch.Generator().manual_seed(3)
+
+    def note(self, _module: Any, _args: Any, output: Tensor) -> None:
+        global TOTAL
+        TOTAL += 1
+        type(self).shared += 1
+        self.calls += 1
+        self.mean.mul_(0.9).add_(0.1 * output.detach().mean())
+        self.inner.seen.append(output)
+        torch.rand((), generator=self.random)
+
+
+TOTAL = 0
+
+
+def states() -> list[float]:
+    """What hooks have counted, averaged, collected and drawn after one forward."""
+    global TOTAL
+    model: Any = tiny("llama", "ring_fp32").train()
+    stateful, steps = Stateful(), 0
+    TOTAL = Stateful.shared = 0
+
+    def count(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+
+    outputs: list[Tensor] = []
+    model.model.layers[0].register_forward_hook(stateful.note)
+    model.model.layers[0].register_forward_hook(count)
+    model.model.layers[0].register_forward_hook(lambda _module, _args, output: outputs.append(output.detach()))
+    sharded = hf_ring_attn.shard(tokens(23))
+    with sharded:
+        model(**sharded.inputs)
+    drawn = float(torch.rand((), generator=stateful.random))
+    fresh = torch.Generator().manual_seed(3)
+    expected = [float(torch.rand((), generator=fresh)) for _ in range(2)][1]
+    mean = float(stateful.mean) - 0.1 * float(outputs[-1].mean())
+    found = [steps, TOTAL, Stateful.shared, stateful.calls, len(stateful.inner.seen)]
+    return [*map(float, found), abs(round(mean, 7)), drawn - expected]
+
+
 def collected() -> list[int]:
     """The numbers of activations that hooks collected in one forward: by a closure, a global name and objects."""
     model: Any = tiny("llama", "ring_fp32").train()

@@ -157,13 +157,25 @@ def test_an_mlp_that_changes_its_buffers_is_refused() -> None:
     )
 
 
-def step_with_a_penalty(mlp_tokens: int | None) -> dict[str, Tensor]:
-    """The loss and gradients of a step whose loss has a penalty that hooks inside MLPs collect."""
+def step_with_a_penalty(mlp_tokens: int | None, by_forward: bool) -> dict[str, Tensor]:
+    """The loss and gradients of a step whose loss has a penalty that hooks, or forwards, inside MLPs collect."""
     torch.manual_seed(3)
     model: Any = tiny("llama", "ring_fp32").double().train()
     collected: list[Tensor] = []
+
+    def collect(_module: Any, _args: Any, out: Tensor) -> None:
+        collected.append(out.abs().sum())
+
+    def collecting(x: Tensor) -> Tensor:
+        out = nn.functional.silu(x)
+        collect(None, None, out)
+        return out
+
     for layer in model.model.layers:
-        layer.mlp.act_fn.register_forward_hook(lambda _module, _args, out: collected.append(out.abs().sum()))
+        if by_forward:
+            layer.mlp.act_fn.forward = collecting
+        else:
+            layer.mlp.act_fn.register_forward_hook(collect)
     batch = hf_ring_attn.shard(tokens(23), config=RingConfig(mlp_tokens=mlp_tokens, self_check=False))
     with batch:
         loss = model(**batch.inputs).loss + sum(collected)
@@ -171,11 +183,12 @@ def step_with_a_penalty(mlp_tokens: int | None) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **{name: x.grad for name, x in model.named_parameters()}}
 
 
-def test_an_mlp_with_hooks_inside_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("by_forward", [False, True], ids=["a hook", "a forward"])
+def test_an_mlp_with_hooks_inside_runs_whole(by_forward: bool, caplog: pytest.LogCaptureFixture) -> None:
     log._said.clear()
     with caplog.at_level("WARNING", "hf_ring_attn"):
-        got, want = step_with_a_penalty(3), step_with_a_penalty(None)
-    assert "a hook on model.layers.0.mlp.act_fn would see chunks of tokens, and no gradients" in caplog.text
+        got, want = step_with_a_penalty(3, by_forward), step_with_a_penalty(None, by_forward)
+    assert "a hook on model.layers.0.mlp.act_fn, or its own forward, would see chunks of tokens" in caplog.text
     for name, x in want.items():
         assert relative_error(got[name], x) < 1e-9, name
 
