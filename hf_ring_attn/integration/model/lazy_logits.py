@@ -136,7 +136,8 @@ class Head:
         """Computes the first token's logits once more: a mode, an adapter or a buffer may have changed, too."""
         with torch.no_grad():
             now = self.logits_of(self.rows[:1], self.weights)
-        most = float(self.sample.abs().max()) * SPACING * torch.finfo(self.dtype).eps
+        largest = self.sample.float().nan_to_num(0.0, 0.0, 0.0).abs().max()
+        most = float(largest) * SPACING * torch.finfo(self.dtype).eps
         return torch.allclose(now.float(), self.sample.float(), rtol=0, atol=most, equal_nan=True)
 
     def _freed(self) -> Iterator[bool]:

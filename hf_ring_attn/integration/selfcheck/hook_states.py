@@ -5,10 +5,11 @@ The self-check runs a program's hooks on its own row. What they wrote then would
 
 from __future__ import annotations
 
+import operator
 import site
 import sys
 import sysconfig
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -26,7 +27,9 @@ MOST = 1 << 16
 DEPTH, OBJECTS = 8, 20_000
 """How far objects are followed from a hook, and how many."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
-COLLECTIONS = (list, dict, set, deque)
+TORCHS_OWN = frozenset(nn.Module().__dict__)
+COLLECTIONS = {list, dict, set, deque, defaultdict, OrderedDict, Counter}
+"""Exact types: a subclass, such as a model's output, may refuse to be changed."""
 
 
 @contextmanager
@@ -36,8 +39,9 @@ def preserved_states(modules: Iterable[nn.Module]) -> Iterator[None]:
     Followed are functions and objects of the program's own code, not of installed packages: their closures, globals,
     attributes and collections. Restored are collections, plain values, small tensors and generators.
     """
-    found = _Found()
-    for hook in _hooks_of(modules):
+    known = list(modules)
+    found = _Found(known)
+    for hook in _hooks_of(known):
         if not is_ours(hook):
             found.visit(hook)
     try:
@@ -59,15 +63,16 @@ def _hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 class _Found:
-    """Objects found so far, and what restores them."""
+    """Objects found so far, and what restores them. ``modules``: of the model, which `restore` restores itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.of_model = set(map(id, modules))
         self.seen: dict[int, Any] = {}  # they stay alive, so ids are not reused
         self.undos: list[Callable[[], None]] = []
 
     def visit(self, x: Any, depth: int = 0) -> None:
-        if depth > DEPTH or len(self.seen) > OBJECTS or id(x) in self.seen or isinstance(x, nn.Module):
-            return  # modules are restored anyway
+        if depth > DEPTH or len(self.seen) > OBJECTS or id(x) in self.seen:
+            return
         self.seen[id(x)] = x
         for part in self._parts(x):
             self.visit(part, depth + 1)
@@ -80,17 +85,25 @@ class _Found:
             return [x.__self__, x.__func__]
         if isinstance(x, FunctionType):
             return self._known_by(x) if _is_of_program(x.__module__) else []
-        if isinstance(x, COLLECTIONS):
+        if type(x) in COLLECTIONS:
             return self._collection(x)
+        if isinstance(x, tuple):
+            return x
         if isinstance(x, Tensor):
             self._tensor(x)
         elif isinstance(x, torch.Generator):
             self.undos.append(_undo_draws(x))
         elif isinstance(x, type):
-            return self._attributes(x, dict(vars(x))) if _is_of_program(x.__module__) else []
-        elif _is_of_program(type(x).__module__):
-            return [*self._attributes(x, dict(getattr(x, "__dict__", {}))), type(x)]
+            return self._attributes(x, partial(setattr, x), partial(delattr, x)) if _is_of_program(x.__module__) else []
+        elif _is_of_program(type(x).__module__) or type(x).__module__.startswith("torch.nn.modules."):
+            return self._object(x)
         return []
+
+    def _object(self, x: Any) -> Iterable[Any]:
+        if id(x) in self.of_model:  # its own values are restored, but not those of objects in its attributes
+            return [value for name, value in vars(x).items() if name not in TORCHS_OWN and not _is_state(value)]
+        own = getattr(x, "__dict__", None)
+        return [type(x)] if own is None else [type(x), *self._attributes(x, own.__setitem__, own.__delitem__)]
 
     def _known_by(self, function: FunctionType) -> list[Any]:
         cells = [cell for cell in function.__closure__ or () if cell != CellType()]
@@ -110,11 +123,14 @@ class _Found:
         content = x.copy()
 
         def undo() -> None:
+            now, before = _entries(x), _entries(content)
+            if len(now) == len(before) and all(map(operator.is_, now, before)):
+                return  # other threads may read it
             x.clear()
             x.update(content) if isinstance(x, (dict, set)) else x.extend(content)
 
         self.undos.append(undo)
-        return list(content.values()) if isinstance(content, dict) else list(content)
+        return _entries(content)
 
     def _tensor(self, x: Tensor) -> None:
         if x.requires_grad or x.numel() > MOST or x.is_inference() or type(x) is not Tensor or x.is_meta:
@@ -128,16 +144,29 @@ class _Found:
 
         self.undos.append(undo)
 
-    def _attributes(self, x: Any, before: dict[str, Any]) -> list[Any]:
+    def _attributes(self, x: Any, put: Callable[[str, Any], Any], drop: Callable[[str], Any]) -> list[Any]:
+        """Notes how to restore the attributes of an object by ``put`` and ``drop``. Returns their values."""
+        before = dict(vars(x))
+
         def undo() -> None:
-            for name, value in list(vars(x).items()):
-                if name not in before and isinstance(value, (*PLAIN, *COLLECTIONS)):
-                    delattr(x, name)
-                elif isinstance(old := before.get(name), (*PLAIN, *COLLECTIONS)) and value is not old:
-                    setattr(x, name, old)
+            now = dict(vars(x))
+            for name, value in before.items():
+                if _is_state(value) and (name not in now or now[name] is not value):
+                    put(name, value)
+            for name, value in now.items():
+                if name not in before and _is_state(value):
+                    drop(name)
 
         self.undos.append(undo)
         return list(before.values())
+
+
+def _entries(collection: Any) -> list[Any]:
+    return [*collection, *collection.values()] if isinstance(collection, dict) else list(collection)
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, PLAIN) or type(value) in COLLECTIONS
 
 
 def _undo_draws(generator: torch.Generator) -> Callable[[], None]:

@@ -162,6 +162,18 @@ def read_after(change: str) -> str:
     return ""
 
 
+def nans() -> Tensor:
+    """Logits that are read after a forward whose first token's are nan."""
+    model = model_of(Step(why=""))
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(self_check=False))
+    with batch:
+        logits = model(**batch.inputs).logits
+    counts: Tensor = logits.isnan().sum((0, 1))
+    return counts
+
+
 def gradients_of_heads() -> list[Tensor]:
     """The gradient of a head whose hook halves its logits' gradient, and without that hook."""
     found = []

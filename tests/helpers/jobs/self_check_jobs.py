@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_outputs import BaseModelOutput
 
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
@@ -284,6 +285,47 @@ class Stateful:
         self.mean.mul_(0.9).add_(0.1 * output.detach().mean())
         self.inner.seen.append(output)
         torch.rand((), generator=self.random)
+
+
+class Pair(NamedTuple):
+    """An object without attributes of its own."""
+
+    outputs: list[Tensor]
+    lengths: list[int]
+
+
+class Probe(nn.Module):
+    """A module outside of the model, which counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+        self.first: Any = "none yet"
+
+    def forward(self, x: Tensor) -> None:
+        self.calls += len(x)
+        vars(self).pop("first", None)
+
+
+def states_beside() -> list[float]:
+    """What hooks have left in tuples, in a module outside of the model, and in an object that must not be changed."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    pair, probe, output = Pair([], []), Probe(), BaseModelOutput(last_hidden_state=torch.zeros(2))
+    seen: list[str] = []
+
+    def hook(_module: Any, _args: Any, x: Tensor) -> None:
+        pair.outputs.append(x)
+        pair.lengths.append(len(output))
+        seen.append(str(getattr(probe, "first", "gone")))
+        probe(x)
+
+    model.model.layers[0].register_forward_hook(hook)
+    sharded = hf_ring_attn.shard(tokens(23))
+    with sharded:
+        model(**sharded.inputs)
+    assert seen == ["none yet"], seen
+    return [len(pair.outputs), len(pair.lengths), float(probe.calls)]
 
 
 TOTAL = 0

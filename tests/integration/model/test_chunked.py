@@ -163,6 +163,11 @@ def test_logits_of_a_head_that_has_changed_are_refused(change: str) -> None:
     assert error.startswith("LogitsNotMade: ") and "its head, or the head's inputs, have changed" in error
 
 
+def test_logits_that_are_nan_may_be_read() -> None:
+    found = logits_jobs.nans()
+    assert found[3] == 46 and found.sum() == 46
+
+
 def test_a_hook_on_the_gradient_of_logits_is_called_or_refused() -> None:
     halved, whole = logits_jobs.gradients_of_heads()
     assert relative_error(2 * halved, whole) < 1e-6

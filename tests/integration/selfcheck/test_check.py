@@ -184,6 +184,7 @@ def test_activations_that_hooks_collect_are_the_batch_s_alone(ranks: Ranks) -> N
 def test_states_of_hooks_are_those_of_the_batch_alone(ranks: Ranks) -> None:
     """Counters, running means, class attributes and generators of a program's hooks were moved by the check's row."""
     assert ranks(2).run(jobs.states) == [[1, 1, 1, 1, 1, 0, 0]] * 2
+    assert ranks(2).run(jobs.states_beside) == [[1, 1, 2]] * 2
 
 
 def test_one_rank_that_fails_stops_all(ranks: Ranks) -> None:
