@@ -262,6 +262,12 @@ DEFECTS: dict[str, Callable[[], Patch]] = {
 
 @contextmanager
 def planted(defect: str | None) -> Iterator[None]:
-    """The defect of that name, on this process, while the context lasts; None plants nothing."""
-    with nullcontext() if defect is None else DEFECTS[defect]():
+    """The defect of that name, on this process, while the context lasts; None plants nothing.
+
+    Plans are made anew meanwhile: one that is cached would hide a defect of planning, or keep it for the tests after.
+    """
+    if defect is None:
+        yield
+        return
+    with DEFECTS[defect](), mock.patch.object(plan, "_cached", plan._cached.__wrapped__):
         yield
