@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from ..config import RingConfig
 from ..integration.batch.shard import Sharded, shard
+from ..integration.context.introspect import configs_of
+from ..integration.context.whole_batch import IGNORED
+from ..integration.selfcheck.row import ordinary_words
 
-IGNORED = -100
 Batch = dict[str, Tensor]
 
 
@@ -24,11 +26,10 @@ class Answer(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def random_batch(config: Any, stops: Sequence[int], device: torch.device, seed: int = 0) -> Batch:
+def random_batch(model: Any, stops: Sequence[int], device: torch.device, seed: int = 0) -> Batch:
     """Makes a row of random words; documents end at ``stops``, and no label asks for another document's first token."""
-    text, generator = config.get_text_config(), torch.Generator().manual_seed(seed)
-    special = {value for name, value in config.to_dict().items() if name.endswith("_token_id")}
-    words = torch.tensor([word for word in range(text.vocab_size) if word not in special])
+    generator = torch.Generator().manual_seed(seed)
+    words = ordinary_words(model.config.get_text_config(), None, list(configs_of(model)))
     ids = words[torch.randint(len(words), (1, stops[-1]), generator=generator)].to(device)
     labels, positions = ids.clone(), torch.empty_like(ids)
     for start, stop in spans(stops):

@@ -48,7 +48,7 @@ def verdict(model: Any, tokens: int, device: torch.device) -> tuple[list[Finding
         Refused: the model cannot run in a ring.
     """
     stops = (tokens // 2, tokens // 2 + tokens // 3, tokens)
-    row, packed = (random_batch(model.config, ends, device) for ends in ((tokens,), stops))
+    row, packed = (random_batch(model, ends, device) for ends in ((tokens,), stops))
     spacing = torch.finfo(model.dtype).eps
     layers = layers_of(model)
     passed = record_alone(model, layers, row)

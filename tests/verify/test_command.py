@@ -34,7 +34,7 @@ Path('code.txt').write_text(str(code))
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", **SIZES}))
+    path.write_text(json.dumps({"model_type": "llama", **SIZES, "eos_token_id": [1, 2]}))
     return path
 
 

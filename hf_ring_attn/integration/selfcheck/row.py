@@ -99,7 +99,7 @@ class Sample:
             row[name] = x[:, torch.arange(count) % x.shape[1]].expand(rows, *[-1] * (x.dim() - 1))
         device = next(iter(row.values())).device
         ids = row.get("input_ids")
-        words = _words(config, ids, list(introspect.configs_of(model)))
+        words = ordinary_words(config, ids, list(introspect.configs_of(model)))
         random = words[torch.randint(len(words), (rows, count), generator=generator)]
         if ids is not None:
             row["input_ids"] = random.to(device=device, dtype=ids.dtype)
@@ -140,13 +140,19 @@ class Sample:
         return {"labels": chosen.masked_fill(ignored | (mask == 0), IGNORED).to(self.labels.device)}
 
 
-def _words(config: Any, ids: Tensor | None, configs: list[Any]) -> Tensor:
-    """Ids to draw from: the vocabulary without special tokens, some of which announce images."""
+def ordinary_words(config: Any, ids: Tensor | None, configs: list[Any]) -> Tensor:
+    """Lists the ids of the vocabulary without special tokens, some of which announce images.
+
+    Args:
+        config: has the vocabulary's size. ids: a batch's, taken instead if there is no size.
+        configs: of all parts of the model; they name special tokens, each by an id or by a list of ids.
+    """
     size = getattr(config, "vocab_size", None)
     if not isinstance(size, int) or size < 1:
         return torch.zeros(1, dtype=torch.int64) if ids is None else ids.unique().cpu()
     allowed = torch.ones(size, dtype=torch.bool)
     for name, value in (entry for part in configs for entry in vars(part).items()):
-        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and 0 <= value < size:
-            allowed[value] = False
+        if name.endswith(("_token_id", "_token_index")):
+            several = value if isinstance(value, (list, tuple)) else [value]
+            allowed[[one for one in several if isinstance(one, int) and 0 <= one < size]] = False
     return allowed.nonzero().flatten() if bool(allowed.any()) else torch.arange(size)
