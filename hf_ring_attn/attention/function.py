@@ -268,9 +268,16 @@ def _facts(
     return dict(zip(FACTS, values, strict=True))
 
 
+def _device_of(q: object) -> torch.device:
+    """The device of q, or of this process where q is no such tensor: a rank that refuses must meet the others."""
+    if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda"):
+        return q.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def _agreed_length(ring: Ring, q: Tensor, facts: dict[str, object], refusal: Refused | None) -> int:
     """Compares the calls of all ranks and returns the length of the whole row; if one refuses, all raise."""
-    device = ring.small_device(q.device if refusal is None else torch.device("cpu"))
+    device = ring.small_device(_device_of(q))
     todo = "Call ring_attention with the same options on every rank."
     # A transform of torch.func that was refused would wrap messages, too.
     with nullcontext() if refusal is None else torch._C._DisableFuncTorch():

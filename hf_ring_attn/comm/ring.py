@@ -46,6 +46,8 @@ def _leave_gloo_in_order() -> None:
     atexit.register(leave)
 
 
+_OWN = re.compile(r"cuda (error|failure)|out of memory|device-side assert", re.IGNORECASE)
+"""What this rank's own GPU reports, through NCCL too."""
 _LATE = re.compile(r"timed out|time-?out", re.IGNORECASE)
 _UNKNOWN = re.compile(
     r"scalar type|unsupported (data ?type|dtype)|(backend|support)[^.]* device|must be CUDA", re.IGNORECASE
@@ -59,9 +61,9 @@ def _following_peers(doing: str, ring: Ring) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, (PeerLost, torch.OutOfMemoryError)):
-            raise
         text = str(error)
+        if isinstance(error, (PeerLost, torch.OutOfMemoryError, torch.AcceleratorError)) or _OWN.search(text):
+            raise
         if _UNKNOWN.search(text):
             raise NotSendable(doing, text) from error
         waited = time.monotonic() - started if _LATE.search(text) else None
@@ -114,7 +116,7 @@ class Ring:
     @cached_property
     def group(self) -> dist.ProcessGroup:
         group = _resolve_process_group(self.name)  # type: ignore[arg-type]  # a NewType of torch 2.13
-        if dist.get_backend(group) == "gloo":
+        if "gloo" in dist.get_backend_config(group):
             _leave_gloo_in_order()
         return group
 
@@ -223,7 +225,8 @@ class Ring:
             wide = torch.cat([x.reshape(-1).to(_wide(x.dtype)) for x in run])
             with _following_peers("averaged over the ring", self):
                 dist.all_reduce(wide, group=self.group)
-            parts = (wide / self.size).split([x.numel() for x in run])
+            wide = wide.div_(self.size) if wide.is_floating_point() else wide / self.size
+            parts = wide.split([x.numel() for x in run])
             found += [part.view(x.shape).to(x.dtype) for part, x in zip(parts, run, strict=True)]
         return found
 

@@ -8,4 +8,5 @@ from .core import *  # noqa: F403  of options, kernels and ranks
 from .hosts import *  # noqa: F403  of accelerate, patches and command lines
 
 for _class in [value for value in globals().values() if isinstance(value, type)]:
-    _class.__module__ = __name__  # tracebacks and pickles name the one place, not the file inside it
+    if _class.__module__.startswith(f"{__name__}."):  # what the files import stays as it is
+        _class.__module__ = __name__  # tracebacks and pickles name the one place, not the file inside it

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.ring import Ring
@@ -68,6 +69,8 @@ class Plan:
     @classmethod
     def cached(cls, ring: Ring, layout: Layout, mask: Mask) -> Plan:
         """The plan of this rank, made once for all layers and batches with this mask. ``ring``: not a simulated one."""
+        if active_fake_mode() is not None:  # its plan has fake tensors
+            return cls.of(ring, layout, mask)
         return _cached(ring.name, layout, mask, SPARSE_SHARE)
 
     @property
@@ -79,9 +82,10 @@ class Plan:
         return known
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=16)  # kernels' tables for a plan, on the GPU, live as long as it does
 def _cached(ring: str, layout: Layout, mask: Mask, sparse_share: float) -> Plan:
-    return Plan.of(Ring(ring), layout, mask, sparse_share)
+    with torch.inference_mode(False):  # cached for calls that may train
+        return Plan.of(Ring(ring), layout, mask, sparse_share)
 
 
 class Segments(NamedTuple):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -11,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from hf_ring_attn.attention import call
 from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.biases import Alibi
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.config import RingConfig
+from hf_ring_attn.sharding import plan
 from hf_ring_attn.testing import Case, inputs, packed
 from hf_ring_attn.traffic import traffic_of
 from tests.helpers.checks import EXACT, Ranks, distance, exact_answer, same_bits, worst
@@ -166,6 +170,24 @@ def test_without_gradients_nothing_is_kept() -> None:
         assert not out.requires_grad
         assert torch.equal(out, out_of(**leaves).detach())
     assert not out_of(**qkv()).requires_grad
+
+
+def compiled_out(**leaves: Tensor) -> Tensor:
+    return torch.compile(out_of, backend="aot_eager")(**leaves)
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, FakeTensorMode], ids=lambda context: context.__name__)
+@pytest.mark.parametrize("call", [out_of, compiled_out], ids=lambda call: call.__name__)
+def test_what_a_call_caches_serves_calls_of_other_kinds(
+    call: Callable[..., Tensor], context: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    plan._cached.cache_clear()
+    leaves = {name: value.requires_grad_() for name, value in qkv().items()}
+    with context() as mode:
+        out_of(**{name: mode.from_tensor(x) if isinstance(mode, FakeTensorMode) else x for name, x in leaves.items()})
+    call(**leaves).sum().backward()
+    assert plan._cached.cache_info().currsize == 1
+    assert all(x.grad is not None and x.grad.any() for x in leaves.values())
 
 
 def strided() -> list[bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -81,3 +82,8 @@ def test_an_error_has_few_words_and_plain_ones(kind: type[Exception]) -> None:
 
 def test_there_are_errors_to_read() -> None:
     assert len(classes()) >= 40
+
+
+def test_classes_of_others_keep_their_modules() -> None:
+    assert Mapping.__module__ == Sequence.__module__ == "collections.abc"
+    assert core.BadOption.__module__ == "hf_ring_attn.errors"

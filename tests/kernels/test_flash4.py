@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ring_attn.bench.replay import replay
 from hf_ring_attn.kernels import KERNELS, Params, Place, choose, flash4
@@ -53,6 +56,39 @@ def test_statistics_of_queries_go_with_them(size: int, batch: int, length: int) 
     replay(kernel, q, k, v, dout, Mask.of(CAUSAL, batch, length * size), size, Params(0.3))
     gc.collect()
     assert not len(kernel._kept)
+
+
+class Launches(TorchDispatchMode):
+    """Notes the names of the ops that write, and "backward" for a call of flash-attn-4's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.overloadpacket.__name__ in ("clone", "copy_", "zeros"):
+            self.names.append(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("copied", ["q and k", "q, k, v and dout"])
+def test_copies_of_q_and_k_are_written_before_the_backward_reads_them(copied: str) -> None:
+    """Its kernel may begin before the one in front of it has ended, and reads q and k at once: no copy is in front."""
+    case = plain(96, batch=2, documents=(packed(20, 49, 27), packed(96)))
+    x = inputs(case, torch.float32)
+    for name in ("q", "k") if copied == "q and k" else ("q", "k", "v", "dout"):
+        x[name] = x[name].transpose(1, 2).contiguous().transpose(1, 2)  # as rotary embeddings of some models return it
+    fake, launches = Fake(), Launches()
+    backward = fake.backward
+
+    def noted(*given: Any) -> None:
+        launches.names.append("backward")
+        backward(*given)
+
+    with mock.patch.object(fake, "backward", noted), launches:
+        replay(Flash4(fake), x["q"], x["k"], x["v"], x["dout"], mask_of(case, x["documents"]), 1, params_of(case, x))
+    before = launches.names[: launches.names.index("backward")]
+    assert "clone" in before and before[-1] == "zeros"
 
 
 def test_a_rank_of_padding_alone() -> None:

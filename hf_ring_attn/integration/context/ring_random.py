@@ -130,6 +130,17 @@ def _sources() -> tuple[_Source, ...]:
 
 
 @contextmanager
+def preserved() -> Iterator[None]:
+    """Restores the process's generators on exit."""
+    saved = [(source, source.get()) for source in _sources()]
+    try:
+        yield
+    finally:
+        for source, state in saved:
+            source.put(state)
+
+
+@contextmanager
 def of_first_rank(ring: Ring) -> Iterator[None]:
     """Inside, every rank draws what the ring's first rank draws; afterwards each goes on with its own generators."""
     sources = (*_HOST, _GPU) if torch.cuda.is_initialized() else _HOST

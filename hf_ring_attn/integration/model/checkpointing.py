@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -97,6 +98,9 @@ def contexts(save: Callable[[Tensor, Tensor], Saved] = save_here) -> Any:
     """Makes the contexts that `torch.utils.checkpoint.checkpoint` takes as context_fn."""
     if TracingContext.try_get() is not None:  # a compiler needs a policy, and pays for it once
         return create_selective_checkpoint_contexts(_policy)
+    context = batch_context.current()
+    if context is not None and not context.config.save_attention:  # a batch before this one asked for it
+        return nullcontext(), nullcontext()
     return SavedResults(save).contexts()
 
 

@@ -17,6 +17,8 @@ from ..context.batch_context import BatchContext, MaskSpec
 from ..patching.hooks import attach, attached
 
 _KEY = "temperature"
+_TURNED_OFF = "_hf_ring_attn_turned_off"
+"""The attribute of a layer that is True while a hook has turned its tuning off."""
 _NEEDS = ("use_rope", "floor_scale", "attn_scale")
 
 
@@ -42,17 +44,20 @@ def prepare(model: nn.Module, _context: BatchContext) -> None:
 
 def _turn_off(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     specs = [x for x in (*args, *kwargs.values()) if isinstance(x, MaskSpec)]
-    if any(spec.layout.world_size > 1 for spec in specs):
+    if module.attn_temperature_tuning and any(spec.layout.world_size > 1 for spec in specs):
         module.attn_temperature_tuning = False
+        setattr(module, _TURNED_OFF, True)
 
 
 def _turn_on(module: Any, _args: Any, _output: Any) -> None:
-    module.attn_temperature_tuning = True
+    if getattr(module, _TURNED_OFF, False):
+        module.attn_temperature_tuning = True
+        setattr(module, _TURNED_OFF, False)
 
 
 def scaled(module: Any, query: Tensor, spec: MaskSpec) -> Tensor:
-    """Scales queries [B, H, T, D] of a hooked layer as in one process; returns others unchanged."""
-    if not attached(module, _KEY) or spec.layout.world_size == 1:
+    """Scales queries [B, H, T, D] of a layer that is tuned, as in one process; returns others unchanged."""
+    if not getattr(module, _TURNED_OFF, False):
         return query
     places = spec.places.to(query.device)
     steps = torch.floor((places.float() + 1.0) / module.floor_scale)

@@ -84,10 +84,10 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
             return
         job, modes = _Check(inner, context, sample, _device(model, sample)), [x.training for x in inner.modules()]
         if case not in verdicts:
-            with preserved(inner, job.device):
+            with preserved(inner):
                 verdicts[case] = job.run(job.try_tokens)
         if needs_step:
-            with preserved(inner, job.device):
+            with preserved(inner):
                 verdicts[tried] = job.run(partial(job.try_step, step, trains, modes))
     state.verdict = verdicts[case]
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..context import ring_random
 from ..log import warn
 from .hook_states import preserved_states
 
@@ -25,7 +26,7 @@ _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 
 
 @contextmanager
-def preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
+def preserved(model: nn.Module) -> Iterator[None]:
     """Sets ``model`` to eval mode, without compiling and without a graph, and restores it on exit.
 
     Restored: training flags, random generators, buffers, tensors and plain values in attributes of modules (the
@@ -34,8 +35,7 @@ def preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
     weights.
     """
     with ExitStack() as stack:
-        devices = [device.index or 0] if device.type == "cuda" else []
-        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(ring_random.preserved())
         stack.enter_context(torch.no_grad())
         # torch before 2.13 would use casts made without a graph in the step that follows.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())

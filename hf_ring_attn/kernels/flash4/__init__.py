@@ -103,6 +103,8 @@ class Flash4:
         statistics = self._statistics(lse, delta, of_q)
         queries, keys = q, k
         q, k, v, dout = (aligned(x) for x in (q, k, v, dout))
+        if any(isinstance(call, Packed) for call in calls):  # it takes all rows as one
+            q, k, v, dout = (_joinable(x) for x in (q, k, v, dout))
         if q is not queries or k is not keys:
             # The backward may read these copies before they are written; a launch in between waits for them.
             torch.zeros(1, device=q.device)
@@ -155,6 +157,11 @@ class Flash4:
             most = max(call.q_lengths), max(call.k_lengths)
             by_device[device] = Lengths(q_starts, q_lengths, k_starts, k_lengths, *most)
         return by_device[device]
+
+
+def _joinable(x: Tensor) -> Tensor:
+    """x [B, T, heads, width], copied unless `flatten(0, 1)` makes a view of it."""
+    return x if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()
 
 
 def _parts(

@@ -53,7 +53,7 @@ def finish(library: Library, accumulator: Tensor, out: Tensor, place: Place) -> 
         else:
             index, places = _index(blocks, accumulator.device)
             out.flatten(0, 1).index_copy_(0, index, rows.index_select(1, places).transpose(0, 1).to(out.dtype))
-        return out.mul_(place.scale)
+        return out if place.scale == 1 else out.mul_(place.scale)
     if blocks.shared:
         for segment in blocks.joined:
             row = accumulator[:, :, segment.block * blocks.side * width :]
@@ -106,7 +106,7 @@ def _index(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
     return here, there
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)  # 16 bytes a token of packed rows, on the GPU
 def _indices(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
     """As `_index`: two views of one tensor, and the event of their copy."""
     tokens, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]

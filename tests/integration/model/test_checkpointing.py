@@ -97,6 +97,14 @@ def test_without_checkpointing_it_is_told_that_nothing_is_saved() -> None:
     assert model.model.layers[0]._gradient_checkpointing_func.keywords["context_fn"] is checkpointing.contexts
 
 
+def test_it_can_be_switched_off_again() -> None:
+    model: Any = tiny("llama", "ring_fp32").train()
+    layers = model.config.num_hidden_layers
+    assert [step_of(model, again=False, save_attention=save)[1] for save in (True, False, True)] == [
+        layers, 2 * layers, layers,
+    ]  # fmt: skip
+
+
 def step_of(model: Any, again: bool = True, **options: Any) -> tuple[list[float], int]:
     """The gradients of one step in a ring of one, and how often it attended. ``again``: by a second backward, too."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=NON_REENTRANT)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import pytest
 import torch
 
@@ -281,12 +284,14 @@ def test_nothing_is_left_of_a_run_on_the_side() -> None:
     module = jobs.Restless().train()
     written, replaced, tensor, items = module.written, module.replaced, module.tensor, module.items
     before = {name: x.clone() for name, x in module.state_dict().items()}
-    random = torch.get_rng_state()
-    with preserved(module, torch.device("cpu")):
+    generators = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
+    with preserved(module):
+        torch.rand(1), random.random(), numpy.random.random()
         assert not any(part.training for part in module.modules())
         assert not module(torch.ones(5, 4)).requires_grad
     assert all(part.training for part in module.modules())
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert (random.getstate(), str(numpy.random.get_state())) == generators[1:]
     assert torch.is_grad_enabled()
     assert module.written is written and module.replaced is replaced and module.tensor is tensor
     assert not tensor.any() and module.number == 0
@@ -300,7 +305,7 @@ def test_autocast_keeps_no_weight_without_a_graph() -> None:
     """Weights that autocast casts in a run without gradients would be found again in the step, and get none."""
     layer = torch.nn.Linear(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        with preserved(layer, torch.device("cpu")):
+        with preserved(layer):
             layer(torch.ones(1, 4))
         layer(torch.ones(1, 4)).sum().backward()
     assert layer.weight.grad is not None
