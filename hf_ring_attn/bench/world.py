@@ -7,9 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,9 @@ OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 GRACE_SECONDS = 30.0
 """How long the other ranks may run on after one ended in an error: they end in the same one."""
+
+LAST_LINES = 40
+"""How many lines of a failed rank's errors are printed."""
 
 
 def ranks_per_gpu() -> int:
@@ -65,33 +70,59 @@ def world(device: str | None, may_share: bool = False) -> Iterator[tuple[Ring, t
 def start_ranks(count: int, arguments: Sequence[str], seconds: float = math.inf) -> int:
     """Runs ``python -m hf_ring_attn ARGUMENTS`` as ``count`` ranks on this machine; returns the first exit code but 0.
 
-    Only rank 0 prints. If one rank ends in an error, or after so many seconds, the others are ended; the exit code of
-    a rank that was ended is negative.
+    Only rank 0 prints, and at the end a rank that failed (`_cause`). If one rank ends in an error, or after so many
+    seconds, the others are ended; the exit code of a rank that was ended is negative.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "hf_ring_attn", *arguments],
-            env={**os.environ, **{name: str(x) for name, x in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}},
-            stdout=None if rank == 0 else subprocess.DEVNULL,
-            stderr=None if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(count)
-    ]
-    try:
-        end = time.monotonic() + seconds
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            if time.monotonic() > end:
-                break
-            time.sleep(0.05)
-        deadline = min(end, time.monotonic() + GRACE_SECONDS)
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-    return next((code for code in (rank.wait() for rank in ranks) if code), 0)
+    with ExitStack() as files:
+        errors = {rank: files.enter_context(tempfile.TemporaryFile()) for rank in range(1, count)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "hf_ring_attn", *arguments],
+                env={**os.environ, **{key: str(x) for key, x in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}},
+                stdout=None if rank == 0 else subprocess.DEVNULL,
+                stderr=errors.get(rank),
+            )
+            for rank in range(count)
+        ]
+        try:
+            end = time.monotonic() + seconds
+            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+            deadline = min(end, time.monotonic() + GRACE_SECONDS)
+            while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            ended = [rank.poll() for rank in ranks]
+        finally:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.kill()
+        codes = [rank.wait() for rank in ranks]
+        sys.stderr.write(_cause(ended, errors))
+        sys.stderr.flush()
+    return next((code for code in codes if code), 0)
+
+
+def _cause(codes: Sequence[int | None], errors: Mapping[int, IO[bytes]]) -> str:
+    """The last lines of the first rank that failed, or "" if rank 0 has said as much.
+
+    Args:
+        codes: exit codes by rank, None for a rank that had to be ended. errors: what the ranks but 0 wrote to stderr.
+    """
+    for rank, file in errors.items():
+        code = codes[rank]
+        if code == 0:
+            continue
+        file.seek(0)
+        lines = [line.removeprefix(f"[rank{rank}]: ") for line in file.read().decode(errors="replace").splitlines()]
+        # A refusal or a verdict has no traceback: rank 0 prints its own, unless it waits for the others. A rank with a
+        # traceback may have to be ended, since gloo may hang as the program exits.
+        is_alone = code is not None and (code < 0 or codes[0] is None)
+        if is_alone or any(line.startswith("Traceback (") for line in lines):
+            return "".join(f"rank {rank}: {line}\n" for line in lines[-LAST_LINES:] or [f"exit code {code}"])
+    return ""

@@ -1,0 +1,71 @@
+"""Ranks that a command starts: if one fails, its own words appear, since rank 0 knows only that it lost a rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_ring_attn.bench import world
+
+LOST = 'echo "PeerLost: its traceback is the cause to look at" >&2; exit 2'
+RAISES = f"""exec {sys.executable} -c 'for n in range(99): print(n, file=__import__("sys").stderr)
+raise ValueError("no room")'"""
+
+
+def start(place: Path, monkeypatch: pytest.MonkeyPatch, ranks: dict[int, str]) -> int:
+    """Starts ranks that each run a line of shell."""
+    python = place / "python"
+    cases = "".join(f"{rank}) {line};;\n" for rank, line in ranks.items())
+    python.write_text(f"#!/bin/sh\ncase $RANK in\n{cases}esac\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    return world.start_ranks(len(ranks), ["verify"])
+
+
+def test_the_cause_of_a_failed_rank_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It went to /dev/null, and rank 0 said that the cause is to be found there."""
+    assert start(tmp_path, monkeypatch, {0: f"sleep 0.5; {LOST}", 1: f"sleep 0.5; {LOST}", 2: RAISES}) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert "PeerLost" in lines[0] and lines[-1] == "rank 2: ValueError: no room"
+    assert len(lines) == 1 + world.LAST_LINES and all(line.startswith("rank 2: ") for line in lines[1:])
+
+
+SAID = {
+    "one traceback, not all ranks'": ({0: LOST, 1: RAISES, 2: RAISES}, {"rank 1"}),
+    "a rank that a signal ended": ({0: LOST, 1: "echo 'out of memory' >&2; kill -9 $$"}, {"rank 1"}),
+    "ranks that come to the same verdict as rank 0": ({0: "exit 1", 1: "echo a warning >&2; exit 1"}, set()),
+    "rank 0's own error": ({0: "exit 1", 1: LOST}, set()),
+    "no error": ({0: "exit 0", 1: "echo a warning >&2"}, set()),
+}
+
+
+@pytest.mark.parametrize(("ranks", "whose"), SAID.values(), ids=list(SAID))
+def test_only_what_rank_0_cannot_know_is_said(
+    ranks: dict[int, str], whose: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    start(tmp_path, monkeypatch, ranks)
+    lines = capfd.readouterr().err.splitlines()
+    assert {line.partition(": ")[0] for line in lines if line.startswith("rank ")} == whose, lines
+
+
+def test_a_rank_that_hangs_after_its_traceback_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """gloo may hang at the end of a program that failed; torch prefixes its tracebacks."""
+    monkeypatch.setattr(world, "GRACE_SECONDS", 0.2)
+    hangs = "echo '[rank1]: Traceback (most recent call last):' >&2; echo '[rank1]: no room' >&2; exec sleep 60"
+    assert start(tmp_path, monkeypatch, {0: f"sleep 1; {LOST}", 1: hangs}) == 2
+    assert capfd.readouterr().err.splitlines()[1:] == ["rank 1: Traceback (most recent call last):", "rank 1: no room"]
+
+
+def test_words_without_a_traceback_are_said_if_rank_0_waits_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(world, "GRACE_SECONDS", 0.2)
+    assert start(tmp_path, monkeypatch, {0: "exec sleep 60", 1: "echo no room >&2; exit 2"}) < 0
+    assert capfd.readouterr().err == "rank 1: no room\n"
