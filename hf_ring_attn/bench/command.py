@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..command_line import DTYPES, add_shape, check_shape, count
 from ..config import KERNEL_NAMES
 from . import contenders, errors, plot, results, speed
 from .peers import PEERS
@@ -19,43 +20,6 @@ from .world import world
 
 TOKENS = {"cuda": 32768, "cpu": 512}
 """The row, by kind of device, if the user names none: half a minute on a slow CPU."""
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-
-
-def count(least: int = 1) -> Callable[[str], int]:
-    """Reads a whole number from ``least`` on."""
-
-    def read(text: str) -> int:
-        if not text.lstrip("+").isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"got {text}, which must be a whole number from {least} on")
-        return int(text)
-
-    return read
-
-
-def device(text: str) -> str:
-    """Reads a kind of device that is here."""
-    if text not in ("cuda", "cpu"):
-        raise argparse.ArgumentTypeError(f"got {text}, which must be cuda or cpu")
-    if text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("got cuda, but torch finds no GPU here")
-    return text
-
-
-def add_shape(parser: argparse._ActionsContainer) -> None:
-    """Adds the shape of an attention and its device."""
-    parser.add_argument("--heads", type=count(), default=32, help="query heads (default: those of Llama 3 8B)")
-    parser.add_argument("--kv-heads", type=count(), default=8)
-    parser.add_argument("--head-dim", type=count(), default=128, help="width of queries and keys")
-    parser.add_argument("--value-dim", type=count(), help="width of values, if another one")
-    parser.add_argument("--device", type=device, help='"cuda" or "cpu"; default: a GPU if there is one')
-
-
-def check_shape(given: argparse.Namespace) -> str | None:
-    """Returns what is wrong with arguments that do not go together, or None."""
-    if given.heads % given.kv_heads:
-        return f"--heads {given.heads} must be a multiple of --kv-heads {given.kv_heads}"
-    return None
 
 
 def check(given: argparse.Namespace) -> str | None:
@@ -67,7 +31,7 @@ def check(given: argparse.Namespace) -> str | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is computed")
-    rows = f"of the row; several for several rows; default: {TOKENS['cuda']}, on a CPU {TOKENS['cpu']}"
+    rows = f"of the row: 131072, 128K; several for several rows; default: {TOKENS['cuda']}, on a CPU {TOKENS['cpu']}"
     what.add_argument("--tokens", type=count(), nargs="+", help=rows)
     add_shape(what)
     what.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; of --errors: bfloat16 and float16")

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from ..command_line import count
 from ..errors import UnsupportedModel
 from ..integration.model import admission, loading
 from . import launch, report
@@ -16,15 +17,6 @@ from .notes import notes_on
 from .search import alternatives, forecast, most_tokens
 from .setup import ITEMSIZES, LOSSES, METHODS, OPTIMIZERS, SHARDS, Setup
 from .shape import shape_of
-
-
-def count(text: str) -> int:
-    """Reads a whole number from 1 on; 128K and 1M are 131072 and 1048576."""
-    unit = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
-    digits = text[:-1] if unit > 1 else text
-    if not digits.isdecimal() or int(digits) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, which must be a whole number from 1 on (128K is 131072)")
-    return int(digits) * unit
 
 
 def positive(text: str) -> float:
@@ -40,17 +32,17 @@ def positive(text: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--model", required=True, help="of the Hub, a folder, or a config file; no weights are read")
-    what.add_argument("--tokens", type=count, help="of a row: 131072, 128K, 1M")
+    what.add_argument("--tokens", type=count(), help="of a row: 131072, 128K, 1M")
     free = f"find the longest row that fits, with {100 * KEPT_FREE:.0f} %% of the memory free unless --memory is given"
     what.add_argument("--max-tokens", action="store_true", help=free)
     what.add_argument("--method", choices=METHODS, default="lora", help="LoRA on all linear layers, QLoRA, or full")
-    what.add_argument("--lora-rank", type=count, default=16)
+    what.add_argument("--lora-rank", type=count(), default=16)
     what.add_argument("--dtype", choices=ITEMSIZES, default="bfloat16")
     what.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     where = parser.add_argument_group("where")
-    where.add_argument("--gpus", type=count, required=True, help="of all nodes")
-    where.add_argument("--gpus-per-node", type=count, default=8)
-    where.add_argument("--ring", type=count, help="GPUs that share a row; default: all")
+    where.add_argument("--gpus", type=count(), required=True, help="of all nodes")
+    where.add_argument("--gpus-per-node", type=count(), default=8)
+    where.add_argument("--ring", type=count(), help="GPUs that share a row; default: all")
     where.add_argument("--gpu", choices=GPUS, default="h100")
     where.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU, all of it; default: what --gpu has")
     where.add_argument("--host-memory", type=positive, metavar="GIB", help="per GPU; default: no limit")
@@ -64,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--no-checkpointing", action="store_true", help="save all activations")
     how.add_argument("--save-attention", action="store_true", help="as in RingConfig")
     how.add_argument("--loss", choices=LOSSES, default="chunked", help="as in RingConfig")
-    how.add_argument("--mlp-tokens", type=count, metavar="TOKENS", help="as in RingConfig")
+    how.add_argument("--mlp-tokens", type=count(), metavar="TOKENS", help="as in RingConfig")
     how.add_argument("--offload-above", type=float, metavar="GIB", help="as in RingConfig; 0: all checkpoints")
     how.add_argument("--liger", action="store_true", help="fused norms, RoPE and gated MLPs")
     how.add_argument("--offload-params", action="store_true", help="FSDP2's weights and optimizer, to host memory")

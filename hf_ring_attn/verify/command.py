@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..bench.command import DTYPES, count, device
 from ..bench.world import start_ranks, world
+from ..command_line import DTYPES, count, device
 from ..config import is_a_launched_rank
 from ..integration.model import loading
 from .verdict import Finding, verdict
@@ -20,7 +20,7 @@ LEAST_TOKENS = 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="of the Hub, a folder, or a config file (random weights)")
-    parser.add_argument("--tokens", type=count(LEAST_TOKENS), default=256, help="of the row")
+    parser.add_argument("--tokens", type=count(LEAST_TOKENS), default=256, help="of the row: 4096, 4K")
     parser.add_argument("--ranks", type=count(), default=2, help="to start, unless a launcher did")
     parser.add_argument("--layers", type=count(), help="the model's first layers only")
     parser.add_argument("--device", type=device, help='"cuda" or "cpu"; default: a GPU if there is one')

@@ -114,6 +114,8 @@ BAD_ARGUMENTS = [
     ("doctor --dtype float8", "argument --dtype: invalid choice: 'float8'"),
     ("bench --heads-per-gather -1", "argument --heads-per-gather: got -1, which must be a whole number from 0 on"),
     ("bench --tokens 64 0", "argument --tokens: got 0"),
+    ("bench --tokens 64 K", "argument --tokens: got K, which must be a whole number from 1 on (128K is 131072)"),
+    ("verify --model x --tokens 0K", "argument --tokens: got 0K, which must be a whole number from 32 on"),
     ("bench --heads 6 --kv-heads 4", "--heads 6 must be a multiple of --kv-heads 4"),
     ("bench --window 0", "argument --window: got 0"),
     ("bench --document -1", "argument --document: got -1"),

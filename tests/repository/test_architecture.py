@@ -58,10 +58,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "testing": RING,
     "autoload": BASE,  # files and imports, never a host
-    "doctor": HOST | {"autoload", "testing", "bench", "__init__"},  # it starts ranks as bench does
-    "plan": HOST | {"testing"},
-    "bench": HOST | {"testing"},
-    "verify": HOST | {"testing", "bench"},  # it starts ranks as bench does
+    "command_line": set(),
+    "doctor": HOST | {"autoload", "testing", "bench", "command_line", "__init__"},  # it starts ranks as bench does
+    "plan": HOST | {"testing", "command_line"},
+    "bench": HOST | {"testing", "command_line"},
+    "verify": HOST | {"testing", "bench", "command_line"},  # it starts ranks as bench does
     "run": HOST | {"__init__"},  # imports the plugin, then runs a stranger's program
     "cli": HOST | TOOLS | {"__init__"},
     "__main__": {"cli"},
