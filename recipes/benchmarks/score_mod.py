@@ -17,7 +17,7 @@ import torch
 
 from hf_ring_attn.attention.kernel_choice import part_of
 from hf_ring_attn.bench import results
-from hf_ring_attn.bench.clock import Call, in_turns
+from hf_ring_attn.bench.clock import Timed, in_turns
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.biases import Alibi, RelativeBias
 from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking, choose
@@ -26,7 +26,7 @@ from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask, tiles
 
 
-def passes(name: str, function: Any, tokens: int, heads: tuple[int, int], width: int, device: str) -> dict[str, Call]:
+def passes(name: str, function: Any, tokens: int, heads: tuple[int, int], width: int, device: str) -> dict[str, Timed]:
     """The forward and the backward of one kernel with one function, which it must be able to serve."""
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, dout = (
@@ -48,8 +48,8 @@ def passes(name: str, function: Any, tokens: int, heads: tuple[int, int], width:
     dq, dk, dv = (kernel.new_gradient(x) for x in (q, k, v))
     into = Gradients(dq, dk, dv, extra=extra)
     return {
-        "forward": Call(lambda: kernel.forward(q, k, v, table, params)),
-        "backward": Call(lambda: kernel.backward(dout, q, k, v, lse, delta, table, params, into, out)),
+        "forward": Timed(lambda: kernel.forward(q, k, v, table, params)),
+        "backward": Timed(lambda: kernel.backward(dout, q, k, v, lse, delta, table, params, into, out)),
     }
 
 
