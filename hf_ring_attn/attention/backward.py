@@ -64,16 +64,23 @@ class _Backward:
             self._make_delta()
         # Allocated before the ring passes: head halves write here from two streams.
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.k, self.v))
-        guard, dq = interruption_guard(ring), []
+        guard = interruption_guard(ring)
+        if len(groups) == 1:
+            with guard.ring_pass(0, 1):
+                return self._ring_pass(dk, dv), dk, dv
+        dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
         for number, heads in enumerate(groups):
             with guard.ring_pass(number, len(groups)):
-                part = self._of_heads(heads) if len(groups) > 1 else self
-                dq.append(part._ring_pass(dk[:, :, heads], dv[:, :, heads]))
+                part = self._of_heads(heads)
+                part._ring_pass(dk[:, :, heads], dv[:, :, heads], dq[:, :, self.call.query_heads(heads)])
                 del part  # before the next one's accumulators are made
-        return dq[0] if len(dq) == 1 else torch.cat(dq, 2), dk, dv
+        return dq, dk, dv
 
-    def _ring_pass(self, dk: Tensor, dv: Tensor) -> Tensor:
-        """Passes keys, values and gradient accumulators around the ring; writes dk and dv in place and returns dq."""
+    def _ring_pass(self, dk: Tensor, dv: Tensor, dq: Tensor | None = None) -> Tensor:
+        """Passes keys, values and gradient accumulators around the ring; writes dk and dv in place.
+
+        Returns dq, written into the given tensor if there is one.
+        """
         segments, rank = self.tables.segments, self.traffic.ring.rank
         halves = head_halves(self.k.shape[2], self.traffic.ring.size)
 
@@ -92,7 +99,7 @@ class _Backward:
                     if step.source == rank:
                         self._finished(*keys, step.sums, self.k.dtype, (dk[:, :, step.heads], dv[:, :, step.heads]))
         del step, keys  # frees the last accumulators before dq is made
-        return self._finished_dq()
+        return self._finished_dq(dq)
 
     def _of_heads(self, heads: slice) -> _Backward:
         """The same backward for some key heads and the query heads that read them."""
@@ -126,8 +133,8 @@ class _Backward:
         if not hasattr(self, "delta"):
             self.delta = self.kernel.delta(self.results.dout, self.results.out)
 
-    def _finished_dq(self) -> Tensor:
-        return self.kernel.finish(self.dq, self.q.dtype, self.of_q)
+    def _finished_dq(self, out: Tensor | None = None) -> Tensor:
+        return self.kernel.finish(self.dq, self.q.dtype, self.of_q, out)
 
     def _queries(self, heads: slice) -> _Queries:
         """The queries that read these key heads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -56,6 +56,23 @@ def test_statistics_of_queries_go_with_them(size: int, batch: int, length: int) 
     replay(kernel, q, k, v, dout, Mask.of(CAUSAL, batch, length * size), size, Params(0.3))
     gc.collect()
     assert not len(kernel._kept)
+
+
+@pytest.mark.parametrize("of", ["q", "k"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "segments", [[[0, 0, 9], [0, 9, 5]], [[0, 0, 5], [0, 7, 1], [1, 0, 12]]], ids=["rows", "documents"]
+)
+def test_some_heads_of_a_gradient_are_written_into_the_whole_one(
+    segments: list[list[int]], dtype: torch.dtype, of: Literal["q", "k"]
+) -> None:
+    kernel, shared = Flash4(Fake()), len(segments) == 2
+    place = Place(of, (2, 14, 2, 8), (8, 8), torch.tensor(segments), shared, 0.3)
+    accumulator = torch.randn_like(kernel.new_gradient(torch.empty(0), place))
+    whole = torch.full((2, 14, 5, 8), 7, dtype=dtype)
+    want = kernel.finish(accumulator, dtype, place)
+    assert torch.equal(kernel.finish(accumulator, dtype, place, whole[:, :, 1:3]), want)
+    assert torch.equal(whole[:, :, 1:3], want) and (whole[:, :, 3:] == 7).all() and (whole[:, :, 0] == 7).all()
 
 
 class Launches(TorchDispatchMode):
