@@ -50,14 +50,14 @@ def whole_number(name: str, value: object, need: str, least: int = 0, most: int 
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
-def number(name: str, value: object, need: str, above: float = -math.inf) -> float:
-    """Returns ``value`` as a float; refuses anything but a finite number above ``above``, and bools."""
+def number(name: str, value: object, need: str, above: float = -math.inf, least: float = -math.inf) -> float:
+    """Returns ``value`` as a float; refuses bools and all but finite numbers above ``above``, at least ``least``."""
     known = isinstance(value, Real) and not isinstance(value, bool)
     try:
         found = float(value) if known else math.nan  # type: ignore[arg-type]
     except OverflowError:  # a whole number of hundreds of digits
         found = math.inf
-    check(above < found < math.inf, name, value, need)
+    check(above < found < math.inf and found >= least, name, value, need)
     return found
 
 

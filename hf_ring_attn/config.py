@@ -1,4 +1,4 @@
-"""The options of a ring, and all reads of environment variables."""
+"""The options of a ring, and what the environment says of its ranks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RingConfig:
         if self.mlp_tokens is not None:
             whole_number("mlp_tokens", self.mlp_tokens, "a positive number of tokens, or None", 1)
         if self.offload_above is not None:
-            number("offload_above", self.offload_above, "a number of GiB, at least 0, or None", above=-1e-300)
+            number("offload_above", self.offload_above, "a number of GiB, at least 0, or None", least=0)
         for name in ("pad", "deterministic", "save_attention", "self_check"):
             check_flag(name, getattr(self, name))
 

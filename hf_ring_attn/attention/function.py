@@ -114,7 +114,8 @@ def ring_attention(
         length: S, the tokens of the whole row. None: the ranks agree on it in one small collective, for which the host
             waits, and which also detects calls with different shapes or options. Give it in training.
         return_lse: also return the log-sum-exp of each query's scores.
-        config: see `RingConfig`; ``loss`` and ``pad`` are not used here.
+        config: see `RingConfig`; of it ``kernel``, ``backward``, ``heads_per_gather``, ``traffic`` and
+            ``deterministic`` apply to a call. The row is always in zigzag order, as `positions` gives it.
 
     Returns:
         out [B, T, H, Dv] in q's dtype; with ``return_lse`` also lse [B, H, T], float32 (float64 for float64), natural

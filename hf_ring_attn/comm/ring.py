@@ -96,11 +96,11 @@ class Ring:
     def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> Ring:
         """The ring over ``group``, maybe a mesh of one axis; over the world if that is None, and of one rank where
         nothing is distributed."""
-        if dist.is_available() and isinstance(group, DeviceMesh) and group.ndim == 1:
+        if isinstance(group, DeviceMesh) and group.ndim == 1:
             group = group.get_group()
-        if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        if group is not None and not isinstance(group, dist.ProcessGroup):
             raise BadOption("group", group, "a process group that this rank is in, a mesh of one axis, or None")
-        if not (dist.is_available() and dist.is_initialized()):
+        if not dist.is_initialized():
             return cls(LOCAL)
         group = group if group is not None else dist.group.WORLD
         assert group is not None
@@ -372,12 +372,12 @@ def _together(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def world_rank() -> int:
     """This process's rank in the job; 0 if nothing is distributed."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
     """Processes in the job; 1 if nothing is distributed."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
