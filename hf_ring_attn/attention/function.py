@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..arguments import FLOATS, INTEGERS, check, check_flag, check_tensor, check_type, is_whole, number, whole_number
 from ..comm.first_order import refuse_transforms, refuse_vmap
@@ -176,16 +177,15 @@ def ring_attention(
         kernel = kernel_for(ring.name, config.kernel, request)
     else:
         kernel = kernel_for_scores(ring.name, config.kernel, request, params, mask, batch, length)
-    short = held < layout.local_length
-    if short:
-        real = torch.nonzero(layout.positions() < length).flatten().to(q.device)
-        q, k, v = (x.new_zeros(batch, layout.local_length, *x.shape[2:]).index_copy(1, real, x) for x in (q, k, v))
+    missing = layout.local_length - held  # the last tokens of each rank's share, as they are of the row
+    if missing:
+        q, k, v = (pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
     if batch * layout.padded == 0:  # nothing to send, and not every transport can send nothing
         ring, layout, mask = Ring(LOCAL), Layout(q.shape[1], 1, 0), Mask.of(CAUSAL, batch, q.shape[1])
     call = Call(q, k, v, Plan.cached(ring, layout, mask), params, RingOptions.of(config, kernel))
     out, lse = attend(call) if mod is None else attend_scored(call)
-    if short:
-        out, lse = out.index_select(1, real), lse.index_select(2, real)
+    if missing:
+        out, lse = out[:, :held].contiguous(), lse[..., :held].contiguous()
     return (out, lse) if return_lse else out
 
 

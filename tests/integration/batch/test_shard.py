@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
@@ -329,3 +330,15 @@ def test_no_padding_by_the_ring(ranks: Ranks) -> None:
         assert raised is not None and raised[0] == "UnevenLength"
         assert "a multiple of 2 * cp_size = 4, got 10" in raised[1]
         assert "or pad the batch to 12 tokens" in raised[1]
+
+
+def share_over_an_axis() -> tuple[list[int], bool]:
+    """The ring's size and rank, and if a mesh's axis gives the inputs that its group gives."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    by_mesh, by_group = hf_ring_attn.shard(tokens(23), mesh["cp"]), hf_ring_attn.shard(tokens(23), mesh.get_group("cp"))
+    same = torch.equal(by_mesh.inputs["input_ids"], by_group.inputs["input_ids"])
+    return [by_mesh.ring.size, by_mesh.ring.rank], same
+
+
+def test_an_axis_of_a_mesh_is_a_ring(ranks: Ranks) -> None:
+    assert ranks(4).run(share_over_an_axis) == [([2, rank % 2], True) for rank in range(4)]
