@@ -62,7 +62,8 @@ def _following_peers(doing: str, ring: Ring) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if isinstance(error, (PeerLost, torch.OutOfMemoryError, torch.AcceleratorError)) or _OWN.search(text):
+        own = (PeerLost, NotImplementedError, torch.OutOfMemoryError, torch.AcceleratorError)
+        if isinstance(error, own) or _OWN.search(text):
             raise
         if _UNKNOWN.search(text):
             raise NotSendable(doing, text) from error

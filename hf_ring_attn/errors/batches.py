@@ -280,6 +280,14 @@ class LossNotSharded(Refused):
         super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {trainer}; {_OWN_LOOP}")
 
 
+class ShardedLoss(Refused):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the loss of {name} is a DTensor: a term of it, as a penalty on weights, was computed from the parameters "
+            "that FSDP2 shards. Use parameter.full_tensor() there, or the optimizer's weight_decay."
+        )
+
+
 class UnnamedModel(Refused):
     """A model whose head needs whole rows, for which its batch was not sharded."""
 

@@ -147,6 +147,23 @@ class HeadReadPastFsdp(Refused):
         )
 
 
+class TiedByFsdp(Refused):
+    def __init__(self, model: str, names: list[str]) -> None:
+        super().__init__(
+            f"accelerate's FSDP2 tied weights of {model} that one process trains apart: {' and '.join(names)}. "
+            "Use DDP, or adapt neither embeddings nor head (modules_to_save), or untie them before "
+            "(tie_word_embeddings=False)."
+        )
+
+
+class OtherCheckpoint(Refused):
+    def __init__(self, checkpoint: str) -> None:
+        super().__init__(
+            f"{checkpoint} was saved without FSDP (its optimizer is in optimizer.pt), and FSDP cannot read it. Resume "
+            "with a launch config without FSDP, or start a new run from its weights: from_pretrained(checkpoint)."
+        )
+
+
 # ---- command lines --------------------------------------------------------------------------------------------------
 
 

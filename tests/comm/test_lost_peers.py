@@ -89,6 +89,7 @@ def test_only_what_the_backend_says_is_called_a_lost_peer() -> None:
         (RuntimeError("Connection closed by peer"), PeerLost),
         (torch.OutOfMemoryError("2 GiB"), torch.OutOfMemoryError),
         (torch.AcceleratorError("unspecified launch failure", 719), torch.AcceleratorError),
+        (NotImplementedError("no sharding strategy"), NotImplementedError),
         (RuntimeError("unhandled cuda error. Last error: Cuda failure 2 'out of memory'"), RuntimeError),
         (ValueError("a mistake of ours"), ValueError),
     ):

@@ -52,6 +52,11 @@ def inside(model: nn.Module) -> nn.Module:
     return unwrapped(model)[-1]
 
 
+def callable_inside(model: nn.Module) -> nn.Module:
+    """`inside`, but not past FSDP2's root, whose hooks gather weights: accelerate shards what torch.compile wrapped."""
+    return next((one for one in unwrapped(model) if is_unit(one)), inside(model))
+
+
 def parameters_of(model: nn.Module, names: Iterable[str] = ()) -> list[str]:
     """The parameters of a model's forward, in order; with ``names`` if it takes **kwargs."""
     parameters = inspect.signature(inside(model).forward).parameters.values()

@@ -93,10 +93,15 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         settle(self, *args, *kwargs.values())
         if ring_enabled(self.parallelism_config):
             fsdp.keep_float32(self)
+        given = [obj for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
+        ties = [fsdp.ties(model) for model in given]
         result = original(self, *args, **kwargs)
         if ring_enabled(self.parallelism_config):
             several = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2's way returns a list
-            models = [obj for obj in several if isinstance(obj, nn.Module) and uses_ring(obj)]
+            modules = [obj for obj in several if isinstance(obj, nn.Module)]
+            models = [model for model in modules if uses_ring(model)]
+            for model, before in zip(modules, ties, strict=False):
+                fsdp.refuse_new_ties(model, before)
             prepared.update(models)
             for model in models:
                 liger.prepare(model)

@@ -74,23 +74,26 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
         if resume_from_checkpoint and trainer.group_of(self) is not None:
-            resume_from_checkpoint = _chosen_by_all(resume_from_checkpoint, self.args.output_dir)
+            resume_from_checkpoint = _chosen_by_all(resume_from_checkpoint, self.args.output_dir, self.is_fsdp_enabled)
         return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     return train
 
 
-def _chosen_by_all(asked: Checkpoint, folder: str) -> Checkpoint:
+def _chosen_by_all(asked: Checkpoint, folder: str, by_fsdp: bool) -> Checkpoint:
     """Calls `chosen`, and checks that all ranks of the job chose the same.
 
     Raises:
+        OtherCheckpoint: FSDP is to read it, and did not write it.
         RefusedElsewhere: on a rank that could resume, if another cannot. RanksDiffer: ranks chose other checkpoints.
     """
     world = Ring.of(None)
     failure, found = None, asked
     try:
         found = chosen(asked, folder)
-    except errors.IncompleteCheckpoint as error:
+        if by_fsdp and not isinstance(found, bool) and (Path(found) / "optimizer.pt").exists():
+            raise errors.OtherCheckpoint(str(found))
+    except errors.Refused as error:
         failure = error
     facts = {"the checkpoint to resume from": str(found) if isinstance(found, bool) else Path(found).name}
     world.agree(facts, world.small_device(CPU), TODO, failure, doing="chose a checkpoint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import errors
+from ..context import introspect
 from ..context.batch_context import BatchContext
 from ..context.model_record import latest_record
 from ..log import say
@@ -35,6 +38,30 @@ def keep_float32(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
         half = str(policy.param_dtype).removeprefix("torch.")
         say(f"FSDP2 sums gradients in float32, not {half}, and returns the loss unrounded (mixed_precision_policy)")
+
+
+def ties(model: nn.Module) -> set[frozenset[str]]:
+    """The names of weights that are one parameter, without those of wrappers."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(_WRAPPERS.sub("", name))
+    return {frozenset(each) for each in names.values() if len(each) > 1}
+
+
+def refuse_new_ties(model: nn.Module, before: set[frozenset[str]]) -> None:
+    """Refuses a model whose weights were tied while accelerate sharded it.
+
+    Its FSDP2 calls `tie_weights`, which ties a head also to the copy of the embeddings that PEFT trains in their place.
+
+    Raises:
+        TiedByFsdp: weights are one parameter that were not in ``before`` (as of `ties`).
+    """
+    new = [tie for tie in ties(model) if not any(tie <= other for other in before)]
+    if new:
+        raise errors.TiedByFsdp(introspect.name_of(model), min(sorted(tie) for tie in new))
+
+
+_WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 
 
 def uncast(count: Any, model: nn.Module) -> Any:

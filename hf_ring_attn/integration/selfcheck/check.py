@@ -69,7 +69,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
         return
     if sample is None or torch.compiler.is_compiling():
         return
-    inner, has_labels, loss = introspect.inside(model), context.facts.has_labels, context.config.loss
+    inner, has_labels, loss = introspect.callable_inside(model), context.facts.has_labels, context.config.loss
     case: tuple[object, ...] = (ring.name, has_labels, loss, context.whole_head)
     if _sharding(record) is None:  # else other rings, whose batches may be of another kind, take part in each forward
         case += (sample.first is None, sample.hides)
@@ -209,6 +209,8 @@ class _Check:
                 return None  # no loss, or one that differs from run to run
             share = self._sharded(ring_step)
         assert share is not None, "a loss in one process"
+        if type(share.loss).__name__ == "DTensor":
+            raise errors.ShardedLoss(step.name or self.name)
         got, least = self._mean(share), self._tolerance(dtypes)
         found, want = self._apart(got, whole), whole
 

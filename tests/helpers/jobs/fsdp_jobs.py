@@ -56,10 +56,14 @@ def step_in_half(batch: Batch, chosen: MixedPrecisionPolicy | None = None) -> An
         return plugin.mixed_precision_policy, loss.detach(), gradient
 
 
-def sharded_weights(dtype: torch.dtype | None = None) -> Any:
-    """A Llama in float32 whose weights FSDP2 shards over all ranks, to compute in ``dtype``."""
+def sharded_weights(dtype: torch.dtype | None = None, root: bool = True) -> Any:
+    """A Llama in float32 whose weights FSDP2 shards over all ranks, to compute in ``dtype``.
+
+    Args:
+        root: those beside its layers, too.
+    """
     model: Any = tiny("llama", "ring_fp32")
-    for part in (*model.model.layers, model):
+    for part in (*model.model.layers, *([model] if root else ())):
         fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=MixedPrecisionPolicy(dtype))
     return model
 

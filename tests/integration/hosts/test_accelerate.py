@@ -23,6 +23,7 @@ from accelerate.utils import (
     TorchContextParallelConfig,
     TorchDynamoPlugin,
 )
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ring_attn import errors
@@ -249,6 +250,27 @@ def test_models_prepared_in_any_way_are_remembered(gpus: dict[str, Any], several
     ours._prepare(lambda self, *objects: several(objects))(made, net, head)
     assert net in prepared
     assert head not in prepared
+
+
+@pytest.mark.parametrize("copied", ["embed_tokens", None])
+def test_weights_that_accelerate_ties_are_refused(gpus: dict[str, Any], copied: str | None) -> None:
+    """As its FSDP2 does by `tie_weights`: the head becomes the copy of the embeddings that PEFT trains."""
+    made, tied = accelerator(ParallelismConfig(cp_size=2)), model()
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()
+    net: Any = get_peft_model(
+        tied, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[copied] if copied else None)
+    )
+
+    def prepare(self: Any, model: Any) -> Any:
+        model.tie_weights()
+        return model
+
+    if copied is None:
+        assert ours._prepare(prepare)(made, net) is net
+        return
+    with pytest.raises(errors.TiedByFsdp, match=r"lm_head\.weight and .*embed_tokens\.modules_to_save"):
+        ours._prepare(prepare)(made, net)
 
 
 # ---- buffers -------------------------------------------------------------------------------------------------------

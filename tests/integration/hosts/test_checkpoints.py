@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerState
 
+from hf_ring_attn import errors
+from hf_ring_attn.integration.hosts import checkpoints
 from hf_ring_attn.integration.hosts.checkpoints import is_complete, last_complete
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, without_ring
 from tests.helpers.jobs.kinds_jobs import ADAM, Kind, trained
@@ -154,6 +156,21 @@ def resumed_apart(folder: str) -> str:
 def test_ranks_that_would_resume_from_other_checkpoints_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks(2).run(resumed_apart, str(tmp_path)):
         assert said.startswith("RanksDiffer: ") and "checkpoint-2" in said and "checkpoint-1" in said, said
+
+
+@pytest.mark.parametrize("by_fsdp", [True, False])
+def test_fsdp_reads_no_checkpoint_of_others(tmp_path: Path, by_fsdp: bool) -> None:
+    """Its ranks would fail one after another: the first misses a file, the others wait for it."""
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text("{}")
+    (checkpoint / "optimizer.pt").touch()
+    for asked in (True, str(checkpoint)):
+        if by_fsdp:
+            with pytest.raises(errors.OtherCheckpoint, match="was saved without FSDP"):
+                checkpoints._chosen_by_all(asked, str(tmp_path), True)
+        else:
+            assert checkpoints._chosen_by_all(asked, str(tmp_path), False) == str(checkpoint)
 
 
 def refused(folder: str) -> str:

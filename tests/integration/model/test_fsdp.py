@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import hf_ring_attn
+from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import fsdp_jobs, plain_jobs
 from tests.helpers.jobs.comparison import Ranks
@@ -103,3 +109,35 @@ def test_smoothed_labels_are_those_of_the_next_tokens(ranks: Ranks, wrap: str) -
     """Trainer knows causal language models by their class's name, which FSDP2 and torch.compile change."""
     for got, want in ranks(2).run(fsdp_jobs.smoothed, tokens(23), wrap):
         assert relative_error(got, want) < BOUND
+
+
+def checked(compiled: bool, penalty: bool) -> tuple[Tensor, str]:
+    """The loss of a model that FSDP2 shards, after its self-check, or the name of its refusal."""
+    model: Any = fsdp_jobs.sharded_weights(root=not compiled)
+    if compiled:  # accelerate compiles first
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        wrapped: Any = torch.compile(model, backend="eager")
+        model = fully_shard(wrapped, mesh=mesh)
+    if penalty:
+        model.register_forward_hook(penalize)
+    try:
+        with (sharded := hf_ring_attn.shard(tokens(23), config=RingConfig(loss="sharded"), model=model)):
+            loss = model(**sharded.inputs).loss
+            return sharded.reduce(loss.detach()), ""
+    except errors.Refused as error:
+        return torch.zeros(()), type(error).__name__
+
+
+def penalize(model: Any, _: Any, output: Any) -> Any:
+    output.loss = output.loss + 1e-2 * sum(p.square().sum() for p in model.model.layers.parameters())
+    return output
+
+
+def test_a_model_that_is_compiled_before_it_is_sharded_is_checked(ranks: Ranks) -> None:
+    plain, compiled = (ranks(2).run(checked, how, False)[0] for how in (False, True))
+    assert plain[1] == compiled[1] == ""
+    assert relative_error(compiled[0], plain[0]) < BOUND
+
+
+def test_a_loss_of_sharded_weights_is_refused_by_name(ranks: Ranks) -> None:
+    assert [name for _, name in ranks(2).run(checked, False, True)] == ["ShardedLoss"] * 2
