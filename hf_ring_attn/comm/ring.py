@@ -47,7 +47,7 @@ def _leave_gloo_in_order() -> None:
 
 
 _OWN = re.compile(r"cuda (error|failure)|out of memory|device-side assert", re.IGNORECASE)
-"""What this rank's own GPU reports, through NCCL too."""
+"""Words of errors of this rank's own GPU, also of those that NCCL reports."""
 _LATE = re.compile(r"timed out|time-?out", re.IGNORECASE)
 _UNKNOWN = re.compile(
     r"scalar type|unsupported (data ?type|dtype)|(backend|support)[^.]* device|must be CUDA", re.IGNORECASE

@@ -34,6 +34,7 @@ REFUSED_ARGUMENTS = {
     "indices": "sparse attention over chosen indices (DeepSeek V3.2 and kin) is not supported",
     "block_indices": "sparse attention over chosen blocks is not supported",
     "head_mask": "masking of heads is not supported",
+    "output_attentions": "attention weights never exist in a ring, so a model cannot return them",
 }
 
 
@@ -74,7 +75,7 @@ def ring_attention_forward(
         todo = "it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout, attn_pdrop)"
         _refuse(errors.UnsupportedArgument, where, f"dropout={dropout}", todo)
     for name, why in REFUSED_ARGUMENTS.items():
-        if kwargs.get(name) is not None:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
             _refuse(errors.UnsupportedArgument, where, name, why)
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal) and _is_causal(spec):
@@ -121,7 +122,7 @@ def _scored(
     params = replace(params, score_mod=mod)
     request = replace(Request(*_facts(spec, params, q, k, v)), score_mod=True)
     kernel = kernel_for_scores(spec.plan.ring, config.kernel, request, params, spec.mask, q.shape[0], length)
-    _note(spec.context is not None, trains, kernel, request)
+    _note(spec.in_batch, trains, kernel, request)
     out: Tensor = attend_scored(Call(q, k, v, spec.plan, params, RingOptions.of(config, kernel)))[0]
     return out
 
@@ -150,7 +151,7 @@ def _is_causal(spec: MaskSpec) -> bool:
 
 def _kernel(spec: MaskSpec, trains: bool, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:
     """Returns the kernel's name."""
-    asked = (spec.context is not None, trains, spec.plan.ring, spec.config.kernel, *_facts(spec, params, q, k, v))
+    asked = (spec.in_batch, trains, spec.plan.ring, spec.config.kernel, *_facts(spec, params, q, k, v))
     if not torch.compiler.is_dynamo_compiling():
         return _chosen(*asked)
     name: str = _chosen_once(*asked)

@@ -2,53 +2,39 @@
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ... import errors
 from ...arguments import check_type
-from ...attention.op import attentions, lacks_backward
-from ...comm.first_order import inside_transforms
+from ...attention.op import lacks_backward
 from ...comm.ring import Ring
 from ...config import RingConfig
-from ...kernels import in_score_mod
 from ...layers.collectives import gather_sequence
 from ...sharding.layout import Layout, note_balanced
 from ...traffic import interruption_guard
-from ..attention import masks
-from ..context import batch_context, introspect, model_record, ring_random, shared_kv
+from ..context import batch_context, model_record, ring_random, shared_kv
 from ..context.batch_context import BatchContext
 from ..context.local_batch import cut_batch
 from ..context.mesh import find_ring
 from ..context.model_record import Visits
-from ..context.shared_kv import SharedKV
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS, TOKENS, tokens_of, whole_rows
-from ..model import agreement, call_inputs, fsdp, liger, offloading, replicas, whole_heads
+from ..model import call_inputs, fsdp, replicas, whole_heads
 from ..model.call_inputs import TrackedInputs, track
-from ..model.chunked import lazy_heads
-from ..patching.changes import Undo
-from ..patching.compiler import uncompiled
-from ..selfcheck import check, row
+from ..selfcheck import row
 from . import compared_inputs
-from .announce import announce
+from .binding import admit, ring_context
 from .rows import RowReductions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-STOPS_ALL = (errors.Refused, errors.HostMemoryFull)
-"""Errors that all ranks raise at one place: no message is under way."""
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 _NO_BACKWARD = (
@@ -68,7 +54,7 @@ class Sharded(RowReductions):
 
     inputs: dict[str, Any]
     context: BatchContext
-    _context: AbstractContextManager[None] | None = field(default=None, repr=False)
+    _entered: list[AbstractContextManager[object]] = field(default_factory=list, repr=False)
 
     @property
     def ring(self) -> Ring:
@@ -85,14 +71,16 @@ class Sharded(RowReductions):
         return self.layout.positions()
 
     def __enter__(self) -> Sharded:
-        self._context = ring_context(self.context)
-        self._context.__enter__()
+        """Activates the ring. Within itself it may be entered again: then the hooks of the outermost time serve."""
+        again = bool(self._entered)
+        entered = batch_context.activate(self.context) if again else ring_context(self.context)
+        entered.__enter__()
+        self._entered.append(entered)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        context, self._context = self._context, None
-        assert context is not None, "left a context that was not entered"
-        context.__exit__(*error)
+        assert self._entered, "left a context that was not entered"
+        self._entered.pop().__exit__(*error)
 
     def reduce(self, loss: Tensor) -> Tensor:
         """The loss of the whole batch: the mean of all ranks' ``out.loss``, detached, the same on every rank."""
@@ -133,7 +121,7 @@ class Sharded(RowReductions):
 
 def shard(
     batch: Mapping[str, Any],
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     *,
     config: RingConfig | None = None,
     model: nn.Module | None = None,
@@ -160,7 +148,7 @@ def shard(
         batch: the model's whole inputs: input_ids or inputs_embeds, and any of labels, shift_labels, attention_mask
             [B, S], position_ids [B, S], num_items_in_batch (of all batches of a step) ... The same on every rank of
             the ring; it is not changed.
-        group: the process group of the ring; None: accelerate's "cp" axis, else the world.
+        group: the process group of the ring, or a mesh of one axis; None: accelerate's "cp" axis, else the world.
         config: options; None: those set on the model (`configure`), else the defaults.
         model: the model that will run; needed if it is compiled as a whole, to prepare it without hooks, or if its
             head gets whole rows.
@@ -178,7 +166,7 @@ def shard(
 
 def shard_for(
     batch: Mapping[str, Any],
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     config: RingConfig | None,
     model: nn.Module | None,
     gathers_logits: bool = False,
@@ -244,134 +232,6 @@ def shard_for(
         context.text.random = ring_random.RingRandomness(seeds[0], ring.rank)
     context.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, context)
     for one in [] if model is None else [model, *beside]:
-        _admit(one, context)
+        admit(one, context)
     context.state(Visits).clear()  # the models may change until they are called
     return sharded
-
-
-_NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=model)"
-
-
-def _admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Admits an outermost model before it runs in a ring. ``meanwhile``: see `agreement.admit`."""
-    if context.ring.size > 1 and inside_transforms():
-        raise errors.UnsupportedVmap(f"{introspect.name_of(model)} was called in a ring")
-    record = agreement.admit(model, context, meanwhile)
-    replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
-    check.check(model, context, record)
-    offloading.reserve(model, record, context)
-    masks.prepare_masks(model, context)
-
-
-class _Unregistered(list[weakref.ref[nn.Module]]):
-    """Modules that a model calls, though it does not contain them: found in its first forward in a ring, in order."""
-
-    searched = False
-
-
-@contextmanager
-def ring_context(context: BatchContext) -> Iterator[None]:
-    """Activates the ring of a sharded batch, and binds every model at its first call inside."""
-    handles: list[RemovableHandle] = []
-    running: list[nn.Module] = []
-    watched: list[Undo] = []
-
-    def bind(model: nn.Module) -> None:
-        _admit(model, context, partial(replicas.note_trained, model, context))
-        watched.extend(_watch(model, context, running=True))
-        context.state(Visits).clear()
-
-    # Not compiled: a model that is compiled in place, and not given to `shard`, would trace them.
-    @uncompiled(_NAME_IT)
-    def before(module: nn.Module, _inputs: Any) -> None:
-        # Not a model: modules without weights (a loss, an activation made in a call), and parts of a score_mod.
-        known = id(module) in context.log.seen or in_score_mod()
-        if known or next(module.parameters(), None) is None:
-            return
-        if running:
-            bind(module)
-            model_record.latest_record(running[0]).state(_Unregistered).append(weakref.ref(module))
-            return
-        running.append(module)
-        try:
-            liger.refuse_running(module, context)
-            bind(module)
-            others = model_record.latest_record(module).state(_Unregistered)
-            for other in [other for reference in others if (other := reference()) is not None]:
-                bind(other)
-        except BaseException:
-            running.clear()
-            raise
-        # This hook runs before every module, so it leaves once they are known: 32 layers have 400. A compiled model
-        # would trace it, and compile again for each batch.
-        if others.searched or _holds_compiled(module):
-            handles.pop().remove()
-        others.searched = True
-        watched.append(module.register_forward_hook(after, always_call=True).remove)
-
-    @uncompiled(_NAME_IT)
-    def after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        running.clear()
-        if not handles:
-            watch()
-
-    def watch() -> None:
-        handles.append(torch.nn.modules.module.register_module_forward_pre_hook(before))
-
-    replicas.warn_if_not_reduced()
-    context.log.entered = True
-    if not context.log.seen:  # a model given to `shard` needs no hooks
-        watch()
-    for model in context.log.models:
-        replicas.compare(model, context)  # it may train only since `shard`
-        replicas.note_trained(model, context)
-        watched.extend(_watch(model, context))
-    random = None if context.text is None else context.text.random
-    if random is not None:
-        random.enter()
-    try:
-        with batch_context.activate(context):
-            yield
-    finally:
-        if random is not None:
-            random.leave()
-        context.state(SharedKV).clear()
-        for handle in handles:
-            handle.remove()
-        for undo in watched:
-            undo()
-    announce(context)
-
-
-def _watch(model: nn.Module, context: BatchContext, running: bool = False) -> list[Undo]:
-    """Watches the model's calls in a batch. Returns what ends the watch."""
-    heads = ExitStack()
-    heads.enter_context(lazy_heads(model))
-    return [*call_inputs.watch(model, context, inside=running), _note_failure(model, context), heads.close]
-
-
-def _note_failure(model: nn.Module, context: BatchContext) -> Undo:
-    """Hooks ``model`` to note a forward that an error ends, though the program may catch it. Returns the undo."""
-
-    @uncompiled(_NAME_IT)
-    def after(_model: nn.Module, _args: Any, output: Any) -> None:
-        error = sys.exc_info()[1] if output is None else None  # the only sign in a hook that is always called
-        # All ranks raise refusals, and mostly errors before the first attention (bad arguments), too.
-        alone = attentions() > context.log.before or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        # Checkpointing ends the forward that it runs again by an exception, on every rank.
-        ended = isinstance(error, STOPS_ALL) or type(error).__module__ == "torch.utils.checkpoint"
-        if error is not None and alone and not ended:
-            interruption_guard(context.ring).abandon()
-
-    if (
-        "_compiled_call_impl" in model.__dict__
-        or context.ring.size == 1
-        or not model_record.latest_record(model).uses_ring()
-    ):
-        return lambda: None
-    return model.register_forward_hook(after, always_call=True, prepend=True).remove
-
-
-def _holds_compiled(model: nn.Module) -> bool:
-    """Returns True if torch.compile was called on ``model`` or on a part of it."""
-    return any(map(introspect.is_compiled, introspect.unwrapped(model))) or model_record.latest_record(model).compiled

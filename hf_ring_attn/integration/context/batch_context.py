@@ -70,9 +70,10 @@ class MaskSpec(Opaque):
 
     Args:
         mask: of the whole rows. seen: the mask expression that the model asked for.
-        context: its sharded batch; None for a ring of one that needs none.
+        context: its sharded batch; None for a ring of one that needs none. Not kept: it keeps its specs.
 
     Attributes:
+        in_batch: it belongs to a sharded batch.
         places: [T] int64, positions of this rank's tokens in the row, for compilers as a tensor.
         shared: gathered K/V that several layers share; None: each layer gathers by itself.
     """
@@ -86,7 +87,7 @@ class MaskSpec(Opaque):
         self.places = layout.positions()
         self.seen = seen
         self.config = config
-        self.context = context
+        self.in_batch = context is not None
         # A given number of heads per gather bounds memory: then layers share nothing.
         shares = context is not None and context.ring.size > 1 and config.heads_per_gather is None
         self.shared = context.state(SharedKV) if context is not None and shares else None
@@ -118,6 +119,21 @@ class BatchFacts(MaskFacts):
     explicit: bool = False
 
 
+class Models:
+    """Models in the order in which they were added, the same on every rank. It does not keep them alive."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[nn.Module]] = []
+
+    def add(self, model: nn.Module) -> None:
+        """Adds a model, once."""
+        if all(model is not known for known in self):
+            self._references.append(weakref.ref(model))
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (model for reference in self._references if (model := reference()) is not None)
+
+
 @dataclass
 class RunLog:
     """Events in a batch's context, for the log line at the start and the checks at the end.
@@ -127,7 +143,7 @@ class RunLog:
         before: attentions before this batch, or of another batch nested in its context.
         fused: TRL's fused head was asked for, which computes the loss in chunks of tokens.
         attends: False for a model that is known to have no attention.
-        models: the outermost models that were called. configs: their transformers configs.
+        models: the outermost models that were called, in order. configs: their transformers configs.
         seen: identities of the modules and configs that were admitted.
     """
 
@@ -140,7 +156,7 @@ class RunLog:
     called: bool = False
     fused: bool = False
     attends: bool = True
-    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    models: Models = field(default_factory=Models)
     configs: list[Any] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
@@ -231,6 +247,11 @@ class BatchContext:
             raise errors.LossNotSharded("the loss of a model with bidirectional attention (masked LM, encoders)")
 
 
+def is_active(context: BatchContext) -> bool:
+    """Returns True if ``context`` was entered, and not left."""
+    return context in _STACK
+
+
 def current() -> BatchContext | None:
     """The innermost active batch."""
     return _STACK[-1] if _STACK else None
@@ -238,20 +259,32 @@ def current() -> BatchContext | None:
 
 @contextmanager
 def activate(context: BatchContext) -> Iterator[BatchContext]:
-    """Makes ``context`` the active batch.
+    """Makes ``context`` the active batch. Within itself it may be entered again.
 
     Raises:
         NoRingAttention: on leaving, if a model ran but none of its layers attended in the ring.
     """
-    _STACK.append(context)
     log = context.log
-    log.before = attentions()
+    _count_attentions()
+    if context not in _STACK:
+        log.before = attentions()
+    _STACK.append(context)
     try:
         yield context
     finally:
-        _STACK.remove(context)
-        ran = attentions() - log.before
-        for outer in _STACK:
-            outer.log.before += ran
-    if log.called and log.attends and not ran:
+        _count_attentions()
+        del _STACK[len(_STACK) - 1 - _STACK[::-1].index(context)]  # its latest entry
+    if log.called and log.attends and attentions() == log.before:
         raise errors.NoRingAttention()
+
+
+_counted = 0
+"""All attentions until a batch was last entered or left."""
+
+
+def _count_attentions() -> None:
+    """Counts the attentions since then for the innermost batch, and for no other."""
+    global _counted
+    ran, _counted = attentions() - _counted, attentions()
+    for outer in {*_STACK} - {*_STACK[-1:]}:
+        outer.log.before += ran

@@ -64,6 +64,19 @@ def parameters_of(model: nn.Module, names: Iterable[str] = ()) -> list[str]:
     return [*(parameter.name for parameter in parameters), *(names if takes_any else ())]
 
 
+def takes_batch(model: nn.Module, names: Iterable[str]) -> bool:
+    """Returns False for a layer that a program calls beside its model: it needs a first input that no batch has.
+
+    Args:
+        names: the batch's inputs.
+    """
+    parameters = inspect.signature(inside(model).forward).parameters
+    first = next(iter(parameters.values()), None)
+    if first is None or first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD) or first.default is not first.empty:
+        return True
+    return first.name in {"input_ids", "inputs_embeds", *names} or "input_ids" in parameters
+
+
 def name_of(model: nn.Module) -> str:
     """The class name of the user's model, inside DDP and other wrappers."""
     return class_of(next((module for module in model.modules() if "config" in module.__dict__), model))

@@ -12,7 +12,7 @@ from ...comm.ring import Ring
 from ...config import RingConfig
 from ...sharding.layout import Layout
 from .batch_context import BatchContext, BatchFacts, TextModel
-from .whole_batch import OF_HEADS, PADDING, MaskFacts, WholeBatch, tokens_of, whole_rows
+from .whole_batch import OF_HEADS, MaskFacts, WholeBatch, padding_of, tokens_of, whole_rows
 
 
 class LocalBatch(NamedTuple):
@@ -53,7 +53,7 @@ def cut_batch(
 
 def _local_rows(rows: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
     """Pads rows [B, S, ...] and takes this rank's tokens; all rows [B, S] of one dtype at once."""
-    padded = {name: layout.pad(x, 1, PADDING.get(name, 0)) for name, x in rows.items()}
+    padded = {name: layout.pad(x, 1, padding_of(name, x)) for name, x in rows.items()}
     alike: dict[object, list[str]] = {}
     for name, x in padded.items():
         together = layout.world_size > 1 and x.dim() == 2 and not x.is_floating_point()

@@ -10,6 +10,7 @@ from ..log import warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 RING = "ring"
 """The cp_backend of a ring."""
@@ -52,8 +53,9 @@ def _shared_state(name: str) -> Any:
     return None if state is None else state.AcceleratorState._shared_state.get(name)
 
 
-def find_ring(group: ProcessGroup | None) -> Ring:
-    """The ring over ``group``; if None, over accelerate's "cp" axis, else the world, else a ring of one."""
+def find_ring(group: ProcessGroup | DeviceMesh | None) -> Ring:
+    """The ring over ``group``, maybe a mesh of one axis; if None, over accelerate's "cp" axis, else the world, else a
+    ring of one."""
     return Ring.of(ring_group() if group is None else group)
 
 

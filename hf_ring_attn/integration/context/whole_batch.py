@@ -24,8 +24,9 @@ PADDING = {
     "labels": IGNORED, "shift_labels": IGNORED, "block_sequence_ids": -1, "input_ids": None, "inputs_embeds": None,
     "per_layer_inputs": None,
 }  # fmt: skip
-"""Values of padding tokens by input; 0 for others. None repeats the row's last token, since a zero embedding makes
-gradients nan in models that divide by its norm."""
+"""Values of padding tokens by input; `padding_of` has those of others. None repeats the row's last token, since a zero
+embedding makes gradients nan in models that divide by its norm."""
+_TARGETS = re.compile("label|target")
 KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """Inputs that describe documents to kernels; valid for the whole row only, so they are not passed on."""
 FEATURES = re.compile(
@@ -37,6 +38,16 @@ DENSE = {"labels", "shift_labels", "position_ids", "attention_mask"}
 OF_HEADS = ("labels", "start_positions", "end_positions")
 """Inputs of which a head of whole rows computes its loss."""
 FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
+
+
+def padding_of(name: str, x: Tensor) -> int | None:
+    """The value of an input's padding tokens: -100 for integers that are named as labels or targets, and no mask.
+
+    A loss of further labels, as of a second next token, ignores it as it does that of ``labels``.
+    """
+    whole_numbers = not x.is_floating_point() and x.dtype != torch.bool
+    of_loss = whole_numbers and _TARGETS.search(name) is not None and "mask" not in name
+    return PADDING.get(name, IGNORED if of_loss else 0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -22,7 +22,7 @@ from ...sharding.layout import Layout
 from ..context import batch_context
 from ..context.batch_context import BatchContext, MaskSpec
 from ..context.tensor_tree import tensors_of
-from ..context.whole_batch import LOSS_INPUTS, PADDING, TOKENS, mask_facts, text_positions
+from ..context.whole_batch import LOSS_INPUTS, TOKENS, mask_facts, padding_of, text_positions
 from ..patching.hooks import attach
 from . import structure, whole_heads
 
@@ -128,7 +128,7 @@ def local_inputs(text: nn.Module, named: dict[str, Any], context: BatchContext) 
             continue
         of_tokens = isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)
         if (name in PER_TOKEN and x is not None) or (of_tokens and context.whole_head and name not in LOSS_INPUTS):
-            local[name] = _share(layout, x, 1, PADDING.get(name, 0))
+            local[name] = _share(layout, x, 1, padding_of(name, x))
         elif name in LOSS_INPUTS:  # sharded before the call
             local[name] = x
         else:

@@ -51,6 +51,9 @@ def _token_reasons(model: nn.Module) -> Iterator[str]:
         if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
             yield f"{where} mixes neighbouring tokens, which are on other ranks"
             break
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            yield f"{where} reads other tokens than its own, which are on other ranks"
+            break
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (option := _option_of_batches(module)):
             yield f"{where} has {option}, which looks at all tokens of a batch, and each rank has others: leave it out"
             break

@@ -30,6 +30,7 @@ from ..context.local_batch import LocalBatch, local_batch
 from ..context.model_record import ModelRecord, latest_record
 from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
+from ..log import warn
 from ..model.chunked import lazy_heads
 from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
@@ -81,6 +82,11 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     needs_step = has_loss and (step.loss is not None or by_model) and tried not in verdicts
     if case not in verdicts or needs_step:
         if not record.uses_ring():  # a loss or a head beside the model
+            return
+        if not introspect.takes_batch(inner, (*sample.tokens, *sample.others)):
+            name = introspect.class_of(inner)
+            warn(f"{name} takes no batch, so the self-check cannot run it: it runs in the ring unchecked.")
+            state.verdict = "off"
             return
         job, modes = _Check(inner, context, sample, _device(model, sample)), [x.training for x in inner.modules()]
         if case not in verdicts:

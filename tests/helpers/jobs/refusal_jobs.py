@@ -101,6 +101,11 @@ def with_a_loss_function(model: Any) -> Any:
     return model
 
 
+def with_a_mixer(model: Any, kind: str) -> Any:
+    model.model.layers[0].mixer = getattr(torch.nn, kind)(32, 32 if kind == "GRU" else 4)
+    return model
+
+
 def tuned_otherwise(model: Any) -> Any:
     model.model.layers[0].self_attn.attn_temperature_tuning = True
     return model

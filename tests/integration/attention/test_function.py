@@ -125,6 +125,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a bias": ({"attn_bias": torch.zeros(1)}, "attn_bias: an additive bias is not supported"),
     "chosen keys": ({"indices": torch.zeros(1)}, "indices: sparse attention over chosen indices (DeepSeek V3.2"),
     "chosen blocks": ({"block_indices": torch.zeros(1)}, "block_indices: sparse attention over chosen blocks"),
+    "weights": ({"output_attentions": True}, "output_attentions: attention weights never exist in a ring"),
     "masked heads": ({"head_mask": torch.zeros(1)}, "head_mask: masking of heads is not supported"),
 }  # fmt: skip
 
@@ -135,6 +136,14 @@ def test_arguments_that_it_cannot_honour(why: str) -> None:
     with pytest.raises(errors.UnsupportedArgument) as refusal:
         ring_attention_forward(Layer(), *qkv(), causal(), **given)
     assert text in str(refusal.value)
+
+
+def test_an_argument_that_is_off_is_none() -> None:
+    (out, _), (same, _) = (ring_attention_forward(Layer(), *qkv(), causal(), **more) for more in ({}, OFF))
+    assert torch.equal(out, same)
+
+
+OFF: dict[str, Any] = {"output_attentions": False, "head_mask": None}
 
 
 def test_a_score_mod_where_transformers_would_attend() -> None:

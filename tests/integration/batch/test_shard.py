@@ -102,6 +102,15 @@ def test_a_given_number_of_items_is_shared_out(ranks: Ranks) -> None:
     assert [inputs["num_items_in_batch"] for inputs in ranks(2).run(share, batch)] == [15, 15]
 
 
+def test_further_labels_are_padded_as_labels_are(ranks: Ranks) -> None:
+    """A loss of the token after the next ignores padding; a mask of labels, and other columns, get zeros."""
+    names = {"labels_2": -100, "next_targets": -100, "labels_mask": 0, "token_type_ids": 0, "float_labels": 0}
+    batch: Any = {**tokens(7), **{name: torch.ones(2, 7, dtype=torch.int64) for name in names}}
+    batch["float_labels"] = torch.ones(2, 7)
+    first = ranks(2).run(share, batch)[0]  # its share ends with the padding
+    assert {name: int(first[name][0, -1]) for name in names} == names
+
+
 def test_shifted_labels_may_be_given(ranks: Ranks) -> None:
     """Then they are taken as they are, also without labels: models compute a loss only where those are."""
     batch = tokens(8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -62,6 +64,13 @@ FORWARDS = [
     Forward(
         why="an encoder and a decoder", kind="T5ForConditionalGeneration", sizes=False,
         config=T5, text="encoder-decoder models are not supported",
+    ),
+    *(
+        Forward(why=f"{kind} beside attention", change=partial(jobs.with_a_mixer, kind=kind), text=text)
+        for kind, text in {
+            "GRU": "model.layers.0.mixer (GRU) reads other tokens than its own, which are on other ranks",
+            "MultiheadAttention": "model.layers.0.mixer (MultiheadAttention) reads other tokens than its own",
+        }.items()
     ),
     Forward(
         why="a temperature that is not Llama 4's", change=jobs.tuned_otherwise,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
 import torch
+from transformers.masking_utils import create_causal_mask
 
+import hf_ring_attn
 import tests.helpers.jobs.self_check_jobs as jobs
 from hf_ring_attn import RingConfig
+from hf_ring_attn.integration import log
 from hf_ring_attn.integration.selfcheck.compare import spread
 from hf_ring_attn.integration.selfcheck.restore import preserved
 from hf_ring_attn.integration.selfcheck.row import Sample, row_length
@@ -215,6 +220,24 @@ def test_a_model_of_pairs_of_rows_is_given_as_many_as_the_batch_has(ranks: Ranks
     assert ranks(2).run(jobs.refused, "pairs") == [("", "", 2)] * 2
     for error, _, steps in ranks(2).run(jobs.refused, "pairs, shifted"):
         assert (error, steps) == ("SelfCheckFailed", 0)
+
+
+def layer_beside() -> tuple[list[str], str]:
+    """A decoder layer that a program calls beside its model, as in multi-token prediction: what was warned of."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    layer = model.model.layers[0]
+    with mock.patch.object(log.logger, "warning") as warning, (sharded := hf_ring_attn.shard(tokens(23))):
+        hidden, places = model.get_input_embeddings()(sharded.inputs["input_ids"]), sharded.inputs["position_ids"]
+        mask = create_causal_mask(model.config, hidden, sharded.inputs["attention_mask"], None, places)
+        rotary = model.model.rotary_emb(hidden, places)
+        layer(hidden, attention_mask=mask, position_ids=places, position_embeddings=rotary).sum().backward()
+    return [str(call.args[0]) for call in warning.call_args_list], type(layer.mlp.up_proj.weight.grad).__name__
+
+
+def test_a_layer_beside_the_model_runs_unchecked_with_a_warning(ranks: Ranks) -> None:
+    for texts, gradient in ranks(2).run(layer_beside):
+        assert gradient == "Tensor"
+        assert any(text.startswith("LlamaDecoderLayer takes no batch, so the self-check cannot") for text in texts)
 
 
 def test_a_model_that_returns_nothing_to_compare_is_refused(ranks: Ranks) -> None:

@@ -1,0 +1,177 @@
+"""The models that a sharded batch is bound to: admitted at their first call in its context, watched until it ends."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ... import errors
+from ...attention.op import attentions
+from ...comm.first_order import inside_transforms
+from ...kernels import in_score_mod
+from ...traffic import interruption_guard
+from ..attention import masks
+from ..context import batch_context, introspect, model_record
+from ..context.batch_context import BatchContext
+from ..context.model_record import Visits
+from ..context.shared_kv import SharedKV
+from ..model import agreement, call_inputs, liger, offloading, replicas
+from ..model.chunked import lazy_heads
+from ..patching.changes import Undo
+from ..patching.compiler import uncompiled
+from ..selfcheck import check
+from .announce import announce
+
+STOPS_ALL = (errors.Refused, errors.HostMemoryFull)
+"""Errors that all ranks raise at one place: no message is under way."""
+
+
+_NAME_IT = "name the model that is compiled: hf_ring_attn.shard(batch, model=model)"
+
+
+def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Admits an outermost model before it runs in a ring. ``meanwhile``: see `agreement.admit`."""
+    if context.ring.size > 1 and inside_transforms():
+        raise errors.UnsupportedVmap(f"{introspect.name_of(model)} was called in a ring")
+    record = agreement.admit(model, context, meanwhile)
+    replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
+    check.check(model, context, record)
+    offloading.reserve(model, record, context)
+    masks.prepare_masks(model, context)
+
+
+@contextmanager
+def ring_context(context: BatchContext) -> Iterator[None]:
+    """Activates the ring of a sharded batch, and binds every model at its first call inside."""
+    replicas.warn_if_not_reduced()
+    context.log.entered = True
+    with ExitStack() as undos:
+        Binding(context, undos).start()
+        undos.callback(context.state(SharedKV).clear)
+        random = None if context.text is None else context.text.random
+        if random is not None:
+            random.enter()
+            undos.callback(random.leave)
+        with batch_context.activate(context):
+            yield
+    announce(context)
+
+
+class _Unregistered(list[weakref.ref[nn.Module]]):
+    """Modules that a model calls, though it does not contain them: found in its first forward in a ring, in order."""
+
+    searched = False
+
+
+class Binding:
+    """The hooks that bind models to a batch. Nothing that it holds refers to it, so the batch is freed by counting.
+
+    Args:
+        undos: removes the hooks at the end of the batch's context.
+    """
+
+    def __init__(self, context: BatchContext, undos: ExitStack) -> None:
+        self.context, self.undos = context, undos
+        self.running: nn.Module | None = None
+        self.handle: RemovableHandle | None = None
+        """The hook before every module, while there is one."""
+
+    def start(self) -> None:
+        """Watches the models that are known, or else every module."""
+        context = self.context
+        if not context.log.seen:  # a model given to `shard` needs no hooks
+            self.watch_all()
+        for model in context.log.models:
+            replicas.compare(model, context)  # it may train only since `shard`
+            replicas.note_trained(model, context)
+            _watch(model, context, self.undos)
+
+    def watch_all(self) -> None:
+        """Hooks every module, to find the models."""
+        self.handle = torch.nn.modules.module.register_module_forward_pre_hook(self.before)
+        self.undos.callback(self.handle.remove)
+
+    def bind(self, model: nn.Module) -> None:
+        """Admits a model that is being called, and watches it."""
+        admit(model, self.context, partial(replicas.note_trained, model, self.context))
+        _watch(model, self.context, self.undos, running=True)
+        self.context.state(Visits).clear()
+
+    # Not compiled: a model that is compiled in place, and not given to `shard`, would trace them.
+    @uncompiled(_NAME_IT)
+    def before(self, module: nn.Module, _inputs: Any) -> None:
+        """The hook before every module."""
+        # Not a model: modules without weights (a loss, an activation made in a call), and parts of a score_mod.
+        known = id(module) in self.context.log.seen or in_score_mod()
+        if known or next(module.parameters(), None) is None:
+            return
+        if self.running is not None:
+            self.bind(module)
+            model_record.latest_record(self.running).state(_Unregistered).append(weakref.ref(module))
+            return
+        self.running = module
+        try:
+            liger.refuse_running(module, self.context)
+            self.bind(module)
+            others = model_record.latest_record(module).state(_Unregistered)
+            for other in [other for reference in others if (other := reference()) is not None]:
+                self.bind(other)
+        except BaseException:
+            self.running = None
+            raise
+        # This hook runs before every module, so it leaves once they are known: 32 layers have 400. A compiled model
+        # would trace it, and compile again for each batch.
+        if self.handle is not None and (others.searched or _holds_compiled(module)):
+            self.handle.remove()
+            self.handle = None
+        others.searched = True
+        self.undos.callback(module.register_forward_hook(self.after, always_call=True).remove)
+
+    @uncompiled(_NAME_IT)
+    def after(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        """The hook after a model's call: the next may be another model's."""
+        self.running = None
+        if self.handle is None and batch_context.is_active(self.context):  # a hook of the program may have left it
+            self.watch_all()
+
+
+def _watch(model: nn.Module, context: BatchContext, undos: ExitStack, running: bool = False) -> None:
+    """Watches the model's calls in a batch. ``undos`` ends the watch."""
+    undos.enter_context(lazy_heads(model))
+    for undo in [*call_inputs.watch(model, context, inside=running), _note_failure(model, context)]:
+        undos.callback(undo)
+
+
+def _note_failure(model: nn.Module, context: BatchContext) -> Undo:
+    """Hooks ``model`` to note a forward that an error ends, though the program may catch it. Returns the undo."""
+
+    @uncompiled(_NAME_IT)
+    def after(_model: nn.Module, _args: Any, output: Any) -> None:
+        error = sys.exc_info()[1] if output is None else None  # the only sign in a hook that is always called
+        # All ranks raise refusals, and mostly errors before the first attention (bad arguments), too.
+        alone = attentions() > context.log.before or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        # Checkpointing ends the forward that it runs again by an exception, on every rank.
+        ended = isinstance(error, STOPS_ALL) or type(error).__module__ == "torch.utils.checkpoint"
+        if error is not None and alone and not ended:
+            interruption_guard(context.ring).abandon()
+
+    if (
+        "_compiled_call_impl" in model.__dict__
+        or context.ring.size == 1
+        or not model_record.latest_record(model).uses_ring()
+    ):
+        return lambda: None
+    return model.register_forward_hook(after, always_call=True, prepend=True).remove
+
+
+def _holds_compiled(model: nn.Module) -> bool:
+    """Returns True if torch.compile was called on ``model`` or on a part of it."""
+    return any(map(introspect.is_compiled, introspect.unwrapped(model))) or model_record.latest_record(model).compiled

@@ -1,0 +1,180 @@
+"""A batch's context: what it leaves in models and in memory, and entering it again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.integration.context import batch_context
+from tests.helpers.checks import Ranks
+from tests.helpers.contexts import alone
+from tests.helpers.jobs.plain_jobs import attempt, tokens
+from tests.helpers.models.tiny_models import tiny
+
+
+class Failing(Exception):
+    """Raised by a program."""
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Inside, only counts of references free memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def survivors(loss: str, is_given: bool, fails: str) -> list[str]:
+    """What is alive of each of three batches after its backward, once the program has dropped it."""
+    found: list[str] = []
+    model: Any = tiny("llama", "ring_fp32").train()
+
+    def fail(*_: Any) -> None:
+        if fails == "in the model":
+            raise Failing
+
+    model.lm_head.register_forward_pre_hook(fail)
+    with without_collections():
+        for step in range(3):
+            batch, group = tokens(23), dist.new_group() if dist.is_initialized() and fails else None
+            config = RingConfig(loss=loss)  # type: ignore[arg-type]
+            sharded = hf_ring_attn.shard(batch, group, config=config, model=model if is_given else None)
+            context, ids = weakref.ref(sharded.context), weakref.ref(sharded.inputs["input_ids"])
+            out = None
+            with suppress(Failing), sharded:
+                out = model(**sharded.inputs)
+                if fails:
+                    raise Failing
+            if out is not None:
+                out.loss.backward()
+            sharded.reduce_gradients(model) if not fails else None
+            del batch, sharded, out
+            found += [f"{name} of batch {step}" for name, x in (("context", context), ("ids", ids)) if x() is not None]
+    return found
+
+
+@pytest.mark.parametrize("fails", ["", "in the model", "in the block"])
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("loss", ["chunked", "sharded"])
+def test_a_batch_is_freed_without_a_collection(loss: str, is_given: bool, fails: str) -> None:
+    assert survivors(loss, is_given, fails) == []
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_batch_of_a_ring_is_freed_without_a_collection(ranks: Ranks, is_given: bool) -> None:
+    assert ranks(2).run(survivors, "chunked", is_given, "") == [[], []]
+
+
+# ---- a context that begins with an error -----------------------------------------------------------------------------
+
+
+def left_by_a_refused_start() -> tuple[Any, list[bool], int]:
+    """What was raised where ranks' second models differ, if heads are as before, and hooks before every module."""
+    models: list[Any] = [tiny("llama", "ring_fp32") for _ in range(2)]
+    sharded = hf_ring_attn.shard(tokens(24), dist.new_group())
+    with sharded:
+        for model in models:
+            model.eval()(**sharded.inputs)
+    models[1].lm_head.weight.data.mul_(1 + dist.get_rank())
+    for model in models:
+        model.train()
+    raised = attempt(sharded.__enter__)
+    untouched = ["forward" not in vars(model.lm_head) and not model._forward_hooks for model in models]
+    return raised and raised[0], untouched, len(nn.modules.module._global_forward_pre_hooks)
+
+
+def test_a_context_that_is_refused_leaves_no_model_changed(ranks: Ranks) -> None:
+    """The first model's head stayed the lazy one if the second model's weights differed."""
+    assert ranks(2).run(left_by_a_refused_start) == [("RanksDiffer", [True, True], 0)] * 2
+
+
+def test_a_context_that_a_hook_of_the_model_leaves_ends_all_hooks() -> None:
+    """torch calls the other hooks of that call, too: ours then watched every module for the rest of the process."""
+    model: Any = tiny("llama", "ring_fp32")
+    for _ in range(3):  # the second batch on, the model's hook before every module leaves in its forward
+        sharded = hf_ring_attn.shard(tokens(24))
+        handle = model.register_forward_hook(lambda *_, sharded=sharded: sharded.__exit__(None, None, None))
+        sharded.__enter__()
+        model(**sharded.inputs)
+        handle.remove()
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert not model._forward_hooks
+
+
+# ---- entered again ---------------------------------------------------------------------------------------------------
+
+
+def entered_twice(given: bool) -> list[float]:
+    """Losses before, in and after an inner context of the same batch, and in one around another batch."""
+    model = tiny("llama", "ring_fp32").train()
+    sharded, other = hf_ring_attn.shard(tokens(24), model=model if given else None), hf_ring_attn.shard(tokens(16))
+    losses = []
+    with sharded:
+        losses.append(model(**sharded.inputs).loss)
+        with sharded:
+            pass
+        with sharded as inner:
+            losses.append(model(**inner.inputs).loss)
+        losses.append(model(**sharded.inputs).loss)
+        with other:
+            with sharded:
+                losses.append(model(**sharded.inputs).loss)
+            model(**other.inputs)
+    with sharded:
+        losses.append(model(**sharded.inputs).loss)
+    torch.stack(losses).sum().backward()
+    return [float(loss) for loss in losses]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_batch_can_be_entered_twice(ranks: Ranks, given: bool) -> None:
+    """The inner context deactivated the outer one, which then ended in an AssertionError."""
+    for losses in ranks(2).run(entered_twice, given):
+        assert len(losses) == 5
+        assert len(set(losses)) == 1
+
+
+def test_an_outer_context_may_attend_where_an_inner_one_does_not() -> None:
+    model = tiny("llama", "ring_fp32")
+    with hf_ring_attn.shard(tokens(8)) as sharded:
+        with sharded:
+            model(**sharded.inputs)
+        with sharded:
+            pass
+
+
+def test_each_context_counts_its_own_attentions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is entered again, in itself or in another: by them an error's rank knows if others are under way."""
+    ran, activate = 0, batch_context.activate
+    monkeypatch.setattr(batch_context, "attentions", lambda: ran)
+    monkeypatch.setattr(batch_context, "_counted", 0)
+    first, second, third = (alone() for _ in range(3))
+    with activate(first):
+        ran += 1
+        with activate(second):
+            ran += 2
+            with activate(first):
+                ran += 4
+                with activate(third):
+                    with activate(second):
+                        ran += 8
+                    ran += 16
+                assert ran - third.log.before == 16
+            with activate(second):
+                ran += 32
+        assert ran - second.log.before == 2 + 8 + 32
+        ran += 64
+    assert ran - first.log.before == 1 + 4 + 64
