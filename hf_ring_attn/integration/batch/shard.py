@@ -35,7 +35,6 @@ from .rows import RowReductions
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 _NO_BACKWARD = (
