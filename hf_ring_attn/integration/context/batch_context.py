@@ -70,7 +70,7 @@ class MaskSpec(Opaque):
 
     Args:
         mask: of the whole rows. seen: the mask expression that the model asked for.
-        context: its sharded batch; None for a ring of one that needs none. Not kept: it keeps its specs.
+        context: its sharded batch; None for a ring of one that needs none. Only read here: it holds its specs.
 
     Attributes:
         in_batch: it belongs to a sharded batch.

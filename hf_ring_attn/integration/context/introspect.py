@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 NAME = "ring_fp32"
 """Ring attention's name in transformers' registries."""
@@ -64,27 +65,30 @@ def parameters_of(model: nn.Module, names: Iterable[str] = ()) -> list[str]:
     return [*(parameter.name for parameter in parameters), *(names if takes_any else ())]
 
 
-def takes_batch(model: nn.Module, names: Iterable[str]) -> bool:
-    """Returns False for a layer that a program calls beside its model: it needs a first input that no batch has.
-
-    Args:
-        names: the batch's inputs.
-    """
-    parameters = inspect.signature(inside(model).forward).parameters
-    first = next(iter(parameters.values()), None)
-    if first is None or first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD) or first.default is not first.empty:
-        return True
-    return first.name in {"input_ids", "inputs_embeds", *names} or "input_ids" in parameters
-
-
 def name_of(model: nn.Module) -> str:
     """The class name of the user's model, inside DDP and other wrappers."""
     return class_of(next((module for module in model.modules() if "config" in module.__dict__), model))
 
 
 def class_of(module: nn.Module) -> str:
-    """The name of a module's class as its author wrote it: fully_shard makes a subclass."""
-    return next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP")).__name__
+    """The name of a module's class as its author wrote it."""
+    return _class_of(module).__name__
+
+
+def _class_of(module: nn.Module) -> type:
+    """Returns a module's class as its author wrote it: fully_shard makes a subclass."""
+    return next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
+
+
+def is_stock_layer(module: nn.Module) -> bool:
+    """Returns True for a decoder layer of transformers, if all classes in it are of transformers, torch or PEFT."""
+    if not isinstance(module, GradientCheckpointingLayer):
+        return False
+    return {_class_of(part).__module__.partition(".")[0] for part in module.modules()} <= {
+        "transformers",
+        "torch",
+        "peft",
+    }
 
 
 def loss_model_of(model: nn.Module) -> Any:

@@ -144,19 +144,14 @@ def preserved() -> Iterator[None]:
 def of_first_rank(ring: Ring) -> Iterator[None]:
     """Inside, every rank draws what the ring's first rank draws; afterwards each goes on with its own generators."""
     sources = (*_HOST, _GPU) if torch.cuda.is_initialized() else _HOST
-    own = [source.get() for source in sources]
-    if ring.rank > 0:
-        theirs = ring.of_first(None, _SENT)
-        for source, state in zip(sources, theirs, strict=True):
-            source.put(state)
-    else:
-        ring.of_first(own, _SENT)
-    try:
+    states = ring.of_first(None if ring.rank > 0 else [source.get() for source in sources], _SENT)
+    if ring.rank == 0:
         yield
-    finally:
-        if ring.rank > 0:
-            for source, state in zip(sources, own, strict=True):
-                source.put(state)
+        return
+    with preserved():
+        for source, state in zip(sources, states, strict=True):
+            source.put(state)
+        yield
 
 
 _SENT = "sent the state of its random generators"

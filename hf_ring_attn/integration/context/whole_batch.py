@@ -26,7 +26,7 @@ PADDING = {
 }  # fmt: skip
 """Values of padding tokens by input; `padding_of` has those of others. None repeats the row's last token, since a zero
 embedding makes gradients nan in models that divide by its norm."""
-_TARGETS = re.compile("label|target")
+_TARGETS, _NO_TARGETS = re.compile("label|target"), re.compile("mask|type_ids|position_ids")
 KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """Inputs that describe documents to kernels; valid for the whole row only, so they are not passed on."""
 FEATURES = re.compile(
@@ -41,13 +41,15 @@ FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
 
 
 def padding_of(name: str, x: Tensor) -> int | None:
-    """The value of an input's padding tokens: -100 for integers that are named as labels or targets, and no mask.
+    """The value of an input's padding tokens: -100 for integers that are named as labels or targets, or hold -100.
 
     A loss of further labels, as of a second next token, ignores it as it does that of ``labels``.
     """
-    whole_numbers = not x.is_floating_point() and x.dtype != torch.bool
-    of_loss = whole_numbers and _TARGETS.search(name) is not None and "mask" not in name
-    return PADDING.get(name, IGNORED if of_loss else 0)
+    if name in PADDING:
+        return PADDING[name]
+    if x.is_floating_point() or x.dtype == torch.bool or _NO_TARGETS.search(name):
+        return 0
+    return IGNORED if _TARGETS.search(name) or bool((x == IGNORED).any()) else 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

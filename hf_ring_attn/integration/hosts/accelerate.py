@@ -91,10 +91,10 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         settle(self, *args, *kwargs.values())
+        ties = []
         if ring_enabled(self.parallelism_config):
             fsdp.keep_float32(self)
-        given = [obj for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
-        ties = [fsdp.ties(model) for model in given]
+            ties = [fsdp.ties(obj) for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
         result = original(self, *args, **kwargs)
         if ring_enabled(self.parallelism_config):
             several = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2's way returns a list

@@ -83,10 +83,9 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     if case not in verdicts or needs_step:
         if not record.uses_ring():  # a loss or a head beside the model
             return
-        if not introspect.takes_batch(inner, (*sample.tokens, *sample.others)):
+        if introspect.is_stock_layer(inner):
             name = introspect.class_of(inner)
-            warn(f"{name} takes no batch, so the self-check cannot run it: it runs in the ring unchecked.")
-            state.verdict = "off"
+            warn(f"{name} takes hidden states, so the self-check cannot run it: it runs in the ring unchecked.")
             return
         job, modes = _Check(inner, context, sample, _device(model, sample)), [x.training for x in inner.modules()]
         if case not in verdicts:

@@ -107,6 +107,10 @@ def test_further_labels_are_padded_as_labels_are(ranks: Ranks) -> None:
     names = {"labels_2": -100, "next_targets": -100, "labels_mask": 0, "token_type_ids": 0, "float_labels": 0}
     batch: Any = {**tokens(7), **{name: torch.ones(2, 7, dtype=torch.int64) for name in names}}
     batch["float_labels"] = torch.ones(2, 7)
+    names |= {"next_but_one": -100, "next_but_one_mask": 0, "region": 0}
+    for name in ("next_but_one", "next_but_one_mask", "region"):
+        batch[name] = torch.ones(2, 7, dtype=torch.int64)
+    batch["next_but_one"][1, 5:] = batch["next_but_one_mask"][1, 5:] = -100
     first = ranks(2).run(share, batch)[0]  # its share ends with the padding
     assert {name: int(first[name][0, -1]) for name in names} == names
 

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from transformers.masking_utils import create_causal_mask
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_ring_attn
 import tests.helpers.jobs.self_check_jobs as jobs
@@ -222,10 +223,16 @@ def test_a_model_of_pairs_of_rows_is_given_as_many_as_the_batch_has(ranks: Ranks
         assert (error, steps) == ("SelfCheckFailed", 0)
 
 
-def layer_beside() -> tuple[list[str], str]:
+class Layer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
+    """A layer of a program's own, which may do anything."""
+
+
+def layer_beside(own: bool = False) -> tuple[list[str], str]:
     """A decoder layer that a program calls beside its model, as in multi-token prediction: what was warned of."""
     model: Any = tiny("llama", "ring_fp32").train()
     layer = model.model.layers[0]
+    if own:
+        layer.__class__ = Layer
     with mock.patch.object(log.logger, "warning") as warning, (sharded := hf_ring_attn.shard(tokens(23))):
         hidden, places = model.get_input_embeddings()(sharded.inputs["input_ids"]), sharded.inputs["position_ids"]
         mask = create_causal_mask(model.config, hidden, sharded.inputs["attention_mask"], None, places)
@@ -237,7 +244,12 @@ def layer_beside() -> tuple[list[str], str]:
 def test_a_layer_beside_the_model_runs_unchecked_with_a_warning(ranks: Ranks) -> None:
     for texts, gradient in ranks(2).run(layer_beside):
         assert gradient == "Tensor"
-        assert any(text.startswith("LlamaDecoderLayer takes no batch, so the self-check cannot") for text in texts)
+        assert any(text.startswith("LlamaDecoderLayer takes hidden states, so the self-check cannot") for text in texts)
+
+
+def test_a_layer_of_a_programs_own_beside_the_model_is_refused(ranks: Ranks) -> None:
+    for raised in ranks(2).run(plain_jobs.attempt, layer_beside, True):
+        assert raised is not None and raised[0] == "SelfCheckNotRun"
 
 
 def test_a_model_that_returns_nothing_to_compare_is_refused(ranks: Ranks) -> None:
