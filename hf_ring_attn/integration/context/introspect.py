@@ -84,11 +84,8 @@ def is_stock_layer(module: nn.Module) -> bool:
     """Returns True for a decoder layer of transformers, if all classes in it are of transformers, torch or PEFT."""
     if not isinstance(module, GradientCheckpointingLayer):
         return False
-    return {_class_of(part).__module__.partition(".")[0] for part in module.modules()} <= {
-        "transformers",
-        "torch",
-        "peft",
-    }
+    owners = {_class_of(part).__module__.partition(".")[0] for part in module.modules()}
+    return owners <= {"transformers", "torch", "peft"}
 
 
 def loss_model_of(model: nn.Module) -> Any:
