@@ -35,10 +35,12 @@ FLOAT, HALF = (1e-5, 1e-3), (2e-3, 5e-2)
 """Relative bounds of losses, and of how far all steps moved the weights."""
 
 
-def missing(kind: Kind) -> bool:
+def left_out(kind: Kind, on_gpu: bool) -> bool:
+    """Its library is missing; or it scales the loss by hand, for CPUs, where accelerate does not."""
     uses_bits = kind.quantized is not None or "bnb" in str(kind.arguments) or "paged" in str(kind.arguments)
     uses_liger = "use_liger_kernel" in kind.arguments
-    return (uses_bits and find_spec("bitsandbytes") is None) or (uses_liger and find_spec("liger_kernel") is None)
+    missing = (uses_bits and find_spec("bitsandbytes") is None) or (uses_liger and find_spec("liger_kernel") is None)
+    return missing or (kind.scaled and on_gpu)
 
 
 def main() -> None:
@@ -50,13 +52,13 @@ def main() -> None:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
     if size > 1:  # gloo beside NCCL, for parameters on the host
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     want: dict[str, Trained] = torch.load(options.compare, weights_only=False) if options.compare else {}
     found, wrong = {}, 0
-    for kind in [kind for kind in (*KINDS, *MORE) if options.only in kind.why and not missing(kind)]:
+    for kind in [kind for kind in (*KINDS, *MORE) if options.only in kind.why and not left_out(kind, on_gpu)]:
         began = time.perf_counter()
         try:
             got = found[kind.why] = trained(kind, Mesh(cp=size), device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -91,3 +92,38 @@ def test_saved_attention_leaves_the_gpu_with_its_checkpoint() -> None:
     assert torch.equal(got, loss)
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
     assert less < peak - (LAYERS - 2.5) * 2 * INPUT, (peak, less)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trls_offloading_keeps_the_bits_and_frees_memory(checkpointing: bool) -> None:
+    """Its context is the one that TRL's trainers enter for `activation_offloading`."""
+    offloading = pytest.importorskip("trl.models.activation_offloading").get_act_offloading_ctx_manager
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=LAYERS, vocab_size=1000, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=TOKENS,
+    )  # fmt: skip
+
+    def step(offload: bool) -> tuple[Tensor, dict[str, Tensor], float]:
+        torch.manual_seed(0)
+        kind: Any = LlamaForCausalLM
+        model = kind._from_config(config, attn_implementation="ring_fp32", dtype=torch.bfloat16).cuda().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        ids = torch.randint(0, 1000, (1, TOKENS), generator=torch.Generator().manual_seed(1)).cuda()
+        for _ in range(2):
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            batch = hf_ring_attn.shard(
+                {"input_ids": ids, "labels": ids}, config=RingConfig(deterministic=True), model=model
+            )
+            with offloading(model=model, max_fwd_stash_size=1) if offload else nullcontext(), batch:
+                loss = model(**batch.inputs).loss
+            loss.backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters()}
+        return loss.detach(), gradients, torch.cuda.max_memory_allocated() / 2**30
+
+    loss, gradients, peak = step(offload=False)
+    got, found, less = step(offload=True)
+    assert torch.equal(got, loss)
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+    assert less < peak - INPUT, (peak, less)

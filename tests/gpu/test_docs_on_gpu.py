@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,23 +14,12 @@ from transformers import TrainingArguments
 pytest.importorskip("trl")
 
 from tests.docs.test_launches import LAUNCHES, RANKS, Launch, write_program
+from tests.gpu.launch import run
 from tests.helpers.blocks import REPOSITORY, blocks_of, tiny_models_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-SHARED = REPOSITORY / "tests" / "gpu" / "one_gpu"
-
-
-def run(command: Sequence[str], folder: Path, first: Sequence[Path] = ()) -> str:
-    """What a program printed; it has three minutes, as several may run at once."""
-    before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    paths = os.pathsep.join([*map(str, first), str(REPOSITORY), *before])
-    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        check=False, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
+SECONDS = 180
+"""For a program: several may run at once."""
 
 
 @pytest.mark.parametrize("launch", [pytest.param(one, id=f"{one.page}, {at}") for at, one in enumerate(LAUNCHES)])
@@ -41,13 +27,13 @@ def test_a_program_of_a_page_on_ranks_that_share_a_gpu(launch: Launch, tmp_path:
     script = write_program(launch, tmp_path)
     script.write_text(for_these_versions(script.read_text()))
     port = free_port()  # the default is one for all
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS), "--master_port", port]
+    command = ["-m", "torch.distributed.run", "--nproc_per_node", str(RANKS), "--master_port", port]
     if launch.config is not None:
         config = {**launch.config, "mixed_precision": "bf16"}
         (tmp_path / "launch.yaml").write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "launch.yaml",
+        command = ["-m", "accelerate.commands.launch", "--config_file", "launch.yaml",
                    "--main_process_port", port]  # fmt: skip
-    said = run([*command, "train.py"], tmp_path, [SHARED])
+    said = run([*command, "train.py"], SECONDS, tmp_path, nccl_on_one_gpu=True)
     assert ("[hf_ring_attn] ring of 2: " if "transformers" in launch.program else "loss ") in said
 
 
@@ -58,10 +44,10 @@ def test_qlora_and_merging_its_adapter(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(Path(os.__file__).read_text())
     short = qlora.replace("max_steps=200", "max_steps=3").replace("131072", "4096")
     (tmp_path / "train.py").write_text(for_these_versions(short))
-    said = run([sys.executable, "train.py"], tmp_path)
+    said = run(["train.py"], SECONDS, tmp_path)
     assert said.count("'loss':") == 3, said[-3000:]
     (tmp_path / "merge.py").write_text(merge)
-    run([sys.executable, "merge.py"], tmp_path)
+    run(["merge.py"], SECONDS, tmp_path)
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 

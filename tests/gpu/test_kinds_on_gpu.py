@@ -1,25 +1,20 @@
-"""Kinds of fine-tuning in a ring of two GPUs against one."""
+"""Kinds of fine-tuning in a ring of two ranks on GPUs against one GPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
-PROGRAM = ["-m", "tests.gpu.kinds_ranks"]
+from tests.gpu.launch import run, run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-def test_two_gpus_train_as_one_does(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    alone, launcher = str(tmp_path / "alone.pt"), ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    one_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}  # with more Trainer would use DataParallel
-    subprocess.run([sys.executable, *PROGRAM, "--save", alone], env=one_gpu, check=True, timeout=300)
-    ring = [sys.executable, *launcher, *PROGRAM, "--compare", alone]
-    run = subprocess.run(ring, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0 and ", 0 wrong" in run.stdout, run.stdout + run.stderr
+def test_two_ranks_train_as_one_gpu_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = str(tmp_path / "alone.pt")
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0")  # with more Trainer would use DataParallel
+        run(["-m", "tests.gpu.kinds_ranks", "--save", alone], 300)
+    assert ", 0 wrong" in run_ranks("kinds_ranks", 2, "--compare", alone, nccl=True, seconds=500)

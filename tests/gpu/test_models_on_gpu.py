@@ -1,21 +1,14 @@
-"""Models in a ring over NCCL, against one GPU."""
+"""Models in a ring of two ranks over NCCL, against one GPU."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+from tests.gpu.launch import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_models_of_every_kind_give_one_gpus_answer() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run = subprocess.run(
-        [*launcher, "-m", "tests.gpu.model_ranks"], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "cases, 0 wrong" in run.stdout
+    assert "cases, 0 wrong" in run_ranks("model_ranks", 2, nccl=True, seconds=500)

@@ -1,8 +1,9 @@
 """With this folder on PYTHONPATH, the ranks of any launched program share one GPU.
 
 NCCL refuses two ranks of one host on one GPU, so each rank tells it another host: they talk over the loopback device,
-with the same numbers, slowly. The ring's own copies need the first variable. accelerate and DDP name a GPU by a rank's
-number, which is not there: they get the GPU in use.
+with the same numbers, slowly. A program that takes gloo for such ranks gets NCCL for the GPU's tensors. The ring's own
+copies need the first variable. accelerate and DDP name a GPU by a rank's number, which is not there: they get the GPU
+in use.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ start = dist.init_process_group
 
 
 @functools.wraps(start)
-def without_device(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
-    start(*args, **kwargs)
+def without_device(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    start("cpu:gloo,cuda:nccl" if backend == "gloo" else backend, *args, **kwargs)
 
 
 dist.init_process_group = without_device
