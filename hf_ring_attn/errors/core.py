@@ -153,13 +153,14 @@ class SavedAttentionChanged(RingAttentionError, RuntimeError):
 
 
 class HostMemoryFull(RingAttentionError, MemoryError):
-    """``wanted``, ``free``: bytes."""
+    """``wanted``, ``free``: bytes. ``driver``: why it does not lock memory that is free, in its words."""
 
-    def __init__(self, wanted: int, free: int) -> None:
+    def __init__(self, wanted: int, free: int, driver: str = "") -> None:
+        said = f" The driver said: {driver}." if driver else ""
         super().__init__(
             f"offload_above needs {wanted / 2**30:.1f} GiB more of page-locked host memory, but {free / 2**30:.1f} GiB "
-            "are free. Raise offload_above, so that more checkpoints stay on the GPU, leave save_attention out, shard "
-            "the sequence over more GPUs, or give the job more memory."
+            f"are free.{said} Raise offload_above, so that more checkpoints stay on the GPU, leave save_attention out, "
+            "shard the sequence over more GPUs, or give the job more memory."
         )
 
 

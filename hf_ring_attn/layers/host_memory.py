@@ -27,11 +27,17 @@ LEFT = 4 << 30
 
 
 class Buffers:
-    """Page-locked buffers of host memory, bytes. torch's own allocator would round each up to a power of two."""
+    """Page-locked buffers of host memory, bytes. torch's own allocator would round each up to a power of two.
+
+    Whoever takes a buffer holds this object as well, so all are idle when it goes.
+    """
 
     def __init__(self, locked: bool) -> None:
         self.locked = locked
         self.idle: list[Tensor] = []
+        if locked:
+            # The driver takes other pages at the address of pages that went while locked for those.
+            weakref.finalize(self, unlock, self.idle).atexit = False
 
     def take(self, size: int) -> Tensor:
         """Returns the smallest idle buffer that holds ``size`` bytes; else makes one, in place of an idle one.
@@ -39,11 +45,9 @@ class Buffers:
         Raises:
             HostMemoryFull: too little memory is free, or the driver locks no more.
         """
-        fitting = [buffer for buffer in self.idle if len(buffer) >= size]
+        fitting = [number for number, buffer in enumerate(self.idle) if len(buffer) >= size]
         if fitting:
-            found = min(fitting, key=len)
-            self.idle = [buffer for buffer in self.idle if buffer is not found]
-            return found
+            return self.idle.pop(min(fitting, key=lambda number: len(self.idle[number])))
         if self.idle:
             self.free(self.idle.pop())
         return self.make(size)
@@ -74,9 +78,12 @@ class Buffers:
         free = self.check_room(wanted)
         if not self.locked:
             return torch.empty(wanted, dtype=torch.uint8, device="cpu")
-        made = pages(wanted)
-        if int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), wanted, 0)) != 0:
-            raise HostMemoryFull(wanted, free or 0)
+        made, runtime = pages(wanted), torch.cuda.cudart()
+        failed = runtime.cudaHostRegister(made.data_ptr(), wanted, 0)
+        if int(failed) != 0:
+            with suppress(RuntimeError):  # the runtime keeps the error until a launch asks for it: this one
+                launch_nothing()
+            raise HostMemoryFull(wanted, free or 0, runtime.cudaGetErrorString(failed))
         return made
 
     def check_room(self, wanted: int) -> int | None:
@@ -95,8 +102,20 @@ class Buffers:
 
     def free(self, buffer: Tensor) -> None:
         if self.locked:
-            torch.cuda.synchronize()  # its last copy may be on its way
-            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+            unlock([buffer])
+
+
+def unlock(buffers: Sequence[Tensor]) -> None:
+    """Gives the driver's hold on page-locked buffers back."""
+    if buffers:
+        torch.cuda.synchronize()  # their last copies may be on their way
+    for buffer in buffers:
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+def launch_nothing() -> None:
+    """Launches a kernel without effect on the GPU in use."""
+    torch.zeros(1, device="cuda")
 
 
 class HostMemory:

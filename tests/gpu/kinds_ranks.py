@@ -25,6 +25,7 @@ from tests.helpers.jobs.runs import Mesh
 LIGER = {**ADAM, "use_liger_kernel": True}
 HALF_NF4 = {**NF4, "bnb_4bit_compute_dtype": torch.bfloat16, "bnb_4bit_quant_storage": torch.bfloat16}
 MORE = [
+    Kind(why="bf16, LoRA under FSDP2", half=True, lora=LORA, fsdp={}, arguments={"bf16": True}),
     Kind(why="fp16, Trainer's scaler", half=True, arguments={"fp16": True}),
     Kind(why="bf16, QLoRA under FSDP2", half=True, lora=LORA, quantized=HALF_NF4, fsdp={}, arguments={"bf16": True}),
     Kind(why="Liger", arguments=LIGER),
@@ -32,7 +33,8 @@ MORE = [
     Kind(why="Liger, bf16", half=True, arguments={"use_liger_kernel": True, "bf16": True}),
 ]
 FLOAT, HALF = (1e-5, 1e-3), (2e-3, 5e-2)
-"""Relative bounds of losses, and of how far all steps moved the weights."""
+"""Relative bounds of losses, and of how far all steps moved the weights. LLM.int8 rounds activations to 8 bits, where
+the last bit of a float32 sum may decide."""
 
 
 def left_out(kind: Kind, on_gpu: bool) -> bool:
@@ -69,9 +71,12 @@ def main() -> None:
         line = f"{kind.why}: losses {[round(x, 6) for x in got.losses]}, {time.perf_counter() - began:.1f} s"
         if kind.why in want:
             far = differences(got, want[kind.why])
-            good = all(x <= bound for x, bound in zip(far, HALF if kind.half else FLOAT, strict=True))
+            coarse = kind.half or (kind.quantized is not None and "load_in_8bit" in kind.quantized)
+            good = all(x <= bound for x, bound in zip(far, HALF if coarse else FLOAT, strict=True))
             wrong += not good
-            line += f"; loss off by {far[0]:.1e}, weights by {far[1]:.1e}: {'right' if good else 'WRONG'}"
+            verdict = "right" if good else "WRONG"
+            line += f", one GPU {[round(x, 6) for x in want[kind.why].losses]}"
+            line += f"; loss off by {far[0]:.1e}, weights by {far[1]:.1e}: {verdict}"
         report(line)
     if options.save:
         torch.save(found, options.save)

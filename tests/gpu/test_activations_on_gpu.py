@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -43,16 +45,24 @@ def test_tensors_come_back_while_their_memory_is_used_by_others() -> None:
     assert memory.fetched_early == 12 and len(memory.buffers.idle) == 5
 
 
-def step(**options: Any) -> tuple[Tensor, dict[str, Tensor], float]:
-    """The loss, gradients and the peak of a step in GiB."""
+def step(
+    checkpointing: bool = True, around: Callable[[Any], AbstractContextManager[Any]] | None = None, **options: Any
+) -> tuple[Tensor, dict[str, Tensor], float]:
+    """The loss and gradients, on the host, and the GiB of the GPU that a step needs beyond what others hold there.
+
+    ``around``: makes a context for the model's forward.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=LAYERS, vocab_size=1000, num_attention_heads=8,
         num_key_value_heads=2, max_position_embeddings=TOKENS,
     )  # fmt: skip
     kind: Any = LlamaForCausalLM
-    model = kind._from_config(config, attn_implementation="ring_fp32", dtype=torch.bfloat16)
-    model.cuda().train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = kind._from_config(config, attn_implementation="ring_fp32", dtype=torch.bfloat16).cuda().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids = torch.randint(0, 1000, (1, TOKENS), generator=torch.Generator().manual_seed(1)).cuda()
     for _ in range(2):
         model.zero_grad()
@@ -60,11 +70,12 @@ def step(**options: Any) -> tuple[Tensor, dict[str, Tensor], float]:
         batch = hf_ring_attn.shard(
             {"input_ids": ids, "labels": ids}, config=RingConfig(deterministic=True, **options), model=model
         )
-        with batch:
+        with nullcontext() if around is None else around(model), batch:
             loss = model(**batch.inputs).loss
         loss.backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters()}
-    return loss.detach(), gradients, torch.cuda.max_memory_allocated() / 2**30
+    peak = torch.cuda.max_memory_allocated() - before
+    gradients = {name: weight.grad.cpu() for name, weight in model.named_parameters()}
+    return loss.detach().cpu(), gradients, peak / 2**30
 
 
 def test_offloading_keeps_the_bits_and_frees_memory() -> None:
@@ -97,33 +108,14 @@ def test_saved_attention_leaves_the_gpu_with_its_checkpoint() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trls_offloading_keeps_the_bits_and_frees_memory(checkpointing: bool) -> None:
     """Its context is the one that TRL's trainers enter for `activation_offloading`."""
-    offloading = pytest.importorskip("trl.models.activation_offloading").get_act_offloading_ctx_manager
-    config = LlamaConfig(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=LAYERS, vocab_size=1000, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=TOKENS,
-    )  # fmt: skip
+    trl = pytest.importorskip("trl.models.activation_offloading")
 
-    def step(offload: bool) -> tuple[Tensor, dict[str, Tensor], float]:
-        torch.manual_seed(0)
-        kind: Any = LlamaForCausalLM
-        model = kind._from_config(config, attn_implementation="ring_fp32", dtype=torch.bfloat16).cuda().train()
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        ids = torch.randint(0, 1000, (1, TOKENS), generator=torch.Generator().manual_seed(1)).cuda()
-        for _ in range(2):
-            model.zero_grad()
-            torch.cuda.reset_peak_memory_stats()
-            batch = hf_ring_attn.shard(
-                {"input_ids": ids, "labels": ids}, config=RingConfig(deterministic=True), model=model
-            )
-            with offloading(model=model, max_fwd_stash_size=1) if offload else nullcontext(), batch:
-                loss = model(**batch.inputs).loss
-            loss.backward()
-        gradients = {name: weight.grad for name, weight in model.named_parameters()}
-        return loss.detach(), gradients, torch.cuda.max_memory_allocated() / 2**30
+    def offloading(model: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = trl.get_act_offloading_ctx_manager(model=model, max_fwd_stash_size=1)
+        return context
 
-    loss, gradients, peak = step(offload=False)
-    got, found, less = step(offload=True)
+    loss, gradients, peak = step(checkpointing)
+    got, found, less = step(checkpointing, offloading)
     assert torch.equal(got, loss)
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
     assert less < peak - INPUT, (peak, less)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -105,6 +106,63 @@ def test_memory_that_runs_out_is_refused() -> None:
         locked.take(2 << 30)
     found = host_memory.free_bytes()
     assert found is None or found > 1 << 20
+
+
+class Driver:
+    """CUDA's runtime, as far as buffers use it: which pages are locked, and the error that its next launch raises."""
+
+    def __init__(self) -> None:
+        self.locked: set[int] = set()
+        self.refuses, self.error = False, 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.error = 712 if address in self.locked else 801 if self.refuses else 0
+        if not self.error:
+            self.locked.add(address)
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.locked.remove(address)
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return {712: "already mapped", 801: "operation not supported"}[code]
+
+    def launch(self, *_: Any, **__: Any) -> None:
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError(self.cudaGetErrorString(error))
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    found = Driver()
+    with (
+        mock.patch.object(torch.cuda, "cudart", return_value=found),
+        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(host_memory, "launch_nothing", found.launch),
+    ):
+        yield found
+
+
+def test_pages_are_unlocked_before_they_go(driver: Driver) -> None:
+    buffers = Buffers(locked=True)
+    buffers.reserve([10, 20])
+    taken = buffers.take(10)
+    assert len(driver.locked) == 2
+    buffers.give(taken)
+    del buffers, taken
+    assert not driver.locked
+
+
+def test_a_driver_that_locks_no_more_is_named_and_its_error_is_taken_from_the_next_launch(driver: Driver) -> None:
+    driver.refuses = True
+    with (
+        mock.patch.object(host_memory, "free_bytes", return_value=64 << 30),
+        pytest.raises(errors.HostMemoryFull, match=r"64\.0 GiB are free\. The driver said: operation not supported\."),
+    ):
+        Buffers(locked=True).take(10)
+    driver.launch()
 
 
 def test_pages_can_be_written_and_outlive_their_maker() -> None:
