@@ -11,6 +11,7 @@ from .numbers import (
     EIGHT,
     FOUR,
     LOSS,
+    ON_ONE,
     RING,
     TWO_STREAMS,
     WHOLE,
@@ -207,6 +208,12 @@ def _loss() -> str:
     return f"at 8K all logits {pair[0]}; chunks {pair[1]}"
 
 
+def _offloading() -> float:
+    """How much longer a step takes that offloads all checkpoints, in percent."""
+    kept, away = (step(ON_ONE, name)["seconds_per_step"] for name in ("kept_128K", "offloaded_128K"))
+    return float(away / kept - 1) * 100
+
+
 def _classes() -> str:
     counts = support()
     return f"{counts['exact']} classes exact, {counts['refused']} refused"
@@ -231,6 +238,9 @@ ROWS = [
         "recipes"),
     Row("How long a row does QLoRA of 32B and 70B train on one H200?", QLORA, "`train.py --qlora`",
         [a_step(QLORA, "q32_128K", "32B: 131,072 tokens,"), a_step(QLORA, "q70_56K", "70B: 57,344 tokens,")], "recipes"),
+    Row("What do chunks and offloading give one GPU, and what do they change?", ON_ONE, "`train.py`",
+        [a_step(ON_ONE, "plain_64K", "64K, no option:"), a_step(ON_ONE, "tiled_64K", "chunks, offloading:"),
+         ("offloaded_128K", lambda: f"offloading at 128K costs {_offloading():.1f} %")], "docs"),
     Row("Is a ring of two exact and fast?", TWO, "`bench`, `bench --errors`, 2 GPUs",
         [speeds(TWO, "speed", 32, 64, 128), ("errors_live", _live)], "README"),
     Row("Did the move into rooms change speed or bits?", ROOMS, "`bench`, `self_check.py`, `train.py`, 2 GPUs",

@@ -277,6 +277,7 @@ def status(line: dict[str, Any]) -> str:
 
 WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
 LOSS, EIGHT = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks"
+ON_ONE = "2026-11-24-one-gpu-step"
 
 
 def one_share(gpus: int, contender: str, tokens: int) -> str:
@@ -337,6 +338,9 @@ VALUES: dict[str, Callable[[], str]] = {
     "support_not_run": lambda: str(support()["not run"]),
     "loss_chunked_gib": lambda: f"{gib(LOSS, 'chunked_8K')} GiB",
     "loss_sharded_gib": lambda: f"{gib(LOSS, 'sharded_8K')} GiB",
+    "plain_64k_gib": lambda: f"{gib(ON_ONE, 'plain_64K')} GiB",
+    "tiled_64k_gib": lambda: f"{gib(ON_ONE, 'tiled_64K')} GiB",
+    "tiled_64k_slower": lambda: f"{(1 / times(ON_ONE, 'plain_64K', 'tiled_64K') - 1) * 100:.1f} %",
     "plan_memory_runs": lambda: str(len(forecast_rows())),
     "plan_timed_runs": lambda: str(sum(is_time for is_time in forecast_rows().values())),
     "two_32k": lambda: one_share(2, RING, 32 * K),

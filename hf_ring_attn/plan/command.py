@@ -105,7 +105,7 @@ def run(given: argparse.Namespace) -> int:
     one = forecast(model, setup, setup.gpu.memory_gib)
     others = alternatives(model, setup, setup.gpu.memory_gib)
     plan = report.Plan(
-        model, one, others, notes_on(config, meta, setup.tokens), given.gpu, given.model,
+        model, one, others, notes_on(config, meta, setup), given.gpu, given.model,
         loading.class_name(config), kept_free, given.write if one.fits else None, given.write is not None,
     )  # fmt: skip
     if plan.written is not None:

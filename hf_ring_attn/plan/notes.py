@@ -8,20 +8,27 @@ from typing import Any
 from torch import nn
 
 from ..integration.model.structure import text_modules
+from .setup import Setup
 
 ROPE = "RoPE scaling such as YaRN (recipes/extend-context)"
 TABLE = "a longer table of positions, which has to be trained"
 
 
-def notes_on(config: Any, model: nn.Module, tokens: int) -> list[str]:
-    """Returns a line for each fact of the model that a forecast for rows of so many tokens does not show."""
-    return [*_other_class(config, model), *_towers(model), *_positions(config, model, tokens)]
+def notes_on(config: Any, model: nn.Module, setup: Setup) -> list[str]:
+    """Returns a line for each fact of the model or the setup that its forecast does not show."""
+    return [*_other_class(config, model), *_towers(model), *_positions(config, model, setup.tokens), *_logits(setup)]
 
 
 def _other_class(config: Any, model: nn.Module) -> Iterator[str]:
     named, planned = getattr(config, "architectures", None) or [], type(model).__name__
     if named and planned not in named:
         yield f"the config names {', '.join(named)}; this forecast is of {planned}"
+
+
+def _logits(setup: Setup) -> Iterator[str]:
+    saves = setup.save_attention or setup.mlp_tokens or setup.offload_above is not None
+    if setup.gpus == 1 and setup.loss == "chunked" and not saves:
+        yield 'on one GPU Trainer makes all logits unless RingConfig(loss="chunked") is set; SFTTrainer makes none'
 
 
 def _towers(model: nn.Module) -> Iterator[str]:

@@ -41,6 +41,12 @@ def test_the_table_shows_parts_seconds_and_the_launch(capsys: pytest.CaptureFixt
     assert "fits in 79.1" in text and "accelerate launch --config_file ring.yaml train.py" in text
 
 
+def test_one_gpu_without_options_is_told_of_its_logits(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    for more, told in (([], True), (["--mlp-tokens", "1024"], False), (["--loss", "sharded"], False)):
+        _, found = as_json(capsys, "--model", model, "--gpus", "1", "--tokens", "4096", *more)
+        assert any("Trainer makes all logits" in note for note in found["notes"]) == told, more
+
+
 def test_json_has_all_numbers(capsys: pytest.CaptureFixture[str], model: str) -> None:
     code, found = as_json(capsys, "--model", model, "--gpus", "2", "--tokens", "131072", "--gpu", "h200")
     assert code == 0 and found["fits"] is True

@@ -99,8 +99,17 @@ MEASURED_IN_4_BITS = [
 """QLoRA on one GPU. Before them the forecast had PEFT cast its inputs to float32 beside 4-bit weights, too, which it
 does not: it said 6 % more memory than measured for whole models, and 36 % more for one layer."""
 
+ONE_GPU, DDP = "2026-11-24-one-gpu-step", {"gpus": 1, "shard": "ddp"}
+MEASURED_ON_ONE = [
+    Filed(ONE_GPU, "plain_64K", {**DDP, "tokens": 65536, "loss": "sharded"}),
+    Filed(ONE_GPU, "tiled_64K", {**DDP, "tokens": 65536, "mlp_tokens": 8192, "offload_above": 2.0}),
+    Filed(ONE_GPU, "kept_128K", {**DDP, "tokens": 131072, "mlp_tokens": 16384}),
+    Filed(ONE_GPU, "offloaded_128K", {**DDP, "tokens": 131072, "mlp_tokens": 16384, "offload_above": 0.0}),
+    Filed(ONE_GPU, "one_8K", {**DDP, "tokens": 8192, **SAVED}),
+]
+"""One GPU, forecast before they ran. Without an option the first is trained as Trainer does it: with all logits."""
 
-ALL = [*FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS]
+ALL = [*FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE]
 
 
 @pytest.mark.parametrize("filed", ALL, ids=lambda filed: f"{filed.folder[5:]} {filed.run}")
