@@ -27,6 +27,7 @@ from . import (
     loss,
     mlp_chunks,
     multimodal,
+    packed_weights,
     quantized,
     recurrent,
     rope,
@@ -59,7 +60,7 @@ ONCE = Support(
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,
-        liger.prepare,
+        liger.prepare, packed_weights.prepare,
     ),
 )  # fmt: skip
 """Called once for each structure of a model and kind of batch."""
