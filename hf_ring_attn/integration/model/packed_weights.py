@@ -24,8 +24,9 @@ from ..context.introspect import modules_of, name_of
 def prepare(model: nn.Module, context: BatchContext) -> None:
     """Has FSDP2 gather bytes for the packed weights of ``model``, and compares each with this rank's part once."""
     for weight in _packed(model) if context.ring.size > 1 else ():
-        if not isinstance(weight, gathered_as_bytes()):
-            weight.__class__ = gathered_as_bytes()
+        if not hasattr(weight, "gathers_bytes"):
+            own: Any = type(weight)
+            weight.__class__ = gathered_as_bytes(own)
             weight.param_dtype = None
             _check_once(weight, name_of(model))
 
@@ -49,14 +50,13 @@ def _has_codes(layer: nn.Module) -> bool:
 
 
 @functools.cache
-def gathered_as_bytes() -> Any:
-    """The class of FSDP2's own parameter, for weights whose numbers are codes. Private to torch, so imported late."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    own: Any = _fsdp_param.FSDPParam
+def gathered_as_bytes(own: Any) -> Any:
+    """Returns a subclass of FSDP2's ``own`` class of parameters, for weights whose numbers are codes."""
 
     class GatheredAsBytes(own):  # type: ignore[misc]
         """FSDP2 gathers a group of several dtypes as bytes, and copies bytes as they are."""
+
+        gathers_bytes = True
 
         def init_dtype_attrs(self, *args: Any, **kwargs: Any) -> None:
             super().init_dtype_attrs(*args, **kwargs)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from hf_ring_attn.integration.model import packed_weights
 from tests.helpers.jobs import kinds_jobs
@@ -91,7 +92,7 @@ def told_of_other_bytes() -> str:
     model = Block(64, torch.bfloat16, trained=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     packed_weights.prepare(model, SimpleNamespace(ring=SimpleNamespace(size=2)))  # type: ignore[arg-type]
-    kind = packed_weights.gathered_as_bytes()
+    kind = packed_weights.gathered_as_bytes(FSDPParam)
     right = kind.all_gather_inputs.fget
     wrong = property(lambda weight: [x ^ 1 for x in right(weight)])
     with mock.patch.object(kind, "all_gather_inputs", wrong), torch.no_grad():
