@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import re
 import struct
 import time
@@ -11,16 +10,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ..errors import BadOption, NotSendable, PeerLost, RanksDiffer, RefusedElsewhere
 from .fingerprint import first_difference, numbers_of, row_of
+from .groups import group_of, name_of, state_of
+
+S = TypeVar("S")
 
 # torch renamed these in 2.13 and warns about the old names on every call.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,22 +30,6 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 LOCAL = ""
 """The name of the ring of one, which needs no process group."""
-
-
-@cache
-def _leave_gloo_in_order() -> None:
-    """Destroys gloo's groups at exit, and gives their threads time to free their last tensors.
-
-    Such a thread needs the interpreter's lock. If it asks for it while the interpreter ends, C++ aborts the process:
-    "terminate called without an active exception" (torch 2.13, seen in 3 of 40 processes).
-    """
-
-    def leave() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        time.sleep(0.1)
-
-    atexit.register(leave)
 
 
 _OWN = re.compile(r"cuda (error|failure)|out of memory|device-side assert", re.IGNORECASE)
@@ -88,7 +74,10 @@ class Pending:
 
 
 class Ring:
-    """The ranks that share a sequence, by the name of their process group (names, unlike groups, go through ops)."""
+    """The ranks that share a sequence, by the name of their process group (names, unlike groups, go through ops).
+
+    The name is not always torch's: `groups` gives each once. So what is cached by it cannot be another group's.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -105,7 +94,7 @@ class Ring:
             return cls(LOCAL)
         group = group if group is not None else dist.group.WORLD
         assert group is not None
-        return cls(LOCAL if dist.get_world_size(group) == 1 else group.group_name)
+        return cls(LOCAL if dist.get_world_size(group) == 1 else name_of(group))
 
     @classmethod
     def simulated(cls, size: int, rank: int) -> Ring:
@@ -114,12 +103,17 @@ class Ring:
         ring.__dict__.update(size=size, rank=rank)
         return ring
 
-    @cached_property
+    @property
     def group(self) -> dist.ProcessGroup:
-        group = _resolve_process_group(self.name)  # type: ignore[arg-type]  # a NewType of torch 2.13
-        if "gloo" in dist.get_backend_config(group):
-            _leave_gloo_in_order()
-        return group
+        """Its process group, which a ring does not keep alive. Raises GroupDestroyed."""
+        return group_of(self.name)
+
+    def state(self, kind: type[S]) -> S:
+        """A feature's own state of this ring: an instance of its class, made at first use.
+
+        It is dropped when a group is made after this one was destroyed. Raises GroupDestroyed.
+        """
+        return state_of(self.name, kind)
 
     @cached_property
     def backend(self) -> str:

@@ -181,6 +181,17 @@ class LeftHalfway(RingAttentionError):
         )
 
 
+class GroupDestroyed(RingAttentionError):
+    """``name``: of the ring's process group."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the process group {name!r} of this ring was destroyed, but a batch, a graph or a ring made with it is "
+            "still in use. The ranks of another group hold other tokens. After init_process_group shard the batch "
+            "again, and call backward before destroy_process_group()."
+        )
+
+
 class CrossedDocuments(Refused):
     def __init__(self) -> None:
         super().__init__(

@@ -39,8 +39,9 @@ __all__ = [
     "visiting_order",
 ]
 
-_PULLS: dict[tuple[str, torch.device], tuple[object, Pulls | str]] = {}
-"""(ring name, device) -> the ring's process group, and its P2P transport or the reason why it has none."""
+
+class _PullsByDevice(dict[torch.device, "Pulls | str"]):
+    """A ring's P2P transports, or the reasons why it has none."""
 
 
 def traffic_of(ring: Ring, device: torch.device, transport: str = "auto") -> Traffic:
@@ -54,10 +55,10 @@ def traffic_of(ring: Ring, device: torch.device, transport: str = "auto") -> Tra
         raise CapturedGraph(ring.size)
     if ring.size == 1 or transport == "messages" or (transport == "auto" and device.type != "cuda"):
         return Messages(ring)
-    group, found = _PULLS.get((ring.name, device), (None, ""))
-    if group is not ring.group:
-        found = _pulls(ring, device)
-        _PULLS[ring.name, device] = ring.group, found
+    known = ring.state(_PullsByDevice)
+    found = known.get(device)
+    if found is None:
+        found = known[device] = _pulls(ring, device)
     if not isinstance(found, str):
         return found
     if transport == "pulls":
@@ -67,14 +68,17 @@ def traffic_of(ring: Ring, device: torch.device, transport: str = "auto") -> Tra
 
 def chosen(ring: Ring, transport: str) -> str:
     """Returns the name of the transport that a ring's attention used; no communication."""
-    pulls = any(name == ring.name and not isinstance(found, str) for (name, _), (_, found) in _PULLS.items())
-    return "pulls" if pulls and transport != "messages" else "messages"
+    return "pulls" if _pulls_of(ring) and transport != "messages" else "messages"
 
 
 def buffer_bytes(ring: Ring) -> int:
     """Returns the bytes of a ring's P2P buffers on this rank; torch does not count them as allocated."""
-    of_ring = (found for (name, _), (_, found) in _PULLS.items() if name == ring.name)
-    return sum(found.bytes for found in of_ring if not isinstance(found, str))
+    return sum(pulls.bytes for pulls in _pulls_of(ring))
+
+
+def _pulls_of(ring: Ring) -> list[Pulls]:
+    found = ring.state(_PullsByDevice).values() if ring.size > 1 else ()
+    return [pulls for pulls in found if not isinstance(pulls, str)]
 
 
 def _pulls(ring: Ring, device: torch.device) -> Pulls | str:
@@ -82,13 +86,16 @@ def _pulls(ring: Ring, device: torch.device) -> Pulls | str:
     from .pulls import Pulls, Shared  # only here: without GPUs nobody pays for its imports
 
     here = device.type == "cuda" and torch.version.hip is None
-    facts = torch.tensor([_machine(), int(here), Shared.made], device=ring.small_device(device))
+    again = ring.name != ring.group.group_name
+    facts = torch.tensor([_machine(), int(here), Shared.made, int(again)], device=ring.small_device(device))
     table = ring.gather(facts, "compared machines").wait()[0].tolist()
-    machines, able, made = zip(*table, strict=True)
+    machines, able, made, named_again = zip(*table, strict=True)
     if not all(able):
         return "every rank needs an NVIDIA GPU"
     if len(set(machines)) > 1:
         return "the ranks are on several machines"
+    if any(named_again):
+        return "its process group has the name of a destroyed one, whose ranks torch's symmetric memory remembers"
     if len(set(made)) > 1:
         return f"its ranks made {list(made)} buffers, since some are in another ring too (pytorch issue 196082)"
     reason = ""

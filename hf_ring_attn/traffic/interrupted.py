@@ -6,7 +6,6 @@ ranks would receive the next attention's messages for the rest of this one: sile
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec
@@ -83,10 +82,4 @@ class InterruptionGuard:
 
 def interruption_guard(ring: Ring) -> InterruptionGuard:
     """Returns the guard of a ring's process group, shared by its transports; a fresh one without communication."""
-    if ring.size == 1 or ring.name == LOCAL:
-        return InterruptionGuard()
-    return _KNOWN.get(ring.group) or _KNOWN.setdefault(ring.group, InterruptionGuard())
-
-
-_KNOWN: weakref.WeakKeyDictionary[object, InterruptionGuard] = weakref.WeakKeyDictionary()
-"""Guards by process group. Weak, since gloo's threads end with their group, and must before the process does."""
+    return InterruptionGuard() if ring.size == 1 or ring.name == LOCAL else ring.state(InterruptionGuard)

@@ -74,7 +74,7 @@ class Pulls:
     Attributes:
         lost_after_ms: timeout of a wait for another rank; it ends with a CUDA error.
         held: tensors that queued copies use. After an error in an op the copies are still queued, so freeing their
-            memory would let them overwrite other tensors: it stays until the ring's process group is replaced.
+            memory would let them overwrite other tensors: it stays until the ring's process group was destroyed.
     """
 
     groups, bytes_per_gather = 2, PULLED

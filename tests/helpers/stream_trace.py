@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -279,6 +280,7 @@ def rank(trace: Trace, number: int, ranks: int) -> Iterator[pulls.Pulls]:
             numbers=numbers,
             small_device=lambda device: device,
             group=mock.Mock(spec=[]),
+            state=cache(lambda kind: kind()),
         )
         trace.current.append(main)
         try:

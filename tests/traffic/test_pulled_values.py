@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -75,7 +76,7 @@ def threads(ranks: int) -> Iterator[list[pulls.Pulls]]:
     def ring(rank: int) -> Any:
         return SimpleNamespace(
             rank=rank, size=ranks, name="threads", group=mock.Mock(spec=[]), small_device=lambda device: device,
-            numbers=lambda number, *_: (meet("numbers"), [number])[1],
+            numbers=lambda number, *_: (meet("numbers"), [number])[1], state=cache(lambda kind: kind()),
         )  # fmt: skip
 
     fakes: dict[str, Any] = {name: mock.MagicMock() for name in ("Stream", "current_stream", "Event", "synchronize")}

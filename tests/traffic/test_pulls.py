@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,8 @@ from hf_ring_attn.traffic.packing import Packing
 from hf_ring_attn.traffic.pulls import LOST_AFTER_MS, Pulls
 from tests.helpers.checks import Ranks
 from tests.helpers.live_bytes import peak_bytes
+from tests.helpers.live_ranks import LiveRanks
+from tests.helpers.patience import patient
 
 CPU = torch.device("cpu")
 EVERYTHING = Plan.of(Ring(LOCAL), Layout(4, 1, 0), Mask.of(CAUSAL, 1, 4)).tables
@@ -51,7 +54,8 @@ def without_a_gpu(ranks: int = 1) -> Iterator[Pulls]:
 
     cuda = {name: mock.MagicMock() for name in ("Stream", "stream", "current_stream", "Event", "synchronize")}
     with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(pulls, "Shared", Memory):
-        transport = Pulls(Ring(LOCAL), CPU)
+        with mock.patch.object(pulls, "_lost_after_ms", return_value=LOST_AFTER_MS):  # else it needs a group
+            transport = Pulls(Ring(LOCAL), CPU)
         if ranks > 1:
             transport.ring = mock.MagicMock(rank=0, size=ranks)
             transport.ring.numbers.return_value = [0] * ranks
@@ -286,11 +290,10 @@ def test_where_torch_does_not_tell_a_timeout_it_is_ten_minutes() -> None:
             raise RuntimeError(f"no backend for {device}")
 
     for group in (Group(), object(), mock.MagicMock(spec=["_get_backend"], **{"_get_backend.return_value": object()})):
-        ring = Ring(LOCAL)
-        ring.__dict__.update(group=group)
+        ring = mock.MagicMock(group=group)
         assert pulls._lost_after_ms(ring, CPU) == LOST_AFTER_MS == 600_000
-    ring.__dict__.update(group=mock.MagicMock())
-    ring.group._get_backend.return_value.options._timeout = timedelta(0)  # type: ignore[attr-defined]
+    ring = mock.MagicMock()
+    ring.group._get_backend.return_value.options._timeout = timedelta(0)
     assert pulls._lost_after_ms(ring, CPU) == 1, "0 would be for ever"
 
 
@@ -303,8 +306,35 @@ def test_ranks_that_made_different_numbers_of_buffers_do_not_wait_for_each_other
             list(transport.ring_pass(k, k, [slice(0, 1)], lambda _source, _lane: (k.clone(), k.clone())))
 
 
-def test_a_ring_whose_ranks_made_different_numbers_of_buffers_takes_messages() -> None:
-    ring, table = Ring(LOCAL), torch.tensor([[7, 1, 3], [7, 1, 1]])
-    sent = mock.MagicMock(**{"wait.return_value": [table]})
-    with mock.patch.object(Ring, "gather", return_value=sent):
-        assert "made [3, 1] buffers" in str(traffic._pulls(ring, CPU))
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ([[7, 1, 3, 0], [7, 1, 1, 0]], "made [3, 1] buffers"),
+        ([[7, 1, 3, 0], [7, 1, 3, 1]], "the name of a destroyed one"),
+    ],
+)
+def test_a_ring_that_torch_takes_for_another_takes_messages(told: list[list[int]], why: str) -> None:
+    """By the number of their buffers, or by the group's name, which one rank has seen before."""
+    sent = mock.MagicMock(**{"wait.return_value": [torch.tensor(told)]})
+    with mock.patch.object(Ring, "gather", return_value=sent), mock.patch.object(Ring, "group"):
+        assert why in str(traffic._pulls(Ring(LOCAL), CPU))
+
+
+def told_of_the_name(folder: str) -> list[list[int]]:
+    """What this rank tells of its name in a first world and in a second one."""
+    told: list[list[int]] = []
+    for number in range(2):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/{number}", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        with mock.patch.object(Ring, "gather", side_effect=Ring.of(None).gather) as gather:
+            assert traffic._pulls(Ring.of(None), CPU) == "every rank needs an NVIDIA GPU"
+        told.append(gather.call_args_list[0].args[0].tolist())
+    return told
+
+
+def test_a_rank_tells_that_it_has_seen_the_name(tmp_path: Path) -> None:
+    with LiveRanks(2, timeout_seconds=patient(60)) as world:  # it leaves its world
+        for first, second in world.run(told_of_the_name, str(tmp_path)):
+            assert (first[3], second[3]) == (0, 1)

@@ -51,8 +51,8 @@ class _Agreement:
         self.rings: set[str] = set()
 
 
-_TURNS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""The number of batches that each model trained on in a ring: it selects the weight to compare."""
+class _Turns(weakref.WeakKeyDictionary[nn.Module, int]):
+    """The number of batches that each model trained on in one ring: it selects the weight to compare."""
 
 
 def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None] = lambda: None) -> ModelRecord:
@@ -150,7 +150,8 @@ def _sample(model: nn.Module, weights: list[Any], agreed: _Agreement, context: B
     trained, sharded = agreed.trained, "DTensor" in latest_record(model).classes
     if not trained or sharded or not model.training or not context.config.self_check:
         return {"no weight": None}
-    turn = _TURNS[inside(model)] = _TURNS.get(inside(model), -1) + 1
+    turns = context.ring.state(_Turns)
+    turn = turns[inside(model)] = turns.get(inside(model), -1) + 1
     if turn == 0:  # `replicas.compare` or DDP made them the same
         return {"no weight": None}
     index, name = trained[turn % len(trained)]
