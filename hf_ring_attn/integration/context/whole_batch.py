@@ -106,6 +106,9 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
             if not len(tokens):
                 raise errors.BadShape(name, tuple(tokens.shape), "it must have a row at least")
             return tokens
+    found = next((name for name in TOKENS if batch.get(name) is not None), None)
+    if found is not None:
+        raise errors.BadBatch(f"{found} is a {type(batch[found]).__name__}, not a tensor. Make it one, [B, S, ...].")
     raise errors.BadBatch(f"the batch holds neither input_ids nor inputs_embeds, only {sorted(batch)}.")
 
 

@@ -132,6 +132,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to shard": ({"labels": IDS}, "the batch holds neither input_ids nor inputs_embeds, only ['labels']."),
     "one row without a batch": ({"input_ids": IDS[0]}, "input_ids has shape (8,), but it must be [B, S]"),
     "embeddings without a width": ({"inputs_embeds": IDS}, "inputs_embeds has shape (2, 8), but it must be [B, S]"),
+    "lists": ({"input_ids": [[1, 2, 3]]}, "input_ids is a list, not a tensor. Make it one, [B, S, ...]."),
     "sound alone": ({"input_features": torch.zeros(1)}, "the batch holds neither input_ids nor inputs_embeds, only ["),
     "a decoder's inputs": (
         {"input_ids": IDS, "decoder_input_ids": IDS},
