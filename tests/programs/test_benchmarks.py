@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_ring_attn import RingConfig
-from hf_ring_attn.bench import provenance
+from hf_ring_attn.bench import provenance, results
 from hf_ring_attn.bench.workload import Workload
 from hf_ring_attn.sharding.layout import Layout
 from tests.helpers.live_ranks import LiveRanks
@@ -204,3 +204,18 @@ def test_a_ring_without_differences_is_praised() -> None:
     }  # fmt: skip
     assert failures([row, {"modules_that_round": {}}]) == []
     assert len(failures([{**row, "ratio_off_one": 1e-7, "batches_of_half": steady, "batches_of_one": steady}])) == 2
+
+
+@pytest.mark.turns
+def test_whole_steps_are_run_saved_and_compared(tmp_path: Path) -> None:
+    command = [sys.executable, "recipes/benchmarks/whole_steps.py", "--toy", "--steps", "3", "--save", str(tmp_path)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*command, "--only", "ring_8K", "own"], cwd=REPOSITORY, env=environment, capture_output=True,
+                          text=True, timeout=120, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (saved,) = results.read(tmp_path / results.FILE)
+    assert saved.name == "ring_8K" and len(saved.rows[0]["losses"]) == 3 and "--tokens 64" in saved.head["command"]
+    assert "losses 5." in done.stdout
+    failed = subprocess.run([*command, "--only", "ring_32K", "--seconds", "0.1"], cwd=REPOSITORY, env=environment,
+                            capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    assert failed.returncode == 1 and "ring_32K                 failed after" in failed.stdout

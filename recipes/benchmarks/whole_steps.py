@@ -1,0 +1,144 @@
+"""Whole training steps beside accelerate's own context parallelism: LoRA on the shape of Llama 3.1 8B, FSDP2.
+
+    python recipes/benchmarks/whole_steps.py --gpus 2 [--only 8K 32K] [--save FOLDER]
+
+Each run is recipes/long_context_lora/train.py by accelerate launch. Runs of one length follow each other. The table has
+seconds a step (median and fastest), MFU, memory, and tokens a second over those of accelerate's own, once with its
+defaults and once with the same options. A run that fails is named, and the others go on. ``--toy`` runs tiny models on
+two CPU processes, without accelerate's own, which needs GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_ring_attn.bench import results
+from hf_ring_attn.bench.provenance import facts
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TRAIN = "recipes/long_context_lora/train.py"
+K = 1024
+STEPS = {8: 12, 32: 6, 128: 4, 256: 3}
+"""Of each run, by thousands of tokens. The first two are not timed."""
+
+
+class Run(NamedTuple):
+    """A run of train.py. ``own``: the run of accelerate's own with the same options, if it takes them."""
+
+    name: str
+    thousands: int
+    options: str
+    own: str = ""
+
+
+def runs() -> list[Run]:
+    """All runs in their order: for each length accelerate's own, rings with the same options, and with more."""
+    found = []
+    for length in STEPS:
+        own, fused = f"own_{length}K", f"own_liger_{length}K"
+        chunks = " --mlp-tokens 16384" if length == 256 else ""
+        found += [
+            Run(own, length, "--implementation sdpa"),
+            Run(f"ring_{length}K", length, "", own),
+            Run(fused, length, "--implementation sdpa --liger"),
+            Run(f"ring_liger_{length}K", length, "--liger", fused),
+            Run(f"ring_saved_liger_{length}K", length, f"--save-attention --liger{chunks}", fused),
+        ]
+        if length <= 32:
+            found.append(Run(f"ring_compiled_{length}K", length, "--compile-layers"))
+    return found
+
+
+def command(run: Run, given: argparse.Namespace, output: Path) -> list[str]:
+    """The command line of a run, after "python"."""
+    ranks = 2 if given.toy else given.gpus
+    config = "cpu_2ranks" if given.toy else "gpu_8_fsdp2"
+    size = ["--shape", "tiny", "--tokens", str(8 * run.thousands), "--dtype", "float32"] if given.toy else [
+        "--tokens", str(run.thousands * K)]  # fmt: skip
+    return [
+        "-m", "accelerate.commands.launch", "--config_file", f"recipes/accelerate/{config}.yaml",
+        "--num_processes", str(ranks), "--parallelism_config_cp_size", str(ranks), TRAIN, *size,
+        "--steps", str(given.steps or STEPS[run.thousands]), *run.options.split(), "--output", str(output),
+    ]  # fmt: skip
+
+
+def measured(run: Run, given: argparse.Namespace) -> dict[str, Any] | str:
+    """What train.py wrote, or the last words of one that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "run.json"
+        paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        if given.toy:
+            environment["ACCELERATE_USE_CPU"] = "true"
+        try:
+            done = subprocess.run(
+                [sys.executable, *command(run, given, output)], cwd=REPOSITORY, env=environment, check=False, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=given.seconds,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"ended after {given.seconds:g} s"
+        if done.returncode == 0 and output.is_file():
+            found: dict[str, Any] = json.loads(output.read_text())
+            return found
+        errors = [line for line in done.stdout.splitlines() if "Error" in line]
+        return (errors or done.stdout.splitlines() or ["nothing"])[-1][:200]
+
+
+def line(run: Run, row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
+    """A run's line of the table."""
+    timed = row["seconds"][2:] or row["seconds"][-1:]
+    mfu = "" if row["mfu"] is None else f"{row['mfu']:.0%}"
+    peak = max((gib for gib in row["peak_memory_GiB"] if gib is not None), default=None)
+    memory = "" if peak is None else f"{peak:.1f} GiB"
+    over = [
+        f"{row['tokens_per_second'] / rows[name]['tokens_per_second']:.2f}" if name in rows else "-"
+        for name in (f"own_{run.thousands}K", run.own)
+    ]
+    speed = f"{statistics.median(timed):9.3f} ({min(timed):.3f}) {mfu:>5} {memory:>10} {over[0]:>9} {over[1]:>9}"
+    losses = ", ".join(f"{x:.5f}" for x in row["losses"][:3])
+    return f"{run.name:24} {speed}   first step {row['seconds'][0]:.1f} s, losses {losses}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="runs with one of these words in their names")
+    parser.add_argument("--steps", type=int, help="of each run; default: by length, 12 to 3")
+    parser.add_argument("--seconds", type=float, default=600, help="after which a run is ended")
+    parser.add_argument("--toy", action="store_true", help="tiny models on two CPU processes")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
+    given = parser.parse_args()
+    chosen = [run for run in runs() if not given.only or {run.name, *run.name.split("_")} & set(given.only)]
+    chosen = [run for run in chosen if not (given.toy and run.name.startswith("own"))]
+    if not chosen:
+        parser.error(f"--only {' '.join(given.only)} leaves no run of {', '.join(run.name for run in runs())}")
+    head = facts()
+    rows: dict[str, dict[str, Any]] = {}
+    print(f"{'':24} {'s a step (fastest)':>17} {'MFU':>5} {'a GPU':>10} {'over own':>9} {'alike':>9}", flush=True)
+    failed = 0
+    for run in chosen:
+        began = time.perf_counter()
+        row = measured(run, given)
+        if isinstance(row, str):
+            failed += 1
+            print(f"{run.name:24} failed after {time.perf_counter() - began:.0f} s: {row}", flush=True)
+            continue
+        rows[run.name] = row
+        print(line(run, row, rows), flush=True)
+        if given.save is not None:
+            said = {"command": " ".join(["python", *command(run, given, Path("run.json"))])}
+            results.save(given.save, run.name, {**head, **said}, [row])
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
