@@ -39,6 +39,7 @@ from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
 from .tolerance import AMPLIFICATION, LOSS, dtypes_seen, rounded_anew, tolerance
 from .trial import GRADIENT, StepResult, distances, random_state, run_step, set_modes, watched_weights
+from .zeros import moved_from_zero
 
 T = TypeVar("T")
 
@@ -89,10 +90,10 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
             return
         job, modes = _Check(inner, context, sample, _device(model, sample)), [x.training for x in inner.modules()]
         if case not in verdicts:
-            with preserved(inner):
+            with preserved(inner), moved_from_zero(inner):
                 verdicts[case] = job.run(job.try_tokens)
         if needs_step:
-            with preserved(inner):
+            with preserved(inner), moved_from_zero(inner):
                 verdicts[tried] = job.run(partial(job.try_step, step, trains, modes))
     state.verdict = verdicts[case]
 

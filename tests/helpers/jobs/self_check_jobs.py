@@ -36,15 +36,15 @@ def shards(model: Any, dtype: torch.dtype | None = None) -> Any:
     """The model under FSDP2, over all ranks."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype)
-    for layer in model.layers if hasattr(model, "layers") else model.model.layers:
+    for layer in next(part.layers for part in model.modules() if "layers" in part._modules):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def lora(model: Any) -> Any:
+def lora(model: Any, from_zero: bool = False) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=from_zero))
 
 
 def checkpointed(kind: str) -> Callable[[Any], Any]:
@@ -66,11 +66,14 @@ GOOD: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: tiny("llama", "ring_fp32").bfloat16(),
     "autocast": lambda: tiny("llama", "ring_fp32"),
     "LoRA": lambda: lora(tiny("llama", "ring_fp32")),
+    "LoRA from zero": lambda: lora(tiny("llama", "ring_fp32"), from_zero=True),
     "recomputed": lambda: checkpointed("recomputed")(tiny("llama", "ring_fp32")),
     "reentrant": lambda: checkpointed("reentrant")(tiny("llama", "ring_fp32")),
     "DDP": lambda: DistributedDataParallel(tiny("llama", "ring_fp32")),
     "DDP of LoRA": lambda: DistributedDataParallel(lora(tiny("llama", "ring_fp32")), find_unused_parameters=True),
     "FSDP2": lambda: shards(tiny("llama", "ring_fp32")),
+    "FSDP2 of remote code": lambda: shards(remote()),
+    "FSDP2 of LoRA from zero": lambda: shards(lora(tiny("llama", "ring_fp32"), from_zero=True)),
     "FSDP2, bfloat16": lambda: shards(tiny("llama", "ring_fp32"), torch.bfloat16),
     "FSDP2, recomputed": lambda: shards(checkpointed("recomputed")(tiny("llama", "ring_fp32"))),
 }

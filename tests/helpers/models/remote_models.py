@@ -107,6 +107,43 @@ class Sum(nn.Module):
         return x + 0.1 * x.cumsum(1)
 
 
+class FromZero(nn.Module):
+    """A branch that mixes tokens and adds nothing at first, since its last weight is zero, or nearly."""
+
+    def __init__(self, *shape: int, start: float = 0.0) -> None:
+        super().__init__()
+        self.last = nn.Parameter(torch.full(shape, start))
+
+
+class ZeroBlur(FromZero):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.conv1d(x.mT, self.last, padding=3, groups=WIDTH)[..., : x.shape[1]].mT
+
+
+class ZeroMean(FromZero):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.linear(functional.layer_norm(x, x.shape[-1:]).mean(1, keepdim=True), self.last)
+
+
+class ZeroGate(FromZero):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last.tanh() * functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class ZeroScale(FromZero):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last * x.cumsum(1)
+
+
+FROM_ZERO: dict[str, Callable[[], nn.Module]] = {
+    "convolution from zero": lambda: ZeroBlur(WIDTH, 1, 4),
+    "mean from zero": lambda: ZeroMean(WIDTH, WIDTH),
+    "gate from zero": lambda: ZeroGate(1),
+    "scalar gate from zero": lambda: ZeroGate(),
+    "scale near zero": lambda: ZeroScale(1, 1, WIDTH, start=1e-6),
+}
+
+
 class Layer(nn.Module):
     def __init__(self, config: RemoteConfig, mix: Callable[[], nn.Module], attend: type[Attend]) -> None:
         super().__init__()
@@ -149,7 +186,7 @@ class RemoteModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transfor
     def __init__(self, config: RemoteConfig) -> None:
         super().__init__(config)
         mixes: dict[str, Callable[[], nn.Module]] = {
-            "shift": Shift, "pairs, shifted": Shift, "convolution": Blur, "sum": Sum
+            "shift": Shift, "pairs, shifted": Shift, "convolution": Blur, "sum": Sum, **FROM_ZERO
         }  # fmt: skip
         attends = {"past": AttendPast, "alibi": AttendAlibi, "nearby": AttendNearby}
         self.embed = Embed(config.planted)
