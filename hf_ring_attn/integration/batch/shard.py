@@ -107,8 +107,8 @@ class Sharded(RowReductions):
         Call it after backward, before gradients are clipped and before optimizer.step().
 
         Raises:
-            GradientsChanged: weights changed since the forward, or ranks scaled a gradient by different factors. Only
-                the smallest weight is checked.
+            GradientsChanged: weights changed since the forward (RefusedElsewhere on ranks where none did); or, on every
+                rank, ranks scaled a gradient by different factors. Only the smallest weight's gradient is checked.
         """
         self._refuse_unused("reduce_gradients")
         if self.ring.size > 1:

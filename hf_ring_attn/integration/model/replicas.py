@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,18 @@ class ReducedGradients(set[int]):
     """Identities of the parameters whose gradients `Sharded.reduce_gradients` averaged in one batch."""
 
 
-_last: list[tuple[str, list[weakref.ref[Tensor]], BatchContext, int]] = []
-"""Modules that train in the last batch: name, weights, batch, and the sum of the weights' version counters."""
+class _Trained(NamedTuple):
+    """A module that trains in a batch, which it does not keep alive; ``written``: the sum of the weights' versions."""
+
+    name: str
+    weights: list[weakref.ref[Tensor]]
+    batch: weakref.ref[BatchContext]
+    ring_size: int
+    written: int
+
+
+_last: list[_Trained] = []
+"""Modules that train in the last batch."""
 
 
 def averages_gradients(model: nn.Module) -> bool:
@@ -106,36 +116,47 @@ _SAME_FACTOR = 1e-3
 
 
 def average_gradients(model: nn.Module, context: BatchContext) -> None:
-    """Implements `Sharded.reduce_gradients`."""
+    """Implements `Sharded.reduce_gradients`. The host waits for the average.
+
+    Raises:
+        GradientsChanged; RefusedElsewhere: on the other ranks, if weights were changed on some.
+    """
     ring, versions = context.ring, context.state(_Versions)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if any(versions.get(id(x), x._version) != x._version for x in trained):
-        raise errors.GradientsChanged("weights were changed after the forward", "Call it before optimizer.step().")
     if not trained:
         return
+    refusal: errors.Refused | None = None
+    if any(versions.get(id(x), x._version) != x._version for x in trained):
+        refusal = errors.GradientsChanged("weights were changed after the forward", "Call it before optimizer.step().")
     weight = next((x for x in trained if x in _GRADIENTS), trained[0])
     watched: _Gradient | None = _GRADIENTS.pop(weight, None)
     factor = None
     if watched is not None:
         watched.handle.remove()
         factor = watched.factor(weight)
-    factors = torch.zeros(ring.size, device=weight.device)
-    factors[ring.rank] = 1.0 if factor is None else factor
+    # The ranks' refusals and factors travel with the gradients, so that all ranks refuse, or none.
+    told = torch.zeros(2, ring.size, device=weight.device)
+    told[0, ring.rank] = float(refusal is not None)
+    told[1, ring.rank] = 1.0 if factor is None else factor
     # A rank without a gradient (of an unused expert) still takes part in the sum.
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
     lacking = [index for index, x in enumerate(trained) if x.grad is None]
     had = torch.tensor([float(x.grad is not None) for x in trained], device=weight.device)
-    *averaged, factors, had = ring.means([*gradients, factors, had])
-    if factor is not None:  # else the host need not wait for them
-        each = [f for f in (factors * ring.size).tolist() if f and math.isfinite(f)]
-        if each and max(each) - min(each) > _SAME_FACTOR * max(map(abs, each)):
-            raise errors.GradientsChanged(
-                f"each rank scaled its gradients by another factor (from {min(each):.3g} to {max(each):.3g})",
-                "The norm of a rank's gradients is not that of the batch's: clip gradients after it.",
-            )
+    *averaged, told, had = ring.means([*gradients, told, had])
+    refusals, factors = (told * ring.size).tolist()
+    if any(refusals):
+        ring.agree({}, ring.small_device(weight.device), failure=refusal, doing="averaged its gradients")
+    each = [f for f in factors if f and math.isfinite(f)]
+    if each and max(each) - min(each) > _SAME_FACTOR * max(map(abs, each)):
+        raise errors.GradientsChanged(
+            f"each rank scaled its gradients by another factor (from {min(each):.3g} to {max(each):.3g})",
+            "The norm of a rank's gradients is not that of the batch's: clip gradients after it.",
+        )
     reduced = context.state(ReducedGradients)
     reduced.update(map(id, trained))
-    _last[:] = [one for one in _last if one[2] is not context or not reduced.issuperset(map(id, _alive(one[1])))]
+    _last[:] = [
+        one for one in _last if one.batch() is not context or not reduced.issuperset(map(id, _alive(one.weights)))
+    ]
     # What no rank has a gradient of keeps none: an optimizer would decay its weights, or step by its momentum.
     nowhere = {index for index in lacking if not had[index]}
     for index, (parameter, mean) in enumerate(zip(trained, averaged, strict=True)):
@@ -199,10 +220,10 @@ def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) 
 def _note(name: str, trained: list[Any], context: BatchContext) -> None:
     versions = list(map(_VERSION, trained))
     context.state(_Versions).update(zip(map(id, trained), versions, strict=True))
-    if any(known is context and of == name and _same(references, trained) for of, references, known, _ in _last):
-        return
-    _last[:] = [one for one in _last if one[2] is context]
-    _last.append((name, list(map(weakref.ref, trained)), context, sum(versions)))
+    _last[:] = [one for one in _last if one.batch() is context]
+    if not any(one.name == name and _same(one.weights, trained) for one in _last):
+        references = list(map(weakref.ref, trained))
+        _last.append(_Trained(name, references, weakref.ref(context), context.ring.size, sum(versions)))
 
 
 def _alive(references: list[weakref.ref[Tensor]]) -> list[Tensor]:
@@ -216,13 +237,13 @@ def _same(references: list[weakref.ref[Tensor]], tensors: list[Tensor]) -> bool:
 def warn_if_not_reduced() -> None:
     """Warns, once, if the last batch was followed by a step with gradients that differ from rank to rank."""
     while _last:
-        name, references, context, written = _last.pop()
-        trained = _alive(references)
+        last = _last.pop()
+        trained = _alive(last.weights)
         # Without a step since, gradients are still being added up, or there is no training. Or the model is gone.
-        if len(trained) < len(references) or sum(map(_VERSION, trained)) == written:
+        if len(trained) < len(last.weights) or sum(map(_VERSION, trained)) == last.written:
             continue
         warn(
-            f"{name} trained in a ring of {context.ring.size}, but neither DDP nor FSDP wraps it and "
+            f"{last.name} trained in a ring of {last.ring_size}, but neither DDP nor FSDP wraps it and "
             "sharded.reduce_gradients(module) was not called with it: each rank holds the gradient of its own tokens "
             "only, so the replicas drift apart. Call it after backward, once the gradients of a step are complete."
         )

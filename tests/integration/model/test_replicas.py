@@ -1,0 +1,88 @@
+"""Gradients that a loop averages: ranks that changed them, or their weights, stop together."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_ring_attn
+from tests.helpers.checks import Ranks
+from tests.helpers.jobs.plain_jobs import attempt, tokens
+from tests.helpers.models.tiny_models import tiny
+
+
+def trained(model: Any) -> Any:
+    """The batch of a forward and a backward."""
+    sharded = hf_ring_attn.shard(tokens(23))
+    with sharded:
+        out = model(**sharded.inputs)
+    out.loss.backward()
+    return sharded
+
+
+def changed_on(rank: int, what: str) -> tuple[str, str, bool, float]:
+    """What was raised if one rank changes something before the average; if gradients are untouched; seconds."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    sharded, weights = trained(model), list(model.parameters())
+    with torch.no_grad():
+        for x in weights if dist.get_rank() == rank else ():
+            x.add_(1.0) if what == "weights" else x.grad.mul_(2.0)
+    before, started = [x.grad.clone() for x in weights], time.monotonic()
+    name, text = attempt(sharded.reduce_gradients, model) or ("", "")
+    seconds = time.monotonic() - started
+    dist.barrier()  # no rank is in another collective
+    return name, text, all(map(torch.equal, before, [x.grad for x in weights])), seconds
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_weights_that_one_rank_changed_stop_all_ranks(ranks: Ranks, rank: int) -> None:
+    """The others waited in the average until the time-out."""
+    for here, (name, text, untouched, seconds) in enumerate(ranks(3).run(changed_on, rank, "weights")):
+        assert name == ("GradientsChanged" if here == rank else "RefusedElsewhere")
+        assert "weights were changed after the forward" in text and untouched and seconds < 10
+        assert here == rank or f"rank {rank}: GradientsChanged: sharded.reduce_gradients" in text
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_gradients_that_one_rank_scaled_stop_all_ranks(ranks: Ranks, rank: int) -> None:
+    """Ranks that had scaled nothing took a step with gradients that the other one refused."""
+    for name, text, untouched, _ in ranks(3).run(changed_on, rank, "gradients"):
+        assert name == "GradientsChanged" and untouched
+        assert "another factor (from 1 to 2)" in text
+
+
+def sent_by_an_average() -> list[str]:
+    model: Any = tiny("llama", "ring_fp32").train()
+    sharded = trained(model)
+    names = ("all_reduce", "all_gather_object", "all_gather_into_tensor", "batch_isend_irecv", "broadcast")
+    calls = {name: mock.Mock(side_effect=getattr(dist, name)) for name in names}
+    with mock.patch.multiple(dist, **calls):
+        sharded.reduce_gradients(model)
+    return [name for name, call in calls.items() for _ in range(call.call_count)]
+
+
+def test_an_average_of_a_small_model_is_one_message(ranks: Ranks) -> None:
+    assert ranks(2).run(sent_by_an_average) == [["all_reduce"]] * 2
+
+
+def held_without_an_average() -> list[bool]:
+    """If each batch is alive once the program has dropped it, in a loop that averages nothing yet."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    alive = []
+    for _ in range(2):
+        sharded = trained(model)
+        context = weakref.ref(sharded.context)
+        del sharded
+        alive.append(context() is not None)
+    return alive
+
+
+def test_a_batch_goes_before_the_next_one_comes(ranks: Ranks) -> None:
+    """The check of its gradients held the batch of an accumulated step until the next one."""
+    assert ranks(2).run(held_without_an_average) == [[False, False]] * 2
