@@ -20,7 +20,7 @@ from ... import errors
 from ...comm.ring import set_timeout
 from ..context.introspect import uses_ring
 from ..context.mesh import RING, ring_enabled
-from ..model import fsdp, liger
+from ..model import fsdp, liger, packed_weights
 from ..patching.changes import Patch
 from . import parallelism_config, schedulers
 from .buffers import prepared, sharded_buffers
@@ -105,6 +105,7 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
             prepared.update(models)
             for model in models:
                 liger.prepare(model)
+                packed_weights.gather_bytes(model)  # a program may generate before its first batch
         return result
 
     return prepare

@@ -22,8 +22,14 @@ from ..context.introspect import modules_of, name_of
 
 
 def prepare(model: nn.Module, context: BatchContext) -> None:
+    """As `gather_bytes`, in a ring."""
+    if context.ring.size > 1:
+        gather_bytes(model)
+
+
+def gather_bytes(model: nn.Module) -> None:
     """Has FSDP2 gather bytes for the packed weights of ``model``, and compares each with this rank's part once."""
-    for weight in _packed(model) if context.ring.size > 1 else ():
+    for weight in _packed(model):
         if not hasattr(weight, "gathers_bytes"):
             own: Any = type(weight)
             weight.__class__ = gathered_as_bytes(own)

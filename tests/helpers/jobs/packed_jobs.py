@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -79,7 +78,7 @@ def changed(
     offload: Any = CPUOffloadPolicy(pin_memory=False) if on_host else OffloadPolicy()
     fully_shard(model, mesh=mesh["one"], mp_policy=MixedPrecisionPolicy(param_dtype=policy), offload_policy=offload)
     if prepared:
-        packed_weights.prepare(model, SimpleNamespace(ring=SimpleNamespace(size=2)))  # type: ignore[arg-type]
+        packed_weights.gather_bytes(model)
     with copies_of_a_gpu(), torch.no_grad():
         for _ in range(2):
             model(torch.ones(1, 8, dtype=policy))
@@ -91,7 +90,7 @@ def told_of_other_bytes() -> str:
     torch.manual_seed(0)
     model = Block(64, torch.bfloat16, trained=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    packed_weights.prepare(model, SimpleNamespace(ring=SimpleNamespace(size=2)))  # type: ignore[arg-type]
+    packed_weights.gather_bytes(model)
     kind = packed_weights.gathered_as_bytes(FSDPParam)
     right = kind.all_gather_inputs.fget
     wrong = property(lambda weight: [x ^ 1 for x in right(weight)])
