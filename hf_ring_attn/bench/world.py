@@ -11,13 +11,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import IO
+from typing import IO, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ..comm.ring import Ring
 from ..config import is_a_launched_rank
+from ..errors import RingAttentionError
 
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Environment variable that lets ranks on one GPU read each other's memory."""
@@ -44,6 +45,8 @@ def world(device: str | None, may_share: bool = False) -> Iterator[tuple[Ring, t
         may_share: allow several ranks per GPU. P2P copies work there, but slower. NCCL refuses such ranks, and gloo,
             which serves the collectives, has no send/recv between GPUs: P2P copies are the only transport.
 
+    An error inside ends a launched rank at once, with its words: exit code 2 for one of this package, else 1.
+
     Raises:
         SystemExit: ranks would share a GPU and may not.
     """
@@ -63,8 +66,21 @@ def world(device: str | None, may_share: bool = False) -> Iterator[tuple[Ring, t
     dist.init_process_group("nccl" if nccl else "gloo", device_id=mine if nccl else None)
     try:
         yield Ring.of(None), mine
+    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must see this one end
+        _end_process(error)
     finally:
         dist.destroy_process_group()
+
+
+def _end_process(error: Exception) -> NoReturn:
+    """Prints an error and ends this process, without its exit: gloo would wait for messages that nobody sends."""
+    if isinstance(error, RingAttentionError):
+        sys.stderr.write(f"{error}\n")
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if isinstance(error, RingAttentionError) else 1)
 
 
 def start_ranks(count: int, arguments: Sequence[str], seconds: float = math.inf) -> int:
@@ -120,8 +136,7 @@ def _cause(codes: Sequence[int | None], errors: Mapping[int, IO[bytes]]) -> str:
             continue
         file.seek(0)
         lines = [line.removeprefix(f"[rank{rank}]: ") for line in file.read().decode(errors="replace").splitlines()]
-        # A refusal or a verdict has no traceback: rank 0 prints its own, unless it waits for the others. A rank with a
-        # traceback may have to be ended, since gloo may hang as the program exits.
+        # A refusal or a verdict has no traceback: rank 0 prints its own, unless it waits for the others.
         is_alone = code is not None and (code < 0 or codes[0] is None)
         if is_alone or any(line.startswith("Traceback (") for line in lines):
             return "".join(f"rank {rank}: {line}\n" for line in lines[-LAST_LINES:] or [f"exit code {code}"])

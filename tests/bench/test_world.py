@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from hf_ring_attn.bench import world
+from tests.helpers.patience import patient
 
 LOST = 'echo "PeerLost: its traceback is the cause to look at" >&2; exit 2'
 RAISES = f"""exec {sys.executable} -c 'for n in range(99): print(n, file=__import__("sys").stderr)
@@ -69,3 +73,42 @@ def test_words_without_a_traceback_are_said_if_rank_0_waits_in_vain(
     monkeypatch.setattr(world, "GRACE_SECONDS", 0.2)
     assert start(tmp_path, monkeypatch, {0: "exec sleep 60", 1: "echo no room >&2; exit 2"}) < 0
     assert capfd.readouterr().err == "rank 1: no room\n"
+
+
+FAILS = """
+import sys, time, torch
+from hf_ring_attn.bench.world import world
+from hf_ring_attn.errors import BadOption
+with world("cpu") as (ring, _):
+    ring.gather(torch.ones(3)).wait()
+    if ring.rank == 0:
+        time.sleep(1000)
+    sent = ring.gather(torch.ones(3))  # for which the other rank never comes
+    print("measured")
+    raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [("ValueError('no room')", 1, "[rank1]: ValueError: no room"), ("BadOption('x', 1, 'a y')", 2, "x=1 is not")],
+    ids=["an error", "a refusal"],
+)
+def test_a_rank_that_fails_ends_at_once(error: str, code: int, last: str) -> None:
+    """It waited at its exit for messages, until it was killed after 30 s: gloo's threads end with what they sent."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command, wire = [sys.executable, "-c", FAILS.format(error=error)], subprocess.PIPE
+    places = [{**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    both = [subprocess.Popen(command, stdout=wire, stderr=wire, text=True, env=place) for place in places]
+    try:
+        out, errors = both[1].communicate(timeout=patient(60))
+    finally:
+        for rank in both:
+            rank.kill()
+            rank.communicate()
+    assert both[1].returncode == code and out == "measured\n"
+    assert errors.splitlines()[-1].startswith(last), errors
+    assert ("Traceback" in errors) == (code == 1)
