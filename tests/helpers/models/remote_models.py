@@ -107,6 +107,22 @@ class Sum(nn.Module):
         return x + 0.1 * x.cumsum(1)
 
 
+class Capacity(nn.Module):
+    """Four experts, each for half of the tokens of a call; of more it drops those that come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(4, WIDTH))
+        self.experts = nn.Parameter(0.2 * torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = functional.layer_norm(x, x.shape[-1:])
+        weights, chosen = (normed @ self.router.T).softmax(-1).flatten(0, 1).max(-1)
+        arrived = functional.one_hot(chosen, 4).cumsum(0).gather(1, chosen[:, None])[:, 0]
+        weights = weights.masked_fill(arrived > -(-len(chosen) // 2), 0)
+        return x + torch.einsum("td,tde->te", normed.flatten(0, 1) * weights[:, None], self.experts[chosen]).view_as(x)
+
+
 class FromZero(nn.Module):
     """A branch that mixes tokens and adds nothing at first, since its last weight is zero, or nearly."""
 
@@ -186,7 +202,8 @@ class RemoteModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transfor
     def __init__(self, config: RemoteConfig) -> None:
         super().__init__(config)
         mixes: dict[str, Callable[[], nn.Module]] = {
-            "shift": Shift, "pairs, shifted": Shift, "convolution": Blur, "sum": Sum, **FROM_ZERO
+            "shift": Shift, "pairs, shifted": Shift, "convolution": Blur, "sum": Sum, "capacity": Capacity,
+            **FROM_ZERO,
         }  # fmt: skip
         attends = {"past": AttendPast, "alibi": AttendAlibi, "nearby": AttendNearby}
         self.embed = Embed(config.planted)
