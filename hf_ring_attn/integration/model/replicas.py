@@ -1,8 +1,7 @@
 """Replicas of a model in a plain loop: averages their gradients, and detects that they differ.
 
 DDP and FSDP average gradients over the ranks of a ring; a bare model needs `Sharded.reduce_gradients`, whose absence
-shows at the next batch. They also broadcast weights; those of a bare model are compared before it trains. The
-self-check does not see these: LoRA multiplies random weights by zero.
+shows at the next batch. They also broadcast weights; those of a bare model are compared before it trains.
 """
 
 from __future__ import annotations
