@@ -107,7 +107,7 @@ MEASURED_ON_ONE = [
     Filed(ONE_GPU, "offloaded_128K", {**DDP, "tokens": 131072, "mlp_tokens": 16384, "offload_above": 0.0}),
     Filed(ONE_GPU, "one_8K", {**DDP, "tokens": 8192, **SAVED}),
 ]
-"""One GPU, forecast before they ran. Without an option the first is trained as Trainer does it: with all logits."""
+"""One GPU; the forecast is older than these runs. Without an option Trainer makes all logits, as the first did."""
 
 ALL = [*FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE]
 
