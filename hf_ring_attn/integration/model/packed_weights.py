@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ... import errors
 from ..context.batch_context import BatchContext
-from ..context.introspect import modules_of, name_of
+from ..context.introspect import is_unit, modules_of, name_of
 
 
 def prepare(model: nn.Module, context: BatchContext) -> None:
@@ -39,9 +39,7 @@ def gather_bytes(model: nn.Module) -> None:
 
 def _packed(model: nn.Module) -> Iterator[Any]:
     """Yields what FSDP2 knows of each 4-bit weight."""
-    for module in modules_of(model):
-        if not hasattr(module, "_get_fsdp_state"):
-            continue
+    for module in filter(is_unit, modules_of(model)):
         state = module._get_fsdp_state()  # type: ignore[operator]
         groups = getattr(state, "_fsdp_param_groups", None)  # one until torch 2.12
         for group in [state._fsdp_param_group] if groups is None else groups:
