@@ -97,16 +97,16 @@ def run(given: argparse.Namespace) -> int:
     except UnsupportedModel as refusal:
         sys.stdout.write((json.dumps({"refused": str(refusal)}, indent=1) if given.json else str(refusal)) + "\n")
         return 1
-    model, setup, kept_free = shape_of(config, meta), _setup(given), 0.0
+    model, setup = shape_of(config, meta), _setup(given)
+    kept_free = KEPT_FREE if given.memory is None else 0.0
+    advised = (1 - kept_free) * setup.gpu.memory_gib  # what we choose, forecasts may miss by a little
     if given.max_tokens:
-        kept_free = KEPT_FREE if given.memory is None else 0.0
-        found = most_tokens(model, setup, (1 - kept_free) * setup.gpu.memory_gib)
-        setup = replace(setup, tokens=found or 2 * setup.ring_size)
+        setup = replace(setup, tokens=most_tokens(model, setup, advised) or 2 * setup.ring_size)
     one = forecast(model, setup, setup.gpu.memory_gib)
-    others = alternatives(model, setup, setup.gpu.memory_gib)
+    others = alternatives(model, one, advised)
     plan = report.Plan(
-        model, one, others, notes_on(config, meta, setup), given.gpu, given.model,
-        loading.class_name(config), kept_free, given.write if one.fits else None, given.write is not None,
+        model, one, others, notes_on(config, meta, setup), given.gpu, given.model, loading.class_name(config),
+        kept_free if given.max_tokens else 0.0, given.write if one.fits else None, given.write is not None,
     )  # fmt: skip
     if plan.written is not None:
         launch.write(plan.written, setup, plan.source, plan.auto_class, given.overwrite)

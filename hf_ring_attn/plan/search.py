@@ -17,6 +17,8 @@ from .shape import ModelShape
 CHUNK = 16384
 """Tokens of an MLP's chunk that a search tries."""
 MOST_TOKENS = 2**30
+ABOUT = 1.03
+"""Times of two setups that differ by less are about the same."""
 QLORA = "--method qlora"
 
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -24,6 +26,7 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("no --save-attention", {"save_attention": False}),
     ("--loss chunked", {"loss": "chunked"}),
     ("checkpointing", {"checkpointing": True}),
+    ("--no-checkpointing", {"checkpointing": False}),
     (f"--mlp-tokens {CHUNK}", {"mlp_tokens": CHUNK}),
     ("--shard fsdp2", {"shard": "fsdp2"}),
     ("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"}),
@@ -78,22 +81,22 @@ def most_tokens(model: ModelShape, setup: Setup, memory_gib: float) -> int:
     return low * unit
 
 
-def alternatives(model: ModelShape, setup: Setup, memory_gib: float, most: int = 3) -> list[Forecast]:
-    """Setups that fit among all combinations of `CHANGES`, the fastest first; of two as fast the one with fewer.
+def alternatives(model: ModelShape, own: Forecast, memory_gib: float, most: int = 3) -> list[Forecast]:
+    """Setups that fit ``memory_gib`` among all combinations of `CHANGES`, the fastest first; of two that are about as
+    fast the one with fewer.
 
-    If ``setup`` fits itself, only faster ones, which train the same.
+    If the user's ``own`` fits, only faster ones, which train the same.
     """
-    own = forecast(model, setup, memory_gib)
-    others = [(other, changes) for other, changes in _others(model, setup) if not (own.fits and QLORA in changes)]
+    others = [(other, changes) for other, changes in _others(model, own.setup) if not (own.fits and QLORA in changes)]
     found = [forecast(model, other, memory_gib, changes) for other, changes in others]
     found = [one for one in found if one.fits and (not own.fits or one.seconds.total < 0.98 * own.seconds.total)]
     found.sort(key=lambda one: (round(one.seconds.total, 2), len(one.changes)))
-    return [one for at, one in enumerate(found) if not any(_is_within(few, one) for few in found[:at])][:most]
+    return [one for one in found if not any(_is_simpler(few, one) for few in found)][:most]
 
 
-def _is_within(few: Forecast, one: Forecast) -> bool:
-    """A faster forecast with a part of the changes makes the rest of them idle."""
-    return set(few.changes) < set(one.changes)
+def _is_simpler(few: Forecast, one: Forecast) -> bool:
+    """With fewer changes about as fast: more of them are not worth it."""
+    return len(few.changes) < len(one.changes) and few.seconds.total <= ABOUT * one.seconds.total
 
 
 def _offload(model: ModelShape, setup: Setup) -> tuple[str, dict[str, Any]]:
@@ -113,8 +116,8 @@ def _others(model: ModelShape, setup: Setup) -> Iterator[tuple[Setup, tuple[str,
             saves = {**vars(setup), **{key: value for _, new in chosen for key, value in new.items()}}["save_attention"]
             chosen = tuple(by_saved[saves] if "offload_above" in new else (name, new) for name, new in chosen)
             changed = replace(setup, **{key: value for _, new in chosen for key, value in new.items()})
-            idle = changed.save_attention and not changed.checkpointing
-            if not idle:
+            keeps = changed.save_attention or changed.offload_above is not None
+            if changed.checkpointing or not keeps:  # both are for checkpoints
                 yield changed, tuple(name for name, _ in chosen)
 
 

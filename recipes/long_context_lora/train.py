@@ -47,6 +47,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA matrices")
+    parser.add_argument("--no-checkpointing", action="store_true", help="save all activations: the fastest that fits")
     parser.add_argument("--save-attention", action="store_true",
                         help="checkpointing keeps what attention computed (ring_fp32)")  # fmt: skip
     parser.add_argument("--mlp-tokens", type=int, metavar="N",
@@ -75,6 +76,8 @@ def parsed() -> argparse.Namespace:
     chosen = chosen or options.mlp_tokens is not None or options.offload is not None
     if chosen and options.implementation != "ring_fp32":
         parser.error("--save-attention, --deterministic, --loss, --mlp-tokens and --offload are options of ring_fp32")
+    if options.no_checkpointing and (options.save_attention or options.offload is not None):
+        parser.error("--save-attention and --offload are for checkpointing: leave --no-checkpointing out")
     if options.model is not None and (options.window or options.layers or options.qlora):
         parser.error("--window, --layers and --qlora are for a --shape, whose weights are random")
     if options.qlora and options.full:
@@ -110,7 +113,7 @@ def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
     return {
         "output_dir": "outputs/long_context_lora", "max_steps": options.steps, "per_device_train_batch_size": 1,
         "learning_rate": options.learning_rate, "lr_scheduler_type": "constant", "weight_decay": 0.0,
-        "bf16": options.dtype == "bfloat16", checkpointing: True,
+        "bf16": options.dtype == "bfloat16", checkpointing: not options.no_checkpointing,
         f"{checkpointing}_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not on_gpu,
         "seed": 0, "optim": options.optim, "train_sampling_strategy": "sequential", "use_liger_kernel": options.liger,

@@ -162,21 +162,35 @@ def test_the_longest_row_is_where_the_table_ends() -> None:
 def test_options_that_make_a_row_fit_are_found() -> None:
     long = setup(tokens=2**20)
     assert not forecast(llama_8b(), long, 139.8).fits
-    found = alternatives(llama_8b(), long, 139.8)
+    found = alternatives(llama_8b(), forecast(llama_8b(), long, 139.8), 139.8)
     assert all(one.fits and "--offload-above 0" in one.changes for one in found)
     seconds = [one.seconds.total for one in found]
     assert seconds == sorted(seconds) and "--save-attention" in found[0].changes
-    short = alternatives(llama_8b(), setup(), 139.8)
+    short = alternatives(llama_8b(), forecast(llama_8b(), setup(), 139.8), 139.8)
     assert "--save-attention" in short[0].changes
     assert short[0].fits and short[0].seconds.total < seconds_of(llama_8b(), setup()).total
-    assert alternatives(llama_8b(), long, 8.0) == []
+    assert alternatives(llama_8b(), forecast(llama_8b(), long, 8.0), 8.0) == []
+
+
+def test_to_save_all_activations_is_advised_where_it_fits() -> None:
+    """All of them, or with MLPs in chunks; beside it neither saved attention nor offloading has a use."""
+    short = setup(tokens=8192, save_attention=True)
+    fastest, *_ = alternatives(llama_8b(), forecast(llama_8b(), short, 139.8), 130.0)
+    assert fastest.changes == ("no --save-attention", "--no-checkpointing", "--liger")
+    assert fastest.seconds.total < 0.8 * seconds_of(llama_8b(), replace(short, liger=True)).total
+    for tokens, memory in ((8192, 20.0), (2**17, 139.8)):
+        row = setup(tokens=tokens, save_attention=True)
+        for one in alternatives(llama_8b(), forecast(llama_8b(), row, memory), 0.93 * memory, 100):
+            assert one.memory.total <= 0.93 * memory * GIB
+            assert one.setup.checkpointing or not (one.setup.save_attention or one.setup.offload_above)
 
 
 def test_host_memory_is_a_limit_too() -> None:
     long = setup(tokens=2**20, mlp_tokens=16384, offload_above=0.0)
     limited = replace(long, gpu=replace(long.gpu, host_memory_gib=100.0))
     assert forecast(llama_8b(), long, 139.8).fits and not forecast(llama_8b(), limited, 139.8).fits
-    found = alternatives(llama_8b(), replace(limited, offload_above=None), 139.8)
+    without = forecast(llama_8b(), replace(limited, offload_above=None), 139.8)
+    found = alternatives(llama_8b(), without, 139.8)
     assert found and all("--offload-above 38" in one.changes for one in found), "128 GiB of checkpoints less 90"
     assert most_tokens(llama_8b(), limited, 139.8) < most_tokens(llama_8b(), long, 139.8)
 
@@ -190,7 +204,7 @@ def test_saved_attention_is_in_the_budget_of_checkpoints() -> None:
         assert memory.always["layer checkpoints"] + memory.always["saved attention"] == pytest.approx(stay * one * GIB)
         assert sum(memory.host.values()) == pytest.approx(away * one * GIB)
     limited = replace(saved, gpu=replace(saved.gpu, host_memory_gib=40.0))
-    found = alternatives(model, limited, 60.0)
+    found = alternatives(model, forecast(model, limited, 60.0), 60.0)
     offloads = {change for one in found for change in one.changes if change.startswith("--offload-above")}
     assert found and offloads <= {"--offload-above 29", "--offload-above 0"}, "64.5 or 32 GiB less 36"
 
