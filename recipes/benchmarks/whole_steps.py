@@ -1,6 +1,7 @@
 """Whole training steps beside accelerate's own context parallelism: LoRA on the shape of Llama 3.1 8B, FSDP2.
 
     python recipes/benchmarks/whole_steps.py --gpus 2 [--only 8K 32K] [--save FOLDER]
+    python recipes/benchmarks/whole_steps.py --gpus 2 --only full qlora   # rows whose whole step takes too long
 
 Each run is recipes/long_context_lora/train.py by accelerate launch. Runs of one length follow each other. The table has
 seconds a step (median and fastest), MFU, memory, and tokens a second over those of accelerate's own, once with its
@@ -28,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = "recipes/long_context_lora/train.py"
 K = 1024
 STEPS = {8: 12, 32: 6, 128: 3, 256: 3}
-"""Of each run, by thousands of tokens. The first two are not timed."""
+"""Of each run, by thousands of tokens. The first two are not timed; of fewer steps the last one is."""
 FUSED = "--liger --no-lora-casts"
 SDPA = "--implementation sdpa"
 
@@ -68,6 +69,20 @@ def runs() -> list[Run]:
     return found
 
 
+def parts() -> list[Run]:
+    """Steps too long to run whole: memory with a window of 4096, time by one layer and two. On 2 x H200, by --only."""
+    long = {
+        "full_1M": (1024, "--full --optim adamw_bnb_8bit --liger --mlp-tokens 16384", " --offload 24"),
+        "qlora32_304K": (304, "--shape 32B --qlora --mlp-tokens 16384", ""),
+        "qlora70_152K": (152, "--shape 70B --qlora --mlp-tokens 16384", ""),
+    }
+    return [
+        Run(f"{name}_{part}", thousands, options + more)
+        for name, (thousands, options, stays) in long.items()
+        for part, more in (("window", f"{stays} --window 4096"), ("layer", " --layers 1"), ("layers", " --layers 2"))
+    ]
+
+
 def command(run: Run, given: argparse.Namespace, output: Path) -> list[str]:
     """The command line of a run, after "python"."""
     ranks = 2 if given.toy else given.gpus
@@ -78,7 +93,7 @@ def command(run: Run, given: argparse.Namespace, output: Path) -> list[str]:
     return [
         "-m", "accelerate.commands.launch", "--config_file", f"recipes/accelerate/{config}.yaml",
         "--num_processes", str(ranks), "--parallelism_config_cp_size", str(ranks), TRAIN, *size,
-        "--steps", str(given.steps or STEPS[run.thousands]), *options, "--output", str(output),
+        "--steps", str(given.steps or STEPS.get(run.thousands, 1)), *options, "--output", str(output),
     ]  # fmt: skip
 
 
@@ -128,10 +143,11 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="tiny models on two CPU processes")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     given = parser.parse_args()
-    chosen = [run for run in runs() if not given.only or {run.name, *run.name.split("_")} & set(given.only)]
+    every = [*runs(), *parts()] if given.only else runs()
+    chosen = [run for run in every if not given.only or {run.name, *run.name.split("_")} & set(given.only)]
     chosen = [run for run in chosen if not (given.toy and run.name.startswith("own"))]
     if not chosen:
-        parser.error(f"--only {' '.join(given.only)} leaves no run of {', '.join(run.name for run in runs())}")
+        parser.error(f"--only {' '.join(given.only)} leaves no run of {', '.join(run.name for run in every)}")
     head = facts()
     rows: dict[str, dict[str, Any]] = {}
     print(f"{'':24} {'s a step (fastest)':>17} {'MFU':>5} {'a GPU':>10} {'over own':>9} {'alike':>9}", flush=True)
