@@ -1,7 +1,7 @@
 """Whole training steps beside accelerate's own context parallelism: LoRA on the shape of Llama 3.1 8B, FSDP2.
 
     python recipes/benchmarks/whole_steps.py --gpus 2 [--only 8K 32K] [--save FOLDER]
-    python recipes/benchmarks/whole_steps.py --gpus 2 --only full qlora   # rows whose whole step takes too long
+    python recipes/benchmarks/whole_steps.py --gpus 2 --only full qlora32 qlora70   # the longest rows
 
 Each run is recipes/long_context_lora/train.py by accelerate launch. Runs of one length follow each other. The table has
 seconds a step (median and fastest), MFU, memory, and tokens a second over those of accelerate's own, once with its
@@ -70,13 +70,14 @@ def runs() -> list[Run]:
 
 
 def parts() -> list[Run]:
-    """Steps too long to run whole: memory with a window of 4096, time by one layer and two. On 2 x H200, by --only."""
+    """The longest rows for 2 x H200, by --only. Where a whole step takes too long: its memory with a window of 4096,
+    its time from one layer and two."""
     long = {
         "full_1M": (1024, "--full --optim adamw_bnb_8bit --liger --mlp-tokens 16384", " --offload 24"),
-        "qlora32_304K": (304, "--shape 32B --qlora --mlp-tokens 16384", ""),
-        "qlora70_152K": (152, "--shape 70B --qlora --mlp-tokens 16384", ""),
+        "qlora32_280K": (280, "--shape 32B --qlora --mlp-tokens 16384", ""),
     }
-    return [
+    whole = Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384")
+    return [whole] + [
         Run(f"{name}_{part}", thousands, options + more)
         for name, (thousands, options, stays) in long.items()
         for part, more in (("window", f"{stays} --window 4096"), ("layer", " --layers 1"), ("layers", " --layers 2"))
