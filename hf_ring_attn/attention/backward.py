@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels import Gradients, Kernel, Params, Place, accumulate_dtype
 from ..sharding.layout import Layout, chunks_of
 from ..sharding.plan import Segments
-from ..traffic import Sums, Traffic, head_halves, interruption_guard, ring_pass_groups, seen_by_heads
+from ..traffic import Sums, Traffic, interruption_guard, ring_pass_groups, ring_pass_halves, seen_by_heads
 from .call import Call, Results
 
 
@@ -53,13 +53,19 @@ class _Backward:
         self.q, self.k, self.v, self.params, self.tables = call.q, call.k, call.v, call.params, call.plan.tables
         self.of_q = self._place("q", self.q, self.tables.queries)
 
+    @property
+    def _chunk(self) -> int:
+        """Tokens of a kernel's call."""
+        ring = self.traffic.ring
+        return self.k.shape[1] // len(chunks_of(ring.size, self.tables.owners)[ring.rank])
+
     def by_ring(self) -> tuple[Tensor, Tensor, Tensor]:
         """Computes dq, dk and dv by ring passes, one group of heads after another."""
-        ring, owners = self.traffic.ring, self.tables.owners
+        ring = self.traffic.ring
         groups = [slice(0, self.k.shape[2])]
         if ring.size > 1:
-            chunk = self.k.shape[1] // len(chunks_of(ring.size, owners)[ring.rank])
-            groups = ring_pass_groups(self.q, self.k, self.v, chunk, accumulate_dtype(self.q.dtype).itemsize)
+            itemsize = accumulate_dtype(self.q.dtype).itemsize
+            groups = ring_pass_groups(self.q, self.k, self.v, self._chunk, itemsize)
         if len(groups) > 1:
             self._make_delta()
         # Allocated before the ring passes: head halves write here from two streams.
@@ -82,7 +88,7 @@ class _Backward:
         Returns dq, written into the given tensor if there is one.
         """
         segments, rank = self.tables.segments, self.traffic.ring.rank
-        halves = head_halves(self.k.shape[2], self.traffic.ring.size)
+        halves = ring_pass_halves(self.q, self.k, self.traffic, self._chunk)
 
         def new(source: int, heads: slice) -> Sums:
             return self._new_sums(self.k[:, :, heads], self.v[:, :, heads], segments[source])

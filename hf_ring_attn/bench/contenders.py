@@ -19,7 +19,7 @@ from ..kernels import KERNELS
 from ..sharding.layout import Layout
 from ..sharding.plan import Plan
 from ..traffic import RingStep, Sums
-from ..traffic.base import PULLED, Gather
+from ..traffic.base import PULLED, WHOLE, Gather
 from ..traffic.gathered_kv import KVGroup
 from ..traffic.simulated import SimulatedTraffic
 from ..traffic.two_streams import TwoStreams
@@ -84,7 +84,7 @@ def in_ring(work: Workload, ring: Ring, kernel: str, chosen: RingOptions) -> Con
 class Alone(SimulatedTraffic):
     """A `Traffic` without communication: one rank of a ring, to measure the cost of its own work on one device."""
 
-    groups, bytes_per_gather = 2, PULLED
+    groups, bytes_per_gather, whole_below = 2, PULLED, WHOLE
 
     def __init__(self, layout: Layout, row: Sequence[Tensor]) -> None:
         super().__init__(layout, row)

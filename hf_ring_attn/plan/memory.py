@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..layers.chunked_loss import rows_per_chunk
-from ..traffic.base import PULLED, head_halves
-from ..traffic.head_groups import head_groups, ring_pass_groups
+from ..traffic.base import PULLED, WHOLE
+from ..traffic.head_groups import head_groups, ring_pass_groups, ring_pass_halves
 from .hardware import CONTEXT_GIB, GIB, SLACK
 from .setup import OPTIMIZERS, Setup
 from .shape import LayerShape, ModelShape
@@ -256,8 +256,7 @@ def attention_bytes(model: ModelShape, setup: Setup) -> float:
     )  # fmt: skip
     if setup.ring_size == 1:
         return float(backward)
-    traffic: Any = SimpleNamespace(groups=2, bytes_per_gather=PULLED)
-    groups = head_groups(q, k, v, traffic, 0, setup.padded, chunk)
+    groups = head_groups(q, k, v, _pulls(setup), 0, setup.padded, chunk)
     gathered = setup.padded * (model.key_width + model.value_width) * size * (groups[0].stop - groups[0].start)
     return float(max(backward, min(2, len(groups)) * gathered))
 
@@ -267,10 +266,17 @@ def peer_bytes(model: ModelShape, setup: Setup) -> float:
     if setup.ring_size == 1 or not setup.in_one_node:
         return 0.0
     q, k, v = _meta(model, setup)
-    first = ring_pass_groups(q, k, v, max(1, setup.tokens_per_rank // 2), FLOAT32)[0]
-    halves = head_halves(first.stop - first.start, setup.ring_size)
+    chunk = max(1, setup.tokens_per_rank // 2)
+    first = ring_pass_groups(q, k, v, chunk, FLOAT32)[0]
+    halves = ring_pass_halves(q, k[:, :, first], _pulls(setup), chunk)
     sums = len(halves) * (halves[0].stop - halves[0].start) * (model.key_width + model.value_width) * FLOAT32
     return float(setup.tokens_per_rank * (2 * model.kv_numbers * setup.itemsize + sums))
+
+
+def _pulls(setup: Setup) -> Any:
+    """What the ring's functions ask of a transport by peer-to-peer copies."""
+    ring = SimpleNamespace(size=setup.ring_size)
+    return SimpleNamespace(ring=ring, groups=2, bytes_per_gather=PULLED, whole_below=WHOLE)
 
 
 def _meta(model: ModelShape, setup: Setup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

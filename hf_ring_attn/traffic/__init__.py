@@ -12,7 +12,7 @@ from ..comm.ring import Ring
 from ..errors import CapturedGraph, NoPulls
 from .base import Gather, RingStep, Sums, Traffic, head_halves, visiting_order
 from .gathered_kv import ComparedKV, GatheredKV, LayerRole, gathered_kv_for
-from .head_groups import ring_pass_groups, seen_by_heads
+from .head_groups import ring_pass_groups, ring_pass_halves, seen_by_heads
 from .interrupted import interruption_guard
 from .messages import Messages
 
@@ -34,6 +34,7 @@ __all__ = [
     "head_halves",
     "interruption_guard",
     "ring_pass_groups",
+    "ring_pass_halves",
     "seen_by_heads",
     "traffic_of",
     "visiting_order",

@@ -16,6 +16,9 @@ Sums = tuple[Tensor, Tensor]
 
 PULLED = 64 * 2**20
 """`Traffic.bytes_per_gather` of P2P copies, which use no multiprocessors: measured, see recipes/results."""
+WHOLE = 2**30
+"""`Traffic.whole_below` of P2P copies: twice what 8192 tokens of Llama 3.1 8B have on two GPUs. There a step without
+checkpointing waits for the host, which two halves of the heads keep busy longer than the copies of all heads take."""
 
 
 class Gather(NamedTuple):
@@ -61,12 +64,14 @@ class Traffic(Protocol):
 
     A gather is split into at least ``groups`` groups of heads, and into more if one group would exceed
     ``bytes_per_gather``. The transfer of each group but the first overlaps with attention on the one before it. Small
-    groups cost more to launch (`head_groups`).
+    groups cost more to launch (`head_groups`), so an attention of fewer scores than ``whole_below`` (queries of a
+    kernel's call x keys of the row x query heads) is not split at all, in either pass.
     """
 
     ring: Ring
     groups: int
     bytes_per_gather: int
+    whole_below: int
 
     def gathered(self, request: Gather) -> Generator[KVGroup]:
         """All-gathers keys and values [B, S, heads, ...] of the row in order, one group of heads at a time.

@@ -12,7 +12,7 @@ from ..comm.ring import Ring
 from ..comm.sparse_exchange import Exchange
 from ..sharding.layout import chunks_of
 from ..sharding.plan import Tables
-from .base import Gather, Traffic
+from .base import Gather, Traffic, head_halves
 from .gathered_kv import GatheredKV, KVGroup
 from .interrupted import interruption_guard
 
@@ -43,8 +43,24 @@ def head_groups(
         queries_per_head = max(1, batch * chunk * q.shape[2] // heads)
         by_bytes, largest = traffic.bytes_per_gather // max(1, bytes_per_head), LARGEST // max(1, bytes_per_head)
         to_launch = _to_launch(queries_per_head, keys)
-        heads_per_gather = min(-(-heads // traffic.groups), max(1, by_bytes, min(to_launch, largest)))
+        least = 1 if _is_short(q, traffic, keys, chunk) else traffic.groups
+        heads_per_gather = min(-(-heads // least), max(1, by_bytes, min(to_launch, largest)))
     return [slice(h, min(h + heads_per_gather, heads)) for h in range(0, heads, heads_per_gather)]
+
+
+def ring_pass_halves(q: Tensor, k: Tensor, traffic: Traffic, chunk: int) -> list[slice]:
+    """Splits the key heads of a ring pass in two, so that sending one half overlaps with computing the other.
+
+    One half if there is one head, or nothing to send, or little to compute (`Traffic.whole_below`).
+    """
+    size, heads = traffic.ring.size, k.shape[2]
+    short = _is_short(q, traffic, size * k.shape[1], chunk)
+    return [slice(0, heads)] if short else head_halves(heads, size)
+
+
+def _is_short(q: Tensor, traffic: Traffic, keys: int, chunk: int) -> bool:
+    """Whether launches cost more than transfers take; arguments as of `head_groups`."""
+    return q.shape[0] * chunk * q.shape[2] * keys < traffic.whole_below
 
 
 def ring_pass_groups(q: Tensor, k: Tensor, v: Tensor, chunk: int, itemsize: int) -> list[slice]:

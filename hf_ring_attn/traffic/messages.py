@@ -18,7 +18,7 @@ KEYS = "passed keys and values on"
 class Messages:
     """Implements `Traffic` with NCCL or gloo."""
 
-    groups, bytes_per_gather = 2, 256 * 2**20
+    groups, bytes_per_gather, whole_below = 2, 256 * 2**20, 0
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..comm.ring import Ring
 from ..errors import UnevenBuffers
 from ..sharding.layout import chunks_of
-from .base import PULLED, Gather, RingStep, Sums, visiting_order
+from .base import PULLED, WHOLE, Gather, RingStep, Sums, visiting_order
 from .gathered_kv import KVGroup
 from .interrupted import interruption_guard
 from .packing import Packing
@@ -77,7 +77,7 @@ class Pulls:
             memory would let them overwrite other tensors: it stays until the ring's process group was destroyed.
     """
 
-    groups, bytes_per_gather = 2, PULLED
+    groups, bytes_per_gather, whole_below = 2, PULLED, WHOLE
 
     def __init__(self, ring: Ring, device: torch.device) -> None:
         self.ring = ring
@@ -135,7 +135,7 @@ class Pulls:
                 return row, self._event(self.keys_stream)
 
         def arriving(ahead: tuple[Tensor, Any]) -> Generator[KVGroup]:
-            with self._streams(two_streams) as streams:
+            with self._streams(two_streams and len(groups) > 1) as streams:
                 for number, group in enumerate(groups):
                     at = streams.turn(number)
                     row, arrived = ahead
@@ -201,7 +201,7 @@ class Pulls:
             self.held["sums"] = sums
             outbox_bytes = self._outbox_bytes(sums[0][0], len(halves)) if others else 0
             arrived: list[Any] = [None] * len(halves)
-            with self._streams(two_streams) as streams:
+            with self._streams(two_streams and len(halves) > 1) as streams:
                 turns = [(number, half, streams.turn(number)) for number, half in enumerate(halves)]
                 for step, source in enumerate(others):
                     for number, half, at in turns:

@@ -19,7 +19,7 @@ class SimulatedTraffic:
         row: k and v of the whole row, [B, padded, heads, width].
     """
 
-    groups, bytes_per_gather = 1, 2**40
+    groups, bytes_per_gather, whole_below = 1, 2**40, 0
 
     def __init__(self, layout: Layout, row: Sequence[Tensor]) -> None:
         self.ring = Ring.simulated(layout.world_size, layout.rank)

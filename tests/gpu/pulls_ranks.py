@@ -30,6 +30,8 @@ from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, tiles
 from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.traffic import head_groups, traffic_of
+from hf_ring_attn.traffic.base import WHOLE
+from hf_ring_attn.traffic.pulls import Pulls
 from tests.gpu.verdict import told
 
 REPEATS, FAR = 50, 0.01
@@ -50,6 +52,8 @@ class Case(NamedTuple):
     heads_per_gather: int = 0
     kernel: str = "auto"
     sparse: bool = False
+    split: bool = True
+    """The heads, which in so short rows would be one group and one half."""
     apart: bool = False
     """Heads have ring passes one after the other, as where their sums would be large."""
     chunks: int = 0
@@ -72,6 +76,9 @@ CASES = [
     Case(1024, heads=2, kv_heads=2, documents=20, kernel="reference", sparse=True),
     Case(8192, kv_heads=8, apart=True), Case(3000, heads=6, kv_heads=6, documents=3, apart=True),
     Case(2048, width=192, value_width=128, heads=8, kv_heads=8, batch=2, apart=True),
+    Case(4096, split=False), Case(8192, kv_heads=8, split=False), Case(3000, kv_heads=3, heads=6, split=False),
+    Case(4096, batch=2, documents=5, split=False), Case(4096, documents=30, chunks=4, sparse=True, split=False),
+    Case(4096, documents=3, chunks=4, split=False), Case(2048, width=192, value_width=128, heads=4, split=False),
 ]  # fmt: skip
 
 
@@ -114,10 +121,11 @@ def answer(case: Case, ring: Ring, traffic: str) -> list[Tensor]:
     kernel = kernel_for(ring.name, case.kernel, request)
     params = Params(case.width**-0.5, deterministic=True)
     options = RingOptions(kernel, case.backward, case.heads_per_gather, traffic)
-    out, lse = attend(Call(q, k, v, plan, params, options))
     least = mock.patch.multiple(head_groups, SUMS=1, QUERIES=1, SCORES=1) if case.apart else nullcontext()
-    with least:
-        return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)]
+    with mock.patch.object(Pulls, "whole_below", 0 if case.split else WHOLE):
+        out, lse = attend(Call(q, k, v, plan, params, options))
+        with least:
+            return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)]
 
 
 def errors(case: Case, ring: Ring, found: list[Tensor]) -> dict[str, float]:

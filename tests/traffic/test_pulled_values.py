@@ -28,6 +28,7 @@ from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.testing import relative_error
 from hf_ring_attn.traffic import head_groups as of_heads
 from hf_ring_attn.traffic import pulls
+from hf_ring_attn.traffic.base import WHOLE
 from tests.helpers.checks import EXACT
 
 SECONDS = 60
@@ -105,13 +106,16 @@ def share(transport: pulls.Pulls, given: list[Tensor], heads_per_gather: int) ->
     return [out, *gradients(call, Results(out, lse, dout), transport, kernel)[:3]]
 
 
-@pytest.mark.parametrize("passes", ["together", "apart"])
+@pytest.mark.parametrize("passes", ["whole", "halves", "apart"])
 @pytest.mark.parametrize(("ranks", "kv_heads", "heads_per_gather"), [(2, 3, 0), (3, 2, 1), (4, 3, 1), (5, 1, 0)])
 def test_the_answer_is_that_of_the_whole_row(
     ranks: int, kv_heads: int, heads_per_gather: int, passes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows one after the other, so that buffers and signals are used again, the second one in larger buffers."""
+    """Rows one after the other, so that buffers and signals are used again, the second one in larger buffers.
+
+    By one pass of all heads, as of short rows, by two halves, or by a pass for each group of heads."""
     torch.manual_seed(ranks)
+    monkeypatch.setattr(pulls.Pulls, "whole_below", WHOLE if passes == "whole" else 0)
     for name in ("SUMS", "QUERIES", "SCORES") if passes == "apart" else ():
         monkeypatch.setattr(of_heads, name, 1)
     with threads(ranks) as transports, ThreadPoolExecutor(ranks) as pool:

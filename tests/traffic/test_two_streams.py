@@ -70,8 +70,9 @@ def races(
 
 
 @pytest.fixture(autouse=True)
-def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulls, "ROUND", 64)
+    monkeypatch.setattr(pulls.Pulls, "whole_below", 0)
 
 
 @pytest.mark.parametrize("two_streams", [True, False])
@@ -84,6 +85,13 @@ def test_every_two_accesses_are_in_order(ranks: int, two_streams: bool) -> None:
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_also_where_rooms_are_used_again(kv_heads: int) -> None:
     assert not races(3, (24, 24), heads_per_gather=1, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_also_where_heads_are_not_split(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row is too short to split its heads, the next one is not: the same buffers serve both."""
+    monkeypatch.setattr(pulls.Pulls, "whole_below", HEADS * 40 * 20)
+    assert not races(ranks, (24, 24, 96, 24))
 
 
 def test_also_where_a_program_has_two_streams() -> None:
