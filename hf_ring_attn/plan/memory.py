@@ -231,9 +231,10 @@ def mlp_bytes(layer: LayerShape, setup: Setup) -> float:
 
 
 def _saved_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
-    """Without checkpointing: bytes that a layer saves from its forward to its backward."""
+    """Without checkpointing: bytes that a layer saves from its forward to its backward. Liger's MLP computes the
+    activation again."""
     tokens = min(setup.mlp_tokens or setup.tokens_per_rank, setup.tokens_per_rank)
-    numbers = 0 if setup.mlp_tokens else (4 if layer.gated else 2) * layer.mlp + 2 * layer.routed
+    numbers = 0 if setup.mlp_tokens else (4 - setup.liger if layer.gated else 2) * layer.mlp + 2 * layer.routed
     mlp = tokens * numbers * setup.itemsize
     return hidden_bytes(model, layer, setup) + setup.tokens_per_rank * qkv_numbers(model, setup) * setup.itemsize + mlp
 
@@ -274,7 +275,7 @@ def peer_bytes(model: ModelShape, setup: Setup) -> float:
 
 
 def _pulls(setup: Setup) -> Any:
-    """What the ring's functions ask of a transport by peer-to-peer copies."""
+    """A transport by peer-to-peer copies, as far as functions that choose groups of heads ask for it."""
     ring = SimpleNamespace(size=setup.ring_size)
     return SimpleNamespace(ring=ring, groups=2, bytes_per_gather=PULLED, whole_below=WHOLE)
 

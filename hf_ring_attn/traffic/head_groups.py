@@ -59,7 +59,7 @@ def ring_pass_halves(q: Tensor, k: Tensor, traffic: Traffic, chunk: int) -> list
 
 
 def _is_short(q: Tensor, traffic: Traffic, keys: int, chunk: int) -> bool:
-    """Whether launches cost more than transfers take; arguments as of `head_groups`."""
+    """Returns True if launches cost more than transfers take; arguments as of `head_groups`."""
     return q.shape[0] * chunk * q.shape[2] * keys < traffic.whole_below
 
 
