@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import errors
 from ..comm.ring import Ring
-from ..kernels import Params, Part, Request, ScoreMod, asking, choose, named, text_of
+from ..kernels import Params, Part, Request, ScoreMod, asking, choose, kernels_named, text_of
 from ..sharding.layout import Run
 from ..sharding.mask import Mask, tiles
 from . import kernel_trial
@@ -87,7 +87,7 @@ def kernel_for_scores(
     """
     mod = params.score_mod
     assert mod is not None, "without a score_mod a request says all"
-    if {"flex", "triton"} & set(named(name)):
+    if {"flex", "triton"} & set(kernels_named(name)):
         request = asking(request, mod, params.scale, params.softcap, functools.partial(part_of, mask, batch, length))
     return kernel_for(ring, name, request)
 

@@ -71,7 +71,7 @@ def measure(
             }
         options = ours.get(name)
         if options is not None:
-            pulled = traffic.chosen(ring, options.traffic) == "pulls"
+            pulled = traffic.transport_name(ring, options.traffic) == "pulls"
             row["buffer_bytes"] = traffic.buffer_bytes(ring) if pulled else 0
             row["bytes_received"] = received(work, Layout(work.tokens, ring.size, ring.rank))
         rows.append(row)

@@ -12,7 +12,7 @@ from ..autoload import command as autoload
 from ..autoload import switch
 from ..errors import NotInstalled
 from ..integration.patching.changes import TESTED, is_tested, tested_range
-from ..kernels import BY_NAME_ONLY, KERNELS, Request, named
+from ..kernels import BY_NAME_ONLY, KERNELS, Request, kernels_named
 from ..kernels.flash4 import library
 from . import machine
 
@@ -27,7 +27,7 @@ def report(request: Request) -> tuple[str, bool]:
     reasons = {
         name: kernel.unsupported(request) or list(kernel_trial.fails(name, request)) for name, kernel in KERNELS.items()
     }
-    taken = next((name for name in named("auto") if not reasons[name]), None)
+    taken = next((name for name in kernels_named("auto") if not reasons[name]), None)
     lines = [*_packages(), "", *machine.lines(), "", *_kernels(request, reasons)]
     lines.append("none of them can: see the reasons above" if taken is None else f'"auto" takes {taken}')
     return "\n".join(lines), taken is not None

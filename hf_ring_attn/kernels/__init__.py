@@ -43,12 +43,12 @@ __all__ = [
     "asking",
     "choose",
     "in_score_mod",
-    "named",
+    "kernels_named",
     "text_of",
 ]
 
 
-def named(name: str) -> dict[str, Kernel]:
+def kernels_named(name: str) -> dict[str, Kernel]:
     """Looks up kernels by name. "auto": the kernel that the environment names, else all but those by name only.
 
     Raises:
@@ -94,7 +94,7 @@ def choose(
         UnsupportedAttention: with every reason of every kernel.
     """
     reasons: dict[str, list[str]] = {}
-    for kernel in named(name).values():
+    for kernel in kernels_named(name).values():
         why = kernel.unsupported(request) or list(fails(kernel.name, request))
         if not why:
             return kernel

@@ -29,7 +29,6 @@ __all__ = [
     "Sums",
     "Traffic",
     "buffer_bytes",
-    "chosen",
     "gathered_kv_for",
     "head_halves",
     "interruption_guard",
@@ -37,6 +36,7 @@ __all__ = [
     "ring_pass_halves",
     "seen_by_heads",
     "traffic_of",
+    "transport_name",
     "visiting_order",
 ]
 
@@ -67,7 +67,7 @@ def traffic_of(ring: Ring, device: torch.device, transport: str = "auto") -> Tra
     return Messages(ring)
 
 
-def chosen(ring: Ring, transport: str) -> str:
+def transport_name(ring: Ring, transport: str) -> str:
     """Returns the name of the transport that a ring's attention used; no communication."""
     return "pulls" if _pulls_of(ring) and transport != "messages" else "messages"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...sharding.mask import BIDIRECTIONAL, CAUSAL, Band
-from ...traffic import chosen
+from ...traffic import transport_name
 from ..context.batch_context import BatchContext
 from ..context.mask_functions import SameGroup, parts_of
 from ..log import say
@@ -56,7 +56,7 @@ def announce(context: BatchContext) -> None:
     else:
         say(
             f"ring of {context.ring.size}: {layout.local_length} of {layout.length} tokens a rank, kernel "
-            f"{log.kernel}, backward {config.backward} by {chosen(context.ring, config.traffic)}, "
+            f"{log.kernel}, backward {config.backward} by {transport_name(context.ring, config.traffic)}, "
             f"loss {loss_in_words(context)}{what}{checked}",
             key,
         )

@@ -47,7 +47,7 @@ def last_complete(folder: Path) -> tuple[Path | None, list[Path]]:
     return None, left_out
 
 
-def chosen(asked: Checkpoint, folder: str) -> Checkpoint:
+def checkpoint_to_resume(asked: Checkpoint, folder: str) -> Checkpoint:
     """The checkpoint to resume from; for True the last complete one in ``folder``. Warns if others are newer.
 
     Raises:
@@ -90,7 +90,7 @@ def _chosen_by_all(asked: Checkpoint, folder: str, by_fsdp: bool) -> Checkpoint:
     world = Ring.of(None)
     failure, found = None, asked
     try:
-        found = chosen(asked, folder)
+        found = checkpoint_to_resume(asked, folder)
         if by_fsdp and not isinstance(found, bool) and (Path(found) / "optimizer.pt").exists():
             raise errors.OtherCheckpoint(str(found))
     except errors.Refused as error:

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import nested_detach
 
 from ... import errors
 from ..batch.shard import Sharded
-from ..model.lazy_logits import ChunkedLoss, made
+from ..model.lazy_logits import ChunkedLoss, with_logits
 from ..patching.changes import Patch
 from .trainer import TRAINER, count_over_all, shard_inputs, shards
 
@@ -120,7 +120,7 @@ def predict(
 def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
     """Gathers a model's output to whole sequences."""
     if sharded.context.whole_head:  # it is whole
-        return nested_detach(made(x, "predict"))  # type: ignore[no-untyped-call]
+        return nested_detach(with_logits(x, "predict"))  # type: ignore[no-untyped-call]
     if isinstance(x, (tuple, list)):
         return type(x)(whole_sequences(sharded, name, part) for part in x)
     layout = sharded.layout

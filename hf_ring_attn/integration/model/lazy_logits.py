@@ -281,7 +281,7 @@ def _ordinary(x: Any, user: str) -> Any:
     return x.tensor(user) if isinstance(x, LazyLogits) else x
 
 
-def made(x: Any, user: str) -> Any:
+def with_logits(x: Any, user: str) -> Any:
     """An output of a model, nested perhaps, with its lazy logits made."""
     return tree_map(lambda part: _ordinary(part, user), x)
 
