@@ -30,6 +30,19 @@ CUDA = ("nvidia-", "cuda-", "triton")
 """Beginnings of names that only a build of torch for CUDA needs."""
 
 
+def test_badges_are_true() -> None:
+    """Those of the README say what the package requires, and its license."""
+    badges = re.findall(
+        r"^!\[(.+?)\]\(https://img\.shields\.io/badge/(.+)-blue\)$", (REPOSITORY / "README.md").read_text(), re.M
+    )
+    required = [f"Python {PROJECT['requires-python']}", *PROJECT["dependencies"]]
+    wanted = [re.sub(r" ?>=(.+)", r" \1+", words) for words in required] + [f"license {PROJECT['license']}"]
+    assert [words for words, _ in badges] == wanted
+    assert [
+        url.replace("--", "~").replace("-", " ").replace("~", "-").replace("%2B", "+") for _, url in badges
+    ] == wanted
+
+
 def command(*words: str | Path, where: Path) -> str:
     """Runs a command in a folder outside the checkout; its output."""
     found = subprocess.run(
