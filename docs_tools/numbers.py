@@ -213,6 +213,8 @@ def gib(folder: str, name: str) -> str:
 
 
 ON_TWO = "2026-11-24-two-gpu-steps"
+WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
+LOSS = "2026-11-23-chunked-loss"
 STEPS = [
     ("8K", 2, "accelerate's own", ON_TWO, "own_8K"),
     ("8K", 2, "ring", ON_TWO, "ring_8K"),
@@ -242,6 +244,11 @@ STEPS = [
 ]
 
 
+def source(folder: str, name: str) -> str:
+    """The commit of a run, and its date with a link to its page."""
+    return f"{commit(folder, name)}, [{run(folder, name).head['date']}]({{results}}/{folder}/README.md)"
+
+
 def steps_table() -> str:
     """Whole steps of LoRA on an 8B shape, by length."""
     lines = [
@@ -251,11 +258,50 @@ def steps_table() -> str:
     for tokens, gpus, what, folder, name in STEPS:
         found = step(folder, name)
         mfu = f"{found['mfu'] * 100:.0f} %" if found.get("mfu") and is_timed(folder, name) else ""
-        day = run(folder, name).head["date"]
-        source = f"{commit(folder, name)}, [{day}]({{results}}/{folder}/README.md)"
-        lines.append(
-            f"| {tokens} | {gpus} | {what} | {seconds(folder, name)} | {mfu} | {gib(folder, name)} | {source} |"
-        )
+        numbers = f"{seconds(folder, name)} | {mfu} | {gib(folder, name)}"
+        lines.append(f"| {tokens} | {gpus} | {what} | {numbers} | {source(folder, name)} |")
+    return "\n".join(lines)
+
+
+MEMORY = [
+    ("128K", 4, "", FOUR, "s128"),
+    ("128K", 4, "`save_attention`", FOUR, "s128_saved"),
+    ("512K", 2, "`mlp_tokens=16384`, `offload_above=8`, `save_attention`", WHOLE, "ring_512K"),
+    ("1M", 2, "`mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
+    ("1M, window of 4096", 2, "`mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M_window"),
+]
+
+
+def memory_table() -> str:
+    """Peak memory of long rows."""
+    lines = ["| tokens | GPUs | options | GiB a GPU | commit, date |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {tokens} | {gpus} × H200 | {what} | {gib(folder, name)} | {source(folder, name)} |"
+        for tokens, gpus, what, folder, name in MEMORY
+    ]
+    return "\n".join(lines)
+
+
+def lora_table() -> str:
+    """Steps of 128K tokens."""
+    rows = [("2 × H200, `save_attention`", LOSS, "chunked_128K"), ("4 × H200, `save_attention`", FOUR, "s128_saved")]
+    lines = ["| GPUs | seconds a step | GiB a GPU | commit, date |", "|---|---|---|---|"]
+    lines += [
+        f"| {what} | {seconds(folder, name)} | {gib(folder, name)} | {source(folder, name)} |"
+        for what, folder, name in [*rows, ("4 × H200", FOUR, "s128")]
+    ]
+    return "\n".join(lines)
+
+
+def compiled_table() -> str:
+    """Short steps of both sides, with eager and with compiled layers."""
+    lines = ["| seconds a step | ring | accelerate's own context parallelism |", "|---|---|---|"]
+    for what, name in (
+        ("eager layers, checkpointing", ""),
+        ("eager layers with Liger, no [LoRA casts](../performance/tuning.md), no checkpointing", "fast_"),
+        ("whole layers compiled, no checkpointing", "compiled_"),
+    ):
+        lines.append(f"| {what} | {seconds(ON_TWO, f'ring_{name}8K')} | {seconds(ON_TWO, f'own_{name}8K')} |")
     return "\n".join(lines)
 
 
@@ -284,8 +330,7 @@ def status(line: dict[str, Any]) -> str:
 
 # ---- phrases ---------------------------------------------------------------------------------------------------------
 
-WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
-LOSS, EIGHT = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks"
+EIGHT = "2026-11-22-eight-ranks"
 ON_ONE = "2026-11-24-one-gpu-step"
 
 
@@ -403,4 +448,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "why": why_table,
     "live_errors": live_errors_table,
     "steps": steps_table,
+    "steps.memory": memory_table,
+    "steps.lora": lora_table,
+    "steps.compiled": compiled_table,
 }
