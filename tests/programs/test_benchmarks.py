@@ -219,3 +219,21 @@ def test_whole_steps_are_run_saved_and_compared(tmp_path: Path) -> None:
     failed = subprocess.run([*command, "--only", "ring_32K", "--seconds", "0.1"], cwd=REPOSITORY, env=environment,
                             capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
     assert failed.returncode == 1 and "ring_32K                 failed after" in failed.stdout
+
+
+@pytest.mark.turns
+def test_the_time_of_the_host_is_measured_by_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    command += ["recipes/benchmarks/host_time.py", "--device", "cpu", "--tokens", "256", "--heads", "4", "2"]
+    command += ["--width", "16", "--rounds", "2", "--profile", "--save", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True,
+                          text=True, timeout=120, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (saved,) = results.read(tmp_path / results.FILE)
+    assert saved.name == "host_2" and [row["contender"] for row in saved.rows] == [
+        "ring",
+        "ring, heads split",
+        "one device",
+    ]
+    assert all(row["host_ms"] > 0 and len(row["rounds"]) == 2 for row in saved.rows)
+    assert "hf_ring_attn/traffic/messages.py" in done.stdout
