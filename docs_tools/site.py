@@ -24,8 +24,12 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """The page with links that lead somewhere on the site."""
+    return linked(markdown, page.file.src_uri)
+
+
+def linked(markdown: str, uri: str) -> str:
     """Links to filed results lead to their pages; to other files of the repository outside of docs: the text, with the path."""
-    uri = page.file.src_uri
     home = (
         posixpath.join("recipes", uri.removesuffix(".md"))
         if uri.startswith("results/")
@@ -51,10 +55,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_post_build(config: Any, **_: Any) -> None:
     """Writes the Markdown twins and llms.txt."""
     source, site = Path(config["docs_dir"]), Path(config["site_dir"])
-    for page in source.rglob("*.md"):
-        twin = site / page.relative_to(source)
+    pages = {page.relative_to(source).as_posix(): page for page in source.rglob("*.md")}
+    pages |= {f"results/{page.parent.name}.md": page for page in RESULTS.glob("*/README.md")}
+    for uri, page in pages.items():
+        twin = site / uri
         twin.parent.mkdir(parents=True, exist_ok=True)
-        twin.write_text(MARKER.sub("", page.read_text()))
+        twin.write_text(MARKER.sub("", linked(page.read_text(), uri)))
     (site / "llms.txt").write_text(llms(config["site_name"], config["site_description"], config["nav"], source))
 
 

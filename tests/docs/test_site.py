@@ -96,6 +96,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "llms.txt").read_text().startswith("# hf_ring_attn")
     assert (tmp_path / "site" / "index.md").is_file()
+    twins = list((tmp_path / "site").rglob("*.md"))
+    assert {"index.md", "2026-11-23-plan.md"} <= {twin.name for twin in twins}
+    links = [(twin, match[1]) for twin in twins for match in LINK.finditer(twin.read_text())]
+    assert [
+        f"{twin.name}: {link}" for twin, link in links if "://" not in link and not (twin.parent / link).exists()
+    ] == []
     from_network = re.compile(r"<(?:script|link|img)[^>]*(?:src|href)=.?https?:")
     loaded = [page.name for page in (tmp_path / "site").rglob("*.html") if from_network.search(page.read_text())]
     assert loaded == [], "a page loads something from the network"
