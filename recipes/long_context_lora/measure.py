@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import re
 import statistics
@@ -60,17 +61,28 @@ class Meter(TrainerCallback):
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.seconds: list[float] = []
+        self.collecting: list[float] = []
+        """Seconds of each step in which Python collected garbage, and the GPU may have waited."""
         self.recorder: Any = None
         self.started = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # building and sharding the model took memory of their own
+        gc.callbacks.append(self._collected)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        gc.callbacks.remove(self._collected)
+
+    def _collected(self, phase: str, info: dict[str, int]) -> None:
+        if self.collecting:
+            self.collecting[-1] += time.perf_counter() * (1 if phase == "stop" else -1)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.profile and torch.cuda.is_available() and state.global_step == args.max_steps - 1:
             self.recorder = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self.recorder.__enter__()
+        self.collecting.append(0.0)
         self.started = _now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -104,6 +116,7 @@ class Meter(TrainerCallback):
             "grad_norms": self.norms,
             "seconds": self.seconds,
             "seconds_per_step": seconds,
+            "seconds_of_garbage_collection": self.collecting,
             "tokens_per_second": self.tokens / seconds,
             "flops_per_step": self.flops,
             "mfu": self.flops / seconds / (world * peak) if peak else None,

@@ -45,6 +45,7 @@ def test_a_ring_of_two_trains_as_one_process(tmp_path: Path) -> None:
         found[name] = json.loads((tmp_path / name / "results.json").read_text())
     alone = found["alone"]
     assert alone["ranks"] == 1 and len(alone["losses"]) == 3
+    assert all(0 <= x < 1 for x in alone["seconds_of_garbage_collection"]) and len(alone["seconds"]) == 3
     assert alone["losses"][2] != pytest.approx(alone["losses"][0], rel=1e-3)
     for ring in (found["trainer"], found["sft"]):
         assert ring["ranks"] == 2
