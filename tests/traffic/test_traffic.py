@@ -15,7 +15,17 @@ from torch import Tensor
 from hf_ring_attn.comm.ring import LOCAL, Pending, Ring
 from hf_ring_attn.errors import NoPulls
 from hf_ring_attn.sharding.layout import Layout, Owners, chunks_of
-from hf_ring_attn.traffic import Gather, Messages, Sums, head_halves, ring_pass_groups, traffic_of, visiting_order
+from hf_ring_attn.traffic import (
+    Gather,
+    Messages,
+    Sums,
+    head_halves,
+    ring_pass_groups,
+    ring_pass_halves,
+    traffic_of,
+    visiting_order,
+)
+from hf_ring_attn.traffic.base import PULLED, WHOLE
 from hf_ring_attn.traffic.head_groups import LARGEST, QUERIES, SCORES, SUMS, head_groups
 from hf_ring_attn.traffic.packing import Packing
 from tests.helpers.checks import Ranks
@@ -154,6 +164,26 @@ def test_groups_are_large_enough_to_launch_and_small_enough_to_hide() -> None:
     assert largest(2**17, heads=128, each=1, chunks=64) == LARGEST // (2**19 * 256 * 2) == 4 < QUERIES // 2**11
     assert largest(2**15, chunks=16) == QUERIES // (4 * 2**11) == 4
     assert largest(2**15, seen=2**15) == 2**26 // (2**15 * 256 * 2) == 4, "of a sparse plan the keys that arrive count"
+
+
+def test_heads_of_a_short_attention_are_not_split() -> None:
+    """8192 tokens of Llama 3.1 8B on two GPUs; by messages they are, whose transfers take longer."""
+    k = torch.empty(1, 2**14, 8, 128, dtype=torch.bfloat16, device="meta")
+
+    def counts(row: int, size: int = 2, pulled: bool = True) -> tuple[int, int]:
+        """Groups forward, halves backward."""
+        ring = Ring(LOCAL)
+        ring.__dict__.update(size=size)
+        transport = Messages(ring)
+        if pulled:
+            transport.bytes_per_gather, transport.whole_below = PULLED, WHOLE
+        part = k[:, : row // size]
+        q, chunk = part[:, :, :1].expand(-1, -1, 32, -1), row // size // 2
+        groups = head_groups(q, part, part, transport, 0, row, chunk)
+        return len(groups), len(ring_pass_halves(q, part, transport, chunk))
+
+    assert counts(2**13) == counts(2**14, size=8) == (1, 1)
+    assert counts(2**14) == counts(2**15, size=8) == counts(2**13, pulled=False) == (2, 2)
 
 
 def test_heads_share_a_ring_pass_as_far_as_their_sums_are_small_and_launches_would_be() -> None:
