@@ -104,6 +104,8 @@ def run(given: argparse.Namespace) -> int:
         setup = replace(setup, tokens=most_tokens(model, setup, advised) or 2 * setup.ring_size)
     one = forecast(model, setup, setup.gpu.memory_gib)
     others = alternatives(model, one, advised)
+    if not others and not one.fits:
+        others = alternatives(model, one, setup.gpu.memory_gib)
     plan = report.Plan(
         model, one, others, notes_on(config, meta, setup), given.gpu, given.model, loading.class_name(config),
         kept_free if given.max_tokens else 0.0, given.write if one.fits else None, given.write is not None,

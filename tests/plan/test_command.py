@@ -10,7 +10,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # it has no types
 
 from hf_ring_attn import cli
-from hf_ring_attn.plan import launch
+from hf_ring_attn.plan import command, launch
 from hf_ring_attn.plan.program import OPTIMIZERS as TRAINERS
 from hf_ring_attn.plan.program import program
 from hf_ring_attn.plan.setup import METHODS, OPTIMIZERS, SHARDS, Setup
@@ -68,6 +68,18 @@ def test_the_longest_row_agrees_with_the_table(capsys: pytest.CaptureFixture[str
     assert as_json(capsys, *common, "--tokens", str(tokens))[1] == longest
     code, longer = as_json(capsys, *common, "--tokens", str(tokens + 4))
     assert code == 1 and longer["fits"] is False and longer["alternatives"]
+
+
+def test_advice_leaves_memory_free_unless_nothing_else_fits(
+    capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = (("--model", model, "--gpus", "2", "--gpu", "h200", "--tokens", n) for n in ("64K", "2M"))
+    totals = [other["memory_bytes"] for other in as_json(capsys, *short)[1]["alternatives"]]
+    assert totals and max(totals) <= 0.93 * 139.8 * 2**30
+    monkeypatch.setattr(command, "KEPT_FREE", 0.999)
+    assert as_json(capsys, *short)[1]["alternatives"] == [], "it fits as it is"
+    code, found = as_json(capsys, *long)
+    assert code == 1 and found["alternatives"], "any that fits"
 
 
 REFUSED = {
