@@ -374,9 +374,11 @@ VALUES: dict[str, Callable[[], str]] = {
     "dk_rounded_2": lambda: f"{dk(2, 'bf16 sums'):.1f}",
     "dk_rounded_16": lambda: f"{dk(16, 'bf16 sums'):.1f}",
     "why_commit": lambda: commit("2026-11-21-why", "why"),
-    "ring_64": lambda: f"{at_64('ring_fp32'):.2f}",
-    "parts_64": lambda: f"{at_64('rounded parts'):.2f}",
-    "sums_64": lambda: f"{at_64('16-bit sums'):.2f}",
+    "ring_64": lambda: f"{replayed('ring_fp32', 64):.2f}",
+    "parts_64": lambda: f"{replayed('rounded parts', 64):.2f}",
+    "sums_64": lambda: f"{replayed('16-bit sums', 64):.2f}",
+    "ring_by_size": lambda: " / ".join(f"{replayed('ring_fp32', size):.2f}" for size in (4, 16, 64)),
+    "parts_by_size": lambda: " / ".join(f"{replayed('rounded parts', size):.2f}" for size in (4, 16, 64)),
     "errors_commit": lambda: commit("2026-11-21-ring-of-two", "errors_flash4"),
     "error_eight": lambda: f"{eight()['error_over_one_device']:.3f}",
     "mismatch_eight": lambda: f"{max(eight()['mismatch'].values()) * 100:.2f} %",
@@ -425,10 +427,10 @@ def cut_documents() -> dict[str, Any]:
     return row("2026-11-21-traffic", "traffic", mask="packed files, cut at 4096", ring=8)
 
 
-def at_64(way: str) -> float:
-    """Error of gradients over one GPU's in a ring of 64, bf16, inputs with outliers."""
+def replayed(way: str, size: int) -> float:
+    """Error of gradients over one GPU's in a ring of ``size``, bf16, inputs with outliers."""
     found = row(
-        "2026-11-21-ring-of-two", "errors_flash4", ring_size=64, dtype="bfloat16", inputs="outliers", way=way
+        "2026-11-21-ring-of-two", "errors_flash4", ring_size=size, dtype="bfloat16", inputs="outliers", way=way
     )  # fmt: skip
     return float(found["error_over_one_device"])
 
