@@ -95,8 +95,9 @@ def alternatives(model: ModelShape, own: Forecast, memory_gib: float, most: int 
 
 
 def _is_simpler(few: Forecast, one: Forecast) -> bool:
-    """With fewer changes about as fast: more of them are not worth it."""
-    return len(few.changes) < len(one.changes) and few.seconds.total <= ABOUT * one.seconds.total
+    """With fewer changes about as fast: more of them are not worth it, unless they train what the user wants to."""
+    trains_alike = QLORA in one.changes or QLORA not in few.changes
+    return trains_alike and len(few.changes) < len(one.changes) and few.seconds.total <= ABOUT * one.seconds.total
 
 
 def _offload(model: ModelShape, setup: Setup) -> tuple[str, dict[str, Any]]:

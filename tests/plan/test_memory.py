@@ -19,7 +19,7 @@ from hf_ring_attn.plan.memory import (
     peer_bytes,
     weight_bytes,
 )
-from hf_ring_attn.plan.search import alternatives, forecast, most_tokens
+from hf_ring_attn.plan.search import QLORA, alternatives, forecast, most_tokens
 from hf_ring_attn.plan.seconds import attention_flops, pairs, seconds_of
 from hf_ring_attn.plan.setup import Setup
 from tests.plan.shapes import LLAMA_8B, llama_8b, shape
@@ -183,6 +183,13 @@ def test_to_save_all_activations_is_advised_where_it_fits() -> None:
         for one in alternatives(llama_8b(), forecast(llama_8b(), row, memory), 0.93 * memory, 100):
             assert one.memory.total <= 0.93 * memory * GIB
             assert one.setup.checkpointing or not (one.setup.save_attention or one.setup.offload_above)
+
+
+def test_quantized_weights_hide_no_setup_that_trains_the_same() -> None:
+    """QLoRA alone makes it fit, as fast as other changes together, which train the user's own model."""
+    short = setup(tokens=8192, gpus=1, shard="ddp")
+    found = alternatives(llama_8b(), forecast(llama_8b(), short, 20.0), 20.0)
+    assert {QLORA in one.changes for one in found} == {True, False}
 
 
 def test_host_memory_is_a_limit_too() -> None:
