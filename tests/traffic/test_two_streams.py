@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -92,6 +93,35 @@ def test_also_where_heads_are_not_split(ranks: int, monkeypatch: pytest.MonkeyPa
     """One row is too short to split its heads, the next one is not: the same buffers serve both."""
     monkeypatch.setattr(pulls.Pulls, "whole_below", HEADS * 40 * 20)
     assert not races(ranks, (24, 24, 96, 24))
+
+
+def test_heads_that_are_not_split_need_half_of_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one layer, as rank 0 of two queues them: attention kernels; also half of the events, and fewer copies."""
+    counts: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in ((Fake, "forward"), (Fake, "backward"), (Event, "record"), (torch.Tensor, "copy_")):
+        counted(owner, name)
+    found, kernel = [], flash4()
+    for below in (0, 2**30):
+        counts.clear()
+        monkeypatch.setattr(pulls.Pulls, "whole_below", below)
+        trace = Trace()
+        with rank(trace, 0, 2) as transport:
+            attend(trace, transport, kernel, 24)
+        found.append(dict(counts))
+    split, whole = found
+    for name in ("forward", "backward", "record"):
+        assert split[name] == 2 * whole[name] > 0, name
+    assert split["copy_"] > whole["copy_"]
 
 
 def test_also_where_a_program_has_two_streams() -> None:
