@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -212,9 +212,9 @@ def gib(folder: str, name: str) -> str:
     return f"{max(peak):.1f}" if peak else "not recorded"
 
 
-ON_TWO = "2026-11-24-two-gpu-steps"
 WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
-LOSS = "2026-11-23-chunked-loss"
+LOSS, EIGHT = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks"
+ON_ONE, ON_TWO = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps"
 STEPS = [
     ("8K", 2, "accelerate's own", ON_TWO, "own_8K"),
     ("8K", 2, "ring", ON_TWO, "ring_8K"),
@@ -226,21 +226,21 @@ STEPS = [
     ("32K", 2, "ring", ON_TWO, "ring_32K"),
     ("32K", 2, "accelerate's own, Liger, no LoRA casts, no checkpointing", ON_TWO, "own_fast_32K"),
     ("32K", 2, "ring, Liger, no LoRA casts, no checkpointing", ON_TWO, "ring_fast_32K"),
-    ("32K", 4, "accelerate's own", "2026-11-22-four-gpus", "s32_own"),
-    ("32K", 4, "ring", "2026-11-22-four-gpus", "s32"),
-    ("64K", 1, "one process, no option", "2026-11-24-one-gpu-step", "plain_64K"),
-    ("64K", 1, "one process, `mlp_tokens=8192`, `offload_above=2`", "2026-11-24-one-gpu-step", "tiled_64K"),
-    ("128K", 2, "ring, `save_attention`", "2026-11-23-chunked-loss", "chunked_128K"),
+    ("32K", 4, "accelerate's own", FOUR, "s32_own"),
+    ("32K", 4, "ring", FOUR, "s32"),
+    ("64K", 1, "one process, no option", ON_ONE, "plain_64K"),
+    ("64K", 1, "one process, `mlp_tokens=8192`, `offload_above=2`", ON_ONE, "tiled_64K"),
+    ("128K", 2, "ring, `save_attention`", LOSS, "chunked_128K"),
     ("128K", 2, "ring, `save_attention`, Liger, no LoRA casts", ON_TWO, "ring_fast_128K"),
-    ("128K", 1, "one process, `mlp_tokens=16384`", "2026-11-24-one-gpu-step", "kept_128K"),
-    ("128K", 1, "one process, `mlp_tokens=16384`, `offload_above=0`", "2026-11-24-one-gpu-step", "offloaded_128K"),
-    ("128K", 4, "accelerate's own", "2026-11-22-four-gpus", "s128_own"),
-    ("128K", 4, "ring", "2026-11-22-four-gpus", "s128"),
-    ("128K", 4, "ring, `save_attention`", "2026-11-22-four-gpus", "s128_saved"),
-    ("256K", 2, "ring", "2026-11-23-chunked-loss", "chunked_256K"),
-    ("512K", 2, "ring, `mlp_tokens=16384`, `save_attention`, `offload_above=8`", "2026-11-23-whole-step", "ring_512K"),
-    ("512K", 1, "one process, `mlp_tokens=16384`, `offload_above=60`", "2026-11-23-whole-step", "one_512K"),
-    ("1M", 2, "ring, `mlp_tokens=16384`, `offload_above=48`", "2026-11-23-whole-step", "ring_1M"),
+    ("128K", 1, "one process, `mlp_tokens=16384`", ON_ONE, "kept_128K"),
+    ("128K", 1, "one process, `mlp_tokens=16384`, `offload_above=0`", ON_ONE, "offloaded_128K"),
+    ("128K", 4, "accelerate's own", FOUR, "s128_own"),
+    ("128K", 4, "ring", FOUR, "s128"),
+    ("128K", 4, "ring, `save_attention`", FOUR, "s128_saved"),
+    ("256K", 2, "ring", LOSS, "chunked_256K"),
+    ("512K", 2, "ring, `mlp_tokens=16384`, `save_attention`, `offload_above=8`", WHOLE, "ring_512K"),
+    ("512K", 1, "one process, `mlp_tokens=16384`, `offload_above=60`", WHOLE, "one_512K"),
+    ("1M", 2, "ring, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
 ]
 
 
@@ -249,18 +249,24 @@ def source(folder: str, name: str) -> str:
     return f"{commit(folder, name)}, [{run(folder, name).head['date']}]({{results}}/{folder}/README.md)"
 
 
+def table(header: str, rows: Iterable[tuple[object, ...]]) -> str:
+    """A table in Markdown; ``header``: its titles, "a | b"."""
+    lines = [header, "|".join(["---"] * (header.count("|") + 1)), *(" | ".join(map(str, cells)) for cells in rows)]
+    return "\n".join(f"|{line}|" if line.startswith("---") else f"| {line} |" for line in lines)
+
+
 def steps_table() -> str:
     """Whole steps of LoRA on an 8B shape, by length."""
-    lines = [
-        "| tokens | H200 | what | s a step | MFU | GiB a GPU | commit, date |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for tokens, gpus, what, folder, name in STEPS:
-        found = step(folder, name)
-        mfu = f"{found['mfu'] * 100:.0f} %" if found.get("mfu") and is_timed(folder, name) else ""
-        numbers = f"{seconds(folder, name)} | {mfu} | {gib(folder, name)}"
-        lines.append(f"| {tokens} | {gpus} | {what} | {numbers} | {source(folder, name)} |")
-    return "\n".join(lines)
+
+    def mfu(folder: str, name: str) -> str:
+        share = step(folder, name).get("mfu")
+        return f"{share * 100:.0f} %" if share and is_timed(folder, name) else ""
+
+    rows = (
+        (tokens, gpus, what, seconds(folder, name), mfu(folder, name), gib(folder, name), source(folder, name))
+        for tokens, gpus, what, folder, name in STEPS
+    )
+    return table("tokens | H200 | what | s a step | MFU | GiB a GPU | commit, date", rows)
 
 
 MEMORY = [
@@ -274,35 +280,32 @@ MEMORY = [
 
 def memory_table() -> str:
     """Peak memory of long rows."""
-    lines = ["| tokens | GPUs | options | GiB a GPU | commit, date |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {tokens} | {gpus} × H200 | {what} | {gib(folder, name)} | {source(folder, name)} |"
+    rows = (
+        (tokens, f"{gpus} × H200", what, gib(folder, name), source(folder, name))
         for tokens, gpus, what, folder, name in MEMORY
-    ]
-    return "\n".join(lines)
+    )
+    return table("tokens | GPUs | options | GiB a GPU | commit, date", rows)
 
 
 def lora_table() -> str:
     """Steps of 128K tokens."""
-    rows = [("2 × H200, `save_attention`", LOSS, "chunked_128K"), ("4 × H200, `save_attention`", FOUR, "s128_saved")]
-    lines = ["| GPUs | seconds a step | GiB a GPU | commit, date |", "|---|---|---|---|"]
-    lines += [
-        f"| {what} | {seconds(folder, name)} | {gib(folder, name)} | {source(folder, name)} |"
-        for what, folder, name in [*rows, ("4 × H200", FOUR, "s128")]
-    ]
-    return "\n".join(lines)
+    runs = (
+        ("2 × H200, `save_attention`", LOSS, "chunked_128K"), ("4 × H200, `save_attention`", FOUR, "s128_saved"),
+        ("4 × H200", FOUR, "s128"),
+    )  # fmt: skip
+    rows = ((what, seconds(where, name), gib(where, name), source(where, name)) for what, where, name in runs)
+    return table("GPUs | seconds a step | GiB a GPU | commit, date", rows)
 
 
 def compiled_table() -> str:
     """Short steps of both sides, with eager and with compiled layers."""
-    lines = ["| seconds a step | ring | accelerate's own context parallelism |", "|---|---|---|"]
-    for what, name in (
+    kinds = (
         ("eager layers, checkpointing", ""),
         ("eager layers with Liger, no [LoRA casts](../performance/tuning.md), no checkpointing", "fast_"),
         ("whole layers compiled, no checkpointing", "compiled_"),
-    ):
-        lines.append(f"| {what} | {seconds(ON_TWO, f'ring_{name}8K')} | {seconds(ON_TWO, f'own_{name}8K')} |")
-    return "\n".join(lines)
+    )
+    rows = ((what, *(seconds(ON_TWO, f"{side}_{name}8K") for side in ("ring", "own"))) for what, name in kinds)
+    return table("seconds a step | ring | accelerate's own context parallelism", rows)
 
 
 def times(folder: str, slow: str, fast: str) -> float:
@@ -329,9 +332,6 @@ def status(line: dict[str, Any]) -> str:
 
 
 # ---- phrases ---------------------------------------------------------------------------------------------------------
-
-EIGHT = "2026-11-22-eight-ranks"
-ON_ONE = "2026-11-24-one-gpu-step"
 
 
 def one_share(gpus: int, contender: str, tokens: int) -> str:
