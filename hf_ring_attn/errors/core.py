@@ -89,6 +89,17 @@ class UnevenBuffers(Refused):
         )
 
 
+class NoMemoryForBuffers(RingAttentionError, RuntimeError):
+    """``size``, ``free``, ``total``: bytes. Its text is one that accelerate's find_executable_batch_size knows."""
+
+    def __init__(self, size: int, free: int, total: int) -> None:
+        super().__init__(
+            f"CUDA out of memory. The ring's buffer for P2P copies needs {size / 2**20:.0f} MiB, but "
+            f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB of the GPU are free. hf-ring-attn plan says which options save memory: "
+            "RingConfig(offload_above=...) or mlp_tokens=..., or a shorter row."
+        )
+
+
 class CapturedGraph(Refused):
     def __init__(self, ring_size: int) -> None:
         super().__init__(

@@ -79,6 +79,8 @@ def check(given: argparse.Namespace) -> str | None:
         return "--offload-above is a number of GiB from 0 on, and needs checkpointing"
     if given.offload_params and (given.shard != "fsdp2" or given.gpus == 1):
         return "--offload-params is FSDP2's: it needs --shard fsdp2 and several GPUs"
+    if given.optimizer.startswith("paged") and given.shard == "fsdp2" and given.gpus > 1:
+        return f"--optimizer {given.optimizer} takes no weights that FSDP2 shards: use adamw_8bit, or --shard ddp"
     if given.overwrite and given.write is None:
         return "--overwrite needs --write FOLDER"
     return None

@@ -11,6 +11,8 @@ OPTIMIZERS = {
     "adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw_8bit": "paged_adamw_8bit",
 }  # fmt: skip
 """Trainer's names."""
+SHARDED_OPTIMIZERS = {**OPTIMIZERS, "adamw_8bit": "adamw_torch_8bit"}
+"""The same where FSDP2 shards the weights: bitsandbytes's take none of these, torchao's do."""
 LEARNING_RATES = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
 """Those of the recipes."""
 DATA, MODEL = "DATA", "MODEL"
@@ -35,11 +37,12 @@ def program(setup: Setup, source: str, auto: str = "AutoModelForCausalLM") -> st
     loading = [f"dtype=torch.{setup.dtype}", 'attn_implementation="ring_fp32"', "use_cache=False"]
     if setup.method == "qlora":
         loading.append(QUANTIZED.replace("DTYPE", f"torch.{setup.dtype}"))
+    optimizer = (SHARDED_OPTIMIZERS if setup.is_sharded else OPTIMIZERS)[setup.optimizer]
     arguments = [
         'output_dir="outputs"', f"max_length={setup.tokens}",
         PACKING[auto == IMAGES],
         "per_device_train_batch_size=1", f"learning_rate={LEARNING_RATES[setup.method]:g}", "num_train_epochs=1",
-        "seed=0", "logging_steps=1", f'optim="{OPTIMIZERS[setup.optimizer]}"', f"bf16={setup.dtype == 'bfloat16'}",
+        "seed=0", "logging_steps=1", f'optim="{optimizer}"', f"bf16={setup.dtype == 'bfloat16'}",
         f"fp16={setup.dtype == 'float16'}", f"use_liger_kernel={setup.liger}", "ddp_find_unused_parameters=False",
         f'**{{checkpointing: {setup.checkpointing}, f"{{checkpointing}}_kwargs": {{"use_reentrant": False}}}}',
     ]  # fmt: skip

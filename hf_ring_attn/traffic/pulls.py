@@ -26,7 +26,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ..comm.ring import Ring
-from ..errors import UnevenBuffers
+from ..errors import NoMemoryForBuffers, UnevenBuffers
 from ..sharding.layout import chunks_of
 from .base import PULLED, WHOLE, Gather, RingStep, Sums, visiting_order
 from .gathered_kv import KVGroup
@@ -62,10 +62,35 @@ class Shared:
     def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
         self.size = size
         self.views: dict[Packing, list[list[tuple[Tensor, ...]]]] = {}
-        self.mine = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self.mine = _allocated(size, device)
         self.handle: Any = symmetric_memory.rendezvous(self.mine, ring.group)
         Shared.made += 1
         self.of = [self.handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ring.size)]
+
+
+def _allocated(size: int, device: torch.device) -> Tensor:
+    """Symmetric memory of ``size`` bytes.
+
+    It comes from the driver, past torch's caching allocator. Where that one holds the GPU's memory without using it,
+    it gives it back first.
+
+    Raises:
+        NoMemoryForBuffers: the GPU has no such memory.
+    """
+    try:
+        return symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+    torch.cuda.synchronize(device)  # memory of a side stream is free when its work is done
+    torch.cuda.empty_cache()
+    try:
+        return symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        free, total = torch.cuda.mem_get_info(device)
+        raise NoMemoryForBuffers(size, free, total) from error
 
 
 class Pulls:

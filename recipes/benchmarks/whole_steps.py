@@ -73,7 +73,7 @@ def parts() -> list[Run]:
     """The longest rows for 2 x H200, by --only. Where a whole step takes too long: its memory with a window of 4096,
     its time from one layer and two."""
     long = {
-        "full_1M": (1024, "--full --optim adamw_bnb_8bit --liger --mlp-tokens 16384", " --offload 24"),
+        "full_1M": (1024, "--full --optim adamw_torch_8bit --liger --mlp-tokens 16384", " --offload 24"),
         "qlora32_280K": (280, "--shape 32B --qlora --mlp-tokens 16384", ""),
     }
     whole = Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384")

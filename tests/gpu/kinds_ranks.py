@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.helpers.jobs.kinds_jobs import ADAM, KINDS, LORA, NF4, Kind, Trained, distance, trained
+from tests.helpers.jobs.kinds_jobs import ADAM, KINDS, LORA, NF4, TORCHAO, Kind, Trained, distance, trained
 from tests.helpers.jobs.runs import Mesh
 
 LIGER = {**ADAM, "use_liger_kernel": True}
@@ -42,6 +42,7 @@ def left_out(kind: Kind, on_gpu: bool) -> bool:
     uses_bits = kind.quantized is not None or "bnb" in str(kind.arguments) or "paged" in str(kind.arguments)
     uses_liger = "use_liger_kernel" in kind.arguments
     missing = (uses_bits and find_spec("bitsandbytes") is None) or (uses_liger and find_spec("liger_kernel") is None)
+    missing = missing or (TORCHAO in kind.arguments.values() and find_spec("torchao") is None)
     return missing or (kind.scaled and on_gpu)
 
 

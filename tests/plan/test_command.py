@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]  # it has no types
 from hf_ring_attn import cli
 from hf_ring_attn.plan import command, launch
 from hf_ring_attn.plan.program import OPTIMIZERS as TRAINERS
-from hf_ring_attn.plan.program import program
+from hf_ring_attn.plan.program import SHARDED_OPTIMIZERS, program
 from hf_ring_attn.plan.setup import METHODS, OPTIMIZERS, SHARDS, Setup
 from tests.helpers.programs import older_names, start
 from tests.plan.shapes import LLAMA_8B
@@ -159,4 +159,19 @@ def test_optimizers_have_trainers_names() -> None:
     from transformers.training_args import OptimizerNames
 
     assert set(TRAINERS) == set(OPTIMIZERS)
-    assert all(OptimizerNames(name) for name in TRAINERS.values())
+    assert all(OptimizerNames(name) for name in (*TRAINERS.values(), *SHARDED_OPTIMIZERS.values()))
+
+
+def test_a_program_has_an_optimizer_that_takes_its_weights(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    """The first step of bitsandbytes's fails with weights that FSDP2 shards."""
+    for shard, name in (("fsdp2", "adamw_torch_8bit"), ("ddp", "adamw_bnb_8bit")):
+        setup = Setup(gpus=2, tokens=4096, method="full", optimizer="adamw_8bit", shard=shard)
+        assert f'optim="{name}"' in program(setup, model)
+    arguments = ["plan", "--model", model, "--gpus", "2", "--tokens", "64K", "--optimizer", "paged_adamw_8bit"]
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert "takes no weights that FSDP2 shards: use adamw_8bit, or --shard ddp" in capsys.readouterr().err
+    code, found = as_json(capsys, *arguments[1:], "--shard", "ddp", "--memory", "20")
+    assert code == 1 and found["alternatives"]
+    for one in found["alternatives"]:
+        assert "--shard fsdp2" not in one["changes"] or "--optimizer adamw_8bit" in one["changes"], one

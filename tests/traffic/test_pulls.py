@@ -14,13 +14,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 
 from hf_ring_attn import traffic
 from hf_ring_attn.attention.backward import gradients
 from hf_ring_attn.attention.call import Call, Results, RingOptions
 from hf_ring_attn.comm.ring import LOCAL, Ring
-from hf_ring_attn.errors import LeftHalfway, UnevenBuffers
+from hf_ring_attn.errors import LeftHalfway, NoMemoryForBuffers, UnevenBuffers
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.base import InOrder, row_products
 from hf_ring_attn.sharding.layout import Layout
@@ -295,6 +296,39 @@ def test_where_torch_does_not_tell_a_timeout_it_is_ten_minutes() -> None:
     ring = mock.MagicMock()
     ring.group._get_backend.return_value.options._timeout = timedelta(0)
     assert pulls._lost_after_ms(ring, CPU) == 1, "0 would be for ever"
+
+
+OUT = RuntimeError("CUDA driver error: out of memory")
+
+
+@contextmanager
+def allocations(*answers: object) -> Iterator[mock.MagicMock]:
+    """Symmetric memory gives ``answers``, by turns. Yields the calls that free what torch caches."""
+    calls = mock.MagicMock(**{"mem_get_info.return_value": (2**20, 2**30)})
+    names = {name: getattr(calls, name) for name in ("synchronize", "empty_cache", "mem_get_info")}
+    with mock.patch.object(pulls.symmetric_memory, "empty", side_effect=answers):
+        with mock.patch.multiple(torch.cuda, **names):
+            yield calls
+
+
+def test_a_buffer_takes_memory_that_torch_holds_without_using_it() -> None:
+    """The driver had no memory left for it, where torch's caching allocator held plenty."""
+    with allocations(OUT, torch.zeros(4)) as calls:
+        assert pulls._allocated(4, CPU).shape == (4,)
+    calls.empty_cache.assert_called_once_with()
+    with allocations(torch.zeros(4)) as calls:
+        pulls._allocated(4, CPU)
+    calls.empty_cache.assert_not_called()
+
+
+def test_a_buffer_without_memory_says_what_it_needs() -> None:
+    with allocations(OUT, OUT), pytest.raises(NoMemoryForBuffers) as raised:
+        pulls._allocated(2**26, CPU)
+    assert "CUDA out of memory. The ring's buffer for P2P copies needs 64 MiB, but 1 of 1024 MiB" in str(raised.value)
+    assert should_reduce_batch_size(raised.value)
+    for answers in ([RuntimeError("another")], [OUT, RuntimeError("another")]):
+        with allocations(*answers), pytest.raises(RuntimeError, match="^another$"):
+            pulls._allocated(4, CPU)
 
 
 def test_ranks_that_made_different_numbers_of_buffers_do_not_wait_for_each_other() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ... import errors
 from ..context import introspect
@@ -62,6 +63,15 @@ def refuse_new_ties(model: nn.Module, before: set[frozenset[str]]) -> None:
 
 
 _WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
+
+
+def refuse_bitsandbytes(prepared: object) -> None:
+    """Refuses what accelerate prepared if it is an optimizer of bitsandbytes, and weights of it are sharded."""
+    optimizer = getattr(prepared, "optimizer", prepared)
+    if not isinstance(optimizer, torch.optim.Optimizer) or not type(optimizer).__module__.startswith("bitsandbytes."):
+        return
+    if any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"]):
+        raise errors.ShardedByFsdp(type(optimizer).__name__)
 
 
 def uncast(count: Any, model: nn.Module) -> Any:

@@ -77,6 +77,17 @@ def test_quantized_weights_are_refused_by_name(ranks: Ranks, text: str) -> None:
 
 
 @pytest.mark.qlora
+@pytest.mark.parametrize("optimizer", ["adamw_bnb_8bit", "paged_adamw_32bit"])
+def test_an_optimizer_of_bitsandbytes_is_refused_under_fsdp2(ranks: Ranks, optimizer: str) -> None:
+    """Its first step fails, in a ring and without one. If no host failed any more, nothing should be refused."""
+    kind = Kind(why="", fsdp={}, arguments={**ADAM, "optim": optimizer})
+    for said in ranks(2).run(kinds_jobs.refused, kind):
+        assert said.startswith("ShardedByFsdp: the optimizer AdamW of bitsandbytes"), said
+    for said in ranks(2).run(kinds_jobs.refused, kind, False):
+        assert said.startswith("NotImplementedError: Operator bitsandbytes.optimizer_update_"), said
+
+
+@pytest.mark.qlora
 def test_4_bits_are_refused_on_a_cpu_that_packs_them(ranks: Ranks) -> None:
     """The self-check is such an evaluation: the loss was 5.771 after it, not 5.781."""
     for said in ranks(2).run(kinds_jobs.refused_where_weights_are_packed):
