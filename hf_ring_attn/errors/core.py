@@ -95,8 +95,8 @@ class NoMemoryForBuffers(RingAttentionError, RuntimeError):
     def __init__(self, size: int, free: int, total: int) -> None:
         super().__init__(
             f"CUDA out of memory. The ring's buffer for P2P copies needs {size / 2**20:.0f} MiB, but "
-            f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB of the GPU are free. hf-ring-attn plan says which options save memory: "
-            "RingConfig(offload_above=...) or mlp_tokens=..., or a shorter row."
+            f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB of the GPU are free. Use a shorter row, or options that "
+            "save memory, such as RingConfig(offload_above=...); hf-ring-attn plan names them."
         )
 
 

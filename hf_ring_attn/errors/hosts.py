@@ -101,8 +101,8 @@ class ShardedByFsdp(Refused):
     def __init__(self, optimizer: str) -> None:
         super().__init__(
             f"the optimizer {optimizer} of bitsandbytes got weights that FSDP2 shards: its first step would fail, "
-            'after a whole forward and backward. Use torchao\'s 8-bit AdamW (optim="adamw_torch_8bit", pip install torchao), '
-            "another optimizer of torch, or DDP."
+            'after a whole forward and backward. Use torchao\'s (optim="adamw_torch_8bit", pip install torchao), an '
+            "optimizer of torch, or DDP."
         )
 
 

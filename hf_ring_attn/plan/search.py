@@ -118,9 +118,8 @@ def _others(model: ModelShape, setup: Setup) -> Iterator[tuple[Setup, tuple[str,
             chosen = tuple(by_saved[saves] if "offload_above" in new else (name, new) for name, new in chosen)
             changed = replace(setup, **{key: value for _, new in chosen for key, value in new.items()})
             keeps = changed.save_attention or changed.offload_above is not None
-            fails = changed.is_sharded and changed.optimizer.startswith(
-                "paged"
-            )  # bitsandbytes takes no sharded weights
+            # The step of a paged optimizer, which is bitsandbytes's, fails with sharded weights.
+            fails = changed.is_sharded and changed.optimizer.startswith("paged")
             if (changed.checkpointing or not keeps) and not fails:  # both are for checkpoints
                 yield changed, tuple(name for name, _ in chosen)
 

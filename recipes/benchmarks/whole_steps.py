@@ -35,12 +35,16 @@ SDPA = "--implementation sdpa"
 
 
 class Run(NamedTuple):
-    """A run of train.py. ``own``: the run of accelerate's own with the same options, where it takes them."""
+    """A run of train.py.
+
+    ``own``: the run of accelerate's own with the same options, where it takes them. ``steps``: 0 for those of `STEPS`.
+    """
 
     name: str
     thousands: int
     options: str
     own: str = ""
+    steps: int = 0
 
 
 def runs() -> list[Run]:
@@ -71,17 +75,19 @@ def runs() -> list[Run]:
 
 def parts() -> list[Run]:
     """The longest rows for 2 x H200, by --only. Where a whole step takes too long: its memory with a window of 4096,
-    its time from one layer and two."""
+    its time from one layer and two, in their second step, since the first compiles torchao's optimizer."""
     long = {
         "full_1M": (1024, "--full --optim adamw_torch_8bit --liger --mlp-tokens 16384", " --offload 24"),
         "qlora32_280K": (280, "--shape 32B --qlora --mlp-tokens 16384", ""),
     }
-    whole = Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384")
-    return [whole] + [
-        Run(f"{name}_{part}", thousands, options + more)
-        for name, (thousands, options, stays) in long.items()
-        for part, more in (("window", f"{stays} --window 4096"), ("layer", " --layers 1"), ("layers", " --layers 2"))
-    ]
+    found = [Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384")]
+    for name, (thousands, options, stays) in long.items():
+        found += [
+            Run(f"{name}_window", thousands, f"{options}{stays} --window 4096"),
+            Run(f"{name}_layer", thousands, f"{options} --layers 1", steps=2),
+            Run(f"{name}_layers", thousands, f"{options} --layers 2", steps=2),
+        ]
+    return found
 
 
 def command(run: Run, given: argparse.Namespace, output: Path) -> list[str]:
@@ -94,7 +100,7 @@ def command(run: Run, given: argparse.Namespace, output: Path) -> list[str]:
     return [
         "-m", "accelerate.commands.launch", "--config_file", f"recipes/accelerate/{config}.yaml",
         "--num_processes", str(ranks), "--parallelism_config_cp_size", str(ranks), TRAIN, *size,
-        "--steps", str(given.steps or STEPS.get(run.thousands, 1)), *options, "--output", str(output),
+        "--steps", str(given.steps or run.steps or STEPS.get(run.thousands, 1)), *options, "--output", str(output),
     ]  # fmt: skip
 
 

@@ -38,7 +38,7 @@ ARGUMENTS: dict[str, Any] = {
     "how": "dispatch_batches=True", "labels": 4000, "program": "train.py", "options": ["--num_processes"],
     "trainer": "MyTrainer", "method": "MyTrainer.compute_loss", "option": "dispatch_batches=True", "shape": (2, 4096),
     "checkpoint": "outputs/checkpoint-20", "complete": "outputs/checkpoint-10",
-    "wanted": 2**32, "free": 2**30, "completions": 4, "generations": 8,
+    "wanted": 2**32, "free": 2**30, "total": 2**37, "optimizer": "AdamW", "completions": 4, "generations": 8,
     "value": 0, "folder": "run", "names": ["ring.yaml", "train.py"],
     "counted": "per_device_train_batch_size 4 x 1 rings x steps_per_generation 1",
 }  # fmt: skip

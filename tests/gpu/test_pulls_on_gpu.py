@@ -28,7 +28,7 @@ def test_a_buffer_takes_memory_that_torch_only_caches() -> None:
     torch.zeros(1, device=device)
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.empty(free - left, dtype=torch.uint8, device=device)
-    with pytest.raises(NoMemoryForBuffers, match="CUDA out of memory. .* needs 1024 MiB"):
+    with pytest.raises(NoMemoryForBuffers, match=r"CUDA out of memory\. .* needs 1024 MiB"):
         pulls._allocated(2**30, device)
     del cached
     assert torch.cuda.mem_get_info(device)[0] < 2**30

@@ -306,9 +306,9 @@ def allocations(*answers: object) -> Iterator[mock.MagicMock]:
     """Symmetric memory gives ``answers``, by turns. Yields the calls that free what torch caches."""
     calls = mock.MagicMock(**{"mem_get_info.return_value": (2**20, 2**30)})
     names = {name: getattr(calls, name) for name in ("synchronize", "empty_cache", "mem_get_info")}
-    with mock.patch.object(pulls.symmetric_memory, "empty", side_effect=answers):
-        with mock.patch.multiple(torch.cuda, **names):
-            yield calls
+    empty = mock.patch("torch.distributed._symmetric_memory.empty", side_effect=answers)
+    with empty, mock.patch.multiple(torch.cuda, **names):
+        yield calls
 
 
 def test_a_buffer_takes_memory_that_torch_holds_without_using_it() -> None:
@@ -327,7 +327,7 @@ def test_a_buffer_without_memory_says_what_it_needs() -> None:
     assert "CUDA out of memory. The ring's buffer for P2P copies needs 64 MiB, but 1 of 1024 MiB" in str(raised.value)
     assert should_reduce_batch_size(raised.value)
     for answers in ([RuntimeError("another")], [OUT, RuntimeError("another")]):
-        with allocations(*answers), pytest.raises(RuntimeError, match="^another$"):
+        with allocations(*answers), pytest.raises(RuntimeError, match="another"):
             pulls._allocated(4, CPU)
 
 
