@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from . import numbers
 from .numbers import (
+    AGAIN,
     EIGHT,
     FOUR,
     LOSS,
@@ -242,6 +243,10 @@ ROWS = [
     Row("What do chunks and offloading give one GPU, and what do they change?", ON_ONE, "`train.py`",
         [a_step(ON_ONE, "plain_64K", "64K, no option:"), a_step(ON_ONE, "tiled_64K", "chunks, offloading:"),
          ("offloaded_128K", lambda: f"offloading at 128K costs {_offloading():.1f} %")], "docs"),
+    Row("The same with short attention in one piece; 128K on both sides", AGAIN, "`whole_steps.py`, `host_time.py`, 2 GPUs",
+        [("ring_fast_8K", lambda: f"8K, no checkpointing: {times(AGAIN, 'own_fast_8K', 'ring_fast_8K'):.2f} times as fast as accelerate's own"),
+         ("ring_compiled_8K", lambda: f"compiled: {times(AGAIN, 'own_compiled_8K', 'ring_compiled_8K'):.2f} times"),
+         ("ring_fast_128K", lambda: f"128K: {times(AGAIN, 'own_fast_128K', 'ring_fast_128K'):.2f} times")], "README"),
     Row("How fast are whole steps beside accelerate's own, 8K to 128K?", ON_TWO, "`whole_steps.py`, 2 GPUs",
         [("ring_fast_8K", lambda: f"8K, no checkpointing: {times(ON_TWO, 'own_fast_8K', 'ring_fast_8K'):.2f} times as fast as accelerate's own"),
          ("ring_fast_32K", lambda: f"32K: {times(ON_TWO, 'own_fast_32K', 'ring_fast_32K'):.2f} times"),

@@ -120,7 +120,15 @@ MEASURED_ON_TWO = [
 """Without PEFT's casts, where "fast". Their host was slow at 8K. Before the two without checkpointing, which were the
 first, the forecast counted an MLP's activation, which Liger computes again: it said 31.9 and 93.9 GiB."""
 
-ALL = [*FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO]
+AGAIN = "2026-11-24-two-gpu-steps-2"
+MEASURED_AGAIN = [
+    Filed(AGAIN, "ring_8K", {"gpus": 2, "tokens": 8192}),
+    Filed(AGAIN, "ring_fast_8K", {"gpus": 2, "tokens": 8192, **ALL_SAVED}),
+    Filed(AGAIN, "ring_fast_128K", {"gpus": 2, "tokens": 131072, "liger": True, **SAVED}),
+]
+"""On a faster host, and short attention is not split."""
+
+ALL = [*FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN]
 
 
 @pytest.mark.parametrize("filed", ALL, ids=lambda filed: f"{filed.folder[5:]} {filed.run}")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ... import errors
 from ..context import introspect
@@ -70,7 +69,7 @@ def refuse_bitsandbytes(prepared: object) -> None:
     optimizer = getattr(prepared, "optimizer", prepared)
     if not isinstance(optimizer, torch.optim.Optimizer) or not type(optimizer).__module__.startswith("bitsandbytes."):
         return
-    if any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"]):
+    if any(type(weight).__name__ == "DTensor" for group in optimizer.param_groups for weight in group["params"]):
         raise errors.ShardedByFsdp(type(optimizer).__name__)
 
 
