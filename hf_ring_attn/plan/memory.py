@@ -208,13 +208,12 @@ def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     if setup.mlp_tokens or setup.liger:
         numbers = (layer.hidden_norms + 2 + bool(setup.mlp_tokens)) * model.hidden
     else:
-        numbers = (layer.hidden_norms * (wide + 1) + 1) * model.hidden
+        each = wide + 1 + (setup.method == "full")  # the normed input, for the gradient of the norm's weight
+        numbers = (layer.hidden_norms * each + 1) * model.hidden
     if layer.head_norms:
         numbers += (1 if setup.liger else wide) * (model.query_numbers + model.kv_heads * model.key_width)
     if setup.casts_for_adapters:
         numbers += 4 * model.hidden
-    if setup.method == "full":
-        numbers += layer.hidden_norms * model.hidden  # the normed input, for the gradient of the norm's weight
     return float(setup.tokens_per_rank * numbers * setup.itemsize)
 
 

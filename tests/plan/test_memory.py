@@ -13,6 +13,7 @@ from hf_ring_attn.plan.memory import (
     ACTIVATIONS,
     CHECKPOINTS,
     SAVED,
+    hidden_bytes,
     logits_bytes,
     memory_of,
     mlp_bytes,
@@ -68,6 +69,14 @@ def test_checkpoints_and_saved_attention() -> None:
     away = memory_of(llama_8b(), setup(offload_above=0.0))
     assert away.always[CHECKPOINTS] == 2 * 65536 * 4096 * 2 and away.host[CHECKPOINTS] == 32 * 65536 * 4096 * 2
     assert memory_of(llama_8b(), setup(checkpointing=False)).always[ACTIVATIONS] > 32 * 65536 * 4 * 14336 * 2
+
+
+def test_norms_that_compute_again_save_no_normed_input() -> None:
+    """In full fine-tuning a norm saves it, for its weight's gradient; in chunks, and fused, it does not."""
+    layer, normed = llama_8b().layers[0], 2 * 65536 * 4096 * 2
+    for options, more in (({}, normed), ({"mlp_tokens": 4096}, 0), ({"liger": True}, 0)):
+        full, lora = (hidden_bytes(llama_8b(), layer, setup(method=method, **options)) for method in ("full", "lora"))
+        assert full - lora == more, options
 
 
 def test_the_mlp_and_its_chunks() -> None:
