@@ -100,7 +100,7 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
             several = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2's way returns a list
             modules = [obj for obj in several if isinstance(obj, nn.Module)]
             for obj in several:
-                fsdp.refuse_bitsandbytes(obj)
+                fsdp.check_optimizer(self, obj)
             models = [model for model in modules if uses_ring(model)]
             for model, before in zip(modules, ties, strict=False):
                 fsdp.refuse_new_ties(model, before)

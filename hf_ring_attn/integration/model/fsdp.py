@@ -14,7 +14,7 @@ from ... import errors
 from ..context import introspect
 from ..context.batch_context import BatchContext
 from ..context.model_record import latest_record
-from ..log import say
+from ..log import say, warn
 
 UNTESTED = {
     "FullyShardedDataParallel": "FSDP1 is not tested: use FSDP2 (fsdp_version: 2) or DDP",
@@ -64,13 +64,31 @@ def refuse_new_ties(model: nn.Module, before: set[frozenset[str]]) -> None:
 _WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 
 
-def refuse_bitsandbytes(prepared: object) -> None:
-    """Refuses what accelerate prepared if it is an optimizer of bitsandbytes, and weights of it are sharded."""
+def check_optimizer(accelerator: Any, prepared: object) -> None:
+    """Checks what accelerate prepared if it is an optimizer of weights that FSDP2 shards.
+
+    Warns of torchao's if its checkpoints would not load again.
+
+    Raises:
+        ShardedByFsdp: it is one of bitsandbytes.
+    """
     optimizer = getattr(prepared, "optimizer", prepared)
-    if not isinstance(optimizer, torch.optim.Optimizer) or not type(optimizer).__module__.startswith("bitsandbytes."):
+    library = type(optimizer).__module__.partition(".")[0]
+    if library not in ("bitsandbytes", "torchao") or not isinstance(optimizer, torch.optim.Optimizer):
         return
-    if any(type(weight).__name__ == "DTensor" for group in optimizer.param_groups for weight in group["params"]):
+    if not any(type(weight).__name__ == "DTensor" for group in optimizer.param_groups for weight in group["params"]):
+        return
+    if library == "bitsandbytes":
         raise errors.ShardedByFsdp(type(optimizer).__name__)
+    if "FULL_STATE_DICT" in str(accelerator.state.fsdp_plugin.state_dict_type):
+        warn(NOT_LOADED)
+
+
+NOT_LOADED = (
+    "torchao's optimizer under FSDP2: with fsdp_state_dict_type FULL_STATE_DICT its checkpoints are saved, but torch "
+    "does not load their optimizer again. To resume, set SHARDED_STATE_DICT (Trainer then saves no whole model); to "
+    "save the model alone, set save_only_model=True."
+)
 
 
 def uncast(count: Any, model: nn.Module) -> Any:

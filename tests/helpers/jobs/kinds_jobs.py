@@ -238,7 +238,7 @@ def trained(
 
 def failed_in_bitsandbytes(kind: Kind) -> str:
     """What a trainer's run fails with where the ring does not refuse bitsandbytes's optimizers."""
-    with mock.patch.object(fsdp, "refuse_bitsandbytes"):
+    with mock.patch.object(fsdp, "check_optimizer"):
         try:
             trained(kind, Mesh(cp=2))
         except NotImplementedError as error:

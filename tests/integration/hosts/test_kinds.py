@@ -5,13 +5,17 @@ from __future__ import annotations
 from functools import cache
 from math import isnan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from hf_ring_attn.integration.model import fsdp
 from tests.helpers.jobs import kinds_jobs
 from tests.helpers.jobs.comparison import LOSS, Ranks
-from tests.helpers.jobs.kinds_jobs import ADAM, INT8, KINDS, LORA, Kind, Trained, distance
+from tests.helpers.jobs.kinds_jobs import ADAM, INT8, KINDS, LORA, TORCHAO, Kind, Trained, distance
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.models.tiny_models import tiny
 
@@ -60,6 +64,33 @@ def test_fsdp2_resumes_at_another_ring_size(ranks: Ranks, tmp_path: Path, form: 
     for got in ranks(4).run(kinds_jobs.trained, kind, Mesh(cp=4), str(tmp_path / "second"), checkpoint):
         assert got.losses == pytest.approx(want.losses, rel=LOSS)
         assert distance(got.after, want.after) < UPDATE * distance(want.after, want.before)
+
+
+@pytest.mark.qlora
+@pytest.mark.turns
+def test_torchaos_optimizer_resumes_from_a_sharded_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """Not from a whole one, of which a warning tells: torch refuses to load it."""
+    kind = Kind(
+        why="", fsdp={"state_dict_type": "SHARDED_STATE_DICT"},
+        arguments={**ADAM, "optim": TORCHAO, "save_strategy": "steps", "save_steps": 2},
+    )  # fmt: skip
+    want = ranks(2).run(kinds_jobs.trained, kind, Mesh(cp=2), str(tmp_path / "first"))[0]
+    checkpoint = str(tmp_path / "first" / "checkpoint-2")
+    for got in ranks(2).run(kinds_jobs.trained, kind, Mesh(cp=2), str(tmp_path / "second"), checkpoint):
+        assert got.losses == pytest.approx(want.losses, rel=LOSS)
+        assert distance(got.after, want.after) < UPDATE * distance(want.after, want.before)
+
+
+@pytest.mark.parametrize(("form", "warns"), [("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)])
+def test_checkpoints_that_torch_would_not_load_are_told_before_the_first_step(form: str, warns: bool) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.__class__ = type("DTensor", (torch.nn.Parameter,), {})
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(state_dict_type=form)))
+    optimizer = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})([weight])
+    with mock.patch.object(fsdp, "warn") as said:
+        fsdp.check_optimizer(accelerator, SimpleNamespace(optimizer=optimizer))
+        fsdp.check_optimizer(accelerator, torch.optim.AdamW([weight]))
+    assert said.call_count == warns
 
 
 REFUSED = {
