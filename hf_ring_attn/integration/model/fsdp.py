@@ -81,7 +81,7 @@ def check_optimizer(accelerator: Any, prepared: object) -> None:
     if library == "bitsandbytes":
         raise errors.ShardedByFsdp(type(optimizer).__name__)
     if "FULL_STATE_DICT" in str(accelerator.state.fsdp_plugin.state_dict_type):
-        warn(NOT_LOADED)
+        warn(NOT_LOADED, everywhere=False)
 
 
 NOT_LOADED = (
