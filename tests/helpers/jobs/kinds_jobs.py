@@ -108,9 +108,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 def model_of(kind: Kind, mesh: Mesh, folder: str, device: str = "cpu") -> Any:
     attention = "ring_fp32" if mesh.cp > 1 else "sdpa"
-    # torchao's compiled step, cached by a weight's whole shape, wants shards of one size.
-    on_cpu = WIDE if kind.quantized else {"vocab_size": 98} if TORCHAO in kind.arguments.values() else {}
-    model: Any = tiny("llama", attention, **(ON_GPU if device != "cpu" else on_cpu))
+    model: Any = tiny("llama", attention, **(ON_GPU if device != "cpu" else WIDE if kind.quantized else {}))
     if kind.quantized is not None:
         (Path(folder) / "config.json").write_text(model.config.to_json_string())  # save_pretrained writes on one rank
         save_file(model.state_dict(), Path(folder) / "model.safetensors", {"format": "pt"})
@@ -219,6 +217,7 @@ def trained(
     ):  # fmt: skip
         if "bit" in kind.arguments.get("optim", ""):
             stack.enter_context(small_tensors_in_8_bits(kind.arguments["optim"]))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # torchao compiles a step for each shape
         trainer = trainer_of(run, mesh, folder, model_of(kind, mesh, folder, device))
         if kind.fsdp is not None and mesh.cp > 1:
             under_fsdp2(trainer, kind.fsdp)
