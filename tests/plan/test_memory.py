@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hf_ring_attn import errors
+from hf_ring_attn.plan import search
 from hf_ring_attn.plan.hardware import GIB, GPUS
 from hf_ring_attn.plan.memory import (
     ACTIVATIONS,
@@ -77,6 +78,13 @@ def test_norms_that_compute_again_save_no_normed_input() -> None:
     for options, more in (({}, normed), ({"mlp_tokens": 4096}, 0), ({"liger": True}, 0)):
         full, lora = (hidden_bytes(llama_8b(), layer, setup(method=method, **options)) for method in ("full", "lora"))
         assert full - lora == more, options
+
+
+def test_a_search_shards_no_weights_of_a_paged_optimizer() -> None:
+    """The optimizer is one of bitsandbytes, whose step fails with weights of FSDP2."""
+    paged = setup(method="full", optimizer="paged_adamw_8bit", shard="ddp")
+    sharded = [tried for tried, _ in search._others(llama_8b(), paged) if tried.is_sharded]
+    assert {tried.optimizer for tried in sharded} == {"adamw_8bit"}
 
 
 def test_the_mlp_and_its_chunks() -> None:

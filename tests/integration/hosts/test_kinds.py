@@ -48,6 +48,15 @@ def test_a_kind_of_fine_tuning_is_that_of_one_process(ranks: Ranks, kind: Kind) 
         assert distance(got.after, want.after) < (2e-2 if kind.half else UPDATE) * moved
 
 
+def check_resumed(ranks: Ranks, kind: Kind, folder: Path, ring_size: int) -> None:
+    """A run in a ring of two, and one of ``ring_size`` that goes on from its checkpoint, must end alike."""
+    want = ranks(2).run(kinds_jobs.trained, kind, Mesh(cp=2), str(folder / "first"))[0]
+    checkpoint = str(folder / "first" / "checkpoint-2")
+    for got in ranks(ring_size).run(kinds_jobs.trained, kind, Mesh(cp=ring_size), str(folder / "second"), checkpoint):
+        assert got.losses == pytest.approx(want.losses, rel=LOSS)
+        assert distance(got.after, want.after) < UPDATE * distance(want.after, want.before)
+
+
 MOVES = {"FULL_STATE_DICT": LORA, "SHARDED_STATE_DICT": None}
 
 
@@ -59,11 +68,7 @@ def test_fsdp2_resumes_at_another_ring_size(ranks: Ranks, tmp_path: Path, form: 
         why="FSDP2, saved", lora=MOVES[form], fsdp={"state_dict_type": form},
         arguments={**ADAM, "save_strategy": "steps", "save_steps": 2},
     )  # fmt: skip
-    want = ranks(2).run(kinds_jobs.trained, kind, Mesh(cp=2), str(tmp_path / "first"))[0]
-    checkpoint = str(tmp_path / "first" / "checkpoint-2")
-    for got in ranks(4).run(kinds_jobs.trained, kind, Mesh(cp=4), str(tmp_path / "second"), checkpoint):
-        assert got.losses == pytest.approx(want.losses, rel=LOSS)
-        assert distance(got.after, want.after) < UPDATE * distance(want.after, want.before)
+    check_resumed(ranks, kind, tmp_path, 4)
 
 
 @pytest.mark.qlora
@@ -74,11 +79,7 @@ def test_torchaos_optimizer_resumes_from_a_sharded_checkpoint(ranks: Ranks, tmp_
         why="", fsdp={"state_dict_type": "SHARDED_STATE_DICT"},
         arguments={**ADAM, "optim": TORCHAO, "save_strategy": "steps", "save_steps": 2},
     )  # fmt: skip
-    want = ranks(2).run(kinds_jobs.trained, kind, Mesh(cp=2), str(tmp_path / "first"))[0]
-    checkpoint = str(tmp_path / "first" / "checkpoint-2")
-    for got in ranks(2).run(kinds_jobs.trained, kind, Mesh(cp=2), str(tmp_path / "second"), checkpoint):
-        assert got.losses == pytest.approx(want.losses, rel=LOSS)
-        assert distance(got.after, want.after) < UPDATE * distance(want.after, want.before)
+    check_resumed(ranks, kind, tmp_path, 2)
 
 
 @pytest.mark.parametrize(("form", "warns"), [("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)])
