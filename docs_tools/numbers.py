@@ -213,7 +213,7 @@ def gib(folder: str, name: str) -> str:
 
 
 WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
-LOSS, EIGHT = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks"
+LOSS, EIGHT, LONGEST = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks", "2026-11-25-longest-rows"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", 2, "accelerate's own", AGAIN, "own_8K"),
@@ -309,6 +309,12 @@ def compiled_table() -> str:
     return table("seconds a step | ring | accelerate's own context parallelism", rows)
 
 
+def by_layers(name: str, layers: int) -> float:
+    """Seconds of a step of a whole model, from its longest row's runs with one layer and with two."""
+    one, two = (float(step(LONGEST, f"{name}_{run}")["seconds_per_step"]) for run in ("layer", "layers"))
+    return one + (layers - 1) * (two - one)
+
+
 def times(folder: str, slow: str, fast: str) -> float:
     """Seconds a step of one run over those of another."""
     return float(step(folder, slow)["seconds_per_step"] / step(folder, fast)["seconds_per_step"])
@@ -350,6 +356,10 @@ VALUES: dict[str, Callable[[], str]] = {
     "one_512k_seconds": lambda: f"{step(WHOLE, 'one_512K')['seconds_per_step']:,.0f} s",
     "one_512k_gib": lambda: f"{gib(WHOLE, 'one_512K')} GiB",
     "1m_gib": lambda: f"{gib(WHOLE, 'ring_1M')} GiB",
+    "full_1m_layer": lambda: f"{step(LONGEST, 'full_1M_layer')['seconds_per_step']:.1f} s",
+    "full_1m_layers": lambda: f"{step(LONGEST, 'full_1M_layers')['seconds_per_step']:.1f} s",
+    "full_1m_whole": lambda: f"{by_layers('full_1M', 32):,.0f} s",
+    "qlora32_280k_whole": lambda: f"{by_layers('qlora32_280K', 64):,.0f} s",
     "two_128k_median": lambda: f"{share(EIGHT, 'speed', RING, 128 * K)[0]:.1f} %",
     "two_128k_ulysses": lambda: f"{share(EIGHT, 'speed', ULYSSES, 128 * K)[0]:.1f} %",
     "spread_32k": lambda: f"{spread(32 * K):.0f}",
@@ -415,7 +425,9 @@ def forecast_rows() -> dict[str, bool]:
 def forecast_words() -> str:
     """How near the forecasts of plan are; `tests/plan/test_filed_results.py` checks the bounds."""
     timed = sum(forecast_rows().values())
-    return f"memory of {len(forecast_rows())} filed steps within 7 %, time of {timed} within 12 %"
+    return (
+        f"memory of {len(forecast_rows())} filed steps within 9 %, at most 7 % too little; time of {timed} within 12 %"
+    )
 
 
 def spread(tokens: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .numbers import FOUR, LOSS, WHOLE, commit, gib, run, seconds, step
+from .numbers import FOUR, LONGEST, LOSS, WHOLE, commit, gib, run, seconds, step
 
 QLORA = "2026-11-24-qlora"
 
@@ -30,6 +30,10 @@ RUNS = {
     "lora-1m": [Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M")],
     "qlora-32b": [Measured("131,072", "1 x H200", QWEN, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q32_128K")],
     "qlora-70b": [Measured("57,344", "1 x H200", LARGE, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q70_56K")],
+    "full-1m": [
+        Measured("1,048,576", "2 x H200", LLAMA, f"all weights of {layers}, `mlp_tokens=16384`, Liger, `adamw_torch_8bit`", LONGEST, name)
+        for layers, name in (("one layer", "full_1M_layer"), ("two layers", "full_1M_layers"))
+    ],
     "long_context_lora": [
         Measured("32,768", "2 x H200", LLAMA, "LoRA, `--save-attention --liger`", WHOLE, "ring_liger_32K"),
         Measured("524,288", "2 x H200", LLAMA, "LoRA, `--save-attention --mlp-tokens 16384 --offload 8`", WHOLE, "ring_512K"),
@@ -40,7 +44,7 @@ ALL = "seconds a step, GiB a GPU and the first loss"
 TOY_ONLY = "The recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
     "lora-1m": f"{ALL} of Qwen3-8B with `save_attention`. {TOY_ONLY} The nearest filed run:",
-    "full-1m": f"{ALL}. {TOY_ONLY} No filed run trains all weights of a model of this size.",
+    "full-1m": f"{ALL}. {TOY_ONLY} No filed run trains all weights of a whole model of this size. One layer and two, in their second step:",
     "packed-chat": f"{ALL}. {TOY_ONLY} No filed run times a step of packed rows.",
     "extend-context": f"{ALL}. {TOY_ONLY} A small model learned on one GPU beside other programs, so it has losses (below), but no times.",
     "qlora-32b": f"{ALL} in a ring, or of real weights. One GPU without a ring:",

@@ -241,18 +241,22 @@ def _saved_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
 def attention_bytes(model: ModelShape, setup: Setup) -> float:
     """Buffers of a layer's attention: the larger of its gather (forward) and its ring pass (backward).
 
-    The gather: two groups of heads of the whole row. The ring pass: gradient of the output; dq in float32 and rounded;
-    keys and values of two other ranks; two sets of float32 accumulators of dk and dv for a group; dk and dv.
+    The gather: two groups of heads of the whole row. The ring pass: gradient of the output; dq, dk and dv; keys and
+    values of two other ranks; in float32, dq of a group and two sets of accumulators of its dk and dv. One GPU computes
+    all heads in one group.
     """
     tokens, size = setup.tokens_per_rank, setup.itemsize
     q, k, v = _meta(model, setup)
     chunk = max(1, tokens // 2)
-    heads = max(part.stop - part.start for part in ring_pass_groups(q, k, v, chunk, FLOAT32))
+    heads, around, copies = model.kv_heads, 0, 1
+    if setup.ring_size > 1:
+        heads = max(part.stop - part.start for part in ring_pass_groups(q, k, v, chunk, FLOAT32))
+        around, copies = 2, 2
     group = tokens * heads * (model.key_width + model.value_width)
-    around, copies = (2, 2) if setup.ring_size > 1 else (0, 1)
+    wide = tokens * model.query_numbers * heads / model.kv_heads
     backward = (
-        tokens * (model.out_numbers * size + model.query_numbers * (FLOAT32 + size) + model.kv_numbers * size)
-        + around * group * size + copies * group * FLOAT32
+        tokens * (model.out_numbers + model.query_numbers + model.kv_numbers) * size
+        + wide * FLOAT32 + around * group * size + copies * group * FLOAT32
     )  # fmt: skip
     if setup.ring_size == 1:
         return float(backward)

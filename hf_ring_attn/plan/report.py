@@ -57,7 +57,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     verdict = "fits" if one.fits else "does not fit"
     yield f"  {'together':46s}{memory.total / GIB:9.2f}   {verdict} in {one.memory_gib:.1f}"
     if plan.kept_free:
-        yield f"  {plan.kept_free:.0%} kept free: forecasts were that near".replace("%", " %")
+        yield f"  {plan.kept_free:.0%} kept free: forecasts were at most that much too low".replace("%", " %")
     yield f"  {'of it in torch.cuda.max_memory_allocated':46s}{memory.allocated / GIB:9.2f}"
     for name, size in memory.host.items():
         yield f"  {'in host memory: ' + name:46s}{size / GIB:9.2f}"

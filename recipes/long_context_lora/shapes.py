@@ -53,7 +53,10 @@ def random_model_in_4_bits(config: Any, dtype: torch.dtype, attention: str) -> A
     from transformers.integrations import replace_with_bnb_linear  # needs bitsandbytes
 
     device = PartialState().device
-    quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype)  # type: ignore[no-untyped-call]
+    quantization = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        **NF4, bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,  # else accelerate leaves 4-bit weights whole on each GPU
+    )  # fmt: skip
     with init_empty_weights():
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     replace_with_bnb_linear(model, ["lm_head"], quantization)

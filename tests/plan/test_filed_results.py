@@ -128,7 +128,22 @@ MEASURED_AGAIN = [
 ]
 """On a faster host, and short attention is not split."""
 
-ALL = [*FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN]
+LONGEST = "2026-11-25-longest-rows"
+FULL = {"gpus": 2, "tokens": 1048576, "mlp_tokens": 16384, "method": "full", "liger": True, "optimizer": "adamw_8bit"}
+QLORA_ON_TWO = {"gpus": 2, "tokens": 286720, "mlp_tokens": 16384, "method": "qlora"}
+MEASURED_BY_LAYERS = [
+    Filed(LONGEST, "full_1M_layer", FULL, shape={**LLAMA_8B, "num_hidden_layers": 1}),
+    Filed(LONGEST, "full_1M_layers", FULL, shape={**LLAMA_8B, "num_hidden_layers": 2}),
+    Filed(LONGEST, "qlora32_280K_layer", QLORA_ON_TWO, shape={**QWEN3_32B, "num_hidden_layers": 1}),
+    Filed(LONGEST, "qlora32_280K_layers", QLORA_ON_TWO, shape={**QWEN3_32B, "num_hidden_layers": 2}),
+]
+"""One layer and two. Before the first two the forecast counted dq in float32 of all heads where only a group of heads
+has it: it said 53.0 and 58.0 GiB. Whole models in 4 bits are not here: their weights were not sharded."""
+
+ALL = [
+    *FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN,
+    *MEASURED_BY_LAYERS,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("filed", ALL, ids=lambda filed: f"{filed.folder[5:]} {filed.run}")
@@ -164,10 +179,11 @@ def test_the_page_has_these_forecasts_and_the_index_their_number_and_bounds() ->
                 digits = len(written.partition(".")[2])
                 assert float(written) == pytest.approx(value, abs=0.51 * 10**-digits), (filed.run, written, value)
     timed = [filed for filed in ALL if filed.is_timed]
-    memory = max(abs(filed.forecast()[0] / max(filed.row()["peak_memory_GiB"]) - 1) for filed in ALL)
+    memory = [filed.forecast()[0] / max(filed.row()["peak_memory_GiB"]) - 1 for filed in ALL]
     seconds = max(abs(filed.forecast()[1] / filed.row()["seconds_per_step"] - 1) for filed in timed)
-    counts = f"memory of {len(ALL)} filed steps within 7 %, time of {len(timed)} within 12 %"
-    assert memory <= 0.07 and seconds <= 0.12 and numbers.forecast_words() == counts
+    counts = f"memory of {len(ALL)} filed steps within 9 %, at most 7 % too little; time of {len(timed)} within 12 %"
+    assert max(memory) <= 0.09 and min(memory) >= -0.07  # the part that --max-tokens leaves free
+    assert seconds <= 0.12 and numbers.forecast_words() == counts
 
 
 def test_the_fitted_constants_are_those_of_the_profile() -> None:
