@@ -118,25 +118,38 @@ def test_twine_finds_no_fault_in_wheel_and_sdist(built: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plain_pip_resolves_its_needs_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
-    """A stand-in of torch has its version and needs, so that no gigabytes of it and of CUDA are downloaded."""
+def test_plain_pip_installs_it_into_an_empty_environment(built: Path, tmp_path: Path) -> None:
+    """With its hosts, at the pinned versions; then two ranks attend there.
+
+    torch is lent by the environment of the tests, and pip gets a stand-in with its version and needs: no gigabytes of it
+    and of CUDA are downloaded.
+    """
     place = tmp_path / "empty"
     command(sys.executable, "-m", "venv", "--without-pip", place, where=tmp_path)
     pip = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "--disable-pip-version-check"]
-    dry = [*pip, "install", "--dry-run", "--ignore-installed", "--quiet"]
-    probe = [*dry, "--no-deps", "--no-cache-dir", "--retries", "0", "--timeout", "10", "transformers"]
+    install = [*pip, "install", "--quiet", "--constraint", REPOSITORY / "tests/constraints.txt"]
+    probe = [*install, "--dry-run", "--no-deps", "--no-cache-dir", "--retries", "0", "--timeout", "10", "accelerate"]
     if subprocess.run(probe, capture_output=True, timeout=patient(120), check=False).returncode:
         pytest.skip("pip finds no package index: there is no network")
-    torch = stand_in(tmp_path, "torch", pinned("torch"))
-    command(*dry, "--report", "report.json", next(built.glob("*.whl")), torch, where=tmp_path)
-    chosen = {
-        each["metadata"]["name"].lower(): Version(each["metadata"]["version"])
-        for each in json.loads((tmp_path / "report.json").read_text())["install"]
-    }
-    assert chosen["hf-ring-attn"] == Version(hf_ring_attn.__version__) and chosen["torch"] == Version(pinned("torch"))
+    command(*install, next(built.glob("*.whl")), stand_in(tmp_path, "torch", pinned("torch")), where=tmp_path)
+    chosen = {each["name"].lower(): Version(each["version"]) for each in json.loads(
+        command(*pip, "list", "--format", "json", where=tmp_path))}  # fmt: skip
+    assert chosen["hf-ring-attn"] == Version(hf_ring_attn.__version__)
     for need in map(Requirement, PROJECT["dependencies"]):
         assert chosen[need.name] in need.specifier, need
     assert not [name for name in chosen if name.startswith(CUDA)], "what only a GPU needs is not for everybody"
+    site = Path(
+        command(place / "bin/python", "-c", "import site; print(site.getsitepackages()[0])", where=tmp_path).strip()
+    )
+    for name in ("torch", "torchgen"):
+        (site / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
+    switch.enable(switch.find(PathDistribution(next(site.glob("hf_ring_attn-*.dist-info")))))
+    ours = place / "bin" / "hf-ring-attn"
+    assert command(ours, "--version", where=tmp_path) == f"hf-ring-attn {hf_ring_attn.__version__}\n"
+    said = command(ours, "doctor", "--device", "cpu", "--ranks", "2", where=tmp_path)
+    assert said.endswith("live check: passed\n"), said
+    command(*pip, "uninstall", "--yes", "hf-ring-attn", where=tmp_path)
+    assert not [path for path in site.iterdir() if path.name.startswith("hf_ring_attn")], "autoload's files go too"
 
 
 def pinned(name: str) -> str:
@@ -158,25 +171,6 @@ def stand_in(folder: Path, name: str, version: str) -> Path:
         for file, text in files.items():
             archive.writestr(f"{name}-{version}.dist-info/{file}", text)
     return wheel
-
-
-@pytest.mark.slow
-def test_plain_pip_installs_it_into_an_empty_environment(built: Path, tmp_path: Path) -> None:
-    """Its hosts come from this environment, by a path file, so that nothing is downloaded."""
-    place = tmp_path / "empty"
-    command(sys.executable, "-m", "venv", "--without-pip", place, where=tmp_path)
-    python = place / "bin" / "python"
-    wheel = next(built.glob("*.whl"))
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
-    command(*pip, "install", "--no-deps", "--no-index", wheel, where=tmp_path)
-    site = Path(command(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", where=tmp_path).strip())
-    (site / "hosts.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    switch.enable(switch.find(PathDistribution(next(site.glob("hf_ring_attn-*.dist-info")))))
-    assert command(place / "bin" / "hf-ring-attn", "--version", where=tmp_path) == (
-        f"hf-ring-attn {hf_ring_attn.__version__}\n"
-    )
-    command(*pip, "uninstall", "--yes", "hf-ring-attn", where=tmp_path)
-    assert not [path for path in site.iterdir() if path.name.startswith("hf_ring_attn")], "autoload's files go too"
 
 
 LINES = 15
