@@ -16,7 +16,7 @@ from tests.helpers.blocks import PAGES, REPOSITORY
 
 SPELLED = [
     "README.md", "CHANGELOG.md", "CHANGELOG-details.md", "CONTRIBUTING.md", "docs", "docs_tools", "hf_ring_attn",
-    "recipes", "examples",
+    "recipes", "examples", "SECURITY.md", "CITATION.cff", "mkdocs.yml", "pyproject.toml", ".github", ".ci",
 ]  # fmt: skip
 MEASURED = re.compile(r"(?<![\w.-])\d[\d,.]*(?:e-\d+)? ?(?:[GM]iB|GB|TFLOP/s|%|ms|times|MFU|s)(?![\w/])")
 GENERATED = re.compile(r"<!--([nt]):[\w.]+-->.*?<!--/\1-->|```.*?```|`[^`]*`", re.DOTALL)

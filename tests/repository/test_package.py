@@ -121,13 +121,13 @@ def test_twine_finds_no_fault_in_wheel_and_sdist(built: Path) -> None:
 def test_plain_pip_installs_it_into_an_empty_environment(built: Path, tmp_path: Path) -> None:
     """With its hosts, at the pinned versions; then two ranks attend there.
 
-    torch is lent by the environment of the tests, and pip gets a stand-in with its version and needs: no gigabytes of it
-    and of CUDA are downloaded.
+    torch is lent by the environment of the tests, and pip gets a stand-in with its version and needs: no gigabytes of
+    it and of CUDA are downloaded.
     """
     place = tmp_path / "empty"
     command(sys.executable, "-m", "venv", "--without-pip", place, where=tmp_path)
     pip = [sys.executable, "-m", "pip", "--python", str(place / "bin/python"), "--disable-pip-version-check"]
-    install = [*pip, "install", "--quiet", "--constraint", REPOSITORY / "tests/constraints.txt"]
+    install = [*pip, "install", "--quiet", "--constraint", str(REPOSITORY / "tests/constraints.txt")]
     probe = [*install, "--dry-run", "--no-deps", "--no-cache-dir", "--retries", "0", "--timeout", "10", "accelerate"]
     if subprocess.run(probe, capture_output=True, timeout=patient(120), check=False).returncode:
         pytest.skip("pip finds no package index: there is no network")
