@@ -101,7 +101,7 @@ def run(given: argparse.Namespace) -> int:
         return 1
     model, setup = shape_of(config, meta), _setup(given)
     kept_free = KEPT_FREE if given.memory is None else 0.0
-    advised = (1 - kept_free) * setup.gpu.memory_gib  # what we choose, forecasts may miss by a little
+    advised = (1 - kept_free) * setup.gpu.memory_gib  # forecasts miss by up to that part
     if given.max_tokens:
         setup = replace(setup, tokens=most_tokens(model, setup, advised) or 2 * setup.ring_size)
     one = forecast(model, setup, setup.gpu.memory_gib)

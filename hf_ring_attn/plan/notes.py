@@ -16,7 +16,8 @@ TABLE = "a longer table of positions, which has to be trained"
 
 def notes_on(config: Any, model: nn.Module, setup: Setup) -> list[str]:
     """Returns a line for each fact of the model or the setup that its forecast does not show."""
-    return [*_other_class(config, model), *_towers(model), *_positions(config, model, setup.tokens), *_logits(setup)]
+    of_model = [*_other_class(config, model), *_towers(model), *_positions(config, model, setup.tokens)]
+    return [*of_model, *_logits(setup), *_storage(setup)]
 
 
 def _other_class(config: Any, model: nn.Module) -> Iterator[str]:
@@ -29,6 +30,12 @@ def _logits(setup: Setup) -> Iterator[str]:
     saves = setup.save_attention or setup.mlp_tokens or setup.offload_above is not None
     if setup.gpus == 1 and setup.loss == "chunked" and not saves:
         yield 'on one GPU Trainer makes all logits unless RingConfig(loss="chunked") is set; SFTTrainer makes none'
+
+
+def _storage(setup: Setup) -> Iterator[str]:
+    if setup.method == "qlora" and setup.is_sharded:
+        storage = f'bnb_4bit_quant_storage="{setup.dtype}"'
+        yield f"FSDP2 shards 4-bit weights only with {storage}; with bitsandbytes's default each GPU holds all of them"
 
 
 def _towers(model: nn.Module) -> Iterator[str]:

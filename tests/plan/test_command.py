@@ -47,6 +47,12 @@ def test_one_gpu_without_options_is_told_of_its_logits(capsys: pytest.CaptureFix
         assert any("Trainer makes all logits" in note for note in found["notes"]) == told, more
 
 
+def test_fsdp2_is_told_of_the_storage_of_4_bit_weights(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    for more, told in ((["qlora"], True), (["qlora", "--shard", "ddp"], False), (["lora"], False)):
+        _, found = as_json(capsys, "--model", model, "--gpus", "2", "--tokens", "4096", "--method", *more)
+        assert any('bnb_4bit_quant_storage="bfloat16"' in note for note in found["notes"]) == told, more
+
+
 def test_json_has_all_numbers(capsys: pytest.CaptureFixture[str], model: str) -> None:
     code, found = as_json(capsys, "--model", model, "--gpus", "2", "--tokens", "131072", "--gpu", "h200")
     assert code == 0 and found["fits"] is True
