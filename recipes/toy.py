@@ -1,9 +1,13 @@
-"""A recipe at toy size: the same settings with a tiny model, short rows and float32, for two CPU processes."""
+"""A recipe at toy size: the same settings with a tiny model, short rows and float32, for two CPU processes.
+
+python recipes/toy.py FOLDER [llama]    # only the model, with random weights, and its tokenizer
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -121,3 +125,9 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
         original = round(LENGTH / rope["factor"])
         found["rope_parameters"] = {**rope, "original_max_position_embeddings": original}
     return found
+
+
+if __name__ == "__main__":
+    if not 2 <= len(sys.argv) <= 3:
+        sys.exit("usage: python recipes/toy.py FOLDER [MODEL_TYPE]")
+    write_model(Path(sys.argv[1]), *sys.argv[2:], max_position_embeddings=2**17)

@@ -11,7 +11,7 @@ from ..attention import kernel_trial
 from ..autoload import command as autoload
 from ..autoload import switch
 from ..errors import NotInstalled
-from ..integration.patching.changes import TESTED, is_tested, tested_range
+from ..integration.patching.changes import TESTED, is_tested, requirement, tested_range
 from ..kernels import BY_NAME_ONLY, KERNELS, Request, kernels_named
 from ..kernels.flash4 import library
 from . import machine
@@ -48,6 +48,7 @@ def _packages() -> Iterator[str]:
             found = ""
         tested, fits = _tested(name, found)
         verdict = "" if not found or fits else "   NOT TESTED"
+        verdict += f": pip install '{requirement(name)}'" if verdict and name in TESTED else ""
         yield f"  {name:14s} {found or 'not installed':18s} {tested}{verdict}".rstrip()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .base import Refused
 
 # ---- batches --------------------------------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ class UnshardedInput(Refused):
     def __init__(self, queries: int, keys: int, local: int, length: int) -> None:
         super().__init__(
             f"inside an active ring the model must get its rank's {local} of {length} tokens, got {queries} queries "
-            f"and {keys} keys. Pass `**sharded.inputs` to the model, without past_key_values, and call generate() "
+            f"and {keys} keys. Pass `**sharded.inputs` to the model, without a cache, and call generate() "
             "outside the ring's context."
         )
 
@@ -157,11 +159,15 @@ _UNCHECKED = "hf_ring_attn.configure(model, RingConfig(self_check=False)) trains
 
 
 class SelfCheckNotRun(Refused):
-    def __init__(self, model: str, rows: int, tokens: int, error: str) -> None:
+    """``untested``: what pip installs in place of hosts in untested versions."""
+
+    def __init__(self, model: str, rows: int, tokens: int, error: str, untested: Sequence[str]) -> None:
         row = "a row" if rows == 1 else f"{rows} rows"
+        tested = "".join(f"'{requirement}' " for requirement in untested)
+        advice = f"Install tested versions first: pip install {tested.strip()}. " if tested else ""
         super().__init__(
             f"the self-check could not run {model} on {row} of {tokens} random tokens: {error}. So its exactness in a "
-            f"ring is unknown. {_UNCHECKED}"
+            f"ring is unknown. {advice}{_UNCHECKED}"
         )
 
 

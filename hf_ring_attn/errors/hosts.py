@@ -16,11 +16,11 @@ class ChangedHost(Refused):
 
 
 class UntestedHost(UserWarning):
-    def __init__(self, host: str, version: str, tested: str) -> None:
+    def __init__(self, host: str, version: str, tested: str, requirement: str) -> None:
         super().__init__(
             f"hf_ring_attn was tested with {host} {tested}, not with {version}. The functions that it patches have the "
-            "right parameters, and the self-check runs before the first step, so it continues. If results look wrong, "
-            f"compare them with a tested {host} first; hf-ring-attn doctor lists the tested versions."
+            "right parameters, and the self-check runs before the first step, so it continues. If that fails, or "
+            f"results look wrong, install a tested version: pip install '{requirement}'."
         )
 
 
@@ -38,9 +38,10 @@ class MeshMismatch(Refused):
         for size in sizes.values():
             needed *= size
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        without_gpus = "; without GPUs set ACCELERATE_USE_CPU=true" if processes == 1 else ""
         super().__init__(
             f"the mesh {product} needs {needed} processes, got {processes}. Start {needed} processes "
-            f"(accelerate launch --num_processes {needed}), or choose sizes whose product is {processes}."
+            f"(accelerate launch --num_processes {needed}{without_gpus}), or choose sizes whose product is {processes}."
         )
 
 

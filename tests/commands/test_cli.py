@@ -13,7 +13,7 @@ import torch
 import hf_ring_attn
 from hf_ring_attn import cli, kernels
 from hf_ring_attn.doctor import report
-from hf_ring_attn.integration.patching.changes import TESTED
+from hf_ring_attn.integration.patching.changes import TESTED, requirement
 from hf_ring_attn.kernels import Request
 from hf_ring_attn.kernels.reference import Reference
 
@@ -23,7 +23,7 @@ def test_the_doctor_tells_every_kernel_with_its_reasons(capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     assert text.startswith(f"hf-ring-attn {hf_ring_attn.__version__}, python ")
     assert f"\n  torch          {version('torch'):18s} 2.11 to 2.13, on CPUs to 2.15\n" in text
-    assert " 5.17 to 5.23\n" in text and "\n  peft " in text and "NOT TESTED" not in text
+    assert " 5.17 to 5.24\n" in text and "\n  peft " in text and "NOT TESTED" not in text
     assert "kernels for 32 heads over 8, 64/48 wide, float64 on cpu:\n" in text
     assert "  flash4     no: needs an NVIDIA GPU, got tensors on cpu\n" in text
     assert "computes in bfloat16 or float16, got torch.float64\n" in text
@@ -38,8 +38,9 @@ def test_an_untested_version_is_marked(capsys: pytest.CaptureFixture[str], monke
     found = {"torch": "2.16.0+cu132", "peft": "0.20.9", "trl": "1.16.3", "flash-attn-4": "4.0.0b35", "triton": "9.9"}
     monkeypatch.setattr(report, "version", lambda name: found.get(name, TESTED.get(name, ("", "1"))[1]))
     assert cli.main(["doctor", "--device", "cpu"]) == 0
-    marked = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("   NOT TESTED")]
-    assert marked == ["torch", "peft", "flash-attn-4"]
+    said = [line for line in capsys.readouterr().out.splitlines() if "   NOT TESTED" in line]
+    assert [line.split()[0] for line in said] == ["torch", "peft", "flash-attn-4"]
+    assert said[1].endswith(f"NOT TESTED: pip install '{requirement('peft')}'")
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

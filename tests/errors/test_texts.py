@@ -33,7 +33,8 @@ ARGUMENTS: dict[str, Any] = {
     "waited": 30.0, "text": "ProcessGroupGloo does not support float8_e4m3fn", "weight": "lm_head.weight",
     "target": "trl.trainer.sft_trainer:SFTTrainer.compute_loss", "found": "(self, model, inputs)",
     "needed": "(self, model, inputs, return_outputs=, num_items_in_batch=)", "host": "trl", "version": "1.17.0",
-    "tested": "1.16", "sizes": {"dp_replicate": 1, "dp_shard": 2, "cp": 4, "sp": 1, "tp": 1}, "processes": 4,
+    "tested": "1.16", "requirement": "trl>=1.16,<1.17",
+    "untested": [], "sizes": {"dp_replicate": 1, "dp_shard": 2, "cp": 4, "sp": 1, "tp": 1}, "processes": 4,
     "variable": "ACCELERATE_USE_PARALLELISM_CONFIG", "handler": object(), "implementations": ["sdpa"], "cp_size": 4,
     "how": "dispatch_batches=True", "labels": 4000, "program": "train.py", "options": ["--num_processes"],
     "trainer": "MyTrainer", "method": "MyTrainer.compute_loss", "option": "dispatch_batches=True", "shape": (2, 4096),
@@ -53,7 +54,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "LossNotSharded": [{"gathers": False, "again": again} for again in (False, True)]
     + [{"gathers": True, "again": True}],
     "SelfCheckFailed": [{"where": ""}, {"where": "model.layers.0.self_attn"}],
-    "SelfCheckNotRun": [{"rows": 1}, {"rows": 2}],
+    "MeshMismatch": [{"processes": 4}, {"processes": 1}],
+    "SelfCheckNotRun": [
+        {"rows": 1, "error": "KeyError: 'position_ids'", "untested": []},
+        {"rows": 2, "error": "KeyError: 'position_ids'", "untested": ["trl>=1.16,<1.17", "peft>=0.21,<0.22"]},
+    ],
+    "SelfCheckRowFailed": [{"error": "OutOfMemoryError: CUDA out of memory"}],
     "ShardedMask": [{"kind": "blocks"}, {"kind": "documents"}, {"kind": "chunks"}],
 }
 """The arguments that choose among a class's texts: each is held to this."""

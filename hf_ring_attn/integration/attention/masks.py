@@ -25,7 +25,7 @@ from ...sharding.mask import Band, Mask, Term, Terms, both
 from ...sharding.plan import Plan
 from ..context import batch_context, model_record
 from ..context.batch_context import MaskSpec
-from ..context.introspect import NAME
+from ..context.introspect import CACHES, NAME
 from ..context.mask_functions import MaskExpr, SameGroup, looks_ahead, recognise, terms_of
 from ..context.model_record import latest_record
 from ..model import admission, call_inputs
@@ -226,12 +226,14 @@ def _pass_spec_through(original: Callable[..., Any]) -> Callable[..., Any]:
     masking_utils recognises a prepared mask by its four dimensions, so a 4-D tensor replaces ours there.
     """
     signature = inspect.signature(original)
+    cache = next(name for name in CACHES if name in signature.parameters)
 
     def _preprocess_mask_arguments(*args: Any, **kwargs: Any) -> Any:
         spec = next((x for x in (*args, *kwargs.values()) if isinstance(x, MaskSpec)), None)
         if spec is None:
             if not torch.compiler.is_dynamo_compiling():
-                _refuse_share(signature.bind(*args, **kwargs).arguments)
+                given = signature.bind(*args, **kwargs).arguments
+                _refuse_share(given, given[cache] is not None)
             return original(*args, **kwargs)
         stand_in = torch.empty(0, 0, 0, 0)
         args = tuple(stand_in if x is spec else x for x in args)
@@ -241,7 +243,14 @@ def _pass_spec_through(original: Callable[..., Any]) -> Callable[..., Any]:
     return _preprocess_mask_arguments
 
 
-def _refuse_share(given: Mapping[str, Any]) -> None:
+def needed_parameters(original: Callable[..., Any]) -> str:
+    """The parameters that `_preprocess_mask_arguments` must have: its own, if they have what is read here."""
+    names = inspect.signature(original).parameters.keys()
+    reads = {"config", "attention_mask", "position_ids"} <= names and not names.isdisjoint(CACHES)
+    return render(original) if reads else "(config, inputs_embeds, attention_mask, cache, position_ids, ...)"
+
+
+def _refuse_share(given: Mapping[str, Any], has_cache: bool) -> None:
     """Refuses a mask of a shard that is made outside its ring, whatever attention the model has.
 
     Inside the ring it refuses one whose documents transformers would infer from positions: the zigzag looks like a new
@@ -254,7 +263,7 @@ def _refuse_share(given: Mapping[str, Any]) -> None:
         return
     if given["config"]._attn_implementation != NAME:
         return
-    by_positions = positions is not None and mask is None and given["past_key_values"] is None
+    by_positions = positions is not None and mask is None and not has_cache
     if by_positions and context.ring.size > 1 and not context.before_text:
         raise errors.ShardedMask("documents")
 
@@ -271,6 +280,6 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _PREPROCESS = "_preprocess_mask_arguments"
 PATCHES = [Patch(f"{GenerationMixin.__module__}:GenerationMixin.generate", render(GenerationMixin.generate), _generate)]
-if hasattr(masking_utils, _PREPROCESS):  # whatever its parameters are
+if hasattr(masking_utils, _PREPROCESS):
     _TARGET = f"{masking_utils.__name__}:{_PREPROCESS}"
-    PATCHES.append(Patch(_TARGET, render(getattr(masking_utils, _PREPROCESS)), _pass_spec_through))
+    PATCHES.append(Patch(_TARGET, needed_parameters(getattr(masking_utils, _PREPROCESS)), _pass_spec_through))

@@ -12,6 +12,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 NAME = "ring_fp32"
 """Ring attention's name in transformers' registries."""
+CACHES = ("cache", "past_key_values")
+"""A model's argument of keys and values that were computed before: since transformers 5.24, and until then."""
 
 
 def modules_of(model: nn.Module) -> Iterator[nn.Module]:

@@ -15,6 +15,7 @@ from ...arguments import FLOATS, INTEGERS, check_dense, check_tensor
 from ...config import RingConfig
 from ...sharding.balance import balanced
 from ...sharding.layout import Layout
+from .introspect import CACHES
 
 TOKENS = ("input_ids", "inputs_embeds")
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
@@ -37,7 +38,7 @@ DENSE = {"labels", "shift_labels", "position_ids", "attention_mask"}
 """Inputs that are read here, so they must be tensors with values."""
 OF_HEADS = ("labels", "start_positions", "end_positions")
 """Inputs of which a head of whole rows computes its loss."""
-FOREIGN = {"decoder_input_ids", "encoder_outputs", "past_key_values"}
+FOREIGN = {"decoder_input_ids", "encoder_outputs", *CACHES}
 
 
 def padding_of(name: str, x: Tensor) -> int | None:

@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import nested_detach
 
 from ... import errors
 from ..batch.shard import Sharded
+from ..context.introspect import CACHES
 from ..model.lazy_logits import ChunkedLoss, with_logits
 from ..patching.changes import Patch
 from .trainer import TRAINER, count_over_all, shard_inputs, shards
@@ -93,7 +94,7 @@ def predict(
     labels = tuple(inputs[name].detach() for name in names) if has_loss else None
     if ignore_keys is None:
         ignore_keys = getattr(getattr(trainer.model, "config", None), "keys_to_ignore_at_inference", None) or []
-        ignore_keys = [*ignore_keys, "past_key_values"]
+        ignore_keys = [*ignore_keys, *CACHES]
     num_items = count(trainer, inputs) if has_loss else None
 
     enter, local = shard_inputs(trainer, model, inputs, False, count, has_loss)

@@ -86,8 +86,9 @@ def _check(owner: nn.Module, _args: Any, output: Any) -> None:
     if state.losses:
         return
     if isinstance(logits, LazyLogits) and output.get("loss") is None:
+        state.why = state.why or "the model got no labels"
         with logits.head.unsharded():
-            logits.tensor("forward without labels")
+            logits.tensor("forward")
     elif state.smoothing and logits is not None:
         raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
     elif context.config.loss == "chunked" and logits is not None:

@@ -20,7 +20,7 @@ from ... import errors
 Undo = Callable[[], None]
 
 TESTED = {
-    "torch": ("2.11", "2.15"), "transformers": ("5.17", "5.23"), "accelerate": ("1.15", "1.15"),
+    "torch": ("2.11", "2.15"), "transformers": ("5.17", "5.24"), "accelerate": ("1.15", "1.15"),
     "trl": ("1.16", "1.16"), "peft": ("0.21", "0.21"), "bitsandbytes": ("0.50", "0.50"),
 }  # fmt: skip
 """Host: the oldest and the newest minor version that this package was tested with."""
@@ -174,6 +174,18 @@ def tested_range(host: str) -> str:
     return " to ".join(dict.fromkeys((oldest, on_gpus))) + (f", on CPUs to {newest}" if newest != on_gpus else "")
 
 
+def requirement(host: str) -> str:
+    """The tested versions of a host as pip takes them: "transformers>=5.17,<5.25"."""
+    oldest, newest = TESTED[host][0], NEWEST_ON_GPUS.get(host, TESTED[host][1])
+    major, minor = _minor(newest)
+    return f"{host}>={oldest},<{major}.{minor + 1}"
+
+
+def untested() -> list[str]:
+    """The imported hosts in versions that are not tested."""
+    return [host for host in TESTED if host in sys.modules and not is_tested(host, _version(host))]
+
+
 def _changed(target: str, found: str, needed: str) -> errors.ChangedHost:
     host = target.partition(":")[0].partition(".")[0]
     return errors.ChangedHost(target, found, needed, host, _version(host), tested_range(host))
@@ -236,4 +248,4 @@ def warn_if_untested(host: str) -> None:
     if host not in _warned and host in sys.modules and not is_tested(host, found):
         _warned.add(host)
         where = " on GPUs" if _is_tested_on_cpus(host, found) else ""
-        warnings.warn(errors.UntestedHost(host, found + where, tested_range(host)), stacklevel=4)
+        warnings.warn(errors.UntestedHost(host, found + where, tested_range(host), requirement(host)), stacklevel=4)

@@ -34,6 +34,7 @@ from ..log import warn
 from ..model.chunked import lazy_heads
 from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
+from ..patching import changes
 from .compare import ComparedTokens, Recorder, relative, spread
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
@@ -295,7 +296,8 @@ class _Check:
             return answer
         if is_refusal:
             raise failure
-        raise errors.SelfCheckNotRun(self.name, rows, row_length(self.ring.size), text) from failure
+        untested = [changes.requirement(host) for host in changes.untested()]
+        raise errors.SelfCheckNotRun(self.name, rows, row_length(self.ring.size), text, untested) from failure
 
     def _sharded(self, call: Callable[[], T]) -> T:
         try:

@@ -20,7 +20,7 @@ class BiasedAttention(LlamaAttention):
         heads = config.num_attention_heads
         self.bias = RelativeBias(heads, 8, 12) if layer_idx % 2 else Alibi(heads, learnable=True)
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]  # as layers call it
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:  # as layers call it
         if self.config._attn_implementation == "ring_fp32":
             kwargs["score_mod"] = self.bias
         else:

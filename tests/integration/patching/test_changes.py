@@ -206,6 +206,16 @@ def test_on_gpus_only_what_ran_there_is_tested(host: Callable[[], Any], monkeypa
         changes.warn_if_untested("oddhost")
 
 
+def test_pip_is_told_the_tested_versions(host: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert changes.requirement("oddhost") == "oddhost>=2.5,<2.8"
+    monkeypatch.setitem(changes.NEWEST_ON_GPUS, "oddhost", "2.6")
+    assert changes.requirement("oddhost") == "oddhost>=2.5,<2.7"
+    assert changes.untested() == []
+    host()
+    sys.modules["oddhost"].__version__ = "3.0"  # type: ignore[attr-defined]
+    assert changes.untested() == ["oddhost"]
+
+
 def test_every_pinned_host_is_a_tested_one() -> None:
     pins = (Path(__file__).resolve().parents[3] / "tests/constraints.txt").read_text().splitlines()
     found = dict(line.split("==") for line in pins if "==" in line and not line.startswith("#"))
