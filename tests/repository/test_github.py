@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def name_of(path: Path) -> str:
     return path.stem
 
 
-def test_there_are_the_three_workflows() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["docs", "publish", "tests"]
+def test_there_are_the_four_workflows() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["docs", "newest", "publish", "tests"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=name_of)
@@ -53,6 +54,19 @@ def test_each_workflow_runs_what_the_repository_has() -> None:
     assert "bash .ci/run" in commands("tests")
     assert "mkdocs build --strict" in commands("docs")
     assert "python -m build" in commands("publish") and "twine check --strict" in commands("publish")
+
+
+def test_the_newest_hosts_are_not_those_of_the_pins(tmp_path: Path) -> None:
+    """The workflow's own command takes their pins away, and no other."""
+    pins = (REPOSITORY / "tests/constraints.txt").read_text()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/constraints.txt").write_text(pins)
+    (command,) = (line for line in commands("newest").splitlines() if line.startswith("sed "))
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    left = set((tmp_path / "tests/constraints.txt").read_text().splitlines())
+    gone = {line.partition("==")[0] for line in set(pins.splitlines()) - left}
+    assert {"transformers", "accelerate", "peft", "trl"} <= gone and len(gone) == 8
+    assert any(line.startswith("torch==") for line in left)
 
 
 def test_publishing_needs_no_stored_secret() -> None:

@@ -166,7 +166,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def tested_range(host: str) -> str:
-    """Returns the tested versions of a host in words: "1.16", "5.17 to 5.23", "2.11 to 2.13, on CPUs to 2.15"."""
+    """Returns the tested versions of a host in words: "1.16", "5.17 to 5.24", "2.11 to 2.13, on CPUs to 2.15"."""
     if host not in TESTED:
         return "none"
     oldest, newest = TESTED[host]
