@@ -246,7 +246,7 @@ ROWS = [
          ("offloaded_128K", lambda: f"offloading at 128K costs {_offloading():.1f} %")], "docs"),
     Row("How long do the longest rows of full fine-tuning and QLoRA take on two GPUs?", LONGEST, "`whole_steps.py`, 2 GPUs",
         [("full_1M_layers", lambda: f"all weights at 1M: 32 layers {numbers.by_layers('full_1M', 32):,.0f} s, from one layer and two"),
-         ("qlora32_280K_layers", lambda: f"32B QLoRA at 280K: {numbers.by_layers('qlora32_280K', 64):,.0f} s, from one layer and two")],
+         ("qlora32_280K_layers", lambda: f"32B QLoRA at 280K, weights not sharded: {numbers.by_layers('qlora32_280K', 64):,.0f} s, likewise")],
         "docs, recipes"),
     Row("The same with short attention in one piece; 128K on both sides", AGAIN, "`whole_steps.py`, `host_time.py`, 2 GPUs",
         [("ring_fast_8K", lambda: f"8K, no checkpointing: {times(AGAIN, 'own_fast_8K', 'ring_fast_8K'):.2f} times as fast as accelerate's own"),

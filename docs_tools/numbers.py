@@ -359,7 +359,6 @@ VALUES: dict[str, Callable[[], str]] = {
     "full_1m_layer": lambda: f"{step(LONGEST, 'full_1M_layer')['seconds_per_step']:.1f} s",
     "full_1m_layers": lambda: f"{step(LONGEST, 'full_1M_layers')['seconds_per_step']:.1f} s",
     "full_1m_whole": lambda: f"{by_layers('full_1M', 32):,.0f} s",
-    "qlora32_280k_whole": lambda: f"{by_layers('qlora32_280K', 64):,.0f} s",
     "two_128k_median": lambda: f"{share(EIGHT, 'speed', RING, 128 * K)[0]:.1f} %",
     "two_128k_ulysses": lambda: f"{share(EIGHT, 'speed', ULYSSES, 128 * K)[0]:.1f} %",
     "spread_32k": lambda: f"{spread(32 * K):.0f}",
@@ -417,7 +416,7 @@ VALUES: dict[str, Callable[[], str]] = {
 
 
 PLAN_WITHIN = "9 %"
-"""The largest error of a memory that `plan` forecasts, of `forecast_rows`."""
+"""How far, at most, a forecast of memory in `forecast_rows` is off."""
 
 
 def forecast_rows() -> dict[str, bool]:

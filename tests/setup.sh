@@ -3,12 +3,13 @@
 # The first call installs what tests/constraints.txt pins: 1.6 GB where pip finds a CPU build of torch 2.13.0, 5.3 GB
 # with the build that brings CUDA's libraries, which is the one pip takes on Linux unless told of an index of CPU builds.
 # Later calls only compare the pins and pyproject.toml with the copy kept from the last install.
-# PYTHON=/path/to/python3.12 chooses the Python of a new environment.
+# PYTHON=/path/to/python3.12 chooses the Python of a new environment, CONSTRAINTS=/path/to/a.txt other pins.
 # shellcheck shell=bash
 
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
+constraints=${CONSTRAINTS:-$root/tests/constraints.txt}
 
 stop() {
     printf '%s\n' "$@" >&2
@@ -50,13 +51,13 @@ make_environment() {
 # A user's PIP_USER, PYTHONPATH or PYTHONHOME would let other packages in, or send ours elsewhere.
 install() {
     PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 \
-        "$venv/bin/python" -m pip install -qq --constraint "$root/tests/constraints.txt" "$@"
+        "$venv/bin/python" -m pip install -qq --constraint "$constraints" "$@"
 }
 
 # What the environment is made from; its place too, since an editable install points at the checkout.
 recipe() {
     echo "$root"
-    cat "$root/pyproject.toml" "$root/tests/constraints.txt" "$root/tests/setup.sh"
+    cat "$root/pyproject.toml" "$constraints" "$root/tests/setup.sh"
 }
 
 set_up() {

@@ -159,7 +159,7 @@ _UNCHECKED = "hf_ring_attn.configure(model, RingConfig(self_check=False)) trains
 
 
 class SelfCheckNotRun(Refused):
-    """``untested``: what pip installs in place of hosts in untested versions."""
+    """``untested``: pip requirements that replace hosts of untested versions."""
 
     def __init__(self, model: str, rows: int, tokens: int, error: str, untested: Sequence[str]) -> None:
         row = "a row" if rows == 1 else f"{rows} rows"

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 NAME = "ring_fp32"
 """Ring attention's name in transformers' registries."""
 CACHES = ("cache", "past_key_values")
-"""A model's argument of keys and values that were computed before: since transformers 5.24, and until then."""
+"""The argument that holds a model's cache: its name since transformers 5.24, and before."""
 
 
 def modules_of(model: nn.Module) -> Iterator[nn.Module]:

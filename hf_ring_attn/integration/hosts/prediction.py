@@ -118,6 +118,10 @@ def predict(
     return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
 
 
+OF_TOWERS = {"image_outputs", "video_outputs", "audio_outputs"}
+"""Outputs of models with images and sound since transformers 5.24."""
+
+
 def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
     """Gathers a model's output to whole sequences."""
     if sharded.context.whole_head:  # it is whole
@@ -125,6 +129,8 @@ def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
     if isinstance(x, (tuple, list)):
         return type(x)(whole_sequences(sharded, name, part) for part in x)
     layout = sharded.layout
+    if name in OF_TOWERS:  # whole rows run there, on every rank
+        return nested_detach(x)  # type: ignore[no-untyped-call]
     if name == "aux_loss" and isinstance(x, Tensor) and x.dim() == 0:  # that of whole rows, on every rank
         return x.detach()
     if name == "router_logits" and isinstance(x, Tensor) and x.dim() == 2 and len(x) % layout.local_length == 0:

@@ -235,7 +235,9 @@ def train(
             if run.predicts == "unlabelled":
                 rows = [{name: x for name, x in row.items() if name != "labels"} for row in rows]
             found = trainer.predict(rows)
-            outcome.predictions = torch.as_tensor(found.predictions)
+            # Since transformers 5.24 predictions of pictures have the towers' outputs behind the logits.
+            logits = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
+            outcome.predictions = torch.as_tensor(logits)
             outcome.label_ids = None if found.label_ids is None else torch.as_tensor(found.label_ids)
             outcome.log += numbers([found.metrics or {}])
         return outcome

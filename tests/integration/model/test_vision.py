@@ -103,6 +103,14 @@ TRAININGS = [
         arguments={"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "learning_rate": 0.0005},
     ),
     Run(
+        why="Qwen3-VL, predictions",
+        model="qwen3 vision",
+        rows=Pictures(qwen=True),
+        evaluated=Pictures(count=4, seed=2, qwen=True),
+        predicts="labelled",
+        arguments={"per_device_eval_batch_size": 4},
+    ),
+    Run(
         why="Qwen2.5-VL, gathered loss",
         model="qwen2.5 vision",
         rows=Pictures(qwen=True),
