@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Llama4ForConditionalGeneration, PreTrainedModel
 
 CHECKPOINTS_SOME_LAYERS = hasattr(PreTrainedModel, "activation_checkpointing_enable")
 """Since 5.23: ``every_n_layers`` and ``offload``, and the name itself."""
+LLAMA_4_FAILS = "cache" in signature(Llama4ForConditionalGeneration.forward).parameters
+"""Since 5.24, without a ring, too: it reads an output of its text model that this does not have."""
 _float = Tensor.float
 
 

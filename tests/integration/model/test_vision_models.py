@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from hf_ring_attn.testing import relative_error
+from tests.helpers.hosts import LLAMA_4_FAILS
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.models import vision_models
 from tests.helpers.models.vision_models import KINDS, LENGTH, Answer
 
 alone = cache(vision_models.alone)
+
+
+def family(name: str) -> Any:
+    """The parameter of a family; it is marked where transformers itself fails."""
+    fails = name == "Llama 4" and LLAMA_4_FAILS
+    mark = pytest.mark.xfail(fails, reason="transformers' own Llama 4 fails", raises=AttributeError)
+    return pytest.param(name, marks=mark)
 
 
 def assert_equal(got: Answer, want: Answer, bound: float, real: torch.Tensor) -> None:
@@ -31,7 +40,7 @@ def bound_of(name: str) -> float:
     return 3e-6 if KINDS[name].dtype == torch.float64 else 1e-5
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [family(name) for name in KINDS])
 @pytest.mark.turns
 def test_a_family_is_exact(ranks: Ranks, name: str) -> None:
     want = alone(name)
@@ -52,7 +61,7 @@ TRAINED = ("Idefics 3", "InternVL", "Qwen2-VL", "Llama 4", "Gemma 4, images both
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in TRAINED else pytest.param(name, marks=pytest.mark.full) for name in KINDS]
+    "name", [family(name) if name in TRAINED else pytest.param(name, marks=pytest.mark.full) for name in KINDS]
 )
 @pytest.mark.turns
 def test_a_trainer_trains_a_family(ranks: Ranks, name: str) -> None:
@@ -64,7 +73,7 @@ def test_a_trainer_trains_a_family(ranks: Ranks, name: str) -> None:
             assert mine == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [family(name) for name in KINDS])
 @pytest.mark.turns
 def test_its_images_matter(name: str) -> None:
     other = vision_models.alone(name, flipped=True)[0]
