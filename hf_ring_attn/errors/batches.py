@@ -163,8 +163,8 @@ class SelfCheckNotRun(Refused):
 
     def __init__(self, model: str, rows: int, tokens: int, error: str, untested: Sequence[str]) -> None:
         row = "a row" if rows == 1 else f"{rows} rows"
-        tested = "".join(f"'{requirement}' " for requirement in untested)
-        advice = f"Install tested versions first: pip install {tested.strip()}. " if tested else ""
+        tested = " ".join(f"'{requirement}'" for requirement in untested)
+        advice = f"Install tested versions first: pip install {tested}. " if tested else ""
         super().__init__(
             f"the self-check could not run {model} on {row} of {tokens} random tokens: {error}. So its exactness in a "
             f"ring is unknown. {advice}{_UNCHECKED}"

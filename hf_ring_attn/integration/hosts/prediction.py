@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,7 +129,7 @@ def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
     if isinstance(x, (tuple, list)):
         return type(x)(whole_sequences(sharded, name, part) for part in x)
     layout = sharded.layout
-    if name in OF_TOWERS:  # whole rows run there, on every rank
+    if name in OF_TOWERS and isinstance(x, Mapping):  # whole rows run there, on every rank
         return nested_detach(x)  # type: ignore[no-untyped-call]
     if name == "aux_loss" and isinstance(x, Tensor) and x.dim() == 0:  # that of whole rows, on every rank
         return x.detach()

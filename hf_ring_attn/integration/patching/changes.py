@@ -183,7 +183,11 @@ def requirement(host: str) -> str:
 
 def untested() -> list[str]:
     """The imported hosts in versions that are not tested."""
-    return [host for host in TESTED if host in sys.modules and not is_tested(host, _version(host))]
+    return [host for host in TESTED if _is_untested(host)]
+
+
+def _is_untested(host: str) -> bool:
+    return host in sys.modules and not is_tested(host, _version(host))
 
 
 def _changed(target: str, found: str, needed: str) -> errors.ChangedHost:
@@ -244,8 +248,8 @@ def _is_tested_on_cpus(host: str, version: str) -> bool:
 
 def warn_if_untested(host: str) -> None:
     """Warns once (UntestedHost) if ``host`` is imported in a version that is not tested."""
-    found = _version(host)
-    if host not in _warned and host in sys.modules and not is_tested(host, found):
+    if host not in _warned and _is_untested(host):
         _warned.add(host)
+        found = _version(host)
         where = " on GPUs" if _is_tested_on_cpus(host, found) else ""
         warnings.warn(errors.UntestedHost(host, found + where, tested_range(host), requirement(host)), stacklevel=4)

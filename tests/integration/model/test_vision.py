@@ -12,6 +12,7 @@ from torch import Tensor
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
+from hf_ring_attn.integration.hosts.prediction import whole_sequences
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import plain_jobs
 from tests.helpers.jobs.comparison import (
@@ -135,6 +136,19 @@ def test_a_trainer_trains_on_images(ranks: Ranks, run: Run, mesh: Mesh) -> None:
         outcome.updates = {name: x for name, x in outcome.updates.items() if not name.endswith("k_proj.bias")}
         outcome.parameters = {name: outcome.parameters[name] for name in outcome.updates}
     assert_equal_runs(outcomes[0], want)
+
+
+def gathered_by_a_towers_name(batch: Batch) -> Tensor:
+    sharded = hf_ring_attn.shard(batch)
+    found: Tensor = whole_sequences(sharded, "image_outputs", sharded.inputs["input_ids"][..., None])
+    return found[..., 0]
+
+
+def test_tokens_under_the_name_of_a_towers_outputs_are_gathered(ranks: Ranks) -> None:
+    """A model of one's own may call them so; what transformers calls so is a mapping, of whole rows."""
+    batch = plain_jobs.tokens(23)
+    for got in ranks(2).run(gathered_by_a_towers_name, batch):
+        assert torch.equal(got, batch["input_ids"])
 
 
 @pytest.mark.parametrize("model", MODELS)
