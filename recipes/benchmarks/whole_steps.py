@@ -74,13 +74,20 @@ def runs() -> list[Run]:
 
 
 def parts() -> list[Run]:
-    """The longest rows for 2 x H200, by --only. Where a whole step takes too long: its memory with a window of 4096,
-    its time from one layer and two, in their second step, since the first compiles torchao's optimizer."""
+    """Long rows, by --only. 128K tokens of 70B in 4 bits and 512K of 8B fit 2 x H100; the others are for 2 x H200.
+
+    Where a whole step takes too long: its memory with a window of 4096, its time from one layer and two, in their
+    second step, since the first compiles torchao's optimizer.
+    """
     long = {
         "full_1M": (1024, "--full --optim adamw_torch_8bit --liger --mlp-tokens 16384", " --offload 24"),
         "qlora32_280K": (280, "--shape 32B --qlora --mlp-tokens 16384", ""),
     }
-    found = [Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384")]
+    found = [
+        Run("qlora70_128K", 128, "--shape 70B --qlora --liger --mlp-tokens 16384 --offload 0", steps=1),
+        Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384"),
+        Run("lora_512K", 512, "--liger --no-lora-casts --mlp-tokens 16384 --offload 0", steps=1),
+    ]
     for name, (thousands, options, stays) in long.items():
         found += [
             Run(f"{name}_window", thousands, f"{options}{stays} --window 4096"),
