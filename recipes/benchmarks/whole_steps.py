@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
 
@@ -119,18 +121,22 @@ def measured(run: Run, given: argparse.Namespace) -> dict[str, Any] | str:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         if given.toy:
             environment["ACCELERATE_USE_CPU"] = "true"
-        try:
-            done = subprocess.run(
-                [sys.executable, *command(run, given, output)], cwd=REPOSITORY, env=environment, check=False, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=given.seconds,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return f"ended after {given.seconds:g} s"
-        if done.returncode == 0 and output.is_file():
+        with subprocess.Popen(
+            [sys.executable, *command(run, given, output)], cwd=REPOSITORY, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) as launched:  # fmt: skip
+            try:
+                words, _ = launched.communicate(timeout=given.seconds)
+            except subprocess.TimeoutExpired:
+                # Its ranks too, each a session of its own: they would keep their memory from the next run.
+                for process in [*psutil.Process(launched.pid).children(recursive=True), launched]:
+                    process.kill()
+                return f"ended after {given.seconds:g} s"
+        if launched.returncode == 0 and output.is_file():
             found: dict[str, Any] = json.loads(output.read_text())
             return found
-        errors = [line for line in done.stdout.splitlines() if "Error" in line and "ChildFailedError" not in line]
-        return (errors or done.stdout.splitlines() or ["nothing"])[-1][:200]
+        errors = [line for line in words.splitlines() if "Error" in line and "ChildFailedError" not in line]
+        return (errors or words.splitlines() or ["nothing"])[-1][:200]
 
 
 def line(run: Run, row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:

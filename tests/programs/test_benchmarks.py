@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 
@@ -216,9 +217,26 @@ def test_whole_steps_are_run_saved_and_compared(tmp_path: Path) -> None:
     (saved,) = results.read(tmp_path / results.FILE)
     assert saved.name == "ring_8K" and len(saved.rows[0]["losses"]) == 3 and "--tokens 64" in saved.head["command"]
     assert "losses 5." in done.stdout
-    failed = subprocess.run([*command, "--only", "ring_32K", "--seconds", "0.1"], cwd=REPOSITORY, env=environment,
-                            capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
-    assert failed.returncode == 1 and "ring_32K                 failed after" in failed.stdout
+
+
+@pytest.mark.turns
+def test_of_a_whole_step_that_takes_too_long_no_rank_is_left(tmp_path: Path) -> None:
+    mark = {"name": "TEST_OF_WHOLE_STEPS", "value": str(tmp_path)}
+    command = [sys.executable, "recipes/benchmarks/whole_steps.py", "--toy", "--steps", "100000"]
+    ended = subprocess.run([*command, "--only", "ring_32K", "--seconds", "25"], cwd=REPOSITORY, capture_output=True,
+                           env={**os.environ, "HF_HUB_OFFLINE": "1", mark["name"]: mark["value"]},
+                           text=True, timeout=120, check=False)  # fmt: skip
+    assert ended.returncode == 1 and re.search(r"ring_32K +failed after \d+ s: ended after 25 s", ended.stdout)
+    left = [one.cmdline() for one in psutil.process_iter() if carries(one, mark["name"], mark["value"])]
+    assert not left
+
+
+def carries(process: psutil.Process, name: str, value: str) -> bool:
+    """Whether a process has this variable in its environment, as far as it lets itself be read."""
+    try:
+        return bool(process.environ().get(name) == value)
+    except psutil.Error:
+        return False
 
 
 @pytest.mark.turns
