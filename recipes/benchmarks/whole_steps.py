@@ -131,7 +131,9 @@ def measured(run: Run, given: argparse.Namespace) -> dict[str, Any] | str:
                 # Its ranks too, each a session of its own: they would keep their memory from the next run.
                 for process in [*psutil.Process(launched.pid).children(recursive=True), launched]:
                     process.kill()
-                return f"ended after {given.seconds:g} s"
+                words, _ = launched.communicate()
+                made = [line for line in words.splitlines() if line.startswith("step ")]
+                return "; ".join([f"ended after {given.seconds:g} s", *made])
         if launched.returncode == 0 and output.is_file():
             found: dict[str, Any] = json.loads(output.read_text())
             return found

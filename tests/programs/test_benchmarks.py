@@ -227,6 +227,7 @@ def test_of_a_whole_step_that_takes_too_long_no_rank_is_left(tmp_path: Path) -> 
                            env={**os.environ, "HF_HUB_OFFLINE": "1", mark["name"]: mark["value"]},
                            text=True, timeout=120, check=False)  # fmt: skip
     assert ended.returncode == 1 and re.search(r"ring_32K +failed after \d+ s: ended after 25 s", ended.stdout)
+    assert re.search(r"25 s; step 1: loss 5\.\d+, \d+\.\d+ s; step 2: ", ended.stdout), "its steps are lost"
     left = [one.cmdline() for one in psutil.process_iter() if carries(one, mark["name"], mark["value"])]
     assert not left
 
