@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def runs() -> list[Run]:
 
 
 def parts() -> list[Run]:
-    """Long rows, by --only. 128K tokens of 70B in 4 bits and 512K of 8B fit 2 x H100; the others are for 2 x H200.
+    """Long rows, by --only. `plan` says that qlora70_128K and lora_512K fit 2 x H100; the others are for 2 x H200.
 
     Where a whole step takes too long: its memory with a window of 4096, its time from one layer and two, in their
     second step, since the first compiles torchao's optimizer.
@@ -88,7 +89,7 @@ def parts() -> list[Run]:
     found = [
         Run("qlora70_128K", 128, "--shape 70B --qlora --liger --mlp-tokens 16384 --offload 0", steps=1),
         Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384"),
-        Run("lora_512K", 512, "--liger --no-lora-casts --mlp-tokens 16384 --offload 0", steps=1),
+        Run("lora_512K", 512, "--liger --no-lora-casts --mlp-tokens 16384 --offload 0"),
     ]
     for name, (thousands, options, stays) in long.items():
         found += [
@@ -113,8 +114,15 @@ def command(run: Run, given: argparse.Namespace, output: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def end(launcher: psutil.Process) -> None:
+    """Kills a launcher and its ranks. Each rank is a session of its own, and a living one keeps its GPU's memory."""
+    for process in [*launcher.children(recursive=True), launcher]:
+        with suppress(psutil.NoSuchProcess):  # it ended between the two lines
+            process.kill()
+
+
 def measured(run: Run, given: argparse.Namespace) -> dict[str, Any] | str:
-    """What train.py wrote, or the last words of one that failed."""
+    """What train.py wrote. Of a run that failed: its last words; of one that took too long: the steps that it made."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run.json"
         paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -128,9 +136,7 @@ def measured(run: Run, given: argparse.Namespace) -> dict[str, Any] | str:
             try:
                 words, _ = launched.communicate(timeout=given.seconds)
             except subprocess.TimeoutExpired:
-                # Its ranks too, each a session of its own: they would keep their memory from the next run.
-                for process in [*psutil.Process(launched.pid).children(recursive=True), launched]:
-                    process.kill()
+                end(psutil.Process(launched.pid))
                 words, _ = launched.communicate()
                 made = [line for line in words.splitlines() if line.startswith("step ")]
                 return "; ".join([f"ended after {given.seconds:g} s", *made])
