@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,24 @@ def kernel_for(ring: str, name: str, request: Request) -> str:
     facts = {"kernel": chosen, "version of torch": str(torch.__version__)}
     meeting.agree(facts, meeting.small_device(torch.device(request.device)), _SAME_KERNEL, refusal)
     return chosen
+
+
+@functools.lru_cache(maxsize=256)
+def passed_over(name: str, chosen: str, request: Request) -> str:
+    """Says why this machine, and not the attention, kept "auto" from a preferred kernel. "": it did not.
+
+    Args:
+        name: as it was asked for. chosen: `kernel_for` of it.
+    """
+    for kernel in kernels_named(name).values():
+        if kernel.name == chosen:
+            break
+        why: Sequence[str] = kernel.lacks(request)
+        if not kernel.unsupported(request):
+            why = kernel_trial.fails(kernel.name, request)
+        if why:
+            return f"not {kernel.name}: {why[0]}"
+    return ""
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()

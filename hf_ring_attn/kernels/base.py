@@ -210,6 +210,9 @@ class InOrder:
     two_streams = False
     rounds_gradients = False
 
+    def lacks(self, request: Request) -> list[str]:
+        return []
+
     def new_gradient(self, chunk: Tensor, place: Place | None = None) -> Tensor:
         return torch.zeros(chunk.shape, dtype=accumulate_dtype(chunk.dtype), device=chunk.device)
 
@@ -278,4 +281,8 @@ class Kernel(Protocol):
 
     def unsupported(self, request: Request) -> list[str]:
         """Lists every reason why this kernel cannot serve ``request``; empty if it can."""
+        ...
+
+    def lacks(self, request: Request) -> list[str]:
+        """Lists what an installation lacks, for a request that this kernel could serve on this GPU; else nothing."""
         ...

@@ -5,8 +5,9 @@
 
 Each run is recipes/long_context_lora/train.py by accelerate launch. Runs of one length follow each other. The table has
 seconds a step (median and fastest), MFU, memory, and tokens a second over those of accelerate's own, once with its
-defaults and once with the same options. A run that fails is named, and the others go on. ``--toy`` runs tiny models on
-two CPU processes, without accelerate's own, which needs GPUs.
+defaults and once with the same options. Below each run of a ring is what it said: its ring and its kernel. A run that
+fails is named, and the others go on. ``--toy`` runs tiny models on two CPU processes, without accelerate's own, which
+needs GPUs.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def main() -> None:
             print(f"{run.name:24} failed after {time.perf_counter() - began:.0f} s: {row}", flush=True)
             continue
         rows[run.name] = row
-        print(line(run, row, rows), flush=True)
+        print(line(run, row, rows), *row["said"], sep="\n    ", flush=True)
         if given.save is not None:
             said = {"command": " ".join(["python", *command(run, given, Path("run.json"))])}
             results.save(given.save, run.name, {**head, **said}, [row])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import platform
 import re
 import statistics
@@ -65,6 +66,9 @@ class Meter(TrainerCallback):
         """Seconds of each step in which Python collected garbage, and the GPU may have waited."""
         self.recorder: Any = None
         self.started = 0.0
+        self.said: list[str] = []
+        """What hf_ring_attn logged: its line at the start names the ring and the kernel."""
+        logging.getLogger("hf_ring_attn").addFilter(self._heard)  # a handler of ours would silence the package's own
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if torch.cuda.is_available():
@@ -73,6 +77,10 @@ class Meter(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         gc.callbacks.remove(self._collected)
+
+    def _heard(self, record: logging.LogRecord) -> bool:
+        self.said.append(record.getMessage())
+        return True
 
     def _collected(self, phase: str, info: dict[str, int]) -> None:
         if self.collecting:
@@ -112,6 +120,7 @@ class Meter(TrainerCallback):
         return {
             "ranks": world,
             "device": name,
+            "said": self.said,
             "losses": self.losses,
             "grad_norms": self.norms,
             "seconds": self.seconds,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_ring_attn import kernels, ring_attention
+from hf_ring_attn.attention.kernel_choice import passed_over
 from hf_ring_attn.config import KERNEL_NAMES, RingConfig
 from hf_ring_attn.errors import BadOption, UnsupportedAttention
 from hf_ring_attn.kernels import KERNELS, Request, choose
@@ -25,6 +26,18 @@ class Picky(Reference):
 
     def unsupported(self, request: Request) -> list[str]:
         return ["it has no softcap", f"it knows no {request.dtype}"] if request.softcap else []
+
+
+class Lacking(Reference):
+    """It could serve all but a softcap, if an installation were whole."""
+
+    name = "lacking"
+
+    def lacks(self, request: Request) -> list[str]:
+        return [] if request.softcap else ["its library is not installed", "nor is its compiler"]
+
+    def unsupported(self, request: Request) -> list[str]:
+        return self.lacks(request) or ["it has no softcap"]
 
 
 class Refusing(Reference):
@@ -46,6 +59,16 @@ def test_auto_takes_the_first_kernel_that_can(picky: Picky) -> None:
     assert choose("auto", REQUEST) is picky
     assert choose("auto", replace(REQUEST, softcap=True)).name == "reference"
     assert choose("reference", REQUEST).name == "reference"
+
+
+def test_what_keeps_a_preferred_kernel_from_a_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "KERNELS", {"lacking": Lacking(), "picky": Picky(), **KERNELS})
+    passed_over.cache_clear()
+    assert passed_over("auto", "picky", REQUEST) == "not lacking: its library is not installed"
+    assert passed_over("auto", "reference", replace(REQUEST, softcap=True)) == "", "no machine would change that"
+    assert passed_over("picky", "picky", REQUEST) == "", "it was asked for"
+    assert passed_over("auto", "lacking", REQUEST) == "", "it serves"
+    passed_over.cache_clear()
 
 
 @pytest.mark.usefixtures("picky")

@@ -75,6 +75,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, candidate: Candidate) -> None:
     )
     kernel_trial.fails.cache_clear()
     kernel_choice.kernel_for.cache_clear()
+    kernel_choice.passed_over.cache_clear()
 
 
 def test_a_kernel_that_fails_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +83,11 @@ def test_a_kernel_that_fails_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UnsupportedAttention, match="a small attention came out wrong here: dv by 100%"):
         kernel_choice.kernel_for("", "triton", REQUEST)
     assert kernel_choice.kernel_for("", "auto", REQUEST) == "reference"
+    said = kernel_choice.passed_over("auto", "reference", REQUEST)
+    assert said == "not triton: a small attention came out wrong here: dv by 100%"
     on_a_gpu(monkeypatch, Candidate())
     assert kernel_choice.kernel_for("", "auto", REQUEST) == "triton"
+    assert kernel_choice.passed_over("auto", "triton", REQUEST) == ""
 
 
 def test_what_a_compiler_says_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

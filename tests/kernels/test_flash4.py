@@ -177,6 +177,7 @@ def test_only_hopper_is_served(capability: tuple[int, int], monkeypatch: pytest.
     monkeypatch.setattr(flash4, "not_installed", lambda: ())
     got = ".".join(map(str, capability))
     assert Flash4().unsupported(REQUEST) == [f"was tried on Hopper (compute capability 9.0) alone, got {got}"]
+    assert Flash4().lacks(REQUEST) == []
     monkeypatch.setattr(type(KERNELS["triton"]), "unsupported", lambda *_: [])
     assert choose("auto", REQUEST).name == "triton"
 
@@ -193,6 +194,16 @@ def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPat
     assert installed(flash_attn_4="4.1.0") == ("flash-attn-4 4.1.0 is not tested (tested: 4.0.0b36)",)
     (reason,) = installed(nvidia_cutlass_dsl="4.9.0")
     assert reason == "nvidia-cutlass-dsl is 4.9.0 (flash-attn-4 is tested with 4.8.x)"
+
+
+def test_what_hopper_lacks_for_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash4, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(flash4, "not_installed", lambda: ("flash-attn-4 is not installed",))
+    assert Flash4().lacks(REQUEST) == ["flash-attn-4 is not installed"]
+    assert Flash4().lacks(replace(REQUEST, head_dim=80)) == [], "it could not serve this"
+    monkeypatch.setattr(flash4, "not_installed", lambda: ())
+    monkeypatch.setattr(flash4, "load", lambda: library.Loaded(None, ("flash-attn-4 does not import: ImportError",)))
+    assert Flash4().lacks(REQUEST) == ["flash-attn-4 does not import: ImportError"]
 
 
 def test_a_library_that_does_not_import_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

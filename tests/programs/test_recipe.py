@@ -52,6 +52,7 @@ def test_a_ring_of_two_trains_as_one_process(tmp_path: Path) -> None:
         assert ring["losses"] == pytest.approx(alone["losses"], rel=LOSS)
         assert ring["grad_norms"] == pytest.approx(alone["grad_norms"], rel=LOSS)
         assert ring["tokens_per_second"] > 0
+        assert len(ring["said"]) == 1 and "ring of 2" in ring["said"][0] and "kernel reference" in ring["said"][0]
     want = adapter(tmp_path / "alone")
     for name in ("trainer", "sft"):
         got = adapter(tmp_path / name)

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ... import errors
 from ...attention.call import Call, RingOptions
-from ...attention.kernel_choice import agree_on_scores, kernel_for, kernel_for_scores
+from ...attention.kernel_choice import agree_on_scores, kernel_for, kernel_for_scores, passed_over
 from ...attention.op import attend
 from ...attention.score_mod_op import attend_scored
 from ...comm.ring import Ring
@@ -186,7 +186,8 @@ def _chosen(scoped: bool, trains: bool, ring: str, name: str, *facts: Any) -> st
     """The kernel's name for a layer, recorded for the log line at the start."""
     request = Request(*facts)
     kernel = kernel_for(ring, name, request)
-    _note(scoped, trains, kernel, request)
+    why = passed_over(name, kernel, request)
+    _note(scoped, trains, f"{kernel} ({why})" if why else kernel, request)
     return kernel
 
 

@@ -123,6 +123,18 @@ class Flash4:
         return finish(self.library, accumulator, out, place)
 
     def unsupported(self, request: Request) -> list[str]:
+        reasons = self._unfit(request)
+        if self._given is None:
+            reasons += not_installed()
+            if not reasons:
+                reasons += load().reasons
+        return reasons
+
+    def lacks(self, request: Request) -> list[str]:
+        return [] if self._unfit(request) else self.unsupported(request)
+
+    def _unfit(self, request: Request) -> list[str]:
+        """The reasons of `unsupported` that no installation would change."""
         reasons = reasons_of_flash(request)
         capability = _capability() if self._given is None else TESTED
         if (request.head_dim, request.value_dim) not in HOPPER:
@@ -131,10 +143,6 @@ class Flash4:
             reasons.append(f"heads are {widths} wide (keys/values), got {got}")
         if request.device == "cuda" and capability[0] != TESTED[0]:
             reasons.append(f"was tried on Hopper (compute capability 9.0) alone, got {capability[0]}.{capability[1]}")
-        if self._given is None:
-            reasons += not_installed()
-            if not reasons:
-                reasons += load().reasons
         return reasons
 
     def _statistics(self, lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_ring_attn import errors, ring_attention
+from hf_ring_attn import RingConfig, errors, kernels, ring_attention
+from hf_ring_attn.attention import kernel_choice
 from hf_ring_attn.biases import Alibi
+from hf_ring_attn.integration.attention import function
 from hf_ring_attn.integration.attention.function import ring_attention_forward
 from hf_ring_attn.integration.attention.masks import ring_mask
 from hf_ring_attn.integration.context.batch_context import MaskSpec
+from hf_ring_attn.kernels import Request
+from hf_ring_attn.kernels.reference import Reference
 from tests.helpers.models.tiny_models import tiny
 
 BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 2, 4, 2, 10, 8
@@ -52,6 +56,28 @@ def test_without_a_ring_it_is_sdpa(dtype: torch.dtype) -> None:
     assert out.dtype == dtype and out.shape == (BATCH, LENGTH, HEADS, WIDTH) and out.is_contiguous()
     rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), want, rtol=2 * rounding, atol=2 * rounding)
+
+
+@pytest.mark.parametrize("asked", ["auto", "reference"])
+def test_the_line_tells_what_a_faster_kernel_lacks(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Faster(Reference):
+        name = "faster"
+
+        def lacks(self, request: Request) -> list[str]:
+            return ["its package does not import"]
+
+        unsupported = lacks
+
+    lines: list[str] = []
+    monkeypatch.setattr(kernels, "KERNELS", {"faster": Faster(), **kernels.KERNELS})
+    monkeypatch.setattr(function, "say", lines.append)
+    kernel_choice.passed_over.cache_clear()
+    spec = causal()
+    spec.config = RingConfig(kernel=asked)
+    ring_attention_forward(Layer(), *qkv(), spec)
+    kernel_choice.passed_over.cache_clear()
+    why = " (not faster: its package does not import)" if asked == "auto" else ""
+    assert lines == [f"no ring active; kernel reference{why}"]
 
 
 def test_queries_and_keys_of_different_dtypes() -> None:
