@@ -214,6 +214,7 @@ def gib(folder: str, name: str) -> str:
 
 WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
 LOSS, EIGHT, LONGEST = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks", "2026-11-25-longest-rows"
+H100 = "2026-11-25-two-h100"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", 2, "accelerate's own", AGAIN, "own_8K"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .numbers import FOUR, LONGEST, LOSS, WHOLE, commit, gib, run, seconds, step
+from .numbers import FOUR, H100, LONGEST, LOSS, WHOLE, commit, gib, run, seconds, step
 
 QLORA = "2026-11-24-qlora"
 
@@ -29,7 +29,10 @@ RUNS = {
     ],
     "lora-1m": [Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M")],
     "qlora-32b": [Measured("131,072", "1 x H200", QWEN, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q32_128K")],
-    "qlora-70b": [Measured("57,344", "1 x H200", LARGE, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q70_56K")],
+    "qlora-70b": [
+        Measured("131,072", "2 x H100", LARGE, "QLoRA, `mlp_tokens=16384`, `offload_above=0`, Liger, kernel `triton`", H100, "qlora70_128K"),
+        Measured("57,344", "1 x H200", LARGE, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q70_56K"),
+    ],
     "full-1m": [
         Measured("1,048,576", "2 x H200", LLAMA, f"all weights of {layers}, `mlp_tokens=16384`, Liger, `adamw_torch_8bit`", LONGEST, name)
         for layers, name in (("one layer", "full_1M_layer"), ("two layers", "full_1M_layers"))
@@ -48,7 +51,7 @@ NOT_MEASURED = {
     "packed-chat": f"{ALL}. {TOY_ONLY} No filed run times a step of packed rows.",
     "extend-context": f"{ALL}. {TOY_ONLY} A small model learned on one GPU beside other programs, so it has losses (below), but no times.",
     "qlora-32b": f"{ALL} in a ring, or of real weights. One GPU without a ring:",
-    "qlora-70b": f"{ALL} in a ring, or of real weights. One GPU without a ring, on shorter rows:",
+    "qlora-70b": f"{ALL} of real weights, or with kernel `flash4` in a ring. Two GPUs with `triton`, and one without a ring, on a shorter row:",
     "vlm": f"{ALL}. {TOY_ONLY} No filed run times a step with pictures.",
     "multi-node": f"{ALL}. {TOY_ONLY} No filed run has several machines.",
 }  # fmt: skip

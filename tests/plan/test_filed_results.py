@@ -141,9 +141,17 @@ MEASURED_BY_LAYERS = [
 has it: it said 53.0 and 58.0 GiB. Whole models in 4 bits are not here: their weights were not
 sharded, nor were those of the last two, which moves the forecasts of these by less than 0.5 GiB."""
 
+H100, OFFLOADED = "2026-11-25-two-h100", {"liger": True, "mlp_tokens": 16384, "offload_above": 0.0}
+MEASURED_ON_H100 = [
+    Filed(H100, "ring_fast_8K", {"gpus": 2, "tokens": 8192, **ALL_SAVED}, False),
+    Filed(H100, "ring_fast_128K", {"gpus": 2, "tokens": 131072, "liger": True, **SAVED}, False),
+    Filed(H100, "qlora70_128K", {"gpus": 2, "tokens": 131072, "method": "qlora", **OFFLOADED}, False, LLAMA_70B),
+]
+"""Attention in triton, whose time is not forecast."""
+
 ALL = [
     *FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN,
-    *MEASURED_BY_LAYERS,
+    *MEASURED_BY_LAYERS, *MEASURED_ON_H100,
 ]  # fmt: skip
 
 
