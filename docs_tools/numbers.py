@@ -357,6 +357,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "one_512k_seconds": lambda: f"{step(WHOLE, 'one_512K')['seconds_per_step']:,.0f} s",
     "one_512k_gib": lambda: f"{gib(WHOLE, 'one_512K')} GiB",
     "1m_gib": lambda: f"{gib(WHOLE, 'ring_1M')} GiB",
+    "h100_qlora70_gib": lambda: f"{gib(H100, 'qlora70_128K')} GiB",
     "full_1m_layer": lambda: f"{step(LONGEST, 'full_1M_layer')['seconds_per_step']:.1f} s",
     "full_1m_layers": lambda: f"{step(LONGEST, 'full_1M_layers')['seconds_per_step']:.1f} s",
     "full_1m_whole": lambda: f"{by_layers('full_1M', 32):,.0f} s",
