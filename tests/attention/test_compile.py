@@ -79,6 +79,7 @@ def test_compiled_it_is_one_graph_with_the_bits_of_eager(ranks: Ranks, size: int
     assert ranks(size).run(compiled, function, [[LENGTH]]) == [([True], 1)] * size
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("size", [1, 4])
 def test_batches_of_other_documents_take_no_new_graphs(ranks: Ranks, size: int) -> None:
     """One for the first number of tiles and one for all others; with a table a rank it was eight at ring size 4, and

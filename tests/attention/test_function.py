@@ -293,6 +293,7 @@ assert hf_ring_attn.positions(6, rank=1, world_size=2).tolist() == [2, 3, 4, 5]
 """
 
 
+@pytest.mark.turns
 def test_the_public_names_work_alone() -> None:
     run = subprocess.run([sys.executable, "-c", WITHOUT_RING], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

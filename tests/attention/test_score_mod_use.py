@@ -123,6 +123,7 @@ def test_backward_again_checkpoints_and_autocast_give_the_same_bits(ranks: Ranks
     assert ranks(size).run(again) == [[True] * 4] * size
 
 
+@pytest.mark.turns
 def test_under_a_compiler_the_graph_breaks_and_the_numbers_stay() -> None:
     bias = RelativeBias(4, 8, 12)
 

@@ -89,6 +89,7 @@ with world("cpu") as (ring, _):
 """
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("error", "code", "last"),
     [("ValueError('no room')", 1, "[rank1]: ValueError: no room"), ("BadOption('x', 1, 'a y')", 2, "x=1 is not")],

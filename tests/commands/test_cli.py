@@ -156,6 +156,7 @@ def test_a_refusal_of_the_package_is_words_and_no_traceback(
     assert "HF_RING_ATTN_KERNEL='flash3' is not possible" in capsys.readouterr().err
 
 
+@pytest.mark.turns
 def test_without_a_command_it_prints_the_help() -> None:
     run = subprocess.run([sys.executable, "-m", "hf_ring_attn"], capture_output=True, text=True, check=False)
     assert run.returncode == 2 and "error" not in run.stderr

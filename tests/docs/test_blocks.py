@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import accelerate  # noqa: F401  the fork server imports it once for all blocks
 import peft  # noqa: F401  the fork server imports it once, too
@@ -13,13 +14,20 @@ import trl.trainer.sft_trainer  # noqa: F401  the fork server imports it once, t
 
 from tests.helpers.blocks import PAGES, REPOSITORY, Block, blocks_of, run_blocks
 
+EVERY_TIME = ("README.md", "docs/quickstart.md")
+"""The pages that are read first; of the others each commit tries a part."""
 
-def groups() -> list[list[Block]]:
+
+def groups() -> list[Any]:
     """Blocks that run, by page and number of processes."""
     found = []
     for page in PAGES:
         blocks = sorted(all_blocks(page), key=lambda block: block.ranks)
-        found += [list(group) for ranks, group in groupby(blocks, key=lambda block: block.ranks) if ranks]
+        for ranks, group in groupby(blocks, key=lambda block: block.ranks):
+            if ranks:
+                first, *rest = group
+                marks = () if first.page in EVERY_TIME else (pytest.mark.turns,)
+                found.append(pytest.param([first, *rest], marks=marks, id=f"{first.page}, {ranks}"))
     return found
 
 
@@ -32,7 +40,7 @@ def test_every_block_is_marked_and_parses() -> None:
     assert faults == []
 
 
-@pytest.mark.parametrize("blocks", groups(), ids=lambda blocks: f"{blocks[0].page}, {blocks[0].ranks}")
+@pytest.mark.parametrize("blocks", groups())
 def test_the_blocks_of_a_page_run(blocks: list[Block], tmp_path: Path) -> None:
     run_blocks(blocks, tmp_path)
 

@@ -8,6 +8,7 @@ from tests.helpers.checks import EXACT, Ranks, distance, worst
 from tests.helpers.layer_ranks import ROWS, alone, in_a_ring, joined
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_ring_gives_what_one_device_gives(ranks: Ranks, world_size: int) -> None:
     shares = ranks(world_size).run(in_a_ring, ROWS)

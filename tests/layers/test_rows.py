@@ -19,6 +19,7 @@ SIGNED = torch.tensor([[1.0, 2.0, 3.0, 4.0, -0.0], [1.0, 2.0, 3.0, 4.0, 1e-45]])
 SHORT = torch.tensor([[1e-3, 256.0, 1e-3, -256.0, 1e-3]])
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_a_ring_gives_what_one_device_gives(ranks: Ranks, world_size: int) -> None:
     shares = ranks(world_size).run(in_a_ring, CASES)

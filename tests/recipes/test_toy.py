@@ -18,6 +18,7 @@ def toy(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=patient(120), check=False)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_tiny_model_is_written_with_its_tokenizer(kind: str, tmp_path: Path) -> None:
     done = toy(str(tmp_path / "tiny"), *([] if kind == "llama" else [kind]))
@@ -28,6 +29,7 @@ def test_a_tiny_model_is_written_with_its_tokenizer(kind: str, tmp_path: Path) -
     assert model(**tokens, labels=tokens.input_ids).loss.isfinite()
 
 
+@pytest.mark.turns
 def test_without_a_folder_it_says_how_it_is_called() -> None:
     done = toy()
     assert done.returncode == 1 and done.stderr == "usage: python recipes/toy.py FOLDER [MODEL_TYPE]\n"

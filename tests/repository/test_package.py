@@ -117,6 +117,7 @@ def test_twine_finds_no_fault_in_wheel_and_sdist(built: Path) -> None:
     assert said.count("PASSED") == len(files) == 2, said
 
 
+@pytest.mark.turns
 @pytest.mark.slow
 def test_plain_pip_installs_it_into_an_empty_environment(built: Path, tmp_path: Path) -> None:
     """With its hosts, at the pinned versions; then two ranks attend there.

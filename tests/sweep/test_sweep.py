@@ -114,6 +114,7 @@ def test_a_foreign_error_is_reported_as_one(ranks: Ranks) -> None:
     assert complaint(MISTRAL, Row("plain", 23), found)
 
 
+@pytest.mark.turns
 def test_an_error_of_one_rank_alone_names_the_class(ranks: Ranks) -> None:
     with pytest.raises(RanksFailed, match=r"MistralForCausalLM \(mistral\), plain 23: ranks ended differently|hang"):
         outcome(ranks, "a foreign error on one rank", patience_seconds=2)

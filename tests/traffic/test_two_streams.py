@@ -88,6 +88,7 @@ def test_also_where_rooms_are_used_again(kv_heads: int) -> None:
     assert not races(3, (24, 24), heads_per_gather=1, kv_heads=kv_heads)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_also_where_heads_are_not_split(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row is too short to split its heads, the next one is not: the same buffers serve both."""
@@ -157,6 +158,7 @@ MAIN, OTHER, KEYS, SUMS = range(4)
 """Of a rank's streams."""
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stream", [MAIN, OTHER, KEYS])
 def test_every_event_is_needed(monkeypatch: pytest.MonkeyPatch, stream: int) -> None:
     """Keys and sums that have arrived, by whom they are read; and a room that has been read, by whom it is written."""

@@ -103,12 +103,14 @@ def test_a_refusal_comes_by_name(ranks: Ranks, case: Compiled, text: str) -> Non
         assert "hf_ring_attn refuses this attention: uncompiled, it says why" in raised
 
 
+@pytest.mark.turns
 def test_rows_that_were_not_cut_are_refused(ranks: Ranks) -> None:
     case = replace(WHOLE, graphs=None, config={"num_hidden_layers": 1})
     for raised in ranks(2).run(compile_jobs.rows_that_were_not_cut, case):
         assert raised.startswith("UnshardedInput: inside an active ring the model must get its rank's 12 of 24 tokens")
 
 
+@pytest.mark.turns
 def test_layers_under_fsdp2(ranks: Ranks) -> None:
     batches = [tokens(23)]
     (want_losses,), want = without_fsdp(batches)

@@ -128,6 +128,7 @@ def test_a_compiled_model_takes_batches_of_other_chunks(ranks: Ranks) -> None:
             assert all(relative_error(got.gradients[n], gradient) < 1e-6 for n, gradient in want.gradients.items())
 
 
+@pytest.mark.turns
 @pytest.mark.slow
 def test_other_chunks_need_no_other_graph(ranks: Ranks) -> None:
     """Llama 4's layers read where their tokens are: a compiler keeps numbers, so these are in a tensor."""

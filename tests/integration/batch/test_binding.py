@@ -66,6 +66,7 @@ def survivors(loss: str, is_given: bool, fails: str) -> list[str]:
     return found
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("fails", ["", "in the model", "in the block"])
 @pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("loss", ["chunked", "sharded"])

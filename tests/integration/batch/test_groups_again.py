@@ -99,12 +99,14 @@ WORLDS = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("worlds", WORLDS, ids=str)
 def test_a_model_trains_on_in_other_worlds(three: LiveRanks, tmp_path: Path, worlds: list[list[int]]) -> None:
     """Ranks that know the name agreed on kernels, weights and checks of it; one that does not waited for them."""
     assert_right(three.run(in_worlds, tmp_path, worlds, training, False), worlds)
 
 
+@pytest.mark.turns
 @pytest.mark.slow
 def test_a_compiled_model_trains_on_in_another_world(three: LiveRanks, tmp_path: Path) -> None:
     """Compiled code holds the ring's name and its kernel."""

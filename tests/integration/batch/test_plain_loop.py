@@ -134,6 +134,7 @@ def test_a_shared_batch_is_the_whole_batch(ranks: Ranks, step: Step, world_size:
         assert_equal_answers(got, alone(step), step)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("chunks", [2, 8])
 def test_eight_ranks_share_packed_rows(ranks: Ranks, chunks: int) -> None:
     step = Step(why="", batch=LONGER, chunks=chunks)
@@ -181,6 +182,7 @@ def test_weights_of_a_functional_call(ranks: Ranks) -> None:
         assert all(relative_error(found[name], gradient) < LOSS for name, gradient in want.items())
 
 
+@pytest.mark.turns
 def test_a_compiled_model_keeps_nothing_of_the_last_batch(ranks: Ranks) -> None:
     batches = [packed(10, 14), packed(3, 21)]
     for answers in ranks(2).run(plain_jobs.compiled, batches):

@@ -94,6 +94,7 @@ def by_itself(step: Step, first: int, second: int) -> Answer:
     return Answer(out.loss.detach(), logits.detach(), gradients, gradients_of(model))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.why)
 def test_towers_draw_what_one_process_draws(ranks: Ranks, step: Step, world_size: int) -> None:

@@ -82,6 +82,7 @@ def test_they_travel_once_and_change_no_bit(ranks: Ranks, step: Step, size: int,
         assert {what for what, _ in got.forward} == {f"{'exchanged' if few else 'gathered'} keys and values"}
 
 
+@pytest.mark.turns
 def test_they_travel_once_in_what_autocast_makes_of_them(ranks: Ranks) -> None:
     """In float32 they are shared, and each layer rounds them for itself."""
     step = Step(why="", model="gemma3n", batch=PACKED, dtype=torch.float32)
@@ -90,6 +91,7 @@ def test_they_travel_once_in_what_autocast_makes_of_them(ranks: Ranks) -> None:
         assert_once(got, each)
 
 
+@pytest.mark.turns
 def test_they_travel_once_under_fsdp2(ranks: Ranks) -> None:
     (want,), _ = plain_jobs.without_fsdp([PACKED], 2, "gemma3n")
     ring = Shards({"cp_size": 2}, ("dp_shard_cp",), world=2)

@@ -49,6 +49,7 @@ def model(attention: str = "ring_fp32") -> LlamaForCausalLM:
 # ---- on ranks ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "replicas"),

@@ -41,6 +41,7 @@ def test_a_trainer_with_liger_trains_as_without(ranks: Ranks, run: Run) -> None:
         assert not found.calls["fused loss"] and not found.calls["loss"]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("way", ["use_liger_kernel", "the class"])
 def test_sft_with_liger(ranks: Ranks, way: str) -> None:
     want, by_class = ranks(1).run(sft_trained, Case("without"), Mesh())[0], way == "the class"

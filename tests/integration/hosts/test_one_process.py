@@ -66,6 +66,7 @@ def trained(maker: str, attention: str, options: RingConfig | None) -> tuple[lis
         return numbers(trainer.state.log_history), [line for line in lines if "no ring active" in line]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("maker", MAKERS)
 def test_one_process_takes_them(ranks: Ranks, maker: str) -> None:
     ((want, _),) = ranks(1).run(trained, maker, "sdpa", None)

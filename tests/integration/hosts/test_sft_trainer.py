@@ -133,6 +133,7 @@ FEW_LABELS = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("case", FEW_LABELS, ids=lambda case: case.why)
 @pytest.mark.slow
 def test_fewer_labels_than_ranks_that_do_not_average(ranks: Ranks, case: Case) -> None:

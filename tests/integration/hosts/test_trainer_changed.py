@@ -286,6 +286,7 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("function", "how", "text"), REFUSED, ids=[f"{f.__name__} {how}" for f, how, _ in REFUSED])
 def test_a_step_that_is_not_exact_is_refused(ranks: Ranks, function: Callable[..., Any], how: str, text: str) -> None:
     for error in ranks(2).run(raised_by, function, how):

@@ -80,6 +80,7 @@ def test_a_ring_evaluates_as_one_process_does(ranks: Ranks, run: Run, mesh: Mesh
     assert bool(run.predicts) == (want.predictions is not None)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("host", ["Trainer", "SFTTrainer"])
 @pytest.mark.parametrize(("metrics", "only_loss"), [(False, None), (False, True), (True, True), (True, False)], ids=str)
 def test_an_evaluation_makes_logits_for_metrics_only(

@@ -101,6 +101,7 @@ def masked_by_workers(run: Run, mesh: Mesh) -> list[torch.Tensor]:
         return [next(batches)["labels"] for _ in range(2)]
 
 
+@pytest.mark.turns
 def test_workers_of_a_ring_mask_alike(ranks: Ranks) -> None:
     run = run_of("masked by workers", "bert of masked tokens", by="random", arguments={"dataloader_num_workers": 1})
     (alone,) = ranks(1).run(masked_by_workers, run, Mesh())

@@ -123,6 +123,7 @@ def step_of(model: Any, again: bool = True, **options: Any) -> tuple[list[float]
     return [float(gradient.double().norm()) for gradient in once.values()], ran
 
 
+@pytest.mark.turns
 def test_a_compiled_model_saves_its_attention_too() -> None:
     model: Any = tiny("llama", "ring_fp32").train()
     (want, twice), (got, once) = step_of(model), step_of(tiny("llama", "ring_fp32").train(), save_attention=True)

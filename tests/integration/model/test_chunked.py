@@ -180,6 +180,7 @@ def test_a_rank_alone_may_compute_a_loss_of_whole_logits(ranks: Ranks) -> None:
     assert abs(first - other) < 1e-6
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("wrap", ["with the rest", "by itself", "tail"])
 def test_an_evaluation_that_wants_logits_has_them_under_fsdp2(ranks: Ranks, wrap: str) -> None:
     for got, want in ranks(2).run(logits_jobs.read_after_eval, wrap):

@@ -133,6 +133,7 @@ def penalize(model: Any, _: Any, output: Any) -> Any:
     return output
 
 
+@pytest.mark.turns
 def test_a_model_that_is_compiled_before_it_is_sharded_is_checked(ranks: Ranks) -> None:
     plain, compiled = (ranks(2).run(checked, how, False)[0] for how in (False, True))
     assert plain[1] == compiled[1] == ""

@@ -41,7 +41,8 @@ def test_a_model_that_cannot_be_built_is_named_as_the_user_did(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("source", ["owner/name", "gpt2"])
-def test_names_of_the_hub_are_no_missing_paths(source: str) -> None:
+def test_names_of_the_hub_are_no_missing_paths(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks again and again, 24 s a name
     with pytest.raises(errors.UnknownModel) as refused:
         loading.load_config(source)
     assert "no such file or folder" not in str(refused.value)

@@ -298,6 +298,7 @@ def test_sums_of_chunks_are_rounded_once() -> None:
     assert chunks < 1.1 * plain
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "its layers"])
 @pytest.mark.slow
 def test_compiled_models_are_exact(whole: bool) -> None:

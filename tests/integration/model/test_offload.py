@@ -90,6 +90,7 @@ def with_four_layers(step: Step) -> Step:
     return Step(**{**vars(step), "config": FOUR})
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("step", "offloaded"), STEPS, ids=lambda x: x.why if isinstance(x, Step) else "")
 def test_a_step_is_that_without_checkpoints(step: Step, offloaded: tuple[int, int]) -> None:
     got, want = jobs.both(with_four_layers(step))

@@ -48,6 +48,7 @@ def test_a_family_is_exact(ranks: Ranks, name: str) -> None:
         assert_equal(got, want, bound_of(name), torch.ones(2, LENGTH, dtype=torch.bool))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["Gemma 4, inputs for each layer", "Gemma 4, images both ways", "GLM-4V", "Idefics 3"])
 def test_on_four_ranks_with_padding(ranks: Ranks, name: str) -> None:
     want = alone(name, right=5)

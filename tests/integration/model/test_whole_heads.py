@@ -91,6 +91,7 @@ def answer(case: Case, attention: str | None) -> Answer:
     return Answer(loss, outputs, gradients)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_head_of_whole_rows_is_that_of_one_process(ranks: Ranks, case: Case, size: int) -> None:

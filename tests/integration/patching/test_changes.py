@@ -277,6 +277,7 @@ print(len(first), len(later))
 """
 
 
+@pytest.mark.turns
 @pytest.mark.slow
 def test_the_real_hosts_are_patched_and_trl_by_its_first_trainer() -> None:
     """A fresh process with warnings as errors: the installed versions are tested ones, and signatures fit."""

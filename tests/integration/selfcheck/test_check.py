@@ -68,6 +68,7 @@ def test_a_defect_is_refused_on_every_rank_before_a_step(
     assert len({text for _, text, _ in found}) == 1, "ranks tell different stories"
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("planted", ["arange", "shift", "past"])
 @pytest.mark.parametrize("at", [0, 2])
 def test_the_first_layer_and_the_last_are_seen_too(ranks: Ranks, planted: str, at: int) -> None:
