@@ -15,7 +15,7 @@ from . import launch, report
 from .hardware import GPUS, KEPT_FREE, Gpu
 from .notes import notes_on
 from .search import alternatives, forecast, most_tokens
-from .setup import ITEMSIZES, LOSSES, METHODS, OPTIMIZERS, SHARDS, Setup
+from .setup import ITEMSIZES, KERNELS, LOSSES, METHODS, OPTIMIZERS, SHARDS, Setup
 from .shape import shape_of
 
 
@@ -54,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--shard", choices=SHARDS, default="fsdp2", help="weights over all GPUs, or a copy on each")
     how.add_argument("--no-checkpointing", action="store_true", help="save all activations")
+    kernels = "of attention; default: flash4 where it serves, as if flash-attn-4 were installed, else triton"
+    how.add_argument("--kernel", choices=KERNELS, default="auto", help=kernels)
     how.add_argument("--save-attention", action="store_true", help="as in RingConfig")
     how.add_argument("--loss", choices=LOSSES, default="chunked", help="as in RingConfig")
     how.add_argument("--mlp-tokens", type=count(), metavar="TOKENS", help="as in RingConfig")
@@ -81,6 +83,8 @@ def check(given: argparse.Namespace) -> str | None:
         return "--offload-params is FSDP2's: it needs --shard fsdp2 and several GPUs"
     if given.optimizer.startswith("paged") and given.shard == "fsdp2" and given.gpus > 1:
         return f"--optimizer {given.optimizer} takes no weights that FSDP2 shards: use adamw_8bit, or --shard ddp"
+    if given.kernel == "flash4" and (given.dtype == "float32" or not GPUS[given.gpu].has_flash4):
+        return "--kernel flash4 is for Hopper GPUs (h100, h200) and 16 bits: leave it out"
     if given.overwrite and given.write is None:
         return "--overwrite needs --write FOLDER"
     return None
@@ -125,7 +129,7 @@ def _setup(given: argparse.Namespace) -> Setup:
         ring=given.ring or 0, method=given.method, lora_rank=given.lora_rank, shard=given.shard, dtype=given.dtype,
         optimizer=given.optimizer, checkpointing=not given.no_checkpointing, save_attention=given.save_attention,
         loss=given.loss, mlp_tokens=given.mlp_tokens or 0, offload_above=given.offload_above,
-        offload_params=given.offload_params, liger=given.liger,
+        offload_params=given.offload_params, liger=given.liger, kernel=given.kernel,
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 Fitted to two runs: `s128_saved` of recipes/results/2026-11-22-four-gpus (its profile: attention, matrix products,
 other kernels), and `chunked_8K` of 2026-11-23-chunked-loss (`LAYER_SECONDS`). Attention of heads that are not 128 wide:
-runs `two_*` of 2026-11-22-four-gpus. tests/plan compares forecasts with runs that were not fitted.
+runs `two_*` of 2026-11-22-four-gpus, and for triton run `speed` of 2026-11-21-triton (of its cases of 128, that of 128K
+tokens). tests/plan compares forecasts with runs that were not fitted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Gpu:
         bandwidth_gbs: of its memory. link_gbs: to GPUs of its node. network_gbs: to other nodes, per GPU. host_gbs: to
             host memory. Each in one direction, in 1e9 bytes per second; the last three as programs reach them.
         host_memory_gib: of host memory, per GPU.
+        has_flash4: flash-attn-4 serves it, if it is installed; else attention is in triton.
     """
 
     memory_gib: float
@@ -32,19 +34,30 @@ class Gpu:
     network_gbs: float = 45.0
     host_gbs: float = 45.0
     host_memory_gib: float = math.inf
+    has_flash4: bool = True
 
 
 GPUS = {
     "h100": Gpu(79.1, 989.0, 67.0, 3350.0, 360.0),
     "h200": Gpu(139.8, 989.0, 67.0, 4800.0, 360.0),
-    "a100": Gpu(79.2, 312.0, 19.5, 2039.0, 240.0, 22.0, 22.0),
+    "a100": Gpu(79.2, 312.0, 19.5, 2039.0, 240.0, 22.0, 22.0, has_flash4=False),
 }
 
 MATMUL = 0.664
 """Share of the maker's FLOP/s that matrix products reach."""
 
-ATTENTION = {64: (0.53, 0.545), 128: (0.674, 0.595), 192: (0.667, 0.50), 256: (0.71, 0.37)}
-"""The same for attention by a head's width: forward, backward (flash-attn-4 on Hopper)."""
+ATTENTION = {
+    "flash4": {64: (0.53, 0.545), 128: (0.674, 0.595), 192: (0.667, 0.50), 256: (0.71, 0.37)},
+    "triton": {
+        64: (0.503, 0.379),
+        80: (0.357, 0.288),
+        96: (0.424, 0.335),
+        128: (0.536, 0.428),
+        192: (0.387, 0.215),
+        256: (0.571, 0.280),
+    },
+}
+"""The same for attention, by kernel and by a head's width: forward, backward. Both on Hopper, in 16 bits."""
 
 ELEMENTWISE = 0.82
 """Share of the memory's bandwidth that all other kernels reach, by the bytes of `seconds.elementwise_numbers`."""
@@ -64,6 +77,7 @@ KEPT_FREE = 0.07
 (tests/plan/test_filed_results.py)."""
 
 
-def attention_shares(head_width: int) -> tuple[float, float]:
+def attention_shares(kernel: str, head_width: int) -> tuple[float, float]:
     """Shares of the maker's FLOP/s in attention's forward and backward, of the nearest width that was measured."""
-    return ATTENTION[min(ATTENTION, key=lambda width: abs(width - head_width))]
+    measured = ATTENTION[kernel]
+    return measured[min(measured, key=lambda width: abs(width - head_width))]

@@ -62,7 +62,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     for name, size in memory.host.items():
         yield f"  {'in host memory: ' + name:46s}{size / GIB:9.2f}"
     yield ""
-    yield f"{'a step':48s}{'seconds':>9s}"
+    kernel = setup.kernel_of((model.key_width, model.value_width))
+    yield f"{f'a step, attention in {kernel}':48s}{'seconds':>9s}"
     for name, part in sorted(seconds.parts.items(), key=lambda part: -part[1]):
         yield f"  {name:46s}{part:9.2f}"
     yield (
@@ -99,6 +100,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """All numbers, in bytes and seconds; ``alternatives`` are as in the table."""
     model, one = plan.model, plan.one
     setup = {name: value for name, value in asdict(one.setup).items() if name != "gpu"}
+    setup["kernel"] = one.setup.kernel_of((model.key_width, model.value_width))
     return {
         "model": model.name, "parameters": model.parameters, "gpu": plan.gpu, "setup": setup,
         "notes": plan.notes,

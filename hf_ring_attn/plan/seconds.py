@@ -109,7 +109,7 @@ def _layer_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> _Layer
     tokens, again = setup.tokens_per_rank, float(setup.checkpointing)
     # A checkpointed attention that is saved is not computed again.
     attends_again = 0.0 if setup.save_attention else again
-    shares = attention_shares(model.key_width)
+    shares = attention_shares(setup.kernel_of((model.key_width, model.value_width)), model.key_width)
     peak = 1e12 * (setup.gpu.tflops if setup.itemsize == 2 else setup.gpu.float32_tflops)
     forward, backward = (
         flops / setup.ring_size / (share * peak)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .hardware import GPUS, Gpu
+from ..kernels.flash4.blocks import HOPPER
+from .hardware import ATTENTION, GPUS, Gpu
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 METHODS = ("lora", "qlora", "full")
 SHARDS = ("fsdp2", "ddp")
 LOSSES = ("chunked", "sharded")
+KERNELS = ("auto", *ATTENTION)
 OPTIMIZERS = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "paged_adamw_8bit": 2.0 + 8 / 256}
 """Bytes of two states per parameter; 8-bit states have a float32 scale per block of 256."""
 
@@ -22,6 +24,7 @@ class Setup:
         gpus: of all nodes. ring: GPUs that share a row; gpus / ring rows are trained at a time.
         shard: "fsdp2" shards weights over all GPUs; "ddp" replicates them (on one GPU nothing wraps the model).
         save_attention, loss, mlp_tokens, offload_above: as in RingConfig; mlp_tokens=0: all tokens of a rank at once.
+        kernel: of attention; "auto": flash4 where it serves, as if flash-attn-4 were installed, else triton.
         offload_params: FSDP2's weights and optimizer are in host memory. liger: fused norms, RoPE and gated MLPs.
     """
 
@@ -42,6 +45,13 @@ class Setup:
     offload_above: float | None = None
     offload_params: bool = False
     liger: bool = False
+    kernel: str = "auto"
+
+    def kernel_of(self, widths: tuple[int, int]) -> str:
+        """The kernel of heads with keys and values of these widths."""
+        if self.kernel != "auto":
+            return self.kernel
+        return "flash4" if self.gpu.has_flash4 and self.itemsize == 2 and widths in HOPPER else "triton"
 
     @property
     def ring_size(self) -> int:

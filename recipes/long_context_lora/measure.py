@@ -103,7 +103,10 @@ class Meter(TrainerCallback):
             self.losses.append(float(logs["loss"]))
             self.norms.append(float(logs["grad_norm"]))
             if state.is_world_process_zero:
-                print(f"step {state.global_step}: loss {logs['loss']:.6f}, {self.seconds[-1]:.3f} s", flush=True)
+                gpu = torch.cuda.is_available()
+                memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most" if gpu else ""
+                step = f"step {state.global_step}: loss {logs['loss']:.6f}, {self.seconds[-1]:.3f} s"
+                print(step + memory, flush=True)
 
     def results(self) -> dict[str, Any]:
         """The numbers in JSON's types; every rank calls it."""

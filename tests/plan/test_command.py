@@ -53,6 +53,19 @@ def test_fsdp2_is_told_of_the_storage_of_4_bit_weights(capsys: pytest.CaptureFix
         assert any('bnb_4bit_quant_storage="bfloat16"' in note for note in found["notes"]) == told, more
 
 
+def test_the_kernel_is_that_of_the_gpu_and_the_dtype(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    long = ("--model", model, "--gpus", "2", "--tokens", "128K")
+    seconds = {}
+    for more, kernel in (([], "flash4"), (["--kernel", "triton"], "triton"), (["--gpu", "a100"], "triton"),
+                         (["--dtype", "float32"], "triton")):  # fmt: skip
+        _, found = as_json(capsys, *long, *more)
+        assert found["setup"]["kernel"] == kernel, more
+        seconds[" ".join(more)] = found["seconds"]["parts"]["attention"]
+    assert 1.2 * seconds[""] < seconds["--kernel triton"] < 1.5 * seconds[""]
+    cli.main(["plan", *long, "--gpu", "a100"])
+    assert "\na step, attention in triton " in capsys.readouterr().out
+
+
 def test_json_has_all_numbers(capsys: pytest.CaptureFixture[str], model: str) -> None:
     code, found = as_json(capsys, "--model", model, "--gpus", "2", "--tokens", "131072", "--gpu", "h200")
     assert code == 0 and found["fits"] is True
@@ -96,6 +109,8 @@ REFUSED = {
     "uneven ring": (["--gpus", "8", "--ring", "3", "--tokens", "8K"], "--gpus 8 must be a multiple of --ring 3"),
     "memory": (["--gpus", "2", "--tokens", "8K", "--memory", "none"], "got none, which must be a number above 0"),
     "idle": (["--gpus", "2", "--tokens", "8K", "--save-attention", "--no-checkpointing"], "needs checkpointing"),
+    "kernel": (["--gpus", "2", "--tokens", "8K", "--kernel", "flash4", "--gpu", "a100"], "leave it out"),
+    "its dtype": (["--gpus", "2", "--tokens", "8K", "--kernel", "flash4", "--dtype", "float32"], "16 bits"),
     "offload": (["--gpus", "2", "--tokens", "8K", "--offload-params", "--shard", "ddp"], "needs --shard fsdp2"),
 }
 

@@ -28,13 +28,15 @@ from ..log import say
 from ..model import replicas, temperature
 from ..patching.compiler import uncompiled
 
+_NO_RING = "Train this model without a ring, with attn_implementation='sdpa' or its own"
 REFUSED_ARGUMENTS = {
-    "position_bias": "a bias of S x S scores built from local lengths (T5) is not supported",
-    "attn_bias": "an additive bias is not supported",
-    "indices": "sparse attention over chosen indices (DeepSeek V3.2 and kin) is not supported",
-    "block_indices": "sparse attention over chosen blocks is not supported",
-    "head_mask": "masking of heads is not supported",
-    "output_attentions": "attention weights never exist in a ring, so a model cannot return them",
+    "position_bias": f"a bias of S x S scores built from local lengths (T5) is not supported. {_NO_RING}",
+    "attn_bias": "an additive bias is not supported. Compute it by a function of positions, and pass that as score_mod",
+    "indices": f"sparse attention over chosen indices (DeepSeek V3.2 and kin) is not supported. {_NO_RING}",
+    "block_indices": f"sparse attention over chosen blocks is not supported. {_NO_RING}",
+    "head_mask": "masking of heads is not supported. Leave it out",
+    "output_attentions": "attention weights never exist in a ring, so a model cannot return them. Leave it out of the "
+    "call, and set output_attentions=False in the model's config",
 }
 
 
