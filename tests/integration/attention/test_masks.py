@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 from transformers import LlamaConfig, masking_utils
 from transformers.masking_utils import (
@@ -102,8 +104,8 @@ if "block_sequence_ids" in inspect.signature(create_chunked_causal_mask).paramet
     MASKS.append(("blocks beyond chunks", create_chunked_causal_mask, {"block_sequence_ids": INNER_BLOCKS}))
 
 
-CUTS_BLOCKS = not hasattr(masking_utils, "packed_sequence_compatibility_function")
-"""True since transformers 5.24: a block that crosses a border of documents ends there."""
+CUTS_BLOCKS = Version(version("transformers")) >= Version("5.24")
+"""Since transformers 5.24 a block that crosses a border of documents ends there."""
 if CUTS_BLOCKS:
     MASKS.append(
         ("blocks across documents", create_causal_mask, {"block_sequence_ids": BLOCKS, "position_ids": PACKED})
