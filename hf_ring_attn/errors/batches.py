@@ -122,6 +122,13 @@ SELF_CHECK_TODO = (
 )
 
 
+_OWN_TERM = (
+    "Each term of compute_loss must add up over ranks: a sum over shift_labels / num_items_in_batch * "
+    "accelerator.num_processes; another model's loss: other(**inputs, num_items_in_batch=num_items_in_batch).loss * "
+    "accelerator.num_processes."
+)
+
+
 class SelfCheckFailed(Refused):
     """The ring's answer differs from one process's. ``where``: the module, by its path; "": the model."""
 
@@ -145,13 +152,18 @@ class SelfCheckRaised(Refused):
 
 
 class GradientDiffers(Refused):
-    """A gradient of the trial step differs from one process's, though its loss does not."""
+    """A gradient of the trial step differs from one process's, though its loss does not.
 
-    def __init__(self, model: str, weight: str, ring_size: int, error: float, tolerance: float) -> None:
+    ``own``: the loss is a trainer's own compute_loss.
+    """
+
+    def __init__(
+        self, model: str, weight: str, ring_size: int, error: float, tolerance: float, own: bool = False
+    ) -> None:
         super().__init__(
             f"the self-check tried a step of {model} on a random row, in one process and in a ring of {ring_size}: the "
             f"losses agree, but the gradients of {weight} differ by {error:.1e} (rounding: {tolerance:.1e}). "
-            f"{SELF_CHECK_TODO}"
+            f"{_OWN_TERM if own else SELF_CHECK_TODO}"
         )
 
 
@@ -268,22 +280,26 @@ _OWN_LOOP = "in your own loop leave labels out of the batch, and compute the los
 class LossNotSharded(Refused):
     """``gathers``: `loss="gathered"` can compute it, for a causal language model.
 
-    ``again``: it could, if the loss were a separate function: the model's forward computes it.
+    ``again``: it could, if the loss were a separate function: the model's forward computes it. ``own``: the loss is a
+    trainer's own compute_loss.
     """
 
-    def __init__(self, what: str, gathers: bool = False, again: bool = False) -> None:
+    def __init__(self, what: str, gathers: bool = False, again: bool = False, own: bool = False) -> None:
         trainer = "No trainer can train it in a ring yet"
         if again:
             trainer = (
                 "Give it to transformers.Trainer as compute_loss_func, a function of whole rows' logits, with "
                 "hf_ring_attn.configure(model, RingConfig(loss='gathered'))"
             )
+        if again and own:
+            trainer = "A loss of whole rows is a compute_loss_func, with RingConfig(loss='gathered')"
         if gathers:
             trainer = (
                 "Use the gathered loss: hf_ring_attn.configure(model, RingConfig(loss='gathered')) with "
                 "transformers.Trainer (SFTTrainer makes no logits)"
             )
-        super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {trainer}; {_OWN_LOOP}")
+        todo = f"{_OWN_TERM} {trainer}." if own else f"{trainer}; {_OWN_LOOP}"
+        super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {todo}")
 
 
 class ShardedLoss(Refused):

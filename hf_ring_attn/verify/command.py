@@ -41,6 +41,8 @@ def run(given: argparse.Namespace) -> int:
     with world(given.device, may_share=True) as (ring, where):
         model, loaded = _model(given, config, where)
         findings, refusal = verdict(model, given.tokens, where)
+        if ring.size == 1:
+            refusal = refusal or "one rank is no ring, so only leaks were looked for: give --ranks 2 or more"
         facts = {
             "model": type(model).__name__, "weights": "loaded" if loaded else "random", "ranks": ring.size,
             "device": where.type, "dtype": given.dtype, "tokens": given.tokens,

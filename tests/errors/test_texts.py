@@ -42,6 +42,7 @@ ARGUMENTS: dict[str, Any] = {
     "wanted": 2**32, "free": 2**30, "total": 2**37, "optimizer": "AdamW", "completions": 4, "generations": 8,
     "value": 0, "folder": "run", "names": ["ring.yaml", "train.py"],
     "counted": "per_device_train_batch_size 4 x 1 rings x steps_per_generation 1",
+    "own": False,
 }  # fmt: skip
 """What a class is given, by the names of its parameters."""
 
@@ -52,7 +53,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "HostMemoryFull": [{"driver": ""}, {"driver": "operation not supported"}],
     "IncompleteCheckpoint": [{"complete": None}],
     "LossNotSharded": [{"gathers": False, "again": again} for again in (False, True)]
-    + [{"gathers": True, "again": True}],
+    + [{"gathers": True, "again": True}, {"gathers": False, "again": True, "own": True}],
+    "GradientDiffers": [{"own": False}, {"own": True}],
     "SelfCheckFailed": [{"where": ""}, {"where": "model.layers.0.self_attn"}],
     "MeshMismatch": [{"processes": 4}, {"processes": 1}],
     "SelfCheckNotRun": [

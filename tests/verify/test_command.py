@@ -93,6 +93,11 @@ def test_a_leak_gives_exit_code_1_and_is_named(
     assert "DIFFERS" in text and text.endswith("NOT exact\n")
 
 
+def test_one_rank_is_not_called_exact(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    assert cli.main(["verify", "--model", str(config), "--tokens", "48", "--ranks", "1", "--device", "cpu"]) == 1
+    assert "give --ranks 2 or more" in capsys.readouterr().out
+
+
 @pytest.mark.full
 def test_the_command_starts_its_own_ranks(capfd: pytest.CaptureFixture[str], config: Path) -> None:
     assert cli.main(["verify", "--model", str(config), "--tokens", "48", "--device", "cpu", "--json"]) == 0
