@@ -152,12 +152,9 @@ class SelfCheckRaised(Refused):
 
 
 class GradientDiffers(Refused):
-    """A gradient of the trial step differs from one process's, though its loss does not.
+    """A gradient of the trial step differs from one process's, though its loss does not."""
 
-    ``own``: the loss is a trainer's own compute_loss.
-    """
-
-    def __init__(
+    def __init__(  # own: as in LossNotSharded
         self, model: str, weight: str, ring_size: int, error: float, tolerance: float, own: bool = False
     ) -> None:
         super().__init__(
