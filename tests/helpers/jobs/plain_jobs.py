@@ -307,6 +307,8 @@ def told(function: Callable[..., Any], *args: Any) -> list[str]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     log.logger.addHandler(handler)
+    log.logger.setLevel(logging.NOTSET)  # an earlier test's program may have silenced the logs of this process
+    logging.disable(logging.NOTSET)
     log._said.clear()
     try:
         function(*args)
