@@ -55,9 +55,8 @@ def passed_over(name: str, chosen: str, request: Request) -> str:
     for kernel in kernels_named(name).values():
         if kernel.name == chosen:
             break
-        why: Sequence[str] = kernel.lacks(request)
-        if not kernel.unsupported(request):
-            why = kernel_trial.fails(kernel.name, request)
+        can = not kernel.unsupported(request)
+        why: Sequence[str] = kernel_trial.fails(kernel.name, request) if can else kernel.lacks(request)
         if why:
             return f"not {kernel.name}: {why[0]}"
     return ""

@@ -277,8 +277,8 @@ _OWN_LOOP = "in your own loop leave labels out of the batch, and compute the los
 class LossNotSharded(Refused):
     """``gathers``: `loss="gathered"` can compute it, for a causal language model.
 
-    ``again``: it could, if the loss were a separate function: the model's forward computes it. ``own``: the loss is a
-    trainer's own compute_loss.
+    ``again``: it could, if the loss were a separate function: the model's forward computes it. ``own``: a trainer's own
+    compute_loss does, from one rank's tokens.
     """
 
     def __init__(self, what: str, gathers: bool = False, again: bool = False, own: bool = False) -> None:
@@ -288,7 +288,7 @@ class LossNotSharded(Refused):
                 "Give it to transformers.Trainer as compute_loss_func, a function of whole rows' logits, with "
                 "hf_ring_attn.configure(model, RingConfig(loss='gathered'))"
             )
-        if again and own:
+        if own:
             trainer = "A loss of whole rows is a compute_loss_func, with RingConfig(loss='gathered')"
         if gathers:
             trainer = (

@@ -48,10 +48,9 @@ class Setup:
     kernel: str = "auto"
 
     def kernel_of(self, widths: tuple[int, int]) -> str:
-        """The kernel of heads with keys and values of these widths."""
-        if self.kernel != "auto":
-            return self.kernel
-        return "flash4" if self.gpu.has_flash4 and self.itemsize == 2 and widths in HOPPER else "triton"
+        """The kernel of heads with keys and values of these widths: the chosen one, if it serves them."""
+        serves = self.gpu.has_flash4 and self.itemsize == 2 and widths in HOPPER
+        return "flash4" if serves and self.kernel != "triton" else "triton"
 
     @property
     def ring_size(self) -> int:

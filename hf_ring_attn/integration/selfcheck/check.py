@@ -239,16 +239,15 @@ class _Check:
 
         def refusal(limits: list[float]) -> errors.Refused:
             name = step.name or self.name
+            by_model = self.config.loss != "gathered" and not self.context.whole_head
+            own = by_model and bool(step.name)  # a gathered loss has whole rows
             if found[0] > limits[0]:
                 numbers = f"{float(got.loss):.6g} in the ring, {float(want.loss):.6g} in one process"
                 what = f"the loss of {name} (the self-check found {numbers})"
-                by_model = self.config.loss != "gathered" and not self.context.whole_head
-                return errors.LossNotSharded(what, again=by_model, own=bool(step.name))
+                return errors.LossNotSharded(what, again=by_model, own=own)
             worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
             weight = [*weights][worst - 1]
-            return errors.GradientDiffers(
-                name, weight, self.ring.size, found[worst], limits[worst], own=bool(step.name)
-            )
+            return errors.GradientDiffers(name, weight, self.ring.size, found[worst], limits[worst], own)
 
         limits = [LOSS * least] + [GRADIENT * least] * (len(found) - 1)
         return _Attempt(found, limits, least <= EXACT, again, refusal)

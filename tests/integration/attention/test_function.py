@@ -151,7 +151,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a bias": ({"attn_bias": torch.zeros(1)}, "attn_bias: an additive bias is not supported. Compute it by a function"),
     "chosen keys": ({"indices": torch.zeros(1)}, "indices: sparse attention over chosen indices (DeepSeek V3.2"),
     "chosen blocks": ({"block_indices": torch.zeros(1)}, "block_indices: sparse attention over chosen blocks"),
-    "weights": ({"output_attentions": True}, "output_attentions=False in the model's config"),
+    "weights": ({"output_attentions": True}, "output_attentions: attention weights never exist in a ring"),
+    "weights, advice": ({"output_attentions": True}, "output_attentions=False in the model's config"),
     "masked heads": ({"head_mask": torch.zeros(1)}, "head_mask: masking of heads is not supported"),
 }  # fmt: skip
 
