@@ -78,7 +78,7 @@ def runs() -> list[Run]:
 
 
 def parts() -> list[Run]:
-    """Long rows, by --only. `plan` says that qlora70_128K and lora_512K fit 2 x H100; the others are for 2 x H200.
+    """Long rows, by --only. `plan` says that qlora70_128K and the LoRA runs fit 2 x H100; the others are for 2 x H200.
 
     Where a whole step takes too long: its memory with a window of 4096, its time from one layer and two, in their
     second step, since the first compiles torchao's optimizer.
@@ -91,6 +91,7 @@ def parts() -> list[Run]:
         Run("qlora70_128K", 128, "--shape 70B --qlora --liger --mlp-tokens 16384 --offload 0", steps=1),
         Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384"),
         Run("lora_512K", 512, "--liger --no-lora-casts --mlp-tokens 16384 --offload 0"),
+        Run("lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload 0", steps=1),
     ]
     for name, (thousands, options, stays) in long.items():
         found += [
