@@ -214,35 +214,37 @@ def gib(folder: str, name: str) -> str:
 
 WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
 LOSS, EIGHT, LONGEST = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks", "2026-11-25-longest-rows"
-H100 = "2026-11-25-two-h100"
+H100, H100_FLASH4 = "2026-11-25-two-h100", "2026-11-25-two-h100-flash4"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
-    ("8K", 2, "accelerate's own", AGAIN, "own_8K"),
-    ("8K", 2, "ring", AGAIN, "ring_8K"),
-    ("8K", 2, "accelerate's own, Liger, no LoRA casts, no checkpointing", AGAIN, "own_fast_8K"),
-    ("8K", 2, "ring, Liger, no LoRA casts, no checkpointing", AGAIN, "ring_fast_8K"),
-    ("8K", 2, "accelerate's own, compiled layers, no checkpointing", AGAIN, "own_compiled_8K"),
-    ("8K", 2, "ring, compiled layers, no checkpointing", AGAIN, "ring_compiled_8K"),
-    ("32K", 2, "accelerate's own", ON_TWO, "own_32K"),
-    ("32K", 2, "ring", ON_TWO, "ring_32K"),
-    ("32K", 2, "accelerate's own, Liger, no LoRA casts, no checkpointing", ON_TWO, "own_fast_32K"),
-    ("32K", 2, "ring, Liger, no LoRA casts, no checkpointing", ON_TWO, "ring_fast_32K"),
-    ("32K", 4, "accelerate's own", FOUR, "s32_own"),
-    ("32K", 4, "ring", FOUR, "s32"),
-    ("64K", 1, "one process, no option", ON_ONE, "plain_64K"),
-    ("64K", 1, "one process, `mlp_tokens=8192`, `offload_above=2`", ON_ONE, "tiled_64K"),
-    ("128K", 2, "ring, `save_attention`", LOSS, "chunked_128K"),
-    ("128K", 2, "accelerate's own, Liger, no LoRA casts", AGAIN, "own_fast_128K"),
-    ("128K", 2, "ring, `save_attention`, Liger, no LoRA casts", AGAIN, "ring_fast_128K"),
-    ("128K", 1, "one process, `mlp_tokens=16384`", ON_ONE, "kept_128K"),
-    ("128K", 1, "one process, `mlp_tokens=16384`, `offload_above=0`", ON_ONE, "offloaded_128K"),
-    ("128K", 4, "accelerate's own", FOUR, "s128_own"),
-    ("128K", 4, "ring", FOUR, "s128"),
-    ("128K", 4, "ring, `save_attention`", FOUR, "s128_saved"),
-    ("256K", 2, "ring", LOSS, "chunked_256K"),
-    ("512K", 2, "ring, `mlp_tokens=16384`, `save_attention`, `offload_above=8`", WHOLE, "ring_512K"),
-    ("512K", 1, "one process, `mlp_tokens=16384`, `offload_above=60`", WHOLE, "one_512K"),
-    ("1M", 2, "ring, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
+    ("8K", "2 x H200", "accelerate's own", AGAIN, "own_8K"),
+    ("8K", "2 x H200", "ring", AGAIN, "ring_8K"),
+    ("8K", "2 x H200", "accelerate's own, Liger, no LoRA casts, no checkpointing", AGAIN, "own_fast_8K"),
+    ("8K", "2 x H200", "ring, Liger, no LoRA casts, no checkpointing", AGAIN, "ring_fast_8K"),
+    ("8K", "2 x H200", "accelerate's own, compiled layers, no checkpointing", AGAIN, "own_compiled_8K"),
+    ("8K", "2 x H200", "ring, compiled layers, no checkpointing", AGAIN, "ring_compiled_8K"),
+    ("32K", "2 x H200", "accelerate's own", ON_TWO, "own_32K"),
+    ("32K", "2 x H200", "ring", ON_TWO, "ring_32K"),
+    ("32K", "2 x H200", "accelerate's own, Liger, no LoRA casts, no checkpointing", ON_TWO, "own_fast_32K"),
+    ("32K", "2 x H200", "ring, Liger, no LoRA casts, no checkpointing", ON_TWO, "ring_fast_32K"),
+    ("32K", "4 x H200", "accelerate's own", FOUR, "s32_own"),
+    ("32K", "4 x H200", "ring", FOUR, "s32"),
+    ("64K", "1 x H200", "one process, no option", ON_ONE, "plain_64K"),
+    ("64K", "1 x H200", "one process, `mlp_tokens=8192`, `offload_above=2`", ON_ONE, "tiled_64K"),
+    ("128K", "2 x H200", "ring, `save_attention`", LOSS, "chunked_128K"),
+    ("128K", "2 x H200", "accelerate's own, Liger, no LoRA casts", AGAIN, "own_fast_128K"),
+    ("128K", "2 x H200", "ring, `save_attention`, Liger, no LoRA casts", AGAIN, "ring_fast_128K"),
+    ("128K", "2 x H100", "ring, `save_attention`, Liger, no LoRA casts", H100_FLASH4, "ring_fast_128K"),
+    ("128K", "1 x H200", "one process, `mlp_tokens=16384`", ON_ONE, "kept_128K"),
+    ("128K", "1 x H200", "one process, `mlp_tokens=16384`, `offload_above=0`", ON_ONE, "offloaded_128K"),
+    ("128K", "4 x H200", "accelerate's own", FOUR, "s128_own"),
+    ("128K", "4 x H200", "ring", FOUR, "s128"),
+    ("128K", "4 x H200", "ring, `save_attention`", FOUR, "s128_saved"),
+    ("256K", "2 x H200", "ring", LOSS, "chunked_256K"),
+    ("512K", "2 x H200", "ring, `mlp_tokens=16384`, `save_attention`, `offload_above=8`", WHOLE, "ring_512K"),
+    ("512K", "2 x H100", "ring, `mlp_tokens=16384`, `offload_above=0`, Liger, no LoRA casts", H100_FLASH4, "lora_512K"),
+    ("512K", "1 x H200", "one process, `mlp_tokens=16384`, `offload_above=60`", WHOLE, "one_512K"),
+    ("1M", "2 x H200", "ring, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
 ]
 
 
@@ -268,7 +270,7 @@ def steps_table() -> str:
         (tokens, gpus, what, seconds(folder, name), mfu(folder, name), gib(folder, name), source(folder, name))
         for tokens, gpus, what, folder, name in STEPS
     )
-    return table("tokens | H200 | what | s a step | MFU | GiB a GPU | commit, date", rows)
+    return table("tokens | GPUs | what | s a step | MFU | GiB a GPU | commit, date", rows)
 
 
 MEMORY = [
@@ -357,7 +359,9 @@ VALUES: dict[str, Callable[[], str]] = {
     "one_512k_seconds": lambda: f"{step(WHOLE, 'one_512K')['seconds_per_step']:,.0f} s",
     "one_512k_gib": lambda: f"{gib(WHOLE, 'one_512K')} GiB",
     "1m_gib": lambda: f"{gib(WHOLE, 'ring_1M')} GiB",
-    "h100_qlora70_gib": lambda: f"{gib(H100, 'qlora70_128K')} GiB",
+    "h100_512k_seconds": lambda: f"{seconds(H100_FLASH4, 'lora_512K')} s",
+    "h100_512k_gib": lambda: f"{gib(H100_FLASH4, 'lora_512K')} GiB",
+    "h100_qlora70_gib": lambda: f"{gib(H100_FLASH4, 'qlora70_128K')} GiB",
     "full_1m_layer": lambda: f"{step(LONGEST, 'full_1M_layer')['seconds_per_step']:.1f} s",
     "full_1m_layers": lambda: f"{step(LONGEST, 'full_1M_layers')['seconds_per_step']:.1f} s",
     "full_1m_whole": lambda: f"{by_layers('full_1M', 32):,.0f} s",

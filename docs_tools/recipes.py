@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .numbers import FOUR, H100, LONGEST, LOSS, WHOLE, commit, gib, run, seconds, step
+from .numbers import FOUR, H100, H100_FLASH4, LONGEST, LOSS, WHOLE, commit, gib, run, seconds, step
 
 QLORA = "2026-11-24-qlora"
 
@@ -30,7 +30,8 @@ RUNS = {
     "lora-1m": [Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M")],
     "qlora-32b": [Measured("131,072", "1 x H200", QWEN, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q32_128K")],
     "qlora-70b": [
-        Measured("131,072", "2 x H100", LARGE, "QLoRA, `mlp_tokens=16384`, `offload_above=0`, Liger, kernel `triton`", H100, "qlora70_128K"),
+        Measured("131,072", "2 x H100", LARGE, "QLoRA, `mlp_tokens=16384`, `offload_above=0`, Liger", H100_FLASH4, "qlora70_128K"),
+        Measured("131,072", "2 x H100", LARGE, "the same, kernel `triton`", H100, "qlora70_128K"),
         Measured("57,344", "1 x H200", LARGE, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q70_56K"),
     ],
     "full-1m": [
@@ -39,7 +40,9 @@ RUNS = {
     ],
     "long_context_lora": [
         Measured("32,768", "2 x H200", LLAMA, "LoRA, `--save-attention --liger`", WHOLE, "ring_liger_32K"),
+        Measured("131,072", "2 x H100", LLAMA, "LoRA, `--save-attention --liger --no-lora-casts`", H100_FLASH4, "ring_fast_128K"),
         Measured("524,288", "2 x H200", LLAMA, "LoRA, `--save-attention --mlp-tokens 16384 --offload 8`", WHOLE, "ring_512K"),
+        Measured("524,288", "2 x H100", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 0 --liger --no-lora-casts`", H100_FLASH4, "lora_512K"),
         Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 48`", WHOLE, "ring_1M"),
     ],
 }  # fmt: skip
@@ -51,7 +54,7 @@ NOT_MEASURED = {
     "packed-chat": f"{ALL}. {TOY_ONLY} No filed run times a step of packed rows.",
     "extend-context": f"{ALL}. {TOY_ONLY} A small model learned on one GPU beside other programs, so it has losses (below), but no times.",
     "qlora-32b": f"{ALL} in a ring, or of real weights. One GPU without a ring:",
-    "qlora-70b": f"{ALL} of real weights, or with kernel `flash4` in a ring. Two GPUs with `triton`, and one without a ring, on a shorter row:",
+    "qlora-70b": f"{ALL} of real weights, or of a second step in a ring. Two GPUs, and one without a ring, on a shorter row:",
     "vlm": f"{ALL}. {TOY_ONLY} No filed run times a step with pictures.",
     "multi-node": f"{ALL}. {TOY_ONLY} No filed run has several machines.",
 }  # fmt: skip

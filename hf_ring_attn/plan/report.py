@@ -60,7 +60,10 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"  {plan.kept_free:.0%} kept free: forecasts were at most that much too low".replace("%", " %")
     yield f"  {'of it in torch.cuda.max_memory_allocated':46s}{memory.allocated / GIB:9.2f}"
     for name, size in memory.host.items():
-        yield f"  {'in host memory: ' + name:46s}{size / GIB:9.2f}"
+        yield f"  {'in host memory, for each GPU: ' + name:46s}{size / GIB:9.2f}"
+    if memory.host and (near := min(setup.gpus, setup.gpus_per_node)) > 1:
+        of_node = near * sum(memory.host.values()) / GIB
+        yield f"  {f'in host memory, together for {near} GPUs of a node':46s}{of_node:9.2f}"
     yield ""
     kernel = setup.kernel_of((model.key_width, model.value_width))
     yield f"{f'a step, attention in {kernel}':48s}{'seconds':>9s}"

@@ -79,6 +79,16 @@ def test_json_has_all_numbers(capsys: pytest.CaptureFixture[str], model: str) ->
     assert 0 < found["mfu"] < 1 and found["setup"]["tokens"] == 131072
 
 
+def test_host_memory_is_that_of_a_gpu_and_of_its_node(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    asked = ("plan", "--model", model, "--tokens", "1M", "--mlp-tokens", "16384", "--offload-above", "0")
+    for gpus, node in (((), 2), (("--gpus-per-node", "1"), 1)):
+        cli.main([*asked, "--gpus", "2", *gpus])
+        lines = [line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines() if "in host memory" in line]
+        found = {name.strip(): float(gib) for name, gib in lines}
+        assert found.pop("in host memory, for each GPU: layer checkpoints") == 16
+        assert found == ({} if node == 1 else {"in host memory, together for 2 GPUs of a node": 32})
+
+
 def test_the_longest_row_agrees_with_the_table(capsys: pytest.CaptureFixture[str], model: str) -> None:
     common = ("--model", model, "--gpus", "2", "--memory", "40")
     code, longest = as_json(capsys, *common, "--max-tokens")

@@ -219,6 +219,15 @@ def test_whole_steps_are_run_saved_and_compared(tmp_path: Path) -> None:
     assert "losses 5." in done.stdout
 
 
+def test_the_error_of_a_whole_step_is_one_of_this_package_too() -> None:
+    lines = ["Traceback (most recent call last):", "hf_ring_attn.errors.core.HostMemoryFull: offload_above needs",
+             "torch.OutOfMemoryError: CUDA out of memory", "step 1: loss 5.0, 1 s"]  # fmt: skip
+    sys.path.insert(0, str(BENCHMARKS))
+    from whole_steps import is_error
+
+    assert [is_error(line) for line in lines] == [False, True, True, False]
+
+
 @pytest.mark.turns
 def test_of_a_whole_step_that_takes_too_long_no_rank_is_left(tmp_path: Path) -> None:
     name, value = "TEST_OF_WHOLE_STEPS", str(tmp_path)  # every process that the run starts has it
