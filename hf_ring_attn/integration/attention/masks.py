@@ -28,6 +28,7 @@ from ..context.batch_context import MaskSpec
 from ..context.introspect import CACHES, NAME
 from ..context.mask_functions import MaskExpr, SameGroup, looks_ahead, recognise, terms_of
 from ..context.model_record import latest_record
+from ..log import warn
 from ..model import admission, call_inputs
 from ..patching.changes import Patch, render
 from ..patching.compiler import uncompiled
@@ -260,12 +261,28 @@ def _refuse_share(given: Mapping[str, Any], has_cache: bool) -> None:
     if context is None:
         if torch._C._current_graph_task_id() == -1:  # `ring_mask` refuses a recompute with more detail
             call_inputs.refuse_outside((mask, positions))
+        if has_cache and mask is None and given["config"]._attn_implementation == NAME and _start_anew(positions):
+            warn(DOCUMENTS_WITH_A_CACHE)
         return
     if given["config"]._attn_implementation != NAME:
         return
     by_positions = positions is not None and mask is None and not has_cache
     if by_positions and context.ring.size > 1 and not context.before_text:
         raise errors.ShardedMask("documents")
+
+
+DOCUMENTS_WITH_A_CACHE = (
+    "position_ids start anew within a row, and the model was called with a cache: outside of a ring transformers then "
+    "does not separate the documents. To separate them, as a ring does, call it with use_cache=False, or set "
+    "model.config.use_cache = False."
+)
+
+
+def _start_anew(positions: Tensor | None) -> bool:
+    """Returns True for [B, T] positions of rows with more than one document."""
+    if positions is None or positions.dim() != 2 or positions.shape[1] == 1:
+        return False
+    return bool((positions.diff(dim=1) != 1).any())
 
 
 def _generate(original: Callable[..., Any]) -> Callable[..., Any]:

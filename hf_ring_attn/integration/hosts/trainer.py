@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import errors
-from ...comm.ring import world_size
+from ...comm.ring import Ring, world_size
 from ..batch.shard import Sharded, shard_for
 from ..context import batch_context, introspect, model_record
 from ..context.local_batch import LocalBatch
@@ -256,6 +256,19 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_loss
 
 
+def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches training_step to return the loss of the ring's rows on each of its ranks, as one process does.
+
+    Trainer adds these up, without those that are nan, and averages over ranks what it logs, but not its `train_loss`.
+    """
+
+    def training_step(self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        loss, group = original(self, model, inputs, num_items_in_batch), group_of(self)
+        return loss if group is None else Ring.of(group).mean(loss)
+
+    return training_step
+
+
 WHOLE_ROWS = (
     "{} computes a loss outside of its ring: its training_step does not call Trainer's, so every rank computes whole "
     "rows. That is exact, but saves no memory. Override compute_loss instead."
@@ -269,5 +282,6 @@ PATCHES = [
     Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _count_once),
     Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _count_once),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
+    Patch(f"{TRAINER}.training_step", "(self, model, inputs, num_items_in_batch=)", _training_step),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
 ]

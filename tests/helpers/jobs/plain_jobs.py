@@ -301,7 +301,7 @@ def attempt(function: Callable[..., Any], *args: Any) -> tuple[str, str] | None:
     return None
 
 
-def told(function: Callable[..., Any], *args: Any) -> list[str]:
+def told(function: Callable[..., Any], *args: Any, **named: Any) -> list[str]:
     """What the package warned of on this rank meanwhile."""
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -311,7 +311,7 @@ def told(function: Callable[..., Any], *args: Any) -> list[str]:
     logging.disable(logging.NOTSET)
     log._said.clear()
     try:
-        function(*args)
+        function(*args, **named)
     finally:
         log.logger.removeHandler(handler)
     return texts

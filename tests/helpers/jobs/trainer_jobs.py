@@ -39,7 +39,7 @@ class Outcome:
 
     ``log``: loss and grad norm of each step, and what evaluation gave, in order. ``parameters``: those that are
     trained, after the run; ``updates``: how far they are from the model's first weights. ``steps``: those made by this
-    process, not by one whose checkpoint it resumed from.
+    process, not by one whose checkpoint it resumed from. ``training_loss``: Trainer's mean over these.
     """
 
     ring_size: int
@@ -48,6 +48,7 @@ class Outcome:
     updates: dict[str, Tensor]
     steps: int
     generated: list[list[int]]
+    training_loss: float | None = None
     predictions: Tensor | None = None
     label_ids: Tensor | None = None
 
@@ -218,8 +219,9 @@ def train(
         assert trainer.model is not None
         trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
         before = {name: p.detach().clone() for name, p in trained.items()}
+        training_loss = None
         if run.steps:
-            trainer.train(resume_from_checkpoint=resume_from)
+            training_loss = trainer.train(resume_from_checkpoint=resume_from).training_loss
         else:
             trainer.evaluate()
         outcome = Outcome(
@@ -229,6 +231,7 @@ def train(
             updates={name: p.detach() - before[name] for name, p in trained.items()},
             steps=watcher.steps,
             generated=watcher.texts,
+            training_loss=training_loss,
         )
         if run.predicts:
             rows: Any = run.evaluated.make()

@@ -18,6 +18,7 @@ from hf_ring_attn.integration.attention.masks import ring_mask
 from hf_ring_attn.integration.context.batch_context import MaskSpec
 from hf_ring_attn.kernels import Request
 from hf_ring_attn.kernels.reference import Reference
+from tests.helpers.jobs.plain_jobs import packed, tokens, told
 from tests.helpers.models.tiny_models import tiny
 
 BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 2, 4, 2, 10, 8
@@ -139,6 +140,28 @@ def test_generate_is_that_of_transformers(model: str, way: str) -> None:
         scores.append(torch.stack(found.scores))
     assert torch.equal(*texts)
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
+
+
+DOCUMENTS = packed(9, 14)
+WITH_A_CACHE: dict[str, tuple[str | None, dict[str, Any], bool]] = {
+    "documents": ("ring_fp32", {**DOCUMENTS}, True),
+    "documents, without a cache": ("ring_fp32", {**DOCUMENTS, "use_cache": False}, False),
+    "documents with a mask": ("ring_fp32", {**DOCUMENTS, "attention_mask": torch.ones(2, 23, dtype=torch.long)}, False),
+    "documents, transformers' attention": (None, {**DOCUMENTS}, False),
+    "one document": ("ring_fp32", packed(23), False),
+    "no positions": ("ring_fp32", tokens(23), False),
+}
+
+
+@pytest.mark.parametrize("case", WITH_A_CACHE)
+def test_documents_that_a_cache_joins_are_warned_of(case: str) -> None:
+    """Transformers separates them without a cache only, as a ring always does."""
+    attention, batch, warns = WITH_A_CACHE[case]
+    model: Any = tiny("llama", attention)
+    with torch.no_grad():
+        texts = told(model, **batch)
+    assert [text for text in texts if "start anew within a row" in text and "use_cache=False" in text] == texts
+    assert len(texts) == warns
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from accelerate import ParallelismConfig
 
 from hf_ring_attn import RingConfig
-from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, by_turns, in_rings, without_ring
+from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_runs, by_turns, in_rings, without_ring
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import train
 from tests.helpers.programs import REPOSITORY, start
@@ -89,11 +89,26 @@ RUNS = [
 def test_a_ring_trains_as_one_process_does(ranks: Ranks, run: Run, mesh: Mesh) -> None:
     outcomes, want = in_rings(ranks, run, mesh), without_ring(ranks, run, mesh)
     assert_equal_runs(outcomes[0], want)
+    assert outcomes[0].training_loss == pytest.approx(want.training_loss, rel=LOSS)
     assert outcomes[0].generated == want.generated
     assert len(want.generated) == (2 if run.generates else 0)
     for other in outcomes[1:]:  # replicas drift apart if one rank's gradients differ
         assert other.log == outcomes[0].log
         assert all(torch.equal(p, other.parameters[name]) for name, p in outcomes[0].parameters.items())
+
+
+UNLOGGED = Run(
+    why="no loss is logged", rows=Rows(labelled="last"),
+    arguments={"logging_strategy": "no", "gradient_accumulation_steps": 2},
+)  # fmt: skip
+
+
+def test_the_loss_of_all_steps_is_that_of_the_rows_on_every_rank(ranks: Ranks) -> None:
+    """Trainer does not average its `train_loss` over ranks, and here one of two has all labels."""
+    want = without_ring(ranks, UNLOGGED, Mesh(cp=2))
+    for outcome in in_rings(ranks, UNLOGGED, Mesh(cp=2)):
+        assert outcome.training_loss == pytest.approx(want.training_loss, rel=LOSS)
+        assert_equal_runs(outcome, want)
 
 
 SHORT = replace(RUNS[0], steps=3)
