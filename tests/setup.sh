@@ -82,7 +82,7 @@ set_up() {
     echo "set-up: done in $SECONDS s; the next run skips it" >&2
 }
 
-unset PYTHONPATH PYTHONHOME
+unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE   # without the last, every process would compile again
 set_up
 export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH
 export HF_HUB_OFFLINE=1   # nothing here needs a hub, and nothing may quietly come to need one

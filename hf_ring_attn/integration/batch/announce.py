@@ -37,7 +37,7 @@ def loss_in_words(context: BatchContext) -> str:
     if context.whole_head:
         return "of whole rows"
     if not context.facts.has_labels:
-        return "not by the model"
+        return "not by the model (no labels)"
     return loss if loss != "auto" else f"sharded ({state.why})" if state.why else "sharded"
 
 
