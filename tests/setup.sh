@@ -48,11 +48,10 @@ make_environment() {
     echo "$version" >"$venv/made-by-setup"
 }
 
-# A user's PIP_USER, PYTHONPATH or PYTHONHOME would let other packages in, or send ours elsewhere. Python compiles the
-# small part of them that is imported; pip would take half a minute to compile all.
+# A user's PIP_USER, PYTHONPATH or PYTHONHOME would let other packages in, or send ours elsewhere.
 install() {
     PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 \
-        "$venv/bin/python" -m pip install -qq --no-compile --constraint "$constraints" "$@"
+        "$venv/bin/python" -m pip install -qq --constraint "$constraints" "$@"
 }
 
 # What the environment is made from; its place too, since an editable install points at the checkout.

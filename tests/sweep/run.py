@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--ring", type=int, nargs="+", default=[2], help="ring sizes")
     parser.add_argument("--rows", nargs="+", default=["all"], choices=["all", *KINDS], help="kinds of rows")
     parser.add_argument("--only", nargs="+", default=[], help="model types or classes; none: every one")
-    parser.add_argument("--save", type=Path, help="folder for results.jsonl, README.md; with --only they are updated")
+    parser.add_argument("--save", type=Path, help="folder for results.jsonl, README.md; with --only those rows of them are new")
     arguments = parser.parse_args()
     rows = [row for row in ROWS if "all" in arguments.rows or row.kind in arguments.rows]
     chosen = [e for e in entries() if not arguments.only or {e.model_type, e.model_class} & set(arguments.only)]
@@ -69,7 +69,8 @@ def main() -> int:
     if arguments.save:
         if arguments.only:
             filed_top, filed = table.read(arguments.save / table.FILED.name)
-            top |= {name: filed_top[name] for name in ("ring_sizes", "kinds", "lengths")}
+            again = dict.fromkeys((entry.name for entry in chosen), f"{top['date']}, commit {top['commit'][:7]}")
+            top = {**filed_top, "run_again": {**filed_top.get("run_again", {}), **again}}
             made_now = {x.key: x for x in lines}
             known = {(e.model_type, e.model_class, e.variant): at for at, e in enumerate(entries())}
             lines = sorted(({x.key: x for x in filed} | made_now).values(), key=lambda x: known.get(x.key, len(known)))
