@@ -46,7 +46,9 @@ def main() -> int:
     parser.add_argument("--ring", type=int, nargs="+", default=[2], help="ring sizes")
     parser.add_argument("--rows", nargs="+", default=["all"], choices=["all", *KINDS], help="kinds of rows")
     parser.add_argument("--only", nargs="+", default=[], help="model types or classes; none: every one")
-    parser.add_argument("--save", type=Path, help="folder for results.jsonl, README.md; with --only those rows of them are new")
+    parser.add_argument(
+        "--save", type=Path, help="folder for results.jsonl, README.md; with --only only those rows are new"
+    )
     arguments = parser.parse_args()
     rows = [row for row in ROWS if "all" in arguments.rows or row.kind in arguments.rows]
     chosen = [e for e in entries() if not arguments.only or {e.model_type, e.model_class} & set(arguments.only)]
