@@ -28,6 +28,7 @@ from ..context.batch_context import MaskSpec
 from ..context.introspect import CACHES, NAME
 from ..context.mask_functions import MaskExpr, SameGroup, looks_ahead, recognise, terms_of
 from ..context.model_record import latest_record
+from ..context.whole_batch import restarts, text_positions
 from ..log import warn
 from ..model import admission, call_inputs
 from ..patching.changes import Patch, render
@@ -261,7 +262,7 @@ def _refuse_share(given: Mapping[str, Any], has_cache: bool) -> None:
     if context is None:
         if torch._C._current_graph_task_id() == -1:  # `ring_mask` refuses a recompute with more detail
             call_inputs.refuse_outside((mask, positions))
-        if has_cache and mask is None and given["config"]._attn_implementation == NAME and _start_anew(positions):
+        if has_cache and mask is None and given["config"]._attn_implementation == NAME and _has_documents(positions):
             warn(DOCUMENTS_WITH_A_CACHE)
         return
     if given["config"]._attn_implementation != NAME:
@@ -278,11 +279,10 @@ DOCUMENTS_WITH_A_CACHE = (
 )
 
 
-def _start_anew(positions: Tensor | None) -> bool:
-    """Returns True for [B, T] positions of rows with more than one document."""
-    if positions is None or positions.dim() != 2 or positions.shape[1] == 1:
-        return False
-    return bool((positions.diff(dim=1) != 1).any())
+def _has_documents(position_ids: Tensor | None) -> bool:
+    """Returns True for rows with more than one document. Of one token, as each that is generated, it reads nothing."""
+    positions = text_positions(position_ids)
+    return positions is not None and positions.shape[1] > 1 and bool(restarts(positions).any())
 
 
 def _generate(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -240,9 +240,14 @@ def mask_facts(layout: Layout, rows: int, position_ids: Tensor | None, attention
     return MaskFacts(documents=documents, hidden=hidden, positions=positions)
 
 
+def restarts(positions: Tensor) -> Tensor:
+    """[B, S - 1] bool of position ids [B, S]: which tokens, from the second on, begin a document."""
+    return torch.diff(positions, dim=1) != 1
+
+
 def _documents(positions: Tensor, attention_mask: Tensor | None) -> Tensor | None:
     """[B, S] ids on the CPU, as transformers finds them; None for one document a row."""
-    restart = torch.diff(positions, dim=1) != 1
+    restart = restarts(positions)
     if attention_mask is not None:
         # Position ids of padding are arbitrary; only a restart between two real tokens begins a document.
         real = attention_mask.to("cpu", torch.bool)
