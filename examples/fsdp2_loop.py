@@ -20,6 +20,8 @@ from text import Rows
 
 def main() -> None:
     accelerator = Accelerator()
+    if accelerator.torch_device_mesh is None:
+        raise SystemExit("started without a ring: use the command at the head of this file")
     mesh = accelerator.torch_device_mesh["cp"]  # the axis "dp_shard_cp" where dp_shard_size > 1
     model = small_llama(attention="ring_fp32")
     for layer in model.model.layers:

@@ -24,6 +24,10 @@ from train import SAVED, load_model
 from transformers import AutoTokenizer
 
 ALLOWED = 3
+OF_ANOTHER_PROGRAM = f"""{{0}}: an adapter of another program than train.py, which writes {SAVED}. PEFT merges it:
+    from peft import AutoPeftModelForCausalLM
+    model = AutoPeftModelForCausalLM.from_pretrained("{{0}}", dtype="bfloat16")
+    model.merge_and_unload().save_pretrained("merged")"""
 SERVE = """
     vllm serve {folder} --max-model-len {tokens}
     python -m sglang.launch_server --model-path {folder} --context-length {tokens}
@@ -46,6 +50,10 @@ def settings_of(run: Path) -> dict[str, Any]:
         SystemExit: it is no run of an adapter.
     """
     saved = next((folder / SAVED for folder in (run, run.parent) if (folder / SAVED).is_file()), None)
+    if not run.is_dir():
+        raise SystemExit(f"{run}: there is no such folder")
+    if saved is None and (run / "adapter_config.json").is_file():
+        raise SystemExit(OF_ANOTHER_PROGRAM.format(run))
     if saved is None:
         raise SystemExit(f"{run}: there is no {SAVED}, which train.py writes at its end")
     settings: dict[str, Any] = json.loads(saved.read_text())["settings"]

@@ -72,7 +72,8 @@ class ModelIsNoRing(Refused):
         super().__init__(
             f'cp_backend is "ring" with cp_size={cp_size} (by the launch config, or an earlier ring_fp32 model), but '
             f"{model} has attn_implementation={' and '.join(implementations)}: each rank would attend to its own "
-            'tokens only. Load it with attn_implementation="ring_fp32", or set cp_size=1.'
+            'tokens only. Load it with attn_implementation="ring_fp32" (a program without that option: start it by '
+            "python -m hf_ring_attn.run --attention ring_fp32 PROGRAM), or set cp_size=1."
         )
 
 

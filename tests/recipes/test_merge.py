@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,21 @@ def test_a_wrong_merge_is_refused_and_nothing_is_saved(run: Path, monkeypatch: p
     with pytest.raises(SystemExit, match="differ from the adapter's by more than rounding"):
         merged(run)
     assert {path.name for path in run.parent.iterdir()} == {"model", "run"}
+
+
+def test_what_is_no_run_of_the_recipe_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    adapter, empty = tmp_path / "adapter", tmp_path / "empty"
+    adapter.mkdir()
+    empty.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    advice = {
+        adapter: f'AutoPeftModelForCausalLM.from_pretrained("{adapter}"',
+        empty: "which train.py writes",
+        tmp_path / "none": "there is no such folder",
+    }
+    for folder, text in advice.items():
+        with pytest.raises(SystemExit, match=re.escape(text)):
+            merge.settings_of(folder)
 
 
 def test_a_full_fine_tuning_has_nothing_to_merge(run: Path) -> None:

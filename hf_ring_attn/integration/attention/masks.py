@@ -235,7 +235,7 @@ def _pass_spec_through(original: Callable[..., Any]) -> Callable[..., Any]:
         if spec is None:
             if not torch.compiler.is_dynamo_compiling():
                 given = signature.bind(*args, **kwargs).arguments
-                _refuse_share(given, given[cache] is not None)
+                _refuse_share(given, given[cache])
             return original(*args, **kwargs)
         stand_in = torch.empty(0, 0, 0, 0)
         args = tuple(stand_in if x is spec else x for x in args)
@@ -252,14 +252,16 @@ def needed_parameters(original: Callable[..., Any]) -> str:
     return render(original) if reads else "(config, inputs_embeds, attention_mask, cache, position_ids, ...)"
 
 
-def _refuse_share(given: Mapping[str, Any], has_cache: bool) -> None:
-    """Refuses a mask of a shard that is made outside its ring, whatever attention the model has.
+def _refuse_share(given: Mapping[str, Any], cache: Any) -> None:
+    """Refuses a mask or a cache of a shard outside its ring, whatever attention the model has.
 
     Inside the ring it refuses one whose documents transformers would infer from positions: the zigzag looks like a new
     document there, but not on every rank.
     """
     context, mask, positions = batch_context.current(), given["attention_mask"], given["position_ids"]
+    has_cache = cache is not None
     if context is None:
+        call_inputs.refuse_cache_of_share(cache)
         if torch._C._current_graph_task_id() == -1:  # `ring_mask` refuses a recompute with more detail
             call_inputs.refuse_outside((mask, positions))
         if has_cache and mask is None and given["config"]._attn_implementation == NAME and _has_documents(positions):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
+
+from torch import distributed
 
 from ...comm.ring import LOCAL, Ring, world_size
 from ..log import warn
@@ -56,6 +59,9 @@ def _shared_state(name: str) -> Any:
 def find_ring(group: ProcessGroup | DeviceMesh | None) -> Ring:
     """The ring over ``group``, maybe a mesh of one axis; if None, over accelerate's "cp" axis, else the world, else a
     ring of one."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched != "1" and not distributed.is_initialized():
+        warn(_NOT_INITIALIZED.format(launched))
     return Ring.of(ring_group() if group is None else group)
 
 
@@ -68,6 +74,11 @@ def warn_without_ring() -> None:
         warn(_WITHOUT_RING.format(processes), everywhere=False)
 
 
+_NOT_INITIALIZED = (
+    "a launcher started {0} processes (WORLD_SIZE={0}), but this one has no process group, so there is no ring: each "
+    "process computes whole rows by itself. Call torch.distributed.init_process_group(), or make an Accelerator, "
+    "before hf_ring_attn.shard(batch)."
+)
 _NOT_SHARED = (
     "a ring_fp32 model trains in a ring of {0}, but its batch is not sharded: each rank computes whole rows. The "
     "numbers are right, but no memory is saved. Shard each batch with "

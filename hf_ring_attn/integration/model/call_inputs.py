@@ -27,6 +27,9 @@ PLACES = ("position_ids", "attention_mask")
 """Inputs that a model must get unchanged from `shard`."""
 SELECTING = ("logits_to_keep", "num_logits_to_keep")
 """Arguments that select tokens by their place in the model's input."""
+CACHED = "a cache would hold this rank's tokens only; leave use_cache=False, as sharded.inputs has it"
+_OF_SHARE = "_hf_ring_attn_share"
+"""Marks caches that a model returned in a ring. An attribute, since a copy of the cache must have it, too."""
 _SELECTS = "each rank would select from its own tokens. Leave it out, and select from sharded.gather(out.logits)"
 
 
@@ -89,6 +92,21 @@ def refuse_outside(given: Sequence[Any], refusal: errors.Refused | None = None) 
         raise refusal or errors.NotEntered("a model was called with inputs from shard()")
 
 
+def refuse_cache_of_share(cache: Any) -> None:
+    """Refuses a cache that was made in a ring, outside of it."""
+    if hasattr(cache, _OF_SHARE):
+        why = "it was made in a ring, so it holds one rank's tokens; make it outside, from whole rows"
+        raise errors.UnsupportedArgument("a model", "a cache", why, "was called with")
+
+
+def _mark_caches(output: Any) -> None:
+    """Marks the caches in a model's output: a call without use_cache may make one that the program never uses."""
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    for x in values:
+        if hasattr(x, "get_seq_length"):
+            setattr(x, _OF_SHARE, True)
+
+
 class _Accepted(dict[tuple[str, ...], list[str]]):
     """The names of arguments that a model takes, by the names of a batch's inputs."""
 
@@ -107,6 +125,8 @@ def _refuse_others(
     for name in SELECTING:
         if isinstance(x := given.get(name), Tensor) or x:
             raise errors.UnsupportedArgument(name_of(model), name, _SELECTS, "was called in a ring with")
+    if given.get("use_cache"):
+        raise errors.UnsupportedArgument(name_of(model), "use_cache=True", CACHED, "was called in a ring with")
     ignored = given.get("ignore_index")
     if has_loss and context.facts.has_labels and not context.whole_head and ignored not in (None, IGNORED):
         raise errors.OtherIgnoreIndex(f"{name_of(model)} was called in a ring with", ignored)
@@ -170,6 +190,7 @@ def watch(model: nn.Module, context: BatchContext, inside: bool = False) -> list
         context.log.fused |= bool(given.get("fused_lm_head"))
         if looks and batch_context.current() is context:  # else the self-check's row, or another batch
             _refuse_others(model, args, given, context, _has_loss(output))
+            _mark_caches(output)
         by_share = context.ring.size > 1 and not context.whole_head
         if by_share and not context.facts.has_labels and _has_loss(output):
             raise errors.LossWithoutLabels(name_of(model))

@@ -25,6 +25,7 @@ from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import LOSS_INPUTS, TOKENS, mask_facts, padding_of, text_positions
 from ..patching.hooks import attach
 from . import structure, whole_heads
+from .call_inputs import CACHED
 
 PER_TOKEN = {*TOKENS, "visual_pos_masks", "per_layer_inputs"}
 """The inputs [B, S, ...] of a text model that are sharded along the row."""
@@ -107,8 +108,7 @@ def local_inputs(text: nn.Module, named: dict[str, Any], context: BatchContext) 
         raise errors.UnshardedInput(length, length, layout.local_length, layout.length)
     mask, positions = named.get("attention_mask"), named.get("position_ids")
     if named.get("use_cache"):
-        why = "a cache would hold this rank's tokens only; leave use_cache=False, as sharded.inputs has it"
-        raise errors.UnsupportedArgument(where, "use_cache=True", why, _CALLED)
+        raise errors.UnsupportedArgument(where, "use_cache=True", CACHED, _CALLED)
     if not isinstance(mask, dict | MaskSpec):  # else the outer model made it of the whole row
         _refuse_mask(where, mask, rows, length)
         facts = mask_facts(layout, rows, text_positions(positions), mask)

@@ -163,6 +163,18 @@ def test_a_frozen_model_is_told_nothing(ranks: Ranks) -> None:
     assert ranks(2).run(forwards, False, True, False, True) == [[], []]
 
 
+@pytest.mark.parametrize("launched_processes", ["1", "2"])
+def test_a_process_of_a_launcher_without_a_group_is_told(
+    launched_processes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun, shard() before init_process_group made no ring, and said only that."""
+    monkeypatch.setenv("WORLD_SIZE", launched_processes)
+    texts = told(lambda: [hf_ring_attn.shard(tokens(24)) for _ in range(2)])
+    assert len(texts) == (launched_processes == "2")
+    for text in texts:
+        assert text.startswith("a launcher started 2 processes (WORLD_SIZE=2), but this one has no process group")
+
+
 def test_one_process_is_told_nothing() -> None:
     assert told(lambda: tiny("llama", "ring_fp32").train()(**tokens(24))) == []
     assert not torch.distributed.is_initialized()
