@@ -118,6 +118,12 @@ def is_a_launched_rank() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
+def launched_processes() -> int:
+    """The number of processes that torchrun or accelerate launch started; 1 without them."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if is_a_launched_rank() and text.isdigit() else 1
+
+
 def several_asked_for() -> tuple[str, str] | None:
     """Returns a sign in the environment that several processes were requested, and its variable; None: no sign.
 

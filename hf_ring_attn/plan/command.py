@@ -128,8 +128,8 @@ def _setup(given: argparse.Namespace) -> Setup:
         gpus=given.gpus, tokens=given.tokens or 1, gpu=_gpu(given), gpus_per_node=given.gpus_per_node,
         ring=given.ring or given.gpus, method=given.method, lora_rank=given.lora_rank, shard=given.shard,
         dtype=given.dtype, optimizer=given.optimizer, checkpointing=not given.no_checkpointing,
-        save_attention=given.save_attention, loss=given.loss, mlp_tokens=given.mlp_tokens or 0, offload_above=given.offload_above,
-        offload_params=given.offload_params, liger=given.liger, kernel=given.kernel,
+        save_attention=given.save_attention, loss=given.loss, mlp_tokens=given.mlp_tokens or 0,
+        offload_above=given.offload_above, offload_params=given.offload_params, liger=given.liger, kernel=given.kernel,
     )  # fmt: skip
 
 

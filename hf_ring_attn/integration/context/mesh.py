@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torch import distributed
-
 from ...comm.ring import LOCAL, Ring, world_size
+from ...config import launched_processes
 from ..log import warn
 
 if TYPE_CHECKING:
@@ -59,9 +57,8 @@ def _shared_state(name: str) -> Any:
 def find_ring(group: ProcessGroup | DeviceMesh | None) -> Ring:
     """The ring over ``group``, maybe a mesh of one axis; if None, over accelerate's "cp" axis, else the world, else a
     ring of one."""
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if launched != "1" and not distributed.is_initialized():
-        warn(_NOT_INITIALIZED.format(launched))
+    if launched_processes() > world_size() == 1:
+        warn(_NOT_INITIALIZED.format(launched_processes()))
     return Ring.of(ring_group() if group is None else group)
 
 

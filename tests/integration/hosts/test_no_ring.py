@@ -169,6 +169,7 @@ def test_a_process_of_a_launcher_without_a_group_is_told(
 ) -> None:
     """Under torchrun, shard() before init_process_group made no ring, and said only that."""
     monkeypatch.setenv("WORLD_SIZE", launched_processes)
+    monkeypatch.setenv("LOCAL_RANK", "0")
     texts = told(lambda: [hf_ring_attn.shard(tokens(24)) for _ in range(2)])
     assert len(texts) == (launched_processes == "2")
     for text in texts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
-from hf_ring_attn.integration.context.introspect import CACHES, parameters_of
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, gradients_of, padded, tokens
@@ -238,45 +236,6 @@ def test_logits_to_keep_is_refused(ranks: Ranks, which: str) -> None:
         assert raised[1].startswith(
             "LlamaForCausalLM was called in a ring with logits_to_keep: each rank would select from its own tokens."
         )
-
-
-def with_a_cache() -> tuple[str, str] | None:
-    return refused(lambda model, inputs: model(**{**inputs, "use_cache": True}))
-
-
-def test_a_cache_of_one_ranks_tokens_is_refused(ranks: Ranks) -> None:
-    """It came back without a word."""
-    for raised in ranks(2).run(with_a_cache):
-        assert raised is not None, "not refused"
-        assert raised[0] == "UnsupportedArgument"
-        assert "LlamaForCausalLM was called in a ring with use_cache=True: a cache would hold this rank's" in raised[1]
-
-
-def cache_used_outside(copied: bool) -> tuple[Tensor, tuple[str, str] | None, tuple[str, str] | None, bool]:
-    """The loss of a call without use_cache, which makes a cache by the model's config; and that cache's use outside."""
-    model: Any = tiny("llama", "ring_fp32").double()
-    with torch.set_grad_enabled(not copied), hf_ring_attn.shard(BATCH) as sharded:
-        given = {name: x for name, x in sharded.inputs.items() if name != "use_cache"}
-        out = model(**given, return_dict=not copied)
-    loss, cache = (out[0], copy.deepcopy(out[2])) if copied else (out.loss, out[-1])
-    token = torch.ones(2, 1, dtype=torch.int64)
-    name = next(name for name in CACHES if name in parameters_of(model))
-    used = attempt(lambda: model(token, **{name: cache}))
-    continued = attempt(lambda: model.generate(BATCH["input_ids"], max_new_tokens=1, **{name: cache}))
-    fresh = model(BATCH["input_ids"], use_cache=True)[-1]
-    return sharded.reduce(loss), used, continued, attempt(lambda: model(token, **{name: fresh})) is None
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_cache_that_a_ring_left_behind_is_refused_outside(ranks: Ranks, copied: bool) -> None:
-    want = tiny("llama", None).double()(**BATCH).loss
-    for loss, used, continued, others_work in ranks(2).run(cache_used_outside, copied):
-        assert relative_error(loss, want) < LOSS
-        for raised in (used, continued):
-            assert raised is not None, "not refused"
-            assert raised[0] == "UnsupportedArgument"
-            assert raised[1].startswith("a model was called with a cache: it was made in a ring, so it holds one rank")
-        assert others_work
 
 
 def without_a_mask() -> tuple[str, str] | None:
