@@ -12,6 +12,7 @@ from .numbers import (
     EIGHT,
     FOUR,
     H100,
+    H100_1M,
     H100_FLASH4,
     LONGEST,
     LOSS,
@@ -255,6 +256,10 @@ ROWS = [
     Row("How long are whole steps on two H100 with flash4, and how long a row fits?", H100_FLASH4, "`whole_steps.py`, 2 GPUs",
         [a_step(H100_FLASH4, "ring_fast_128K", "128K:"), a_step(H100_FLASH4, "lora_512K", "512K (first step):"),
          a_step(H100_FLASH4, "qlora70_128K", "70B QLoRA at 128K (first step):")], "docs, recipes"),
+    Row("Do a million tokens fit two GPUs of 80 GB, and why are first steps longer?", H100_1M, "`whole_steps.py`, 2 GPUs",
+        [a_step(H100_1M, "lora_1M", "1M LoRA (first step):"),
+         ("qlora70_quarter", lambda: f"20 layers of 70B: {step(H100_1M, 'qlora70_quarter')['seconds'][0]:.0f} s, then "
+                                     f"{step(H100_1M, 'qlora70_quarter')['seconds_per_step']:.0f} s")], "README, docs, recipes"),
     Row("The same with short attention in one piece; 128K on both sides", AGAIN, "`whole_steps.py`, `host_time.py`, 2 GPUs",
         [("ring_fast_8K", lambda: f"8K, no checkpointing: {times(AGAIN, 'own_fast_8K', 'ring_fast_8K'):.2f} times as fast as accelerate's own"),
          ("ring_compiled_8K", lambda: f"compiled: {times(AGAIN, 'own_compiled_8K', 'ring_compiled_8K'):.2f} times"),

@@ -214,7 +214,7 @@ def gib(folder: str, name: str) -> str:
 
 WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
 LOSS, EIGHT, LONGEST = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks", "2026-11-25-longest-rows"
-H100, H100_FLASH4 = "2026-11-25-two-h100", "2026-11-25-two-h100-flash4"
+H100, H100_FLASH4, H100_1M = "2026-11-25-two-h100", "2026-11-25-two-h100-flash4", "2026-11-25-two-h100-1m"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "accelerate's own", AGAIN, "own_8K"),
@@ -245,6 +245,7 @@ STEPS = [
     ("512K", "2 x H100", "ring, `mlp_tokens=16384`, `offload_above=0`, Liger, no LoRA casts", H100_FLASH4, "lora_512K"),
     ("512K", "1 x H200", "one process, `mlp_tokens=16384`, `offload_above=60`", WHOLE, "one_512K"),
     ("1M", "2 x H200", "ring, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
+    ("1M", "2 x H100", "ring, `mlp_tokens=16384`, `offload_above=16`, Liger, no LoRA casts", H100_1M, "lora_1M"),
 ]
 
 
@@ -359,6 +360,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "one_512k_seconds": lambda: f"{step(WHOLE, 'one_512K')['seconds_per_step']:,.0f} s",
     "one_512k_gib": lambda: f"{gib(WHOLE, 'one_512K')} GiB",
     "1m_gib": lambda: f"{gib(WHOLE, 'ring_1M')} GiB",
+    "h100_1m_seconds": lambda: f"{step(H100_1M, 'lora_1M')['seconds_per_step']:,.0f} s",
+    "h100_1m_gib": lambda: f"{gib(H100_1M, 'lora_1M')} GiB",
     "h100_512k_seconds": lambda: f"{seconds(H100_FLASH4, 'lora_512K')} s",
     "h100_512k_gib": lambda: f"{gib(H100_FLASH4, 'lora_512K')} GiB",
     "h100_qlora70_gib": lambda: f"{gib(H100_FLASH4, 'qlora70_128K')} GiB",
@@ -421,7 +424,7 @@ VALUES: dict[str, Callable[[], str]] = {
 }
 
 
-PLAN_WITHIN = "9 %"
+PLAN_WITHIN = "10 %"
 """How far, at most, a forecast of memory in `forecast_rows` is off."""
 
 
@@ -435,7 +438,7 @@ def forecast_rows() -> dict[str, bool]:
 def forecast_words() -> str:
     """How near the forecasts of plan are; `tests/plan/test_filed_results.py` checks the bounds."""
     timed = sum(forecast_rows().values())
-    return f"memory of {len(forecast_rows())} filed steps within {PLAN_WITHIN}, at most 7 % too little; time of {timed} within 12 %"
+    return f"memory of {len(forecast_rows())} filed steps within {PLAN_WITHIN}, above 40 GiB at most 7 % too little; time of {timed} within 12 %"
 
 
 def spread(tokens: int) -> float:

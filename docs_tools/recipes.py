@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .numbers import FOUR, H100, H100_FLASH4, LONGEST, LOSS, WHOLE, commit, gib, run, seconds, step
+from .numbers import FOUR, H100, H100_1M, H100_FLASH4, LONGEST, LOSS, WHOLE, commit, gib, run, seconds, step
 
 QLORA = "2026-11-24-qlora"
 
@@ -27,11 +27,15 @@ RUNS = {
         Measured("131,072", "2 x H200", LLAMA, "LoRA, `save_attention`", LOSS, "chunked_128K"),
         Measured("131,072", "4 x H200", LLAMA, "LoRA, `save_attention`", FOUR, "s128_saved"),
     ],
-    "lora-1m": [Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M")],
+    "lora-1m": [
+        Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
+        Measured("1,048,576", "2 x H100", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=16`, Liger", H100_1M, "lora_1M"),
+    ],
     "qlora-32b": [Measured("131,072", "1 x H200", QWEN, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q32_128K")],
     "qlora-70b": [
         Measured("131,072", "2 x H100", LARGE, "QLoRA, `mlp_tokens=16384`, `offload_above=0`, Liger", H100_FLASH4, "qlora70_128K"),
         Measured("131,072", "2 x H100", LARGE, "the same, kernel `triton`", H100, "qlora70_128K"),
+        Measured("131,072", "2 x H100", f"20 layers of {LARGE}", "the same, 20 of 80 layers", H100_1M, "qlora70_quarter"),
         Measured("57,344", "1 x H200", LARGE, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q70_56K"),
     ],
     "full-1m": [
@@ -44,17 +48,18 @@ RUNS = {
         Measured("524,288", "2 x H200", LLAMA, "LoRA, `--save-attention --mlp-tokens 16384 --offload 8`", WHOLE, "ring_512K"),
         Measured("524,288", "2 x H100", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 0 --liger --no-lora-casts`", H100_FLASH4, "lora_512K"),
         Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 48`", WHOLE, "ring_1M"),
+        Measured("1,048,576", "2 x H100", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 16 --liger --no-lora-casts`", H100_1M, "lora_1M"),
     ],
 }  # fmt: skip
 ALL = "seconds a step, GiB a GPU and the first loss"
 TOY_ONLY = "The recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
-    "lora-1m": f"{ALL} of Qwen3-8B with `save_attention`. {TOY_ONLY} The nearest filed run:",
+    "lora-1m": f"{ALL} of Qwen3-8B with `save_attention`. {TOY_ONLY} The nearest filed runs:",
     "full-1m": f"{ALL}. {TOY_ONLY} No filed run trains all weights of a whole model of this size. One layer and two, in their second step:",
     "packed-chat": f"{ALL}. {TOY_ONLY} No filed run times a step of packed rows.",
     "extend-context": f"{ALL}. {TOY_ONLY} A small model learned on one GPU beside other programs, so it has losses (below), but no times.",
     "qlora-32b": f"{ALL} in a ring, or of real weights. One GPU without a ring:",
-    "qlora-70b": f"{ALL} of real weights, or of a second step in a ring. Two GPUs, and one without a ring, on a shorter row:",
+    "qlora-70b": f"{ALL} of real weights, or of a second step of all layers in a ring. Two GPUs, and one without a ring, on a shorter row:",
     "vlm": f"{ALL}. {TOY_ONLY} No filed run times a step with pictures.",
     "multi-node": f"{ALL}. {TOY_ONLY} No filed run has several machines.",
 }  # fmt: skip

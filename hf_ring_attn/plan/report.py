@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from . import launch
-from .hardware import GIB
+from .hardware import GIB, LOCKED_GIB_PER_SECOND
+from .memory import CHECKPOINTS, SAVED
 from .program import program, to_replace
 from .search import QLORA, Forecast
 from .shape import ModelShape
@@ -57,7 +58,9 @@ def _lines(plan: Plan) -> Iterator[str]:
     verdict = "fits" if one.fits else "does not fit"
     yield f"  {'together':46s}{memory.total / GIB:9.2f}   {verdict} in {one.memory_gib:.1f}"
     if plan.kept_free:
-        yield f"  {plan.kept_free:.0%} kept free: forecasts were at most that much too low".replace("%", " %")
+        yield f"  {plan.kept_free:.0%} kept free: forecasts above 40 GiB were at most that much too low".replace(
+            "%", " %"
+        )
     yield f"  {'of it in torch.cuda.max_memory_allocated':46s}{memory.allocated / GIB:9.2f}"
     for name, size in memory.host.items():
         yield f"  {'in host memory, for each GPU: ' + name:46s}{size / GIB:9.2f}"
@@ -73,6 +76,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"  {'together':46s}{seconds.total:9.2f}   {_speed(one):,.0f} tokens/s a GPU, "
         f"MFU {_mfu(one):.0%}{'' if gpu == 'h200' else ' (speeds were measured on an H200)'}"
     )
+    if lock := sum(memory.host.get(name, 0) for name in (CHECKPOINTS, SAVED)) / GIB / LOCKED_GIB_PER_SECOND:
+        yield f"  {'the first step also locks host memory, about':46s}{lock:9.2f}   (the speed of one host)"
     if seconds.launches > 0.1 * seconds.total:
         yield "  on a slow host such a short step takes up to twice as long"
     yield ""

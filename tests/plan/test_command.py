@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml  # type: ignore[import-untyped]  # it has no types
 
 from hf_ring_attn import cli
 from hf_ring_attn.plan import command, launch
+from hf_ring_attn.plan.hardware import LOCKED_GIB_PER_SECOND
 from hf_ring_attn.plan.program import OPTIMIZERS as TRAINERS
 from hf_ring_attn.plan.program import SHARDED_OPTIMIZERS, program
 from hf_ring_attn.plan.setup import METHODS, OPTIMIZERS, SHARDS, Setup
@@ -83,10 +85,13 @@ def test_host_memory_is_that_of_a_gpu_and_of_its_node(capsys: pytest.CaptureFixt
     asked = ("plan", "--model", model, "--tokens", "1M", "--mlp-tokens", "16384", "--offload-above", "0")
     for gpus, node in (((), 2), (("--gpus-per-node", "1"), 1)):
         cli.main([*asked, "--gpus", "2", *gpus])
-        lines = [line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines() if "in host memory" in line]
+        said = capsys.readouterr().out
+        lines = [line.rsplit(maxsplit=1) for line in said.splitlines() if "in host memory" in line]
         found = {name.strip(): float(gib) for name, gib in lines}
         assert found.pop("in host memory, for each GPU: layer checkpoints") == 16
         assert found == ({} if node == 1 else {"in host memory, together for 2 GPUs of a node": 32})
+        (locks,) = re.findall(r"the first step also locks host memory, about +([0-9.]+)", said)
+        assert float(locks) == pytest.approx(16 / LOCKED_GIB_PER_SECOND, abs=0.01)
 
 
 def test_the_longest_row_agrees_with_the_table(capsys: pytest.CaptureFixture[str], model: str) -> None:
