@@ -35,7 +35,7 @@ RUNS = {
     "qlora-70b": [
         Measured("131,072", "2 x H100", LARGE, "QLoRA, `mlp_tokens=16384`, `offload_above=0`, Liger", H100_FLASH4, "qlora70_128K"),
         Measured("131,072", "2 x H100", LARGE, "the same, kernel `triton`", H100, "qlora70_128K"),
-        Measured("131,072", "2 x H100", f"20 layers of {LARGE}", "the same, 20 of 80 layers", H100_1M, "qlora70_quarter"),
+        Measured("131,072", "2 x H100", LARGE, "the same, 20 of 80 layers", H100_1M, "qlora70_quarter"),
         Measured("57,344", "1 x H200", LARGE, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q70_56K"),
     ],
     "full-1m": [

@@ -58,9 +58,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     verdict = "fits" if one.fits else "does not fit"
     yield f"  {'together':46s}{memory.total / GIB:9.2f}   {verdict} in {one.memory_gib:.1f}"
     if plan.kept_free:
-        yield f"  {plan.kept_free:.0%} kept free: forecasts above 40 GiB were at most that much too low".replace(
-            "%", " %"
-        )
+        words = "kept free: forecasts above 40 GiB were at most that much too low"
+        yield f"  {100 * plan.kept_free:.0f} % {words}"
     yield f"  {'of it in torch.cuda.max_memory_allocated':46s}{memory.allocated / GIB:9.2f}"
     for name, size in memory.host.items():
         yield f"  {'in host memory, for each GPU: ' + name:46s}{size / GIB:9.2f}"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from memory_peak import MemoryPeak
 from shapes import weights_in
 from transformers import TrainerCallback
 
@@ -54,17 +55,19 @@ class Meter(TrainerCallback):
 
     Args:
         tokens: of one step, over all ranks. flops: of one step, over all ranks (`flops_per_step`).
-        profile: record the last step's GPU work; that step is not timed.
+        profile: record the last step's GPU work; that step is not timed. memory: record its allocations; likewise.
     """
 
-    def __init__(self, tokens: int, flops: float, profile: bool) -> None:
-        self.tokens, self.flops, self.profile = tokens, flops, profile
+    def __init__(self, tokens: int, flops: float, profile: bool, memory: bool = False) -> None:
+        self.tokens, self.flops, self.profile, self.memory = tokens, flops, profile, memory
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.seconds: list[float] = []
         self.collecting: list[float] = []
         """Seconds of each step in which Python collected garbage, and the GPU may have waited."""
         self.recorder: Any = None
+        self.allocations: MemoryPeak | None = None
+        self.fullest: dict[str, Any] | None = None
         self.started = 0.0
         self.said: list[str] = []
         """What hf_ring_attn logged: its line at the start names the ring and the kernel."""
@@ -87,7 +90,11 @@ class Meter(TrainerCallback):
             self.collecting[-1] += time.perf_counter() * (1 if phase == "stop" else -1)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.profile and torch.cuda.is_available() and state.global_step == args.max_steps - 1:
+        is_last = torch.cuda.is_available() and state.global_step == args.max_steps - 1
+        if self.memory and is_last:
+            self.allocations = MemoryPeak()
+            self.allocations.start()
+        if self.profile and is_last:
             self.recorder = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self.recorder.__enter__()
         self.collecting.append(0.0)
@@ -97,6 +104,8 @@ class Meter(TrainerCallback):
         self.seconds.append(_now() - self.started)
         if self.recorder is not None:
             self.recorder.__exit__(None, None, None)
+        if self.allocations is not None:
+            self.fullest = self.allocations.stop()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
@@ -112,7 +121,8 @@ class Meter(TrainerCallback):
         """The numbers in JSON's types; every rank calls it."""
         gpu = torch.cuda.is_available()
         world = dist.get_world_size() if dist.is_initialized() else 1
-        timed = self.seconds[: -1 if self.recorder is not None else None]
+        recorded = self.recorder is not None or self.allocations is not None
+        timed = self.seconds[: -1 if recorded else None]
         timed = timed[WARM_UP:] or timed[-1:]
         seconds = statistics.median(timed)
         name = torch.cuda.get_device_name() if gpu else platform.machine()
@@ -135,6 +145,7 @@ class Meter(TrainerCallback):
             "mfu_formula": "flops_per_step / seconds_per_step / (ranks x dense bf16 peak); see measure.flops_per_step",
             "peak_memory_GiB": memory,
             "profile": self._profile(),
+            "fullest_moment": self.fullest,
             "versions": {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()},
         }
 

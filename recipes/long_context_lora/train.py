@@ -67,6 +67,7 @@ def parsed() -> argparse.Namespace:
                         help="LoRA's inputs stay in bf16; PEFT casts them to float32, autocast back")  # fmt: skip
     parser.add_argument("--deterministic", action="store_true", help="the same bits from run to run (ring_fp32)")
     parser.add_argument("--profile", action="store_true", help="the last step tells where its time goes, on GPUs")
+    parser.add_argument("--memory", action="store_true", help="the last step tells what fills a GPU's memory")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the trained adapter there, at the end")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
@@ -180,7 +181,7 @@ def main() -> None:
     trainer = make_trainer(options)
     config, model = trainer.model.config, trainer.model
     work = flops_per_step(model, config, options.tokens)
-    meter = Meter(options.tokens, work, options.profile)
+    meter = Meter(options.tokens, work, options.profile, options.memory)
     trainer.add_callback(meter)
     trainer.train()
     results = meter.results()  # of all ranks
@@ -194,7 +195,10 @@ def main() -> None:
         }
         if options.output is not None:
             options.output.write_text(json.dumps(results, indent=1) + "\n")
-        print(json.dumps({name: x for name, x in results.items() if name != "profile"}), flush=True)
+        print(
+            json.dumps({name: x for name, x in results.items() if name not in ("profile", "fullest_moment")}),
+            flush=True,
+        )
     trainer.accelerator.end_training()
 
 
