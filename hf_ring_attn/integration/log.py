@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..comm.ring import world_rank
 
@@ -42,10 +43,25 @@ def _logger() -> logging.Logger:
     return logger
 
 
+_quiet = 0
+"""How many `quiet` contexts are open."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, `say` says nothing, and may say it afterwards; warnings are logged."""
+    global _quiet
+    _quiet += 1
+    try:
+        yield
+    finally:
+        _quiet -= 1
+
+
 def say(text: str, key: object = None) -> None:
     """Logs a line on the first rank of the job, once per ``key`` (default: the text)."""
     key = (text if key is None else key, "info")
-    if key not in _said and world_rank() == 0:
+    if not _quiet and key not in _said and world_rank() == 0:
         _said.add(key)
         _logger().info(text)
 

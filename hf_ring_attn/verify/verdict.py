@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..config import RingConfig
 from ..errors import Refused
 from ..integration.batch.shard import shard
+from ..integration.log import quiet
 from ..integration.selfcheck.tolerance import AMPLIFICATION, LOSS, rounded_anew, tolerance
 from ..testing import relative_error
 from .layers import errors_in_ring, layers_of, record_alone
@@ -47,6 +48,13 @@ def verdict(model: Any, tokens: int, device: torch.device) -> tuple[list[Finding
     Raises:
         Refused: the model cannot run in a ring.
     """
+    with quiet():  # the self-check's row says what runs
+        found, row = _findings(model, tokens, device)
+    return found, _self_check(model, row)
+
+
+def _findings(model: Any, tokens: int, device: torch.device) -> tuple[list[Finding], Batch]:
+    """All comparisons but the self-check, and the row of one document."""
     stops = (tokens // 2, tokens // 2 + tokens // 3, tokens)
     row, packed = (random_batch(model, ends, device) for ends in ((tokens,), stops))
     spacing = torch.finfo(model.dtype).eps
@@ -81,7 +89,7 @@ def verdict(model: Any, tokens: int, device: torch.device) -> tuple[list[Finding
     has_experts = any("experts" in name for name, _ in model.named_modules())
     still = 4 * (spacing if has_experts else torch.finfo(torch.float32).eps)
     found += [Finding(f"leak: {what}", x, still) for what, x in leaks(model, row, packed, stops).items()]
-    return found, _self_check(model, row)
+    return found, row
 
 
 @contextmanager

@@ -100,6 +100,15 @@ def test_a_program_may_silence_it(begin: Callable[[], None], capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
+def test_what_was_not_said_in_quiet_may_be_said_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+    with log.quiet():
+        log.say("a line")
+        log.warn("a warning")
+    assert caplog.messages == ["a warning"]
+    log.say("a line")
+    assert caplog.messages == ["a warning", "a line"]
+
+
 def test_a_test_sees_it(caplog: pytest.LogCaptureFixture) -> None:
     log.say("a line")
     assert caplog.messages == ["a line"]

@@ -43,6 +43,8 @@ def test_a_tiny_llama_passes_on_two_ranks(tmp_path: Path, config: Path) -> None:
     script.write_text(PROGRAM)
     text = start(tmp_path, script, ranks=2).output()
     assert "LlamaForCausalLM, 1 layers, random weights, float32: 48 tokens, 2 ranks on cpu" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("[hf_ring_attn]")]
+    assert "ring of 2: 24 of 48 tokens a rank, kernel reference" in line and line.endswith("self-check passed")
     assert "leak: a later token changes earlier logits" in text and text.rstrip().endswith("\nexact")
     assert (tmp_path / "code.txt").read_text() == "0"
 
