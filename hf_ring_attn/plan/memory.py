@@ -93,7 +93,8 @@ def memory_of(model: ModelShape, setup: Setup) -> Memory:
     moments: dict[str, Parts] = {
         "backward of an MLP": {
             "hidden states of a layer": hidden, "queries, keys, values": qkv,
-            "MLP intermediates": mlp_bytes(widest, setup), "gathered weights": layer_weights,
+            "MLP intermediates": mlp_bytes(widest, setup) + chunk_bytes(model, setup),
+            "gathered weights": layer_weights,
         },
         "backward of attention": {
             "hidden states of a layer": hidden / 2, "queries, keys, values": qkv,
@@ -211,7 +212,9 @@ def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
         each = wide + 1 + (setup.method == "full")  # the normed input, for the gradient of the norm's weight
         numbers = (layer.hidden_norms * each + 1) * model.hidden
     if layer.head_norms:
-        numbers += (1 if setup.liger else wide) * (model.query_numbers + model.kv_heads * model.key_width)
+        numbers += (1 if setup.liger or setup.mlp_tokens else wide) * (
+            model.query_numbers + model.kv_heads * model.key_width
+        )
     if setup.casts_for_adapters:
         numbers += 4 * model.hidden
     return float(setup.tokens_per_rank * numbers * setup.itemsize)
@@ -227,6 +230,11 @@ def mlp_bytes(layer: LayerShape, setup: Setup) -> float:
     each = (6 - setup.liger if layer.gated else 4) + (2 if setup.casts_for_adapters else 0)
     tokens = min(setup.mlp_tokens or setup.tokens_per_rank, setup.tokens_per_rank)
     return float(tokens * (each * layer.mlp + 4 * layer.routed) * setup.itemsize)
+
+
+def chunk_bytes(model: ModelShape, setup: Setup) -> float:
+    """Hidden states of one chunk of an MLP: a copy of its input, its output, and the gradient of its input."""
+    return float(3 * min(setup.mlp_tokens, setup.tokens_per_rank) * model.hidden * setup.itemsize)
 
 
 def _saved_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:

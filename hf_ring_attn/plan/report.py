@@ -58,7 +58,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     verdict = "fits" if one.fits else "does not fit"
     yield f"  {'together':46s}{memory.total / GIB:9.2f}   {verdict} in {one.memory_gib:.1f}"
     if plan.kept_free:
-        words = "kept free: forecasts above 40 GiB were at most that much too low"
+        words = "kept free: forecasts were at most that much too low"
         yield f"  {100 * plan.kept_free:.0f} % {words}"
     yield f"  {'of it in torch.cuda.max_memory_allocated':46s}{memory.allocated / GIB:9.2f}"
     for name, size in memory.host.items():

@@ -214,11 +214,9 @@ def test_the_page_has_these_forecasts_and_the_index_their_number_and_bounds() ->
     timed = [filed for filed in ALL if filed.is_timed]
     measured = [max(filed.row()["peak_memory_GiB"]) for filed in ALL]
     memory = [filed.forecast()[0] / gib - 1 for filed, gib in zip(ALL, measured, strict=True)]
-    large = [off for off, gib in zip(memory, measured, strict=True) if gib > 40]
     seconds = max(abs(filed.forecast()[1] / filed.row()["seconds_per_step"] - 1) for filed in timed)
-    steps, within = f"memory of {len(ALL)} filed steps", "within 10 %, above 40 GiB at most 7 % too little"
-    counts = f"{steps} {within}; time of {len(timed)} within 12 %"
-    assert max(map(abs, memory)) <= 0.10 and min(large) >= -0.07  # the part that --max-tokens leaves free
+    counts = f"memory of {len(ALL)} filed steps within 7 %; time of {len(timed)} within 12 %"
+    assert max(map(abs, memory)) <= 0.07  # the part that --max-tokens leaves free
     assert seconds <= 0.12 and numbers.forecast_words() == counts
 
 

@@ -23,7 +23,7 @@ from ..context import batch_context, introspect, model_record
 from ..context.batch_context import BatchContext
 from ..context.model_record import Visits
 from ..context.shared_kv import SharedKV
-from ..model import agreement, call_inputs, liger, offloading, replicas
+from ..model import agreement, call_inputs, embedded_inputs, liger, offloading, replicas
 from ..model.chunked import lazy_heads
 from ..patching.changes import Undo
 from ..patching.compiler import uncompiled
@@ -146,7 +146,8 @@ class Binding:
 def _watch(model: nn.Module, context: BatchContext, undos: ExitStack, running: bool = False) -> None:
     """Watches the model's calls in a batch. ``undos`` ends the watch."""
     undos.enter_context(lazy_heads(model))
-    for undo in [*call_inputs.watch(model, context, inside=running), _note_failure(model, context)]:
+    watched = call_inputs.watch(model, context, inside=running)
+    for undo in [*watched, _note_failure(model, context), *embedded_inputs.free(model)]:
         undos.callback(undo)
 
 

@@ -65,6 +65,12 @@ def _sites(modules: list[nn.Module]) -> list[Site]:
     ]
 
 
+def is_reentrant(model: nn.Module) -> bool:
+    """Returns True if a checkpoint of ``model`` is reentrant: its inputs must then require a gradient."""
+    functions = (_split(function)[1] for *_, function in _sites(latest_record(model).modules()))
+    return any(function.keywords.get("use_reentrant") is not False for function in functions)
+
+
 # ---- saved attention ----
 
 

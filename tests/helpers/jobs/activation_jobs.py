@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -225,6 +226,26 @@ def inputs_alive(options: dict[str, Any]) -> tuple[list[bool], list[int]]:
 
 
 CHECKPOINTED: dict[str, Any] = {"use_reentrant": False}
+
+
+def embeddings_of_a_step(
+    prepare: Callable[[Any], object], reentrant: bool = False, **options: Any
+) -> tuple[bool, Tensor, dict[str, Tensor]]:
+    """If the embeddings that PEFT makes require a gradient are in memory after a forward; the loss, and gradients."""
+    checkpointing = {"use_reentrant": reentrant}
+    model = model_of(Step(why="", checkpointing=checkpointing, config={"num_hidden_layers": 4}, lora=LORA))
+    embedding, seen = model.get_input_embeddings(), []
+    prepare(embedding)
+    layer = model.get_base_model().model.layers[0]
+    layer.register_forward_pre_hook(lambda _module, args: seen.append(weakref.ref(args[0].untyped_storage())))
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(self_check=False, **options))
+    with batch:
+        loss = model(**batch.inputs).loss
+    alive = seen[0]() is not None
+    loss.backward()
+    batch.reduce_gradients(model)
+    assert embedding._forward_hooks, "PEFT's own hook stays"
+    return alive, batch.reduce(loss), gradients_of(model)
 
 
 def bits(options: dict[str, Any], more: dict[str, Any]) -> bool:

@@ -113,6 +113,45 @@ def test_inputs_of_layers_are_freed_and_their_buffers_used_again() -> None:
     assert buffers[0] == buffers[1] >= 3
 
 
+def as_it_is(_embedding: Any) -> None: ...
+
+
+def trained(embedding: Any) -> None:
+    embedding.weight.requires_grad_(True)
+
+
+def watched(embedding: Any) -> None:
+    embedding.register_full_backward_hook(lambda *_: None)
+
+
+EMBEDDINGS = {
+    "frozen": (as_it_is, False, {"offload_above": 0.0}, False),
+    "reentrant": (as_it_is, True, {"offload_above": 0.0}, True),
+    "a hook on their gradient": (watched, False, {"offload_above": 0.0}, True),
+    "not offloaded": (as_it_is, False, {}, True),
+    "trained": (trained, False, {"offload_above": 0.0}, False),
+}
+
+
+def embeddings(why: str) -> tuple[bool, Any, Any]:
+    prepare, reentrant, ring, _ = EMBEDDINGS[why]
+    return jobs.embeddings_of_a_step(prepare, reentrant, **ring)
+
+
+@pytest.mark.parametrize("why", EMBEDDINGS)
+def test_embeddings_of_a_row_on_the_host_are_freed(ranks: Ranks, why: str) -> None:
+    """PEFT makes them a leaf that requires a gradient, which the graph keeps: a layer's input on the GPU."""
+    prepare, *_, stays = EMBEDDINGS[why]
+    _, loss, gradients = jobs.embeddings_of_a_step(prepare)
+    assert any(bool(x.any()) for x in gradients.values())
+    for alive, got, found in ranks(2).run(embeddings, why):
+        assert alive == stays
+        torch.testing.assert_close(got, loss, rtol=1e-6, atol=0)
+        assert found.keys() == gradients.keys()
+        for name, want in gradients.items():
+            torch.testing.assert_close(found[name], want, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("gib", [0.0, 2 * (INPUT + SAVED) / 2 / 2**30])
 def test_host_memory_changes_no_bit(ranks: Ranks, gib: float) -> None:
     assert all(ranks(2).run(jobs.bits, {"save_attention": True}, {"offload_above": gib}))
