@@ -202,7 +202,7 @@ def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     """Bytes that a layer holds beside its MLP and its attention, for its backward.
 
     Each norm: its input in float32, and its output; the gradient of the layer's output. Queries and keys with norms:
-    their inputs in float32. Where adapters cast their inputs, each linear layer has a copy of its own. Norms in chunks
+    their inputs, in float32 likewise. Where adapters cast their inputs, each linear layer has a copy of its own. Norms in chunks
     (mlp_tokens), or fused: no float32, but the input of the second; the gradient of the MLP's input beside chunks.
     """
     wide = FLOAT32 // setup.itemsize
@@ -212,9 +212,8 @@ def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
         each = wide + 1 + (setup.method == "full")  # the normed input, for the gradient of the norm's weight
         numbers = (layer.hidden_norms * each + 1) * model.hidden
     if layer.head_norms:
-        numbers += (1 if setup.liger or setup.mlp_tokens else wide) * (
-            model.query_numbers + model.kv_heads * model.key_width
-        )
+        each = 1 if setup.liger or setup.mlp_tokens else wide
+        numbers += each * (model.query_numbers + model.kv_heads * model.key_width)
     if setup.casts_for_adapters:
         numbers += 4 * model.hidden
     return float(setup.tokens_per_rank * numbers * setup.itemsize)

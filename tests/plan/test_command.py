@@ -207,7 +207,7 @@ def test_a_program_has_an_optimizer_that_takes_its_weights(capsys: pytest.Captur
     with pytest.raises(SystemExit):
         cli.main(arguments)
     assert "takes no weights that FSDP2 shards: use adamw_8bit, or --shard ddp" in capsys.readouterr().err
-    code, found = as_json(capsys, *arguments[1:], "--shard", "ddp", "--memory", "8")
+    code, found = as_json(capsys, *arguments[1:], "--shard", "ddp", "--memory", "8.5")
     assert code == 1 and found["alternatives"]
     for one in found["alternatives"]:
         assert "--shard fsdp2" not in one["changes"] or "--optimizer adamw_8bit" in one["changes"], one
