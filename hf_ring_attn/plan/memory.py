@@ -202,8 +202,9 @@ def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     """Bytes that a layer holds beside its MLP and its attention, for its backward.
 
     Each norm: its input in float32, and its output; the gradient of the layer's output. Queries and keys with norms:
-    their inputs, in float32 likewise. Where adapters cast their inputs, each linear layer has a copy of its own. Norms in chunks
-    (mlp_tokens), or fused: no float32, but the input of the second; the gradient of the MLP's input beside chunks.
+    their inputs, in float32 likewise. Where adapters cast their inputs, each linear layer has a copy of its own. Norms
+    in chunks (mlp_tokens), or fused: no float32, but the input of the second; the gradient of the MLP's input beside
+    chunks.
     """
     wide = FLOAT32 // setup.itemsize
     if setup.mlp_tokens or setup.liger:
