@@ -101,7 +101,14 @@ def ring_attention_forward(
     else:
         options = RingOptions.of(spec.config, _kernel(spec, trains, params, q, k, v))
         out, _ = attend(Call(q, k, v, spec.plan, params, options), _shared(spec, module, key, value, k.dtype))
+    if out.requires_grad and not trains and not spec.in_batch and not torch.compiler.is_compiling():
+        out.register_hook(_trains_after_all)
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
+
+
+def _trains_after_all(_gradient: Tensor) -> None:
+    """A program need not call model.train(), without which from_pretrained leaves it in evaluation."""
+    warn_without_ring()
 
 
 _SCORED_LOCALLY = (

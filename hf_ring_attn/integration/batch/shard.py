@@ -101,8 +101,8 @@ class Sharded(RowReductions):
             raise errors.BadShape("x", tuple(x.shape), f"it must be [B, {self.layout.local_length}, ...]")
         return gather_sequence(x, self.ring, self.layout)
 
-    def reduce_gradients(self, model: nn.Module) -> None:
-        """Averages gradients over the ring, in float32, for a model that neither DDP nor FSDP wraps.
+    def reduce_gradients(self, model: nn.Module | nn.Parameter) -> None:
+        """Averages gradients over the ring, in float32, for a model (or one weight) that neither DDP nor FSDP wraps.
 
         Call it after backward, before gradients are clipped and before optimizer.step().
 
@@ -110,6 +110,7 @@ class Sharded(RowReductions):
             GradientsChanged: weights changed since the forward (RefusedElsewhere on ranks where none did); or, on every
                 rank, ranks scaled a gradient by different factors. Only the smallest weight's gradient is checked.
         """
+        check_type("model", model, (nn.Module, Tensor), "a torch.nn.Module, or a weight")
         self._refuse_unused("reduce_gradients")
         if self.ring.size > 1:
             replicas.average_gradients(model, self.context)

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import errors
 from ...config import RingConfig
@@ -29,6 +30,7 @@ from ..batch import shard
 from ..context import batch_context, model_record
 from ..context.mesh import find_ring
 from ..context.whole_batch import IGNORED
+from ..patching.compiler import uncompiled
 
 prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """ring_fp32 models returned by `Accelerator.prepare`."""
@@ -98,20 +100,50 @@ def sharded_buffers(
         )
     if not {id(buffer) for buffer in no_restore} <= {id(buffer) for buffer in buffers}:
         raise errors.BadBuffers("no_restore_buffers that are no buffers", "they must be some of the buffers")
+    if any(map(_is_left, buffers)):
+        raise errors.BadBuffers("buffers that an earlier maybe_context_parallel left sharded", _WHOLE)
     ring = find_ring(accelerator.torch_device_mesh["cp"].get_group())
     first, dim = buffers[0], dims[0]
     length = first.shape[dim] if -first.dim() <= dim < first.dim() else 0
     layout = Layout(length, ring.size, ring.rank)
     wholes = {id(buffer): buffer.detach() for buffer in buffers}
+    models = {id(part): part for model in prepared for part in _whole_models(model)}.values()
     with ExitStack() as stack:
+        stack.callback(_leave_sharded, no_restore, models)
         stack.callback(shard_buffers_in_place(buffers, dims, layout, no_restore))
         stack.enter_context(batch_context.activate(_Unnamed(ring, layout, RingConfig())))
         calls = _Calls(accelerator, wholes, length)
         stack.callback(calls.leave, None)
-        for module in {id(part): part for model in prepared for part in _whole_models(model)}.values():
+        for module in models:
             stack.callback(module.register_forward_pre_hook(calls.before, with_kwargs=True, prepend=True).remove)
             stack.callback(module.register_forward_hook(calls.after, always_call=True).remove)
         yield
+
+
+_left: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Buffers that stay sharded (no_restore_buffers), with their version counters: one that is written since is another."""
+_guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose calls are refused with such buffers outside of the context."""
+_WHOLE = "it must be whole rows: a new batch, or buffers that are not among no_restore_buffers, which stay sharded"
+
+
+def _is_left(x: Any) -> bool:
+    return isinstance(x, Tensor) and x in _left and _left[x] == x._version
+
+
+def _leave_sharded(buffers: Collection[Tensor], models: Collection[nn.Module]) -> None:
+    """Notes the buffers that stay sharded: outside of the context a model would take their tokens for whole rows."""
+    _left.update((buffer, buffer._version) for buffer in buffers)
+    for module in models if buffers else ():
+        if module not in _guarded:
+            _guarded.add(module)
+            module.register_forward_pre_hook(_refuse_left, with_kwargs=True)
+
+
+@uncompiled("hf_ring_attn refuses buffers that stayed sharded")
+def _refuse_left(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if batch_context.current() is None and any(map(_is_left, (*args, *kwargs.values()))):
+        raise errors.BadBuffers("a model call with buffers that stayed sharded, after their context", _WHOLE)
 
 
 class _Unnamed(batch_context.BatchContext):

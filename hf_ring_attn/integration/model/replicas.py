@@ -114,14 +114,15 @@ _SAME_FACTOR = 1e-3
 """The relative difference of factors that rounding explains."""
 
 
-def average_gradients(model: nn.Module, context: BatchContext) -> None:
+def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) -> None:
     """Implements `Sharded.reduce_gradients`. The host waits for the average.
 
     Raises:
         GradientsChanged; RefusedElsewhere: on the other ranks, if weights were changed on some.
     """
     ring, versions = context.ring, context.state(_Versions)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = [model] if isinstance(model, Tensor) else model.parameters()
+    trained = [parameter for parameter in weights if parameter.requires_grad]
     if not trained:
         return
     refusal: errors.Refused | None = None

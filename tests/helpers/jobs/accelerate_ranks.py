@@ -236,6 +236,21 @@ def buffers_that_do_not_fit_are_refused(accelerator: Any) -> None:
         prepared(ids.clone())
 
 
+def buffers_that_stayed_sharded_are_not_taken_for_rows(accelerator: Any) -> None:
+    prepared = accelerator.prepare(model())
+    ids = batch(accelerator)["input_ids"]
+    with accelerator.maybe_context_parallel([ids], [1], no_restore_buffers={ids}):
+        prepared(input_ids=ids)
+    with pytest.raises(errors.BadBuffers, match="stayed sharded, after their context, but it must be whole rows"):
+        prepared(input_ids=ids)
+    again = accelerator.maybe_context_parallel([ids], [1])
+    with pytest.raises(errors.BadBuffers, match="earlier maybe_context_parallel left sharded"), again:
+        pass
+    prepared(input_ids=ids.clone())  # a tensor of the program's
+    ids.add_(0)
+    prepared(input_ids=ids)
+
+
 def a_shared_view_and_a_tensor_given_twice(accelerator: Any) -> None:
     """Memory that other tensors look at is not written to, and labels that are input_ids are sharded once."""
     prepared = accelerator.prepare(model())
@@ -357,7 +372,8 @@ CHECKS: tuple[Callable[[Any], None], ...] = (
     documented_loop_is_exact, documented_loop_with_positional_tokens, documented_loop_with_padding,
     documented_loop_with_documents, loops_that_count_the_whole_batch, loops_that_count_by_rank,
     counts_that_are_not_clear_are_refused, schedulers_have_the_rates_of_one_process,
-    buffers_that_do_not_fit_are_refused, a_shared_view_and_a_tensor_given_twice,
+    buffers_that_do_not_fit_are_refused, buffers_that_stayed_sharded_are_not_taken_for_rows,
+    a_shared_view_and_a_tensor_given_twice,
     values_are_gathered_once_per_ring, reductions_over_rings_are_those_over_processes,
     another_model_gets_accelerates_refusals, a_ring_refuses_another_model, dispatched_batches_are_refused,
 )  # fmt: skip

@@ -155,6 +155,19 @@ def test_a_model_that_trains_without_a_ring_is_told_once(ranks: Ranks, ring: boo
             assert "--use_parallelism_config" in text
 
 
+def backward_in_evaluation() -> list[str]:
+    """from_pretrained leaves a model in evaluation, and loops forget model.train()."""
+    with launched(Mesh(cp=2)):
+        model: Any = Accelerator().prepare_model(tiny("llama", "ring_fp32").train(False))
+        return told(lambda: model(**tokens(24)).loss.backward())
+
+
+def test_a_loop_that_never_calls_train_is_told(ranks: Ranks) -> None:
+    first, other = ranks(2).run(backward_in_evaluation)
+    assert other == []
+    assert len(first) == 1 and "in a ring of 2, but its batch is not sharded" in first[0]
+
+
 def test_a_model_that_trains_in_its_ring_is_told_nothing(ranks: Ranks) -> None:
     assert ranks(2).run(forwards, True, True, True, False) == [[], []]
 

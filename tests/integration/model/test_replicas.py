@@ -57,6 +57,27 @@ def test_gradients_that_one_rank_scaled_stop_all_ranks(ranks: Ranks, rank: int) 
         assert "another factor (from 1 to 2)" in text
 
 
+def scaled() -> tuple[torch.Tensor, tuple[str, str] | None]:
+    """The gradient of a weight beside the model; what is raised for no weight."""
+    model: Any = tiny("llama", "ring_fp32").double().requires_grad_(False)
+    scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    sharded = hf_ring_attn.shard(tokens(23))
+    with sharded:
+        loss = model(**sharded.inputs).loss * scale
+    loss.backward()
+    sharded.reduce_gradients(scale)
+    assert scale.grad is not None
+    return scale.grad, attempt(sharded.reduce_gradients, [scale])
+
+
+def test_one_weight_beside_the_model_is_averaged(ranks: Ranks) -> None:
+    model: Any = tiny("llama", None).double()
+    want = model(**tokens(23)).loss.detach().double()
+    for got, raised in ranks(2).run(scaled):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        assert raised is not None and raised[0] == "BadOption" and "a torch.nn.Module, or a weight" in raised[1]
+
+
 def sent_by_an_average() -> list[str]:
     model: Any = tiny("llama", "ring_fp32").train()
     sharded = trained(model)
