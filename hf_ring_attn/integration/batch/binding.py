@@ -147,7 +147,7 @@ def _watch(model: nn.Module, context: BatchContext, undos: ExitStack, running: b
     """Watches the model's calls in a batch. ``undos`` ends the watch."""
     undos.enter_context(lazy_heads(model))
     watched = call_inputs.watch(model, context, inside=running)
-    for undo in [*watched, _note_failure(model, context), *embedded_inputs.free(model)]:
+    for undo in [*watched, _note_failure(model, context), *embedded_inputs.free(model, running)]:
         undos.callback(undo)
 
 

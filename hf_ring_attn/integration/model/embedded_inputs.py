@@ -21,26 +21,53 @@ from .offloading import CheckpointedLayers
 
 HOSTS_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """The names of the hooks in transformers and in PEFT."""
+_BY_HOST = "hf_ring_attn frees the embeddings of a row whose checkpoints are on the host"
 
 
-def free(model: nn.Module) -> list[Undo]:
-    """Hooks the embeddings of ``model`` whose gradient nobody can read. Returns functions that remove the hooks."""
+def free(model: nn.Module, running: bool) -> list[Undo]:
+    """Hooks the embeddings of ``model`` whose gradient nobody can read. Returns functions that remove the hooks.
+
+    Args:
+        running: the model is running already.
+    """
     record = latest_record(model)
     if not record.state(CheckpointedLayers) or is_reentrant(model):
         return []
-    return [module.register_forward_hook(_detached).remove for module in _frozen(record.modules())]
+    embeddings = list(_unread(record.modules()))
+    return _Calls(running).watch(model, embeddings) if embeddings else []
 
 
-def _frozen(modules: list[nn.Module]) -> Iterator[nn.Module]:
-    """Modules with such a hook, without trained weights and without hooks on their backward."""
+def _unread(modules: list[nn.Module]) -> Iterator[nn.Module]:
+    """Modules with such a hook, no other one that sees their output or its gradient, and without trained weights."""
     for module in modules:
-        hooked = any(getattr(hook, "__name__", "") in HOSTS_HOOKS for hook in module._forward_hooks.values())
-        watched = module._backward_hooks or module._backward_pre_hooks
-        if hooked and not watched and not any(weight.requires_grad for weight in module.parameters()):
+        hooks = {getattr(hook, "__name__", "") for hook in module._forward_hooks.values()}
+        watched = module._backward_hooks or module._backward_pre_hooks or not hooks <= {*HOSTS_HOOKS}
+        if hooks and not watched and not any(weight.requires_grad for weight in module.parameters()):
             yield module
 
 
-@uncompiled("hf_ring_attn frees the embeddings of a row whose checkpoints are on the host")
-def _detached(_module: nn.Module, _inputs: Any, output: Any) -> Tensor | None:
-    is_leaf = isinstance(output, Tensor) and output.is_leaf and output.requires_grad
-    return output.detach() if is_leaf and torch.is_grad_enabled() else None
+class _Calls:
+    """The calls of a model. A program that calls the embeddings by itself gets what the host's hook makes of them."""
+
+    def __init__(self, running: bool) -> None:
+        self.running = running
+
+    def watch(self, model: nn.Module, embeddings: list[nn.Module]) -> list[Undo]:
+        return [
+            model.register_forward_pre_hook(self.before).remove,
+            model.register_forward_hook(self.after, always_call=True).remove,
+            *(module.register_forward_hook(self.embedded).remove for module in embeddings),
+        ]
+
+    @uncompiled(_BY_HOST)
+    def before(self, _model: nn.Module, _inputs: Any) -> None:
+        self.running = True
+
+    @uncompiled(_BY_HOST)
+    def after(self, _model: nn.Module, _inputs: Any, _output: Any) -> None:
+        self.running = False
+
+    @uncompiled(_BY_HOST)
+    def embedded(self, _module: nn.Module, _inputs: Any, output: Any) -> Tensor | None:
+        is_leaf = isinstance(output, Tensor) and output.is_leaf and output.requires_grad
+        return output.detach() if self.running and is_leaf and torch.is_grad_enabled() else None

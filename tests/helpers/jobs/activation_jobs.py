@@ -248,6 +248,20 @@ def embeddings_of_a_step(
     return alive, batch.reduce(loss), gradients_of(model)
 
 
+def gradient_of_embeddings(**options: Any) -> Tensor:
+    """Of embeddings that the program computes, in its second batch."""
+    model = model_of(Step(why="", checkpointing=CHECKPOINTED, config={"num_hidden_layers": 4}, lora=LORA))
+    for _ in range(2):
+        batch = hf_ring_attn.shard(tokens(23), config=RingConfig(self_check=False, **options), model=model)
+        with batch:
+            ids = batch.inputs.pop("input_ids")
+            embeddings: Tensor = model.get_input_embeddings()(ids)
+            loss = model(**batch.inputs, inputs_embeds=embeddings).loss
+        loss.backward()
+    assert embeddings.grad is not None
+    return embeddings.grad
+
+
 def bits(options: dict[str, Any], more: dict[str, Any]) -> bool:
     """Returns True if a step in float32 has the same bits with ``more`` options."""
     step = Step(why="", checkpointing=CHECKPOINTED, config={"num_hidden_layers": 4}, dtype=torch.float32)

@@ -124,10 +124,15 @@ def watched(embedding: Any) -> None:
     embedding.register_full_backward_hook(lambda *_: None)
 
 
+def read(embedding: Any) -> None:
+    embedding.register_forward_hook(lambda *_: None)
+
+
 EMBEDDINGS = {
     "frozen": (as_it_is, False, {"offload_above": 0.0}, False),
     "reentrant": (as_it_is, True, {"offload_above": 0.0}, True),
     "a hook on their gradient": (watched, False, {"offload_above": 0.0}, True),
+    "a hook on them": (read, False, {"offload_above": 0.0}, True),
     "not offloaded": (as_it_is, False, {}, True),
     "trained": (trained, False, {"offload_above": 0.0}, False),
 }
@@ -150,6 +155,13 @@ def test_embeddings_of_a_row_on_the_host_are_freed(ranks: Ranks, why: str) -> No
         assert found.keys() == gradients.keys()
         for name, want in gradients.items():
             torch.testing.assert_close(found[name], want, rtol=1e-6, atol=1e-8)
+
+
+def test_embeddings_that_a_program_makes_have_their_gradient() -> None:
+    """As in adversarial training: called by the program, in the ring."""
+    gradients = [jobs.gradient_of_embeddings(**ring) for ring in ({}, {"offload_above": 0.0})]
+    assert bool(gradients[0].any())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("gib", [0.0, 2 * (INPUT + SAVED) / 2 / 2**30])
