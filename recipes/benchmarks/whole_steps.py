@@ -92,9 +92,8 @@ def parts() -> list[Run]:
         Run("qlora70_quarter", 128, "--shape 70B --qlora --liger --mlp-tokens 16384 --offload 0 --layers 20", steps=3),
         Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384"),
         Run("lora_512K", 512, "--liger --no-lora-casts --mlp-tokens 16384 --offload 0"),
-        Run(
-            "lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload 16", steps=1
-        ),  # 228 GiB of host memory
+        # 224 GiB of host memory for two GPUs
+        Run("lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload 16", steps=1),
     ]
     for name, (thousands, options, stays) in long.items():
         found += [

@@ -195,10 +195,8 @@ def main() -> None:
         }
         if options.output is not None:
             options.output.write_text(json.dumps(results, indent=1) + "\n")
-        print(
-            json.dumps({name: x for name, x in results.items() if name not in ("profile", "fullest_moment")}),
-            flush=True,
-        )
+        shown = {name: x for name, x in results.items() if name not in ("profile", "fullest_moment")}
+        print(json.dumps(shown), flush=True)
     trainer.accelerator.end_training()
 
 

@@ -30,6 +30,7 @@ from ..batch import shard
 from ..context import batch_context, model_record
 from ..context.mesh import find_ring
 from ..context.whole_batch import IGNORED
+from ..model.call_inputs import TrackedInput, version_of
 from ..patching.compiler import uncompiled
 
 prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -128,12 +129,12 @@ _WHOLE = "it must be whole rows: a new batch, or buffers that are not among no_r
 
 
 def _is_left(x: Any) -> bool:
-    return isinstance(x, Tensor) and x in _left and _left[x] == x._version
+    return any(TrackedInput(buffer, version).is_(x) for buffer, version in _left.items())
 
 
 def _leave_sharded(buffers: Collection[Tensor], models: Collection[nn.Module]) -> None:
     """Notes the buffers that stay sharded: outside of the context a model would take their tokens for whole rows."""
-    _left.update((buffer, buffer._version) for buffer in buffers)
+    _left.update((buffer, version_of(buffer)) for buffer in buffers)
     for module in models if buffers else ():
         if module not in _guarded:
             _guarded.add(module)

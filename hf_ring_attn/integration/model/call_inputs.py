@@ -44,7 +44,7 @@ class TrackedInput:
         """Compares identity, without reading values; None: a copy, perhaps."""
         mine = self.value
         if isinstance(mine, Tensor) or isinstance(other, Tensor):
-            return self.version == _version(mine) if self.same_memory(other) else None
+            return self.version == version_of(mine) if self.same_memory(other) else None
         return bool(mine == other)
 
     def same_memory(self, other: Any) -> bool:
@@ -57,11 +57,12 @@ class TrackedInput:
     def equals(self, other: Any) -> bool:
         """Compares values. Synchronizes if they are on a GPU."""
         mine, other = torch.as_tensor(self.value), torch.as_tensor(other)
-        unwritten = self.version == _version(self.value)
+        unwritten = self.version == version_of(self.value)
         return unwritten and mine.shape == other.shape and torch.equal(mine, other.to(mine.device, mine.dtype))
 
 
-def _version(x: Any) -> int:
+def version_of(x: Any) -> int:
+    """A tensor's version counter; 0 for anything else, and for tensors of inference mode, which have none."""
     return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 
 
@@ -71,7 +72,7 @@ def _facts(x: Tensor) -> tuple[Any, ...]:
 
 def track(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, TrackedInput]:
     """Tracks the inputs that a model must get unchanged."""
-    return {name: TrackedInput(inputs[name], _version(inputs[name])) for name in names if name in inputs}
+    return {name: TrackedInput(inputs[name], version_of(inputs[name])) for name in names if name in inputs}
 
 
 class TrackedInputs(dict[str, TrackedInput]):
