@@ -241,10 +241,9 @@ def buffers_that_stayed_sharded_are_not_taken_for_rows(accelerator: Any) -> None
     ids = batch(accelerator)["input_ids"]
     with accelerator.maybe_context_parallel([ids], [1], no_restore_buffers={ids}):
         prepared(input_ids=ids)
-    text = "stayed sharded, after their context, but it must be whole rows"
-    for given in ({"input_ids": ids}, {"input_ids": ids.detach()}):
-        with pytest.raises(errors.BadBuffers, match=text):
-            prepared(**given)
+    for given in (ids, ids.detach()):
+        with pytest.raises(errors.BadBuffers, match="stayed sharded, after their context, but it must be whole rows"):
+            prepared(input_ids=given)
     again = accelerator.maybe_context_parallel([ids], [1])
     with pytest.raises(errors.BadBuffers, match="earlier maybe_context_parallel left sharded"), again:
         pass
