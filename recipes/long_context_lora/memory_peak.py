@@ -22,7 +22,8 @@ class MemoryPeak:
 
     def start(self) -> None:
         self.before = torch.cuda.memory_allocated()
-        torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python")
+        # Stacks of allocations alone: to take that of a free, torch clears the exception that ends a recompute.
+        torch.cuda.memory._record_memory_history(context="alloc", max_entries=ENTRIES, stacks="python")
 
     def stop(self) -> dict[str, Any]:
         """The fullest moment, in GiB; every line: GiB together, how many, GiB of one, where."""
