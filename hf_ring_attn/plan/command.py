@@ -14,7 +14,7 @@ from ..integration.model import admission, loading
 from . import launch, report
 from .hardware import GPUS, KEPT_FREE, Gpu
 from .notes import notes_on
-from .search import alternatives, forecast, most_tokens
+from .search import alternatives, forecast, longer_rows, most_tokens
 from .setup import ITEMSIZES, KERNELS, LOSSES, METHODS, OPTIMIZERS, SHARDS, Setup
 from .shape import shape_of
 
@@ -107,13 +107,15 @@ def run(given: argparse.Namespace) -> int:
     kept_free = KEPT_FREE if given.memory is None else 0.0
     advised = (1 - kept_free) * setup.gpu.memory_gib  # forecasts miss by up to that part
     if given.max_tokens:
-        setup = replace(setup, tokens=most_tokens(model, setup, advised) or 2 * setup.ring_size)
+        longest = most_tokens(model, lambda tokens: replace(setup, tokens=tokens), advised)
+        setup = replace(setup, tokens=longest or 2 * setup.ring_size)
     one = forecast(model, setup, setup.gpu.memory_gib)
     others = alternatives(model, one, advised)
     if not others and not one.fits:
         others = alternatives(model, one, setup.gpu.memory_gib)
+    longer = longer_rows(model, one, advised) if given.max_tokens else []
     plan = report.Plan(
-        model, one, others, notes_on(config, meta, setup), given.gpu, given.model, loading.class_name(config),
+        model, one, others, longer, notes_on(config, meta, setup), given.gpu, given.model, loading.class_name(config),
         kept_free if given.max_tokens else 0.0, given.write if one.fits else None, given.write is not None,
     )  # fmt: skip
     if plan.written is not None:

@@ -20,7 +20,8 @@ class Plan:
     """All that a report shows.
 
     Args:
-        others: as `search.alternatives` gives them. notes: as `notes.notes_on`. gpu, source: as the user named them.
+        others, longer: as `search.alternatives` and `search.longer_rows` give them. notes: as `notes.notes_on`.
+        gpu, source: as the user named them.
         kept_free: the share of the memory that the longest row leaves.
         written: where the launch config and the program were written. asked: the user asked for it.
     """
@@ -28,6 +29,7 @@ class Plan:
     model: ModelShape
     one: Forecast
     others: list[Forecast]
+    longer: list[Forecast]
     notes: list[str]
     gpu: str
     source: str
@@ -87,6 +89,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     for other in others:
         about = " (it rounds the frozen weights, so it trains another model)" if QLORA in other.changes else ""
         yield f"  {other.memory.total / GIB:7.2f} GiB, {other.seconds.total:9.2f} s   {', '.join(other.changes)}{about}"
+    if plan.longer:
+        yield "options for longer rows:"
+    for other in plan.longer:
+        tokens, gib = other.setup.tokens, other.memory.total / GIB
+        yield f"  {tokens:11,} tokens, {gib:7.2f} GiB, {other.seconds.total:9.2f} s   {', '.join(other.changes)}"
     if one.fits:
         yield from _start(plan)
     elif plan.asked:
@@ -121,6 +128,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tokens_per_second_per_gpu": _speed(one), "mfu": _mfu(one),
         "alternatives": [
             {"changes": x.changes, "memory_bytes": x.memory.total, "seconds": x.seconds.total} for x in plan.others
+        ],
+        "longer_rows": [
+            {
+                "tokens": x.setup.tokens, "changes": x.changes, "memory_bytes": x.memory.total,
+                "host_bytes": sum(x.memory.host.values()), "seconds": x.seconds.total,
+            }
+            for x in plan.longer
         ],
         "launch": {
             "command": launch.command(one.setup), "config": launch.config(one.setup),

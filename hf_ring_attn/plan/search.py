@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,10 @@ MOST_TOKENS = 2**30
 ABOUT = 1.03
 """Times of two setups that differ by less are about the same."""
 QLORA = "--method qlora"
+OFFLOAD = "--offload-above"
+"""The change that puts checkpoints into host memory, as many as it holds."""
+
+Changes = Sequence[tuple[str, dict[str, Any]]]
 
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--save-attention", {"save_attention": True}),
@@ -34,8 +38,8 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--liger", {"liger": True}),
     (QLORA, {"method": "qlora"}),
 )
-"""Options that a search tries, as a user writes them. The last one changes what is trained, so it is only tried where
-the user's own setup does not fit."""
+"""Options that a search tries beside `OFFLOAD`, as a user writes them. The last one changes what is trained, so it is
+only tried where the user's own setup does not fit."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,12 @@ def forecast(model: ModelShape, setup: Setup, memory_gib: float, changes: tuple[
     return Forecast(setup, memory_of(model, setup), seconds_of(model, setup), memory_gib, changes)
 
 
-def most_tokens(model: ModelShape, setup: Setup, memory_gib: float) -> int:
-    """The longest row that fits, a multiple of 2 * ring size; 0 if none does."""
-    unit = 2 * setup.ring_size
+def most_tokens(model: ModelShape, at: Callable[[int], Setup], memory_gib: float) -> int:
+    """The longest row that fits, a multiple of 2 * ring size; 0 if none does. ``at``: the setup of so many tokens."""
+    unit = 2 * at(1).ring_size
 
     def fits(units: int) -> bool:
-        longer = replace(setup, tokens=units * unit)
+        longer = at(units * unit)
         return _fits(memory_of(model, longer), longer, memory_gib)
 
     if not fits(1):
@@ -87,11 +91,41 @@ def alternatives(model: ModelShape, own: Forecast, memory_gib: float, most: int 
 
     If the user's ``own`` fits, only faster ones, which train the same.
     """
-    others = [(other, changes) for other, changes in _others(model, own.setup) if not (own.fits and QLORA in changes)]
+    tried = (_changed(model, own.setup, chosen) for chosen in _combinations(own.setup))
+    others = [one for one in tried if one is not None and not (own.fits and QLORA in one[1])]
     found = [forecast(model, other, memory_gib, changes) for other, changes in others]
     found = [one for one in found if one.fits and (not own.fits or one.seconds.total < 0.98 * own.seconds.total)]
     found.sort(key=lambda one: (round(one.seconds.total, 2), len(one.changes)))
     return [one for one in found if not any(_is_simpler(few, one) for few in found)][:most]
+
+
+def longer_rows(model: ModelShape, own: Forecast, memory_gib: float) -> list[Forecast]:
+    """Setups with longer rows than the longest of the user's ``own``, which train the same: each the longest of those
+    with as few changes, and longer than any with fewer."""
+    by_count: dict[int, list[Forecast]] = {}
+    for chosen in _combinations(own.setup):
+        if QLORA not in (name for name, _ in chosen) and (one := _longest(model, own.setup, chosen, memory_gib)):
+            by_count.setdefault(len(chosen), []).append(one)
+    found = [own]
+    for count in sorted(by_count):
+        most = max(one.setup.tokens for one in by_count[count])
+        if most > ABOUT * found[-1].setup.tokens:
+            about = (one for one in by_count[count] if ABOUT * one.setup.tokens >= most)
+            found.append(min(about, key=lambda one: one.seconds.total / one.setup.tokens**2))
+    return found[1:]
+
+
+def _longest(model: ModelShape, setup: Setup, chosen: Changes, memory_gib: float) -> Forecast | None:
+    """The longest row with these changes; None if they change nothing, or no row fits."""
+
+    def at(tokens: int) -> tuple[Setup, tuple[str, ...]] | None:
+        return _changed(model, replace(setup, tokens=tokens), chosen)
+
+    if at(setup.tokens) is None:
+        return None
+    tokens = most_tokens(model, lambda tokens: (at(tokens) or (replace(setup, tokens=tokens),))[0], memory_gib)
+    changed = at(tokens) if tokens else None
+    return None if changed is None else forecast(model, changed[0], memory_gib, changed[1])
 
 
 def _is_simpler(few: Forecast, one: Forecast) -> bool:
@@ -100,28 +134,35 @@ def _is_simpler(few: Forecast, one: Forecast) -> bool:
     return trains_alike and len(few.changes) < len(one.changes) and few.seconds.total <= ABOUT * one.seconds.total
 
 
-def _offload(model: ModelShape, setup: Setup) -> tuple[str, dict[str, Any]]:
-    """The change that puts into host memory what it holds of the checkpoints, or all of them."""
-    away = 0.9 * setup.gpu.host_memory_gib
-    stay = math.ceil(max(0.0, len(model.layers) * kept_bytes(model, setup) / GIB - away))
-    return f"--offload-above {stay}", {"offload_above": float(stay), "checkpointing": True}
+def _stay(model: ModelShape, setup: Setup) -> float:
+    """GiB of checkpoints that stay on a GPU if the host takes all others that it can hold."""
+    of_states = sum(memory_of(model, replace(setup, offload_above=None)).host.values()) / GIB
+    away = 0.9 * (setup.gpu.host_memory_gib - of_states)
+    return float(math.ceil(max(0.0, len(model.layers) * kept_bytes(model, setup) / GIB - away)))
 
 
-def _others(model: ModelShape, setup: Setup) -> Iterator[tuple[Setup, tuple[str, ...]]]:
-    """Each combination of changes that changes something, and that hosts can run."""
-    by_saved = {saves: _offload(model, replace(setup, save_attention=saves)) for saves in (False, True)}
-    changes = (*CHANGES[:-1], by_saved[setup.save_attention], CHANGES[-1])
-    useful = [(name, new) for name, new in changes if replace(setup, **new) != setup and _is_possible(setup, name)]
+def _combinations(setup: Setup) -> Iterator[Changes]:
+    """The combinations of changes that a search tries."""
+    useful = [(name, new) for name, new in CHANGES if replace(setup, **new) != setup and _is_possible(setup, name)]
+    useful.append((OFFLOAD, {"checkpointing": True}))
     for count in range(1, len(useful) + 1):
-        for chosen in itertools.combinations(useful, count):
-            saves = {**vars(setup), **{key: value for _, new in chosen for key, value in new.items()}}["save_attention"]
-            chosen = tuple(by_saved[saves] if "offload_above" in new else (name, new) for name, new in chosen)
-            changed = replace(setup, **{key: value for _, new in chosen for key, value in new.items()})
-            keeps = changed.save_attention or changed.offload_above is not None
-            # The step of a paged optimizer, which is bitsandbytes's, fails with sharded weights.
-            fails = changed.is_sharded and changed.optimizer.startswith("paged")
-            if (changed.checkpointing or not keeps) and not fails:  # both are for checkpoints
-                yield changed, tuple(name for name, _ in chosen)
+        yield from itertools.combinations(useful, count)
+
+
+def _changed(model: ModelShape, setup: Setup, chosen: Changes) -> tuple[Setup, tuple[str, ...]] | None:
+    """The setup with these changes, and their names; None if one of them changes nothing, or hosts cannot run it."""
+    changed = replace(setup, **{key: value for _, new in chosen for key, value in new.items()})
+    names = [name for name, _ in chosen]
+    if OFFLOAD in names:
+        changed = replace(changed, offload_above=_stay(model, changed))
+        if changed.offload_above == setup.offload_above:
+            return None
+        names[names.index(OFFLOAD)] = f"{OFFLOAD} {changed.offload_above:g}"
+    keeps = changed.save_attention or changed.offload_above is not None
+    # The step of a paged optimizer, which is bitsandbytes's, fails with sharded weights.
+    fails = changed.is_sharded and changed.optimizer.startswith("paged")
+    # Both are for checkpoints.
+    return None if fails or (keeps and not changed.checkpointing) else (changed, tuple(names))
 
 
 def _is_possible(setup: Setup, name: str) -> bool:

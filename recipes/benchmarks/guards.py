@@ -2,9 +2,10 @@
 
     torchrun --nproc_per_node 2 recipes/benchmarks/guards.py [--device cuda] [--layers 32] [--save FOLDER]
 
-The model is a Llama of narrow layers with random weights, in a loop with `shard`. Each part is timed on rank 0, by the
-clock and by the CPU time of its thread, which does not count waits for other ranks. On GPUs the device is synchronised
-before and after each part, so that it shows its own wait alone. A step runs them one after another:
+The model is a Llama of narrow layers with random weights (``--lora``: and adapters), in a loop with `shard`. Each part
+is timed on rank 0, by the clock and by the CPU time of its thread, which does not count waits for other ranks. On GPUs
+the device is synchronised before and after each part, so that it shows its own wait alone. A step runs them one after
+another:
 
     shard     reads the batch, compares it on all ranks, lays it out and cuts it
     enter     the batch's context, before the forward
@@ -25,13 +26,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ring_attn
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.world import world
-from hf_ring_attn.integration.batch import shard as batch_shard
+from hf_ring_attn.integration.batch import binding
 
 
 class Clock:
@@ -70,19 +72,21 @@ def measured(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
     model_class: Any = LlamaForCausalLM
     model = model_class._from_config(config, attn_implementation="ring_fp32").to(device).train()
+    if args.lora:
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     ids = torch.randint(0, 997, (1, args.tokens), generator=torch.Generator().manual_seed(1)).to(device)
     clock = Clock(device)
-    admit, watch = batch_shard._admit, batch_shard._watch
+    admit, watch = binding.admit, binding._watch
     steps: list[float] = []
     for _ in range(args.steps):
         dist.barrier()
         began = time.perf_counter()
         sharded = clock.of("shard", hf_ring_attn.shard)({"input_ids": ids, "labels": ids})
-        batch_shard._admit, batch_shard._watch = clock.of("admit", admit), clock.of("watch", watch)
+        binding.admit, binding._watch = clock.of("admit", admit), clock.of("watch", watch)
         clock.of("enter", sharded.__enter__)()
         loss = model(**sharded.inputs).loss
         clock.of("leave", sharded.__exit__)(None, None, None)
-        batch_shard._admit, batch_shard._watch = admit, watch
+        binding.admit, binding._watch = admit, watch
         loss.backward()
         clock.of("reduce", sharded.reduce_gradients)(model)
         model.zero_grad()
@@ -105,6 +109,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--lora", action="store_true", help="adapters on all linear layers: seven times the modules")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)

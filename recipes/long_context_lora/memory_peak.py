@@ -72,6 +72,6 @@ def fullest(events: Sequence[Mapping[str, Any]], before: int) -> dict[str, Any]:
 
 def where(frames: Iterable[Mapping[str, Any]]) -> str:
     """The innermost frames outside of torch, "file:line function"; of a backward without Python: "no Python"."""
-    places = [frame for frame in frames if frame["filename"].endswith(".py") and "/torch/" not in frame["filename"]]
+    places = [x for x in frames if x["filename"].endswith(".py") and "/site-packages/torch/" not in x["filename"]]
     words = [f"{'/'.join(x['filename'].split('/')[-2:])}:{x['line']} {x['name']}" for x in places[:FRAMES]]
     return " < ".join(words) or "no Python"

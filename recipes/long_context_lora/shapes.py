@@ -26,11 +26,14 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_
 
 
 def config_of(shape: str, tokens: int, window: int | None = None, layers: int | None = None) -> Any:
-    """The config of a shape for rows of so many tokens; a Mistral's where layers attend to a window of tokens only."""
-    kind: Any = Qwen3Config if shape == "32B" else LlamaConfig
+    """The config of a shape for rows of so many tokens. Where layers attend to a window of tokens only, a Llama is
+    a Mistral."""
+    kind: Any = Qwen3Config if shape == "32B" else MistralConfig if window else LlamaConfig
     changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     if window:
-        kind, changes = MistralConfig, {**changes, "sliding_window": window}
+        changes["sliding_window"] = window
+        if kind is Qwen3Config:
+            changes |= {"use_sliding_window": True, "max_window_layers": 0}
     return kind(
         **{**SHAPES[shape], **changes}, max_position_embeddings=max(tokens, 131072), rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False, use_cache=False,

@@ -21,7 +21,7 @@ from hf_ring_attn.plan.memory import (
     peer_bytes,
     weight_bytes,
 )
-from hf_ring_attn.plan.search import QLORA, alternatives, forecast, most_tokens
+from hf_ring_attn.plan.search import QLORA, alternatives, forecast, longer_rows, most_tokens
 from hf_ring_attn.plan.seconds import attention_flops, pairs, seconds_of
 from hf_ring_attn.plan.setup import Setup
 from tests.plan.shapes import LLAMA_8B, llama_8b, shape
@@ -83,7 +83,8 @@ def test_norms_that_compute_again_save_no_normed_input() -> None:
 def test_a_search_shards_no_weights_of_a_paged_optimizer() -> None:
     """The optimizer is one of bitsandbytes, whose step fails with weights of FSDP2."""
     paged = setup(method="full", optimizer="paged_adamw_8bit", shard="ddp")
-    sharded = [tried for tried, _ in search._others(llama_8b(), paged) if tried.is_sharded]
+    changed = (search._changed(llama_8b(), paged, chosen) for chosen in search._combinations(paged))
+    sharded = [one[0] for one in changed if one is not None and one[0].is_sharded]
     assert {tried.optimizer for tried in sharded} == {"adamw_8bit"}
 
 
@@ -167,13 +168,17 @@ def test_what_cannot_be_planned_is_refused_by_name(entries: dict[str, Any], why:
         shape(entries)
 
 
+def longest(like: Setup, memory_gib: float) -> int:
+    return most_tokens(llama_8b(), lambda tokens: replace(like, tokens=tokens), memory_gib)
+
+
 def test_the_longest_row_is_where_the_table_ends() -> None:
     for changes in ({}, {"save_attention": True}, {"mlp_tokens": 4096, "offload_above": 0.0}):
-        found = most_tokens(llama_8b(), setup(**changes), 80.0)
+        found = longest(setup(**changes), 80.0)
         assert found % 4 == 0
         assert forecast(llama_8b(), setup(tokens=found, **changes), 80.0).fits
         assert not forecast(llama_8b(), setup(tokens=found + 4, **changes), 80.0).fits
-    assert most_tokens(llama_8b(), setup(), 5.0) == 0
+    assert longest(setup(), 5.0) == 0
 
 
 def test_options_that_make_a_row_fit_are_found() -> None:
@@ -216,7 +221,32 @@ def test_host_memory_is_a_limit_too() -> None:
     without = forecast(llama_8b(), replace(limited, offload_above=None), 139.8)
     found = alternatives(llama_8b(), without, 139.8)
     assert found and all("--offload-above 38" in one.changes for one in found), "128 GiB of checkpoints less 90"
-    assert most_tokens(llama_8b(), limited, 139.8) < most_tokens(llama_8b(), long, 139.8)
+    assert longest(limited, 139.8) < longest(long, 139.8)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_longer_rows_are_the_longest_of_their_options(method: str) -> None:
+    gpu = replace(setup().gpu, memory_gib=79.1, host_memory_gib=120.0)
+    own = setup(method=method, gpu=gpu)
+    own = replace(own, tokens=longest(own, 73.6))
+    found = longer_rows(llama_8b(), forecast(llama_8b(), own, 73.6), 73.6)
+    assert [len(one.changes) for one in found] == sorted({len(one.changes) for one in found}) and len(found) > 1
+    before = own.tokens
+    for one in found:
+        assert one.fits and one.setup.tokens > 1.03 * before and one.setup.tokens % 4 == 0, one.changes
+        before = one.setup.tokens
+        host = sum(one.memory.host.values()) / GIB
+        assert host <= 120 and not forecast(llama_8b(), replace(one.setup, tokens=2 * before), 73.6).fits
+    if method == "full":
+        assert any("--offload-params" in one.changes and one.setup.offload_above for one in found), "both on the host"
+    assert QLORA not in {change for one in found for change in one.changes}
+
+
+def test_a_row_that_nothing_makes_longer() -> None:
+    all_of_them = {"liger": True, "offload_params": True, "optimizer": "adamw_8bit"}
+    own = setup(mlp_tokens=16384, offload_above=0.0, **all_of_them)
+    own = replace(own, tokens=longest(own, 139.8))
+    assert longer_rows(llama_8b(), forecast(llama_8b(), own, 139.8), 139.8) == []
 
 
 def test_saved_attention_is_in_the_budget_of_checkpoints() -> None:

@@ -11,7 +11,7 @@ MODULE = runpy.run_path(str(REPOSITORY / "recipes" / "long_context_lora" / "memo
 GIB, MIB = 2**30, 2**20
 MLP = [
     {"filename": "/site-packages/torch/nn/modules/linear.py", "line": 5, "name": "forward"},
-    {"filename": "/site-packages/peft/tuners/lora/layer.py", "line": 7, "name": "forward"},
+    {"filename": "/opt/torch/lib/site-packages/peft/tuners/lora/layer.py", "line": 7, "name": "forward"},
     {"filename": "??", "line": 0, "name": "PyEval"},
 ]
 
