@@ -116,19 +116,25 @@ class _Backward:
         return part
 
     def by_gather(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes dq, dk and dv: gathers keys and values as the forward does, and reduce-scatters dk and dv."""
-        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.k, self.v))
+        """Computes dq, dk and dv: gathers keys and values as the forward does, and reduce-scatters dk and dv.
+
+        Each group of heads has accumulators of its own, so their memory is that of a group.
+        """
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (self.q, self.k, self.v))
         gathered = seen_by_heads(self.traffic, self.tables, self.q, self.k, self.v, self.call.options.heads_per_gather)
-        self._prepare()
+        self._make_delta()
         wide = accumulate_dtype(self.q.dtype)
         for heads, k, v, _ in gathered:
-            keys = k, v, self.tables.keys
-            sums = self._new_sums(*keys)
-            self._add(self._queries(heads), *keys, self.tables.forward, sums)
+            part, keys = self._of_heads(heads), (k, v, self.tables.keys)
+            part._prepare()
+            sums = part._new_sums(*keys)
+            part._add(part._queries(slice(0, k.shape[2])), *keys, self.tables.forward, sums)
+            part._finished_dq(dq[:, :, self.call.query_heads(heads)])
             # Still unrounded, but out of the kernel's own memory order, which cannot be split by rank.
-            for gradient, x in zip((dk, dv), self._finished(*keys, sums, wide), strict=True):
+            for gradient, x in zip((dk, dv), part._finished(*keys, sums, wide), strict=True):
                 _round_into(gradient[:, :, heads], self._reduced(x))
-        return self._finished_dq(), dk, dv
+            del part, keys, sums  # before the next one's are made
+        return dq, dk, dv
 
     def _prepare(self) -> None:
         """Computes what needs no remote keys, while the first of them are in transfer."""

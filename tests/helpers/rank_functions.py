@@ -72,31 +72,32 @@ def poisoned_memory() -> Iterator[None]:
 
 @dataclass
 class Spy:
-    """The gradients as they were before their rounding: what the kernel's `finish` was given."""
+    """The gradients as they were before their rounding: what the kernel's `finish` was given. ``of_q``: those of q."""
 
     seen: list[Tensor] = field(default_factory=list)
+    of_q: list[Tensor] = field(default_factory=list)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        def round_into(out: Tensor, gradient: Tensor) -> None:
+        def round_into(out: Tensor, gradient: Tensor, place: Place | None = None) -> None:
             if out.dtype != gradient.dtype:
-                self.seen.append(gradient.clone())
+                (self.of_q if place is not None and place.of == "q" else self.seen).append(gradient.clone())
             out.copy_(gradient)
 
         def finish(
             _: Reference, accumulator: Tensor, dtype: torch.dtype, place: Place | None = None, out: Tensor | None = None
         ) -> Tensor:
             out = torch.empty_like(accumulator, dtype=dtype) if out is None else out
-            round_into(out, accumulator)
+            round_into(out, accumulator, place)
             return out
 
         with mock.patch.object(Reference, "finish", finish), mock.patch.object(backward, "_round_into", round_into):
             yield
 
     def answer(self, real: Tensor) -> Answer:
-        """Those of the real tokens; dk and dv were rounded a few heads at a time."""
-        *pairs, dq = self.seen
-        parts = {"dq": dq, "dk": torch.cat(pairs[::2], 2), "dv": torch.cat(pairs[1::2], 2)}
+        """Those of the real tokens; they were rounded a few heads at a time."""
+        of_k, of_v = self.seen[::2], self.seen[1::2]
+        parts = {name: torch.cat(heads, 2) for name, heads in (("dq", self.of_q), ("dk", of_k), ("dv", of_v))}
         return {name: x[:, real] for name, x in parts.items()}
 
 

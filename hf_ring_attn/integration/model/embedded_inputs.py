@@ -38,12 +38,20 @@ def free(model: nn.Module, running: bool) -> list[Undo]:
 
 
 def _unread(modules: list[nn.Module]) -> Iterator[nn.Module]:
-    """Modules with such a hook, no other one that sees their output or its gradient, and without trained weights."""
+    """Modules with such a hook, no other one that sees their output or its gradient, and without trained weights.
+
+    FSDP2's hook gathers their weights for a backward, which they do not have.
+    """
     for module in modules:
-        hooks = {getattr(hook, "__name__", "") for hook in module._forward_hooks.values()}
-        watched = module._backward_hooks or module._backward_pre_hooks or not hooks <= {*HOSTS_HOOKS}
+        hooks = [hook for hook in module._forward_hooks.values() if not _is_of_fsdp(hook)]
+        by_hosts = [getattr(hook, "__name__", "") in HOSTS_HOOKS for hook in hooks]
+        watched = module._backward_hooks or module._backward_pre_hooks or not all(by_hosts)
         if hooks and not watched and not any(weight.requires_grad for weight in module.parameters()):
             yield module
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return type(getattr(hook, "__self__", None)).__name__ == "FSDPState"
 
 
 class _Calls:

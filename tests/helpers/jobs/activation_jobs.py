@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -235,7 +235,7 @@ def embeddings_of_a_step(
     checkpointing = {"use_reentrant": reentrant}
     model = model_of(Step(why="", checkpointing=checkpointing, config={"num_hidden_layers": 4}, lora=LORA))
     embedding, seen = model.get_input_embeddings(), []
-    prepare(embedding)
+    prepare(model)
     layer = model.get_base_model().model.layers[0]
     layer.register_forward_pre_hook(lambda _module, args: seen.append(weakref.ref(args[0].untyped_storage())))
     batch = hf_ring_attn.shard(tokens(23), config=RingConfig(self_check=False, **options))
@@ -243,9 +243,11 @@ def embeddings_of_a_step(
         loss = model(**batch.inputs).loss
     alive = seen[0]() is not None
     loss.backward()
-    batch.reduce_gradients(model)
+    if not isinstance(model, FSDPModule):
+        batch.reduce_gradients(model)
     assert embedding._forward_hooks, "PEFT's own hook stays"
-    return alive, batch.reduce(loss), gradients_of(model)
+    found = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients_of(model).items()}
+    return alive, batch.reduce(loss), found
 
 
 def gradient_of_embeddings(**options: Any) -> Tensor:

@@ -10,6 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
@@ -19,6 +22,7 @@ from tests.helpers.contexts import alone
 from tests.helpers.hosts import CHECKPOINTS_SOME_LAYERS, checkpoint
 from tests.helpers.jobs import activation_jobs as jobs
 from tests.helpers.jobs.activation_jobs import LORA, Step
+from tests.helpers.jobs.chunked_jobs import sharded
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, in_rings, without_ring
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.jobs.runs import Mesh, Rows, Run
@@ -113,23 +117,32 @@ def test_inputs_of_layers_are_freed_and_their_buffers_used_again() -> None:
     assert buffers[0] == buffers[1] >= 3
 
 
-def as_it_is(_embedding: Any) -> None: ...
+def as_it_is(_model: Any) -> None: ...
 
 
-def trained(embedding: Any) -> None:
-    embedding.weight.requires_grad_(True)
+def under_fsdp2(model: Any) -> None:
+    """As accelerate does, whose FSDP2 has a hook on the embeddings' output. In one process as it is."""
+    if dist.is_initialized():
+        fully_shard(model.get_input_embeddings(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        sharded(model, "by itself")
 
 
-def watched(embedding: Any) -> None:
-    embedding.register_full_backward_hook(lambda *_: None)
+def trained(model: Any) -> None:
+    model.get_input_embeddings().weight.requires_grad_(True)
 
 
-def read(embedding: Any) -> None:
-    embedding.register_forward_hook(lambda *_: None)
+def watched(model: Any) -> None:
+    model.get_input_embeddings().register_full_backward_hook(lambda *_: None)
+
+
+def read(model: Any) -> None:
+    model.get_input_embeddings().register_forward_hook(lambda *_: None)
 
 
 EMBEDDINGS = {
     "frozen": (as_it_is, False, {"offload_above": 0.0}, False),
+    "under FSDP2": (under_fsdp2, False, {"offload_above": 0.0}, False),
+    "under FSDP2, not offloaded": (under_fsdp2, False, {}, True),
     "reentrant": (as_it_is, True, {"offload_above": 0.0}, True),
     "a hook on their gradient": (watched, False, {"offload_above": 0.0}, True),
     "a hook on them": (read, False, {"offload_above": 0.0}, True),
