@@ -13,6 +13,7 @@ from .numbers import (
     FOUR,
     H100,
     H100_1M,
+    H100_32B,
     H100_FLASH4,
     LONGEST,
     LOSS,
@@ -256,6 +257,11 @@ ROWS = [
     Row("How long are whole steps on two H100 with flash4, and how long a row fits?", H100_FLASH4, "`whole_steps.py`, 2 GPUs",
         [a_step(H100_FLASH4, "ring_fast_128K", "128K:"), a_step(H100_FLASH4, "lora_512K", "512K (first step):"),
          a_step(H100_FLASH4, "qlora70_128K", "70B QLoRA at 128K (first step):")], "docs, recipes"),
+    Row("How long a row of a 32B model fits two GPUs of 80 GB, and what is in memory?", H100_32B, "`whole_steps.py`, 2 GPUs",
+        [("qlora32_416K_layers", lambda: f"QLoRA of 64 layers at 416K {numbers.by_layers('qlora32_416K', 64, H100_32B):,.0f} s, from one layer and two"),
+         ("qlora32_416K_window", lambda: f"with a window {gib(H100_32B, 'qlora32_416K_window')} GiB a GPU"),
+         ("ring_fast_8K", lambda: f"8K {step(H100_32B, 'ring_fast_8K')['seconds_per_step']:.2f} s, accelerate's own "
+                                  f"{step(H100_32B, 'own_fast_8K')['seconds_per_step']:.2f} s")], "docs, recipes"),
     Row("Do a million tokens fit two GPUs of 80 GB, and why are first steps longer?", H100_1M, "`whole_steps.py`, 2 GPUs",
         [a_step(H100_1M, "lora_1M", "1M LoRA (first step):"),
          ("qlora70_quarter", lambda: f"20 layers of 70B: {step(H100_1M, 'qlora70_quarter')['seconds'][0]:.0f} s, then "

@@ -215,6 +215,7 @@ def gib(folder: str, name: str) -> str:
 WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
 LOSS, EIGHT, LONGEST = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks", "2026-11-25-longest-rows"
 H100, H100_FLASH4, H100_1M = "2026-11-25-two-h100", "2026-11-25-two-h100-flash4", "2026-11-25-two-h100-1m"
+H100_32B = "2026-11-26-two-h100-32b"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "accelerate's own", AGAIN, "own_8K"),
@@ -223,6 +224,8 @@ STEPS = [
     ("8K", "2 x H200", "ring, Liger, no LoRA casts, no checkpointing", AGAIN, "ring_fast_8K"),
     ("8K", "2 x H200", "accelerate's own, compiled layers, no checkpointing", AGAIN, "own_compiled_8K"),
     ("8K", "2 x H200", "ring, compiled layers, no checkpointing", AGAIN, "ring_compiled_8K"),
+    ("8K", "2 x H100", "accelerate's own, Liger, no LoRA casts, no checkpointing", H100_32B, "own_fast_8K"),
+    ("8K", "2 x H100", "ring, Liger, no LoRA casts, no checkpointing", H100_32B, "ring_fast_8K"),
     ("32K", "2 x H200", "accelerate's own", ON_TWO, "own_32K"),
     ("32K", "2 x H200", "ring", ON_TWO, "ring_32K"),
     ("32K", "2 x H200", "accelerate's own, Liger, no LoRA casts, no checkpointing", ON_TWO, "own_fast_32K"),
@@ -313,9 +316,9 @@ def compiled_table() -> str:
     return table("seconds a step | ring | accelerate's own context parallelism", rows)
 
 
-def by_layers(name: str, layers: int) -> float:
+def by_layers(name: str, layers: int, folder: str = LONGEST) -> float:
     """Seconds of a step of a whole model, from its longest row's runs with one layer and with two."""
-    one, two = (float(step(LONGEST, f"{name}_{run}")["seconds_per_step"]) for run in ("layer", "layers"))
+    one, two = (float(step(folder, f"{name}_{run}")["seconds_per_step"]) for run in ("layer", "layers"))
     return one + (layers - 1) * (two - one)
 
 

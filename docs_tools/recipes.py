@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .numbers import FOUR, H100, H100_1M, H100_FLASH4, LONGEST, LOSS, WHOLE, commit, gib, run, seconds, step
+from .numbers import FOUR, H100, H100_1M, H100_32B, H100_FLASH4, LONGEST, LOSS, WHOLE, commit, gib, run, seconds, step
 
 QLORA = "2026-11-24-qlora"
 
@@ -31,7 +31,11 @@ RUNS = {
         Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
         Measured("1,048,576", "2 x H100", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=16`, Liger", H100_1M, "lora_1M"),
     ],
-    "qlora-32b": [Measured("131,072", "1 x H200", QWEN, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q32_128K")],
+    "qlora-32b": [
+        Measured("131,072", "1 x H200", QWEN, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q32_128K"),
+        Measured("425,984", "2 x H100", QWEN, "QLoRA of one layer, `mlp_tokens=16384`, Liger, FSDP2", H100_32B, "qlora32_416K_layer"),
+        Measured("425,984", "2 x H100", QWEN, "QLoRA of two layers, the same", H100_32B, "qlora32_416K_layers"),
+    ],
     "qlora-70b": [
         Measured("131,072", "2 x H100", LARGE, "QLoRA, `mlp_tokens=16384`, `offload_above=0`, Liger", H100_FLASH4, "qlora70_128K"),
         Measured("131,072", "2 x H100", LARGE, "the same, kernel `triton`", H100, "qlora70_128K"),
@@ -58,7 +62,7 @@ NOT_MEASURED = {
     "full-1m": f"{ALL}. {TOY_ONLY} No filed run trains all weights of a whole model of this size. One layer and two, in their second step:",
     "packed-chat": f"{ALL}. {TOY_ONLY} No filed run times a step of packed rows.",
     "extend-context": f"{ALL}. {TOY_ONLY} A small model learned on one GPU beside other programs, so it has losses (below), but no times.",
-    "qlora-32b": f"{ALL} in a ring, or of real weights. One GPU without a ring:",
+    "qlora-32b": f"{ALL} of all layers in a ring, or of real weights. One GPU without a ring, and one layer and two in a ring, in their second step:",
     "qlora-70b": f"{ALL} of real weights, or of a second step of all layers in a ring. Two GPUs, and one without a ring, on a shorter row:",
     "vlm": f"{ALL}. {TOY_ONLY} No filed run times a step with pictures.",
     "multi-node": f"{ALL}. {TOY_ONLY} No filed run has several machines.",
