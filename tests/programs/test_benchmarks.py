@@ -263,3 +263,33 @@ def test_the_time_of_the_host_is_measured_by_ranks(tmp_path: Path) -> None:
     assert [row["contender"] for row in rows] == ["ring", "ring, heads split", "one device"]
     assert all(row["host_ms"] > 0 and len(row["rounds"]) == 2 for row in rows)
     assert "hf_ring_attn/traffic/messages.py" in done.stdout
+
+
+SMALL = {
+    "guards": ["guards.py", "--layers", "1", "--steps", "2", "--tokens", "32", "--lora"],
+    "self_check": ["self_check.py", "--tokens", "32", "--rounds", "2"],
+    "host_lock": ["host_lock.py", "--gib", "1", "--threads", "0", "1"],
+    "why": ["why.py", "--length", "64", "--heads", "2", "1", "--width", "16", "--rings", "1", "2"],
+    "traffic": ["traffic.py", "--length", "4096", "--rings", "2"],
+}
+BY_RANKS = {"guards", "self_check"}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.turns
+def test_a_benchmark_runs_and_files_its_numbers(name: str, tmp_path: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"] if name in BY_RANKS else []
+    command = [
+        sys.executable,
+        *launch,
+        f"recipes/benchmarks/{SMALL[name][0]}",
+        *SMALL[name][1:],
+        "--save",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True,
+                          text=True, timeout=120, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for saved in results.read(tmp_path / results.FILE):
+        measured = [value for row in [saved.head, *saved.rows] for value in row.values()]
+        assert saved.head["commit"] and len(measured) > 8, saved
