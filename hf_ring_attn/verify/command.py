@@ -13,6 +13,7 @@ from ..bench.world import start_ranks, world
 from ..command_line import DTYPES, count, device
 from ..config import is_a_launched_rank
 from ..integration.model import loading
+from ..integration.model.decoder import layer_kinds
 from .verdict import Finding, verdict
 
 LEAST_TOKENS = 32
@@ -38,19 +39,24 @@ def run(given: argparse.Namespace) -> int:
     config = loading.load_config(given.model)
     if not is_a_launched_rank() and given.ranks > 1:
         return start_ranks(given.ranks, given.argv)
+    kinds = layer_kinds(config)
     with world(given.device, may_share=True) as (ring, where):
         model, loaded = _model(given, config, where)
         findings, refusal = verdict(model, given.tokens, where)
         if ring.size == 1:
             refusal = refusal or "one rank is no ring, so only leaks were looked for: give --ranks 2 or more"
+        layers = config.get_text_config().num_hidden_layers
         facts = {
             "model": type(model).__name__, "weights": "loaded" if loaded else "random", "ranks": ring.size,
             "device": where.type, "dtype": given.dtype, "tokens": given.tokens,
-            "layers": config.get_text_config().num_hidden_layers,
+            "layers": layers,
         }  # fmt: skip
         if ring.rank == 0:
+            if given.layers is not None and given.layers > layers:
+                sys.stderr.write(f"--layers {given.layers} is more than the model has: all {layers} layers ran\n")
             show = _as_json if given.json else _table
-            sys.stdout.write(show(facts, findings, refusal, _not_seen(config, given.tokens)) + "\n")
+            not_seen = [*_windows_not_seen(config, given.tokens), *_kinds_not_seen(kinds, layers)]
+            sys.stdout.write(show(facts, findings, refusal, not_seen) + "\n")
             sys.stdout.flush()
     return 0 if _is_exact(findings, refusal) else 1
 
@@ -76,14 +82,23 @@ def _is_exact(findings: list[Finding], refusal: str) -> bool:
     return not refusal and all(one.exact for one in findings)
 
 
-def _not_seen(config: Any, tokens: int) -> list[str]:
-    """Facts of the config that a row of so many tokens does not reach."""
+def _windows_not_seen(config: Any, tokens: int) -> list[str]:
+    """Windows of the config that a row of so many tokens does not reach."""
     text = config.get_text_config()
     reaches = {name: getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")}
     return [
         f"{name} = {value} begins beyond the row: --tokens {2 * value} would show it"
         for name, value in reaches.items()
         if isinstance(value, int) and value >= tokens
+    ]
+
+
+def _kinds_not_seen(kinds: list[str], layers: int) -> list[str]:
+    """The kinds of the whole model's layers that none of its first ``layers`` has."""
+    return [
+        f"layers of kind {kind}, which begin after the first {layers}: --layers {kinds.index(kind) + 1} would show one"
+        for kind in dict.fromkeys(kinds)
+        if kind not in kinds[:layers]
     ]
 
 
@@ -107,5 +122,6 @@ def _table(facts: dict[str, Any], findings: list[Finding], refusal: str, not_see
         lines.append(f"  {one.what:64s}{one.error:9.1e}{one.limit:9.1e}  {'ok' if one.exact else 'DIFFERS'}{where}")
     lines.append(f"self-check: {refusal or 'passed'}")
     lines += [f"not seen: {one}" for one in not_seen]
-    lines.append("exact" if _is_exact(findings, refusal) else "NOT exact")
+    exact = "exact, but not all was seen" if not_seen else "exact"
+    lines.append(exact if _is_exact(findings, refusal) else "NOT exact")
     return "\n".join(lines)

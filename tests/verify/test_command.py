@@ -10,7 +10,7 @@ import pytest
 
 from hf_ring_attn import cli
 from hf_ring_attn.integration.model import loading
-from hf_ring_attn.verify.command import _as_json, _not_seen, _table
+from hf_ring_attn.verify.command import _as_json, _kinds_not_seen, _table, _windows_not_seen
 from hf_ring_attn.verify.verdict import Finding
 from tests.helpers.jobs.verify_jobs import looks_around
 from tests.helpers.models.tiny_models import SIZES, tiny
@@ -111,6 +111,7 @@ def test_what_differs_is_shown_with_its_place() -> None:
     text = _table(FACTS, [GOOD, BAD], "", ["sliding_window = 4096 begins beyond the row"])
     assert "DIFFERS   model.layers.1" in text and "not seen: sliding_window" in text and text.endswith("NOT exact")
     assert _table(FACTS, [GOOD], "", []).endswith("\nexact")
+    assert _table(FACTS, [GOOD], "", ["a window"]).endswith("\nnot seen: a window\nexact, but not all was seen")
     assert "self-check: refused" in _table(FACTS, [GOOD], "refused", [])
 
 
@@ -124,8 +125,47 @@ def test_json_has_every_comparison() -> None:
 
 def test_windows_beyond_the_row_are_said() -> None:
     config = tiny("mistral", "eager").config  # a window of 7
-    assert _not_seen(config, 8) == []
-    assert _not_seen(config, 7) == ["sliding_window = 7 begins beyond the row: --tokens 14 would show it"]
+    assert _windows_not_seen(config, 8) == []
+    assert _windows_not_seen(config, 7) == ["sliding_window = 7 begins beyond the row: --tokens 14 would show it"]
+
+
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+KINDS = {
+    "Gemma 3": ([*[SLIDING] * 5, FULL] * 2, 3, {FULL: 6}),
+    "Gemma 3 with each kind": ([*[SLIDING] * 5, FULL] * 2, 6, {}),
+    "gpt-oss": ([SLIDING, FULL] * 2, 1, {FULL: 2}),
+    "three kinds": ([LINEAR, SLIDING, SLIDING, FULL], 1, {SLIDING: 2, FULL: 4}),
+    "all layers": ([SLIDING, FULL], 2, {}),
+}
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_kinds_of_layers_that_did_not_run_are_said(case: str) -> None:
+    kinds, layers, missing = KINDS[case]
+    assert _kinds_not_seen(kinds, layers) == [
+        f"layers of kind {kind}, which begin after the first {layers}: --layers {needed} would show one"
+        for kind, needed in missing.items()
+    ]
+
+
+WINDOWED = {"model_type": "gemma3_text", **SIZES, "num_hidden_layers": 6, "sliding_window": 7}
+MISSING = ["layers of kind full_attention, which begin after the first 3: --layers 6 would show one"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "ran", "not_seen", "said"),
+    [(3, 3, MISSING, ""), (9, 6, [], "--layers 9 is more than the model has: all 6 layers ran\n")],
+)
+def test_the_command_compares_its_layers_with_the_whole_model(
+    capsys: pytest.CaptureFixture[str], config: Path, layers: int, ran: int, not_seen: list[str], said: str
+) -> None:
+    """Three layers of Gemma 3 were "exact", and nothing said that its full attention had not run."""
+    config.write_text(json.dumps(WINDOWED))
+    arguments = ["--tokens", "32", "--ranks", "1", "--device", "cpu", "--json", "--layers", str(layers)]
+    cli.main(["verify", "--model", str(config), *arguments])
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert (found["layers"], found["not_seen"], shown.err) == (ran, not_seen, said)
 
 
 @pytest.mark.parametrize(
