@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import LoraConfig
 from settings import CHECKPOINTING, BadRecipe, read
@@ -30,10 +31,10 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 import hf_ring_attn
+from hf_ring_attn.integration.hosts.checkpoints import last_complete
 
 ON_CPU = os.environ.get("ACCELERATE_USE_CPU") == "true" or not torch.accelerator.is_available()
 SAVED = "recipe.json"
@@ -137,18 +138,36 @@ def load_rows(settings: dict[str, Any], name: str) -> Dataset | None:
     return rows.remove_columns("tokens") if counted else rows
 
 
-def arguments(settings: dict[str, Any], rows: Dataset, checkpoint: str | None) -> SFTConfig:
+def arguments(settings: dict[str, Any], rows: Dataset, checkpoint: Path | None) -> SFTConfig:
     """SFTConfig as the recipe and its data say; what a ring wants otherwise is the default here."""
     packed = "seq_lengths" in rows.column_names
     given: dict[str, Any] = {
         "per_device_train_batch_size": 1, "ddp_find_unused_parameters": False, "logging_steps": 1, "report_to": "none",
         "disable_tqdm": True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, "bf16": False,
-        **settings["training"], "resume_from_checkpoint": checkpoint, "padding_free": packed,
+        **settings["training"], "resume_from_checkpoint": checkpoint and str(checkpoint), "padding_free": packed,
     }  # fmt: skip
     if packed or PICTURES in rows.column_names:
         given["max_length"] = None  # rows are as long as they may be; TRL would cut documents or pictures
     given["use_cpu"] = ON_CPU
     return SFTConfig(**given)
+
+
+def checkpoint_in(folder: Path) -> Path | None:
+    """The last complete checkpoint in a folder, alike on all ranks. Says which ones are incomplete.
+
+    Raises:
+        BadRecipe: ranks see other checkpoints, since machines do not share the folder.
+    """
+    found, incomplete = last_complete(folder)
+    seen: list[str] = gather_object([found.name if found else "none"])
+    if len(set(seen)) > 1:
+        names = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(seen))
+        fault = f"training.output_dir: machines have other last checkpoints in {folder} ({names}); use a shared disk"
+        raise BadRecipe("--resume", [fault])
+    if incomplete and PartialState().is_main_process:
+        then = f"Resuming from {found}" if found else "No checkpoint is complete: training starts from its first step"
+        print(f"{', '.join(map(str, incomplete))} is incomplete: saving was interrupted. {then}", flush=True)
+    return found
 
 
 class Progress(TrainerCallback):
@@ -191,10 +210,10 @@ def train(settings: dict[str, Any], resume: bool = False) -> Any:
         BadRecipe: the settings, the model and the data do not fit each other.
     """
     folder = Path(settings["training"]["output_dir"])
-    checkpoint = get_last_checkpoint(folder) if resume and folder.is_dir() else None
+    checkpoint = checkpoint_in(folder) if resume else None
     rows, evaluation = load_rows(settings, "train"), load_rows(settings, "eval")
     assert rows is not None
-    args = arguments(settings, rows, True if checkpoint else None)
+    args = arguments(settings, rows, checkpoint)
     kind = AutoProcessor if PICTURES in rows.column_names else AutoTokenizer
     tokenizer = kind.from_pretrained(settings["model"], revision=settings["revision"])
     model = load_model(settings)

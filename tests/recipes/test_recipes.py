@@ -18,6 +18,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from hf_ring_attn.integration.hosts.parallelism_config import promote
 from tests.helpers.programs import CPU_2RANKS, Program, launched_by, older_names, start
 from tests.recipes.programs_of_recipes import NAMES, RECIPES
+from tests.recipes.programs_of_recipes import program as module_of
 
 LOSS = 1e-5
 """Relative bound: the order of float32 sums differs."""
@@ -86,6 +87,33 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_from_the_last_complete_che
     assert "checkpoint-3 is incomplete" in text and not older_names(text), text
     assert [step["step"] for step in steps(tmp_path)] == [3.0], text
     assert steps(tmp_path)[0]["loss"] == pytest.approx(want[2]["loss"], rel=LOSS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_was_killed_in_its_first_checkpoint_starts_again(ranks: int, tmp_path: Path) -> None:
+    """Schedulers always pass --resume to a run that they start again."""
+    run(tmp_path, "packed-chat").output()
+    want, output = steps(tmp_path), tmp_path / "toy/output"
+    for name in ("checkpoint-2", "checkpoint-3"):
+        (output / name / "trainer_state.json").unlink()
+    (output / "recipe.json").unlink()
+    text = run(tmp_path, "packed-chat", "--resume", ranks=ranks).output()
+    assert re.findall(r"^.*checkpoint-2 is incomplete.* starts from its first step$", text, re.MULTILINE), text
+    assert text.count("is incomplete") == 1, "one rank prints it"
+    got = steps(tmp_path)
+    assert [step["step"] for step in got] == [1, 2, 3], text
+    assert [step["loss"] for step in got] == pytest.approx([step["loss"] for step in want], rel=LOSS)
+
+
+def test_machines_with_other_checkpoints_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, here = module_of("train"), tmp_path / "checkpoint-2"
+    here.mkdir()
+    (here / "trainer_state.json").write_text("{}")
+    assert train.checkpoint_in(tmp_path) == here and train.checkpoint_in(tmp_path / "none") is None
+    monkeypatch.setattr(train, "gather_object", lambda mine: [*mine, "none"])
+    with pytest.raises(train.BadRecipe, match="rank 0: checkpoint-2, rank 1: none"):
+        train.checkpoint_in(tmp_path)
 
 
 @pytest.mark.slow
