@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from math import isnan
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from hf_ring_attn.integration.model import fsdp
+from hf_ring_attn.layers.host_memory import host_memory
 from tests.helpers.jobs import kinds_jobs
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.kinds_jobs import ADAM, INT8, KINDS, LORA, TORCHAO, Kind, Trained, distance
@@ -46,6 +48,44 @@ def test_a_kind_of_fine_tuning_is_that_of_one_process(ranks: Ranks, kind: Kind) 
         assert got.norms == pytest.approx(want.norms, rel=1e-2 if kind.half else 10 * LOSS, nan_ok=kind.scaled)
         assert got.scale == want.scale and got.after.keys() == want.after.keys()
         assert distance(got.after, want.after) < (2e-2 if kind.half else UPDATE) * moved
+
+
+def trained_and_offloaded(kind: Kind) -> tuple[Trained, int]:
+    """A run in a ring, and the number of tensors that went to host memory in it."""
+    memory = host_memory(torch.device("cpu"))
+    before = memory.stored
+    return kinds_jobs.trained(kind, Mesh(cp=2)), memory.stored - before
+
+
+STEPS, LAYERS = 3, 2
+WRAPPER = "_checkpoint_wrapped_module."
+CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": True}
+OFFLOADED = {**CHECKPOINTED, "activation_checkpointing_offload": True}
+PLUGINS = [
+    (Kind(why="checkpointing", fsdp=CHECKPOINTED, arguments=ADAM), 0),
+    (Kind(why="checkpointing, LoRA", fsdp=CHECKPOINTED, arguments=ADAM, lora=LORA), 0),
+    (Kind(why="offload, LoRA", fsdp=OFFLOADED, arguments=ADAM, lora=LORA), STEPS * LAYERS),
+]
+
+
+@pytest.mark.parametrize(("kind", "offloaded"), PLUGINS, ids=lambda x: x.why if isinstance(x, Kind) else "")
+@pytest.mark.turns
+def test_fsdps_checkpointing_trains_as_one_process_does(ranks: Ranks, kind: Kind, offloaded: int) -> None:
+    """The setting of a launch config, ``fsdp_activation_checkpointing``, which accelerate applies in `prepare`."""
+    want = alone(ranks, kind)
+    moved = distance(want.after, want.before)
+    for got, count in ranks(2).run(trained_and_offloaded, kind):
+        assert {name.partition(WRAPPER)[0] for name in got.after if WRAPPER in name} >= layers_in(want), "not wrapped"
+        assert got.losses == pytest.approx(want.losses, rel=LOSS)
+        assert got.norms == pytest.approx(want.norms, rel=10 * LOSS)
+        after = {name.replace(WRAPPER, ""): x for name, x in got.after.items()}
+        assert after.keys() == want.after.keys() and distance(after, want.after) < UPDATE * moved
+        assert count == offloaded
+
+
+def layers_in(found: Trained) -> set[str]:
+    """The beginnings of the names of decoder layers' weights."""
+    return {match[0] for name in found.after if (match := re.match(r".*[.]layers[.][0-9]+[.]", name))}
 
 
 def check_resumed(ranks: Ranks, kind: Kind, folder: Path, ring_size: int) -> None:
