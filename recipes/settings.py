@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import inspect
+import math
 import re
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from peft import LoraConfig
@@ -16,6 +19,7 @@ from transformers import BitsAndBytesConfig
 from trl import SFTConfig
 
 from hf_ring_attn import RingConfig
+from hf_ring_attn.errors import BadOption
 
 SECTIONS: dict[str, str] = {
     "model": "a model of the Hub, or a folder",
@@ -44,6 +48,15 @@ DECIDED_ELSEWHERE = {
     "model_init_kwargs": "the keys model, revision, dtype and config stand for it",
 }  # fmt: skip
 """Arguments of SFTConfig that a recipe leaves out, with the reason."""
+NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    **dict.fromkeys(("lora.r", "training.max_length", "training.per_device_train_batch_size",
+                     "training.per_device_eval_batch_size", "training.gradient_accumulation_steps"),
+                    (lambda number: number >= 1, "at least 1")),
+    "training.max_steps": (lambda number: number >= 1 or number == -1, "at least 1, or -1 to count epochs"),
+    "training.num_train_epochs": (lambda number: number > 0, "more than 0"),
+    "lora.lora_dropout": (lambda number: 0 <= number < 1, "at least 0 and less than 1"),
+}  # fmt: skip
+"""Numbers that peft and transformers take without a check, and what they need."""
 
 
 class BadRecipe(ValueError):
@@ -100,8 +113,14 @@ def read(path: Path, changes: Iterable[str] = ()) -> dict[str, Any]:
         *levels, last = name.split(".")
         place = given
         for level in levels:
-            place[level] = place = dict(place.get(level) or {})
-        place[last] = _parse(value)
+            below = place.get(level) or {}
+            if not isinstance(below, dict):
+                raise BadRecipe(path, [f"--set {change}: {level} is {below!r}, no table of keys and values"])
+            place[level] = place = dict(below)
+        try:
+            place[last] = _parse(value)
+        except yaml.YAMLError as error:
+            raise BadRecipe(path, [f"--set {change}: {error}"]) from None
     return checked(given, path)
 
 
@@ -116,13 +135,12 @@ def checked(given: dict[str, Any], where: object = "the recipe") -> dict[str, An
         "model": None, "revision": None, "dtype": "bfloat16", "attention": "ring_fp32", "config": {},
         "quantization": None, "lora": None, "compile": None, "ring": {}, "data": {}, "training": {}, "toy": {}, **given,
     }  # fmt: skip
+    top = {"model": str | None, "revision": str | None, "attention": str}
+    wrong = list(_mistyped("", {key: settings[key] for key in top}, top))
     for section, allowed in {
-        "quantization": inspect.signature(BitsAndBytesConfig.__init__).parameters.keys() - {"self", "kwargs"},
-        "lora": {field.name for field in dataclasses.fields(LoraConfig)},
-        "ring": {field.name for field in dataclasses.fields(RingConfig)},
-        "data": {"train", "eval"},
-        "training": {field.name for field in dataclasses.fields(SFTConfig) if field.init} | {*_checkpointing_keys()},
-        "config": None, "toy": None,
+        "quantization": _kinds_of_defaults(BitsAndBytesConfig), "lora": _kinds(LoraConfig), "ring": _kinds(RingConfig),
+        "data": {"train": str, "eval": str}, "training": {**dict.fromkeys(_checkpointing_keys(), Any),
+        **_kinds(SFTConfig)}, "config": None, "toy": None,
     }.items():  # fmt: skip
         values = settings[section]
         if values is None and section in ("quantization", "lora"):
@@ -131,7 +149,12 @@ def checked(given: dict[str, Any], where: object = "the recipe") -> dict[str, An
             raise BadRecipe(where, [*faults, f"{section}: {values!r} is no table of keys and values"])
         if allowed is not None:
             faults += _unknown(f"{section}.", values, allowed)
-    faults += _contradictions(settings)
+            # YAML reads the word no as false
+            settings[section] = {key: "no" if value is False and "no" in _choices(allowed.get(key)) else value
+                                 for key, value in values.items()}  # fmt: skip
+            wrong += _mistyped(f"{section}.", settings[section], allowed)
+    faults += wrong or _contradictions(settings)
+    faults += [] if faults else _refused(settings)
     if faults:
         raise BadRecipe(where, faults)
     settings["training"] = {_checkpointing_keys().get(key, key): value for key, value in settings["training"].items()}
@@ -148,6 +171,76 @@ def _unknown(prefix: str, given: Iterable[Any], allowed: Iterable[str]) -> Itera
         if key not in allowed:
             near = difflib.get_close_matches(str(key), allowed, 1)
             yield f"{prefix}{key}: there is no such key" + (f"; the nearest is {prefix}{near[0]}" if near else "")
+
+
+def _kinds(options: type) -> dict[str, Any]:
+    """The type of each argument of a dataclass."""
+    hints = get_type_hints(options)
+    return {field.name: hints[field.name] for field in dataclasses.fields(options) if field.init}
+
+
+def _kinds_of_defaults(options: type) -> dict[str, Any]:
+    """The type of each argument of a class without annotations, by its default; Any where that is None."""
+    found = inspect.signature(options).parameters.values()
+    named = [each for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return {each.name: Any if each.default is None else type(each.default) for each in named}
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of the enumeration in a type: transformers writes ``Enumeration | str``, and takes no other text."""
+    parts = get_args(kind) or (kind,)
+    return [member.value for part in parts if isinstance(part, enum.EnumMeta) for member in part]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    parts = get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        return any(_fits(value, part) for part in parts if not (part is str and _choices(kind)))
+    if choices := _choices(kind):
+        return value in choices
+    if get_origin(kind) is Literal:  # peft writes "pissa_niter_[number of iters]" for a family of values
+        return any(value == part or ("[" in str(part) and str(value).startswith(part.split("[")[0])) for part in parts)
+    if kind in (int, float):
+        is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+        return is_number and math.isfinite(value)
+    kind = get_origin(kind) or kind
+    return kind is Any or isinstance(value, kind)
+
+
+def _need(kind: Any) -> str:
+    """A type in words."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null",
+             list: "a list", dict: "a table"}  # fmt: skip
+    if choices := _choices(kind):
+        return f"one of {', '.join(choices)}"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_need(part) for part in get_args(kind))
+    kind = get_origin(kind) or kind
+    return words.get(kind, str(kind))
+
+
+def _mistyped(prefix: str, given: Mapping[str, Any], kinds: Mapping[str, Any]) -> Iterable[str]:
+    for key, value in given.items():
+        kind, (is_right, need) = kinds.get(key, Any), NUMBERS.get(f"{prefix}{key}", (lambda number: True, ""))
+        if not _fits(value, kind):
+            yield f"{prefix}{key}: {value!r}, and it must be {_need(kind)}"
+        elif value is not None and not is_right(value):
+            yield f"{prefix}{key}: {value!r}, and it must be {need}"
+
+
+def _refused(settings: dict[str, Any]) -> Iterable[str]:
+    """Options that RingConfig or LoraConfig refuse."""
+    for key, value in settings["ring"].items():
+        try:
+            RingConfig(**{key: value})
+        except BadOption as error:
+            yield f"ring.{error}"
+    try:
+        LoraConfig(**(settings["lora"] or {}))
+    except (TypeError, ValueError) as error:
+        yield f"lora: {error}"
 
 
 def _contradictions(settings: dict[str, Any]) -> Iterable[str]:

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +139,25 @@ def load_rows(settings: dict[str, Any], name: str) -> Dataset | None:
     return rows.remove_columns("tokens") if counted else rows
 
 
-def arguments(settings: dict[str, Any], rows: Dataset, checkpoint: Path | None) -> SFTConfig:
-    """SFTConfig as the recipe and its data say; what a ring wants otherwise is the default here."""
-    packed = "seq_lengths" in rows.column_names
+def arguments(settings: dict[str, Any], columns: Sequence[str], checkpoint: Path | None) -> SFTConfig:
+    """SFTConfig as the recipe and the columns of its data say; what a ring wants otherwise is the default here.
+
+    Raises:
+        BadRecipe: SFTConfig refuses the arguments.
+    """
+    packed = "seq_lengths" in columns
     given: dict[str, Any] = {
         "per_device_train_batch_size": 1, "ddp_find_unused_parameters": False, "logging_steps": 1, "report_to": "none",
         "disable_tqdm": True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, "bf16": False,
         **settings["training"], "resume_from_checkpoint": checkpoint and str(checkpoint), "padding_free": packed,
     }  # fmt: skip
-    if packed or PICTURES in rows.column_names:
+    if packed or PICTURES in columns:
         given["max_length"] = None  # rows are as long as they may be; TRL would cut documents or pictures
     given["use_cpu"] = ON_CPU
-    return SFTConfig(**given)
+    try:
+        return SFTConfig(**given)
+    except (TypeError, ValueError) as error:
+        raise BadRecipe("the recipe", [f"training: {error}"]) from None
 
 
 def checkpoint_in(folder: Path) -> Path | None:
@@ -213,7 +221,7 @@ def train(settings: dict[str, Any], resume: bool = False) -> Any:
     checkpoint = checkpoint_in(folder) if resume else None
     rows, evaluation = load_rows(settings, "train"), load_rows(settings, "eval")
     assert rows is not None
-    args = arguments(settings, rows, checkpoint)
+    args = arguments(settings, rows.column_names, checkpoint)
     kind = AutoProcessor if PICTURES in rows.column_names else AutoTokenizer
     tokenizer = kind.from_pretrained(settings["model"], revision=settings["revision"])
     model = load_model(settings)
@@ -244,6 +252,8 @@ def main() -> None:
         settings = read(options.recipe, options.changes)
         settings["training"].setdefault("output_dir", f"outputs/{options.recipe.resolve().parent.name}")
         PartialState(cpu=ON_CPU)  # tells each process its device
+        # SFTConfig sees the recipe's values before toy changes them, except two that may need a GPU.
+        arguments({**settings, "training": {**settings["training"], "bf16": False, "fp16": False}}, (), None)
         if options.toy is not None:
             settings = toy(settings, options.toy)
         trainer = train(settings, options.resume)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from transformers import TrainingArguments
 
 from tests.recipes.programs_of_recipes import NAMES, RECIPES, program
@@ -55,6 +54,39 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"training.save_strategy": "no", "training.save_steps": 3}, "training.save_steps, with training.save_strategy"),
 ]
 
+MISTYPED: list[tuple[dict[str, Any], str]] = [
+    ({"training.max_steps": "abc"}, "training.max_steps: 'abc', and it must be a whole number"),
+    ({"training.max_steps": 2.5}, "training.max_steps: 2.5, and it must be a whole number"),
+    ({"training.max_steps": True}, "training.max_steps: True, and it must be a whole number"),
+    ({"training.max_steps": 0}, "training.max_steps: 0, and it must be at least 1, or -1 to count epochs"),
+    ({"training.max_length": 0}, "training.max_length: 0, and it must be at least 1"),
+    ({"training.max_length": "8"}, "training.max_length: '8', and it must be a whole number or null"),
+    ({"training.learning_rate": "fast"}, "training.learning_rate: 'fast', and it must be a number"),
+    ({"training.learning_rate": float("nan")}, "training.learning_rate: nan, and it must be a number"),
+    ({"training.save_strategy": "sometimes"}, "'sometimes', and it must be one of no, steps, epoch, best"),
+    ({"training.optim": "adamx"}, "training.optim: 'adamx', and it must be one of adamw_torch, "),
+    ({"training.bf16": "yes"}, "training.bf16: 'yes', and it must be true or false or null"),
+    ({"training.activation_checkpointing": 3}, "training.activation_checkpointing: 3, and it must be true or false"),
+    ({"ring.mlp_tokens": -1}, "ring.mlp_tokens=-1 is not possible: it must be a positive number of tokens"),
+    ({"ring.offload_above": "all"}, "ring.offload_above: 'all', and it must be a number or null"),
+    ({"ring.loss": "whole"}, "ring.loss: 'whole', and it must be one of auto, chunked, sharded, gathered"),
+    ({"lora.r": 0}, "lora.r: 0, and it must be at least 1"),
+    ({"lora.bias": "some"}, "lora.bias: 'some', and it must be one of none, all, lora_only"),
+    ({"lora.target_modules": 3}, "lora.target_modules: 3, and it must be text or a list or null"),
+    ({"lora.task_type": "TALK"}, "lora.task_type: 'TALK', and it must be one of"),
+    ({"lora.layers_pattern": "layers"}, "lora: When `layers_pattern` is specified, `layers_to_transform` must"),
+    ({"lora": {}, "quantization": {"load_in_4bit": "yes"}}, "quantization.load_in_4bit: 'yes', and it must be true"),
+    ({"revision": 1234}, "revision: 1234, and it must be text or null"),
+    ({"data.train": ["a"]}, "data.train: ['a'], and it must be text"),
+]
+RIGHT: list[dict[str, Any]] = [
+    {"training.max_steps": -1, "training.num_train_epochs": 2},
+    {"training.learning_rate": 1, "training.lr_scheduler_type": "cosine", "training.optim": "paged_adamw_8bit"},
+    {"lora": {"target_modules": "all-linear", "init_lora_weights": "pissa_niter_16", "task_type": None}},
+    {"lora": {"target_modules": ["q_proj"], "init_lora_weights": False}, "revision": "main"},
+    {"ring.mlp_tokens": 16, "ring.offload_above": 0, "ring.heads_per_gather": None},
+]
+
 
 def put(changes: dict[str, Any]) -> dict[str, Any]:
     """Good settings with changes; dots stand between levels."""
@@ -74,6 +106,58 @@ def test_a_wrong_key_is_refused_by_name(changes: dict[str, Any], told: str) -> N
         settings.checked(put(changes))
     assert told in str(raised.value)
     assert len(str(raised.value).split("\n")) == 2, "one fault, and what is at fault"
+
+
+@pytest.mark.parametrize(("changes", "told"), MISTYPED, ids=[told[:40] for _, told in MISTYPED])
+def test_a_wrong_value_is_refused_by_its_key(changes: dict[str, Any], told: str) -> None:
+    test_a_wrong_key_is_refused_by_name(changes, told)
+
+
+@pytest.mark.parametrize("changes", RIGHT, ids=str)
+def test_values_of_every_type_that_an_argument_has_are_taken(changes: dict[str, Any]) -> None:
+    made, given = settings.checked(put(changes)), put(changes)
+    assert {section: made[section] for section in given} == given
+
+
+def test_no_without_quotes_is_a_strategy_and_no_flag() -> None:
+    made = settings.checked(put({"training.save_strategy": False, "training.bf16": False}))["training"]
+    assert (made["save_strategy"], made["bf16"]) == ("no", False)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("model.foo=1", "--set model.foo=1: model is 'a', no table"),
+        ("training.max_length.a.b=1", "--set training.max_length.a.b=1: max_length is 8, no table"),
+        ("training.max_steps=[", "--set training.max_steps=[: while parsing"),
+        ("training.max_steps", "--set training.max_steps: write KEY=VALUE"),
+    ],
+)
+def test_a_change_that_cannot_be_made_is_refused(change: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(GOOD))
+    with pytest.raises(settings.BadRecipe) as raised:
+        settings.read(path, [change])
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("toy", [[], ["--toy", "toy"]], ids=["whole", "toy"])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("training.max_steps=abc", "training.max_steps: 'abc', and it must be a whole number"),
+        ("training.warmup_steps=-3", "training: Got warmup_steps = -3"),
+    ],
+)
+def test_train_refuses_a_wrong_value_before_it_makes_anything(
+    change: str, told: str, toy: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = str(RECIPES / "lora-128k/config.yaml")
+    monkeypatch.setattr("sys.argv", ["train.py", config, *toy, "--set", change])
+    with pytest.raises(SystemExit) as raised:
+        program("train").main()
+    assert told in str(raised.value) and list(tmp_path.iterdir()) == []
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
@@ -139,6 +223,6 @@ def test_a_recipe_gives_no_warning_of_an_older_name(name: str, tmp_path: Path) -
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         warnings.simplefilter("error", DeprecationWarning)
-        made = program("train").arguments(read, Dataset.from_dict({"input_ids": [[1]]}), None)
+        made = program("train").arguments(read, ["input_ids"], None)
     assert getattr(made, settings.CHECKPOINTING) is True
     assert getattr(made, f"{settings.CHECKPOINTING}_kwargs") == {"use_reentrant": False}
