@@ -75,6 +75,8 @@ def check(given: argparse.Namespace) -> str | None:
         return "give either --tokens or --max-tokens"
     if given.gpus % (given.ring or given.gpus):
         return f"--gpus {given.gpus} must be a multiple of --ring {given.ring}"
+    if given.gpus > given.gpus_per_node and given.gpus % given.gpus_per_node:
+        return f"--gpus {given.gpus} must be a multiple of --gpus-per-node {given.gpus_per_node}: all nodes are alike"
     if given.save_attention and given.no_checkpointing:
         return "--save-attention needs checkpointing: leave out --no-checkpointing"
     if given.offload_above is not None and (given.no_checkpointing or not 0 <= given.offload_above < float("inf")):
@@ -83,6 +85,8 @@ def check(given: argparse.Namespace) -> str | None:
         return "--offload-params is FSDP2's: it needs --shard fsdp2 and several GPUs"
     if given.optimizer.startswith("paged") and given.shard == "fsdp2" and given.gpus > 1:
         return f"--optimizer {given.optimizer} takes no weights that FSDP2 shards: use adamw_8bit, or --shard ddp"
+    if given.method == "full" and given.dtype == "float16" and (given.shard != "fsdp2" or given.gpus == 1):
+        return "--method full --dtype float16 needs --shard fsdp2: torch's GradScaler takes no weights in float16"
     if given.kernel == "flash4" and (given.dtype == "float32" or not GPUS[given.gpu].has_flash4):
         return "--kernel flash4 is for Hopper GPUs (h100, h200) and 16 bits: leave it out"
     if given.overwrite and given.write is None:
@@ -106,8 +110,10 @@ def run(given: argparse.Namespace) -> int:
     model, setup = shape_of(config, meta), _setup(given)
     kept_free = KEPT_FREE if given.memory is None else 0.0
     advised = (1 - kept_free) * setup.gpu.memory_gib  # forecasts miss by up to that part
+    none_fits = False
     if given.max_tokens:
         longest = most_tokens(model, lambda tokens: replace(setup, tokens=tokens), advised)
+        none_fits = not longest
         setup = replace(setup, tokens=longest or 2 * setup.ring_size)
     one = forecast(model, setup, setup.gpu.memory_gib)
     others = alternatives(model, one, advised)
@@ -115,11 +121,12 @@ def run(given: argparse.Namespace) -> int:
         others = alternatives(model, one, setup.gpu.memory_gib)
     longer = longer_rows(model, one, advised) if given.max_tokens else []
     plan = report.Plan(
-        model, one, others, longer, notes_on(config, meta, setup), given.gpu, given.model, loading.class_name(config),
-        kept_free if given.max_tokens else 0.0, given.write if one.fits else None, given.write is not None,
+        model, one, others, longer, notes_on(config, meta, model, setup), given.gpu, given.model,
+        loading.class_name(config), kept_free if given.max_tokens else 0.0, none_fits,
+        given.write if one.fits else None, given.write is not None,
     )  # fmt: skip
     if plan.written is not None:
-        launch.write(plan.written, setup, plan.source, plan.auto_class, given.overwrite)
+        launch.write(plan.written, setup, plan.source, plan.auto_class, plan.notes, given.overwrite)
     text = json.dumps(report.as_json(plan), indent=1) if given.json else report.table(plan)
     sys.stdout.write(text + "\n")
     return 0 if one.fits else 1

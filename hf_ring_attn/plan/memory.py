@@ -162,7 +162,7 @@ def _gathered(model: ModelShape, layer: LayerShape, setup: Setup) -> tuple[float
     if not setup.is_sharded:
         return float(dequantized), float(head_gradient)
     trained = layer.parameters * (FLOAT32 + setup.itemsize) if setup.method == "full" else 0
-    copies = 2.0 if setup.loss == "chunked" else 1.0
+    copies = 1.0 if setup.makes_logits else 2.0
     return 2 * of_layer + trained + dequantized, copies * model.head * setup.itemsize + head_gradient
 
 
@@ -305,6 +305,6 @@ def _meta(model: ModelShape, setup: Setup) -> tuple[torch.Tensor, torch.Tensor, 
 def logits_bytes(model: ModelShape, setup: Setup) -> float:
     """Logits of a chunk of tokens, or of all tokens of a rank, in the backward of their cross entropy."""
     rows = setup.tokens_per_rank
-    if setup.loss == "chunked":
+    if not setup.makes_logits:
         rows = min(rows, rows_per_chunk(model.vocabulary))
     return float(LOSS_COPIES * rows * model.vocabulary * FLOAT32)

@@ -9,15 +9,17 @@ from torch import nn
 
 from ..integration.model.structure import text_modules
 from .setup import Setup
+from .shape import ModelShape
 
 ROPE = "RoPE scaling such as YaRN (recipes/extend-context)"
+MORE = "a larger factor of its RoPE scaling"
 TABLE = "a longer table of positions, which has to be trained"
 
 
-def notes_on(config: Any, model: nn.Module, setup: Setup) -> list[str]:
+def notes_on(config: Any, model: nn.Module, shape: ModelShape, setup: Setup) -> list[str]:
     """Returns a line for each fact of the model or the setup that its forecast does not show."""
     of_model = [*_other_class(config, model), *_towers(model), *_positions(config, model, setup.tokens)]
-    return [*of_model, *_logits(setup), *_storage(setup)]
+    return [*of_model, *_logits(setup), *_storage(setup), *_unmeasured(shape, setup)]
 
 
 def _other_class(config: Any, model: nn.Module) -> Iterator[str]:
@@ -28,7 +30,9 @@ def _other_class(config: Any, model: nn.Module) -> Iterator[str]:
 
 def _logits(setup: Setup) -> Iterator[str]:
     saves = setup.save_attention or setup.mlp_tokens or setup.offload_above is not None
-    if setup.gpus == 1 and setup.loss == "chunked" and not saves:
+    if setup.dtype == "float16":
+        yield "with float16 a rank makes all logits of its tokens, for the GradScaler's factor; with bfloat16 none"
+    elif setup.gpus == 1 and setup.loss == "chunked" and not saves:
         yield 'on one GPU Trainer makes all logits unless RingConfig(loss="chunked") is set; SFTTrainer makes none'
 
 
@@ -36,6 +40,15 @@ def _storage(setup: Setup) -> Iterator[str]:
     if setup.method == "qlora" and setup.is_sharded:
         storage = f'bnb_4bit_quant_storage="{setup.dtype}"'
         yield f"FSDP2 shards 4-bit weights only with {storage}; with bitsandbytes's default each GPU holds all of them"
+
+
+def _unmeasured(shape: ModelShape, setup: Setup) -> Iterator[str]:
+    kinds = {
+        "experts": any(layer.routed for layer in shape.layers), "an A100": not setup.gpu.has_flash4,
+        "--offload-params": setup.offload_params,
+    }  # fmt: skip
+    if found := [kind for kind, is_there in kinds.items() if is_there]:
+        yield f"no step with {' or '.join(found)} was measured: this is counted alone"
 
 
 def _towers(model: nn.Module) -> Iterator[str]:
@@ -51,7 +64,10 @@ def _positions(config: Any, model: nn.Module, tokens: int) -> Iterator[str]:
     if not isinstance(limit, int):
         return
     if any("Rotary" in type(module).__name__ for module in modules.values()):
-        limit, need = max([limit, *(_scaled(one, limit) for one in _rope(text))]), ROPE
+        ropes = _rope(text)
+        # Gemma 3's positions are counted with the factor of its RoPE.
+        scaled = [] if str(text.model_type).startswith("gemma3") else [_scaled(one, limit) for one in ropes]
+        limit, need = max([limit, *scaled]), MORE if any(one.get("factor") for one in ropes) else ROPE
     elif any(_is_table(name, module, limit) for name, module in modules.items()):
         need = TABLE
     else:  # it learned no place

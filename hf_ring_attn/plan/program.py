@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from .setup import Setup
@@ -23,15 +24,17 @@ PACKING = {
 }
 
 
-def program(setup: Setup, source: str, auto: str = "AutoModelForCausalLM") -> str:
+def program(setup: Setup, source: str, auto: str = "AutoModelForCausalLM", notes: Sequence[str] = ()) -> str:
     """A training program in Python, in which the user names `to_replace`.
 
     Args:
         source: the planned model: of the Hub, a folder, or a config file. auto: its auto class of transformers.
+        notes: what a forecast says beside its numbers.
     """
     chosen = {
         "save_attention": setup.save_attention, "mlp_tokens": setup.mlp_tokens or None,
-        "offload_above": setup.offload_above,
+        "offload_above": setup.offload_above, "kernel": None if setup.kernel == "auto" else f'"{setup.kernel}"',
+        "loss": None if setup.loss == "chunked" else f'"{setup.loss}"',
     }  # fmt: skip
     ring = [f"{name}={value}" for name, value in chosen.items() if value is not None]
     loading = [f"dtype=torch.{setup.dtype}", 'attn_implementation="ring_fp32"', "use_cache=False"]
@@ -49,6 +52,7 @@ def program(setup: Setup, source: str, auto: str = "AutoModelForCausalLM") -> st
     name, about = _model(source)
     adapts, quantizes = setup.method != "full", setup.method == "qlora"
     return TEMPLATE.format(
+        notes="".join(f"# {note}\n" for note in notes),
         replace=" and ".join(to_replace(source)), model=json.dumps(name), about=about, auto=auto,
         peft="from peft import LoraConfig\n" if adapts else "", bnb=", BitsAndBytesConfig" if quantizes else "",
         loading=_lines(loading), ring=", ".join(ring), arguments=_lines(arguments),
@@ -82,7 +86,7 @@ QUANTIZED = (
 )
 TEMPLATE = '''"""Made by `hf-ring-attn plan`. Replace {replace}; look at the learning rate, the epochs and packing."""
 
-import torch
+{notes}import torch
 from datasets import load_dataset
 {peft}from transformers import {auto}{bnb}, set_seed
 from trl import SFTConfig, SFTTrainer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class Plan:
     Args:
         others, longer: as `search.alternatives` and `search.longer_rows` give them. notes: as `notes.notes_on`.
         gpu, source: as the user named them.
-        kept_free: the share of the memory that the longest row leaves.
+        kept_free: the share of the memory that the longest row leaves. none_fits: no row does.
         written: where the launch config and the program were written. asked: the user asked for it.
     """
 
@@ -35,6 +36,7 @@ class Plan:
     source: str
     auto_class: str
     kept_free: float = 0.0
+    none_fits: bool = False
     written: Path | None = None
     asked: bool = False
 
@@ -54,6 +56,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield from (f"note: {note}" for note in plan.notes)
     yield ""
+    if plan.none_fits:
+        takes = f"{memory.total / GIB:.2f} of {one.memory_gib:.1f} GiB a GPU"
+        yield f"no row fits: {setup.tokens} tokens take {takes}"
+        yield from _others(plan, "options with which rows fit:")
+        return
     yield f"{'peak memory of a GPU, in the ' + memory.moment:48s}{'GiB':>9s}"
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
         yield f"  {name:46s}{size / GIB:9.2f}"
@@ -88,16 +95,27 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield "no options that this command knows make it fit: take more GPUs, or a shorter row (--max-tokens)"
     for other in others:
         about = " (it rounds the frozen weights, so it trains another model)" if QLORA in other.changes else ""
-        yield f"  {other.memory.total / GIB:7.2f} GiB, {other.seconds.total:9.2f} s   {', '.join(other.changes)}{about}"
-    if plan.longer:
-        yield "options for longer rows:"
-    for other in plan.longer:
-        tokens, gib = other.setup.tokens, other.memory.total / GIB
-        yield f"  {tokens:11,} tokens, {gib:7.2f} GiB, {other.seconds.total:9.2f} s   {', '.join(other.changes)}"
+        yield f"  {_needs(other)}   {', '.join(other.changes)}{about}"
+    yield from _others(plan, "options for longer rows:")
     if one.fits:
         yield from _start(plan)
     elif plan.asked:
         yield "nothing was written, since it does not fit (--memory says how much a GPU has)"
+
+
+def _others(plan: Plan, heading: str) -> Iterator[str]:
+    """The options for longer rows."""
+    if plan.longer:
+        yield heading
+    for other in plan.longer:
+        yield f"  {other.setup.tokens:11,} tokens, {_needs(other)}   {', '.join(other.changes)}"
+    if any(other.memory.host for other in [*plan.others, *plan.longer]) and plan.one.setup.gpu.host_memory_gib == inf:
+        yield "host memory was taken to be enough: give --host-memory GIB, what a GPU's process may use"
+
+
+def _needs(other: Forecast) -> str:
+    host = sum(other.memory.host.values()) / GIB
+    return f"{other.memory.total / GIB:7.2f} GiB + {host:6.1f} of host memory, {other.seconds.total:9.2f} s"
 
 
 def _start(plan: Plan) -> Iterator[str]:
@@ -127,20 +145,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "seconds": {"parts": one.seconds.parts, "total": one.seconds.total},
         "tokens_per_second_per_gpu": _speed(one), "mfu": _mfu(one),
         "alternatives": [
-            {"changes": x.changes, "memory_bytes": x.memory.total, "seconds": x.seconds.total} for x in plan.others
+            _as_json(x) for x in plan.others
         ],
-        "longer_rows": [
-            {
-                "tokens": x.setup.tokens, "changes": x.changes, "memory_bytes": x.memory.total,
-                "host_bytes": sum(x.memory.host.values()), "seconds": x.seconds.total,
-            }
-            for x in plan.longer
-        ],
+        "longer_rows": [{"tokens": x.setup.tokens, **_as_json(x)} for x in plan.longer],
         "launch": {
             "command": launch.command(one.setup), "config": launch.config(one.setup),
             "program": program(one.setup, plan.source, plan.auto_class),
             "written": None if plan.written is None else str(plan.written),
         },
+    }  # fmt: skip
+
+
+def _as_json(other: Forecast) -> dict[str, Any]:
+    return {
+        "changes": other.changes, "memory_bytes": other.memory.total,
+        "host_bytes": sum(other.memory.host.values()), "seconds": other.seconds.total,
     }  # fmt: skip
 
 

@@ -17,6 +17,8 @@ from .shape import ModelShape
 CHUNK = 16384
 """Tokens of an MLP's chunk that a search tries."""
 MOST_TOKENS = 2**30
+AHEAD = (2, 5, 10, 20, 40)
+"""How many percent beyond the longest row so far a search looks: memory may fall where a ring takes fewer heads."""
 ABOUT = 1.03
 """Times of two setups that differ by less are about the same."""
 QLORA = "--method qlora"
@@ -34,7 +36,7 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     (f"--mlp-tokens {CHUNK}", {"mlp_tokens": CHUNK}),
     ("--shard fsdp2", {"shard": "fsdp2"}),
     ("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"}),
-    ("--offload-params", {"offload_params": True, "shard": "fsdp2"}),
+    ("--offload-params", {"offload_params": True}),
     ("--liger", {"liger": True}),
     (QLORA, {"method": "qlora"}),
 )
@@ -74,15 +76,23 @@ def most_tokens(model: ModelShape, at: Callable[[int], Setup], memory_gib: float
         longer = at(units * unit)
         return _fits(memory_of(model, longer), longer, memory_gib)
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high) and high * unit < MOST_TOKENS:
+    found, longer = 0, int(fits(1))
+    while longer:
+        found = _last(fits, longer, MOST_TOKENS // unit)
+        ahead = (found + max(1, found * percent // 100) for percent in AHEAD)
+        longer = next((units for units in ahead if units * unit <= MOST_TOKENS and fits(units)), 0)
+    return found * unit
+
+
+def _last(fits: Callable[[int], bool], low: int, most: int) -> int:
+    """The last number that fits before one that does not; ``low`` fits."""
+    high = 2 * low
+    while high <= most and fits(high):
         low, high = high, 2 * high
-    while high - low > 1:  # not by steps of 1: memory may fall where the ring takes fewer heads at a time
+    while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * unit
+    return low
 
 
 def alternatives(model: ModelShape, own: Forecast, memory_gib: float, most: int = 3) -> list[Forecast]:
@@ -118,14 +128,17 @@ def longer_rows(model: ModelShape, own: Forecast, memory_gib: float) -> list[For
 def _longest(model: ModelShape, setup: Setup, chosen: Changes, memory_gib: float) -> Forecast | None:
     """The longest row with these changes; None if they change nothing, or no row fits."""
 
-    def at(tokens: int) -> tuple[Setup, tuple[str, ...]] | None:
-        return _changed(model, replace(setup, tokens=tokens), chosen)
+    def at(tokens: int) -> Setup:
+        changed = _changed(model, replace(setup, tokens=tokens), chosen)
+        return replace(setup, tokens=tokens) if changed is None else changed[0]
 
-    if at(setup.tokens) is None:
+    tokens = most_tokens(model, at, memory_gib) if _changed(model, setup, chosen) else 0
+    changed = _changed(model, replace(setup, tokens=tokens), chosen) if tokens else None
+    if changed is None:
         return None
-    tokens = most_tokens(model, lambda tokens: (at(tokens) or (replace(setup, tokens=tokens),))[0], memory_gib)
-    changed = at(tokens) if tokens else None
-    return None if changed is None else forecast(model, changed[0], memory_gib, changed[1])
+    # What stays on a GPU was rounded for that row: with it a longer one may fit.
+    tokens = most_tokens(model, lambda tokens: replace(changed[0], tokens=tokens), memory_gib)
+    return forecast(model, replace(changed[0], tokens=tokens), memory_gib, changed[1])
 
 
 def _is_simpler(few: Forecast, one: Forecast) -> bool:
@@ -144,7 +157,7 @@ def _stay(model: ModelShape, setup: Setup) -> float:
 def _combinations(setup: Setup) -> Iterator[Changes]:
     """The combinations of changes that a search tries."""
     useful = [(name, new) for name, new in CHANGES if replace(setup, **new) != setup and _is_possible(setup, name)]
-    useful.append((OFFLOAD, {"checkpointing": True}))
+    useful.append((OFFLOAD, {}))
     for count in range(1, len(useful) + 1):
         yield from itertools.combinations(useful, count)
 
@@ -161,6 +174,7 @@ def _changed(model: ModelShape, setup: Setup, chosen: Changes) -> tuple[Setup, t
     keeps = changed.save_attention or changed.offload_above is not None
     # The step of a paged optimizer, which is bitsandbytes's, fails with sharded weights.
     fails = changed.is_sharded and changed.optimizer.startswith("paged")
+    fails = fails or (changed.offload_params and not changed.is_sharded)
     # Both are for checkpoints.
     return None if fails or (keeps and not changed.checkpointing) else (changed, tuple(names))
 

@@ -78,6 +78,11 @@ class Setup:
         return self.gpus if self.is_sharded else 1
 
     @property
+    def makes_logits(self) -> bool:
+        """All logits of a rank's tokens are made: in float16 a chunk cannot be scaled by the GradScaler's factor."""
+        return self.loss != "chunked" or self.dtype == "float16"
+
+    @property
     def casts_for_adapters(self) -> bool:
         """PEFT's float32 matrices get float32 inputs; FSDP2, and beside 4-bit weights autocast, cast the matrices."""
         return self.method == "lora" and self.itemsize == 2 and not self.is_sharded

@@ -101,14 +101,68 @@ def test_the_longest_row_agrees_with_the_table(capsys: pytest.CaptureFixture[str
     assert code == 0 and longest["memory_bytes"]["total"] <= 40 * 2**30
     longer = longest.pop("longer_rows")
     again = as_json(capsys, *common, "--tokens", str(tokens))[1]
-    assert again.pop("longer_rows") == [] and again == longest
-    for one in longer:
-        options = [word for change in one["changes"] for word in change.split()]
-        same = as_json(capsys, *common, "--tokens", str(one["tokens"]), *options)[1]
-        assert same["fits"] and same["memory_bytes"]["total"] == one["memory_bytes"], one
-    assert longer
+    assert longer and again.pop("longer_rows") == [] and again == longest
     code, over = as_json(capsys, *common, "--tokens", str(tokens + 4))
     assert code == 1 and over["fits"] is False and over["alternatives"]
+
+
+def typed(options: list[str], changes: list[str]) -> list[str]:
+    """A command line with these changes, as a user writes it."""
+    found = list(options)
+    for change in changes:
+        name, *value = change.removeprefix("no ").split()
+        leaves = {"checkpointing": "--no-checkpointing"}.get(name, name)
+        if leaves in found:
+            at = found.index(leaves)
+            del found[at : at + 1 + len(value)]
+        if change.startswith("--"):
+            found += [name, *value]
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--memory 40",
+        "--shard ddp --memory 40 --host-memory 20",
+        "--no-checkpointing --gpu h200",
+        "--save-attention --offload-above 0 --host-memory 8",
+        "--method full --host-memory 30 --memory 30",
+    ],
+)
+def test_options_for_longer_rows_are_what_a_second_call_says(
+    capsys: pytest.CaptureFixture[str], model: str, options: str
+) -> None:
+    common = ["--model", model, "--gpus", "2", *options.split()]
+    found = as_json(capsys, *common, "--max-tokens")[1]
+    assert found["longer_rows"]
+    for one in [*found["longer_rows"], *found["alternatives"]]:
+        tokens = one.get("tokens", found["setup"]["tokens"])
+        same = as_json(capsys, *typed(common, one["changes"]), "--tokens", str(tokens))[1]
+        assert same["fits"] and same["memory_bytes"]["total"] == one["memory_bytes"], one
+        assert sum(same["memory_bytes"]["host"].values()) == one["host_bytes"]
+        assert same["seconds"]["total"] == one["seconds"]
+        if "tokens" in one:
+            longest = as_json(capsys, *typed(common, one["changes"]), "--max-tokens")[1]
+            assert longest["setup"]["tokens"] == tokens, one
+
+
+def test_host_memory_of_options_is_said(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    common = ("plan", "--model", model, "--gpus", "2", "--max-tokens")
+    for more, told in (((), True), (("--host-memory", "64"), False)):
+        cli.main([*common, *more])
+        said = capsys.readouterr().out
+        assert ("host memory was taken to be enough: give --host-memory GIB" in said) == told
+        assert re.search(r"tokens, +[0-9.]+ GiB \+ +[0-9.]+ of host memory, .* --offload-above", said)
+
+
+def test_a_model_of_which_no_row_fits_is_not_shown_a_table(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    arguments = ["plan", "--model", model, "--gpus", "2", "--method", "full", "--memory", "12", "--max-tokens"]
+    assert cli.main(arguments) == 1
+    _, _, first, *others = capsys.readouterr().out.splitlines()
+    assert re.match(r"no row fits: 4 tokens take [0-9.]+ of 12.0 GiB a GPU", first)
+    assert others[0] == "options with which rows fit:" and all(" tokens, " in line for line in others[1:-1])
+    assert len(others) > 2
 
 
 def test_advice_leaves_memory_free_unless_nothing_else_fits(
@@ -129,6 +183,8 @@ REFUSED = {
     "negative": (["--gpus", "2", "--tokens=-5"], "got -5, which must be a whole number from 1 on"),
     "no GPU": (["--gpus", "0", "--tokens", "8K"], "got 0, which must be a whole number from 1 on"),
     "uneven ring": (["--gpus", "8", "--ring", "3", "--tokens", "8K"], "--gpus 8 must be a multiple of --ring 3"),
+    "uneven nodes": (["--gpus", "20", "--tokens", "8K"], "--gpus 20 must be a multiple of --gpus-per-node 8"),
+    "scaler": (["--gpus", "1", "--tokens", "8K", "--method", "full", "--dtype", "float16"], "needs --shard fsdp2"),
     "memory": (["--gpus", "2", "--tokens", "8K", "--memory", "none"], "got none, which must be a number above 0"),
     "idle": (["--gpus", "2", "--tokens", "8K", "--save-attention", "--no-checkpointing"], "needs checkpointing"),
     "kernel": (["--gpus", "2", "--tokens", "8K", "--kernel", "flash4", "--gpu", "a100"], "leave it out"),
@@ -165,6 +221,14 @@ def test_the_launch_is_complete(method: str, shard: str, tmp_path: Path) -> None
     compile(text, launch.PROGRAM, "exec")
     assert ("load_in_4bit" in text) == (method == "qlora") and ("LoraConfig(" in text) == (method != "full")
     assert "max_length=4096" in text and "mlp_tokens=512" in text
+
+
+def test_the_program_has_the_options_of_the_forecast_and_its_notes() -> None:
+    setup = Setup(gpus=2, tokens=4096, kernel="triton", loss="sharded")
+    text = program(setup, "some/model", notes=["4,096 tokens are beyond it", "another"])
+    assert "# 4,096 tokens are beyond it\n# another\nimport torch\n" in text
+    assert 'RingConfig(save_attention=False, kernel="triton", loss="sharded")' in text
+    assert "RingConfig(save_attention=False)" in program(Setup(gpus=2, tokens=4096), "some/model")
 
 
 @pytest.mark.slow

@@ -92,11 +92,22 @@ POSITIONS = {
     "scaled": ({**SMALL, "max_position_embeddings": 4096, "rope_parameters": ROPE}, ""),
     "scaled too little": (
         {**SMALL, "max_position_embeddings": 4096, "rope_parameters": {**ROPE, "factor": 1.0}},
+        "4,096 positions: it needs a larger factor of its RoPE scaling",
+    ),
+    "not scaled": (
+        {**SMALL, "max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         "4,096 positions: it needs RoPE scaling such as YaRN (recipes/extend-context)",
+    ),
+    "with the factor in them, as Gemma 3's": (
+        {**SMALL, "model_type": "gemma3_text", "head_dim": 64, "max_position_embeddings": 4096, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }},
+        "4,096 positions: it needs a larger factor of its RoPE scaling",
     ),
     "of each kind of layers": (
         {
-            **SMALL, "model_type": "gemma3_text", "head_dim": 64, "max_position_embeddings": 4096,
+            **SMALL, "model_type": "olmo3", "max_position_embeddings": 4096,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
