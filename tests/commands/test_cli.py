@@ -22,7 +22,7 @@ def test_the_doctor_tells_every_kernel_with_its_reasons(capsys: pytest.CaptureFi
     assert cli.main(["doctor", "--device", "cpu", "--dtype", "float64", "--head-dim", "64", "--value-dim", "48"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"hf-ring-attn {hf_ring_attn.__version__}, python ")
-    assert f"\n  torch          {version('torch'):18s} 2.11 to 2.13, on CPUs to 2.15\n" in text
+    assert f"\n  torch          {version('torch'):18s} 2.11, on CPUs to 2.15\n" in text
     assert " 5.17 to 5.24\n" in text and "\n  peft " in text and "NOT TESTED" not in text
     assert "kernels for 32 heads over 8, 64/48 wide, float64 on cpu:\n" in text
     assert "  flash4     no: needs an NVIDIA GPU, got tensors on cpu\n" in text

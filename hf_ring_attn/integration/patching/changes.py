@@ -25,7 +25,7 @@ TESTED = {
 }  # fmt: skip
 """Host: the oldest and the newest minor version that this package was tested with."""
 
-NEWEST_ON_GPUS = {"torch": "2.13"}
+NEWEST_ON_GPUS = {"torch": "2.11"}
 """The newest minor version of a host that was tested on GPUs, where newer ones were tested on CPUs."""
 
 _ABSENT: Any = object()
@@ -166,7 +166,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def tested_range(host: str) -> str:
-    """Returns the tested versions of a host in words: "1.16", "5.17 to 5.24", "2.11 to 2.13, on CPUs to 2.15"."""
+    """Returns the tested versions of a host in words: "1.16", "5.17 to 5.24", "2.11, on CPUs to 2.15"."""
     if host not in TESTED:
         return "none"
     oldest, newest = TESTED[host]
