@@ -43,8 +43,8 @@ FORECASTS: list[tuple[str, str, str]] = [
     ("lora-1m", ON_TWO, r"and (?P<host>\d+) GiB on two"),
     ("full-1m", f"{ON_TWO} --offload-above 0", r"On 2 x H200 it forecasts (?P<seconds>[\d.,]+) s and\s(?P<gib>[\d.]+) "
      r"GiB with all checkpoints in host memory \(`--set ring.offload_above=0`, (?P<host>\d+) GiB"),
-    ("full-1m", f"{ON_TWO} --optimizer adamw_8bit", r"or (?P<gib>[\d.]+) GiB with AdamW in 8 bits\s.*; (?P<host>\d+) GiB "
-     r"of host memory"),
+    ("full-1m", f"{ON_TWO} --optimizer adamw_8bit", r"or (?P<gib>[\d.]+) GiB with AdamW in 8 bits\s.*; (?P<host>\d+) "
+     r"GiB of host memory"),
 ]  # fmt: skip
 """A recipe, flags beside those of its page's command, and what the page says of them."""
 
