@@ -216,7 +216,7 @@ def _need(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(_need(part) for part in get_args(kind))
+        return " or ".join(sorted(map(_need, get_args(kind)), key=lambda need: (need == "null", need)))
     kind = get_origin(kind) or kind
     return words.get(kind, str(kind))
 

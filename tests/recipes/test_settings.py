@@ -72,7 +72,7 @@ MISTYPED: list[tuple[dict[str, Any], str]] = [
     ({"ring.loss": "whole"}, "ring.loss: 'whole', and it must be one of auto, chunked, sharded, gathered"),
     ({"lora.r": 0}, "lora.r: 0, and it must be at least 1"),
     ({"lora.bias": "some"}, "lora.bias: 'some', and it must be one of none, all, lora_only"),
-    ({"lora.target_modules": 3}, "lora.target_modules: 3, and it must be text or a list or null"),
+    ({"lora.target_modules": 3}, "lora.target_modules: 3, and it must be a list or text or null"),
     ({"lora.task_type": "TALK"}, "lora.task_type: 'TALK', and it must be one of"),
     ({"lora.layers_pattern": "layers"}, "lora: When `layers_pattern` is specified, `layers_to_transform` must"),
     ({"lora": {}, "quantization": {"load_in_4bit": "yes"}}, "quantization.load_in_4bit: 'yes', and it must be true"),
