@@ -206,8 +206,11 @@ def evaluate(
         rows: of prepare.py, without several texts in a row.
 
     Raises:
-        SystemExit: texts in a row do not see each other, so that a position in the row says nothing.
+        SystemExit: rows have no tokens; or texts in a row do not see each other, so that a position says nothing.
     """
+    if "input_ids" not in rows.column_names:
+        got = ", ".join(rows.column_names)
+        raise SystemExit(f"rows have the columns {got}: give rows of tokens (input_ids), as prepare.py makes them")
     if "seq_lengths" in rows.column_names:
         raise SystemExit("rows hold several texts that do not see each other: prepare them with --pack wrapped or none")
     model.eval()

@@ -72,6 +72,12 @@ def test_a_number_is_told_at_its_depth_and_asked_for_at_the_end(depth: float) ->
     assert text[begin:].startswith(ask + number + ".")
 
 
+def test_rows_of_pictures_are_refused() -> None:
+    rows = Dataset.from_dict({"messages": ["a"], "images": ["b"]})
+    with pytest.raises(SystemExit, match=r"rows have the columns messages, images: give rows of tokens \(input_ids\)"):
+        evaluate.evaluate(None, None, rows, 1, None, 0)
+
+
 def test_rows_of_several_texts_have_no_positions() -> None:
     rows = Dataset.from_dict({"input_ids": [[3, 4]], "seq_lengths": [[1, 1]]})
     with pytest.raises(SystemExit, match="prepare them with --pack wrapped or none"):
