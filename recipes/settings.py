@@ -137,10 +137,11 @@ def checked(given: dict[str, Any], where: object = "the recipe") -> dict[str, An
     }  # fmt: skip
     top = {"model": str | None, "revision": str | None, "attention": str}
     wrong = list(_mistyped("", {key: settings[key] for key in top}, top))
+    training = _kinds(SFTConfig)
+    training |= {key: training[name] for key, name in _checkpointing_keys().items()}
     for section, allowed in {
         "quantization": _kinds_of_defaults(BitsAndBytesConfig), "lora": _kinds(LoraConfig), "ring": _kinds(RingConfig),
-        "data": {"train": str, "eval": str}, "training": {**dict.fromkeys(_checkpointing_keys(), Any),
-        **_kinds(SFTConfig)}, "config": None, "toy": None,
+        "data": {"train": str, "eval": str}, "training": training, "config": None, "toy": None,
     }.items():  # fmt: skip
         values = settings[section]
         if values is None and section in ("quantization", "lora"):

@@ -146,7 +146,7 @@ def test_a_change_that_cannot_be_made_is_refused(change: str, told: str, tmp_pat
     ("change", "told"),
     [
         ("training.max_steps=abc", "training.max_steps: 'abc', and it must be a whole number"),
-        ("training.warmup_steps=-3", "training: Got warmup_steps = -3"),
+        ("training.warmup_steps=-3", "warmup_steps"),  # in transformers' own words, which differ by version
     ],
 )
 def test_train_refuses_a_wrong_value_before_it_makes_anything(
