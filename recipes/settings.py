@@ -138,7 +138,7 @@ def checked(given: dict[str, Any], where: object = "the recipe") -> dict[str, An
     top = {"model": str | None, "revision": str | None, "attention": str}
     wrong = list(_mistyped("", {key: settings[key] for key in top}, top))
     training = _kinds(SFTConfig)
-    training |= {key: training[name] for key, name in _checkpointing_keys().items()}
+    training |= {key: training.get(name, Any) for key, name in _checkpointing_keys().items()}
     for section, allowed in {
         "quantization": _kinds_of_defaults(BitsAndBytesConfig), "lora": _kinds(LoraConfig), "ring": _kinds(RingConfig),
         "data": {"train": str, "eval": str}, "training": training, "config": None, "toy": None,
