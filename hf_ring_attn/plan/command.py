@@ -110,10 +110,8 @@ def run(given: argparse.Namespace) -> int:
     model, setup = shape_of(config, meta), _setup(given)
     kept_free = KEPT_FREE if given.memory is None else 0.0
     advised = (1 - kept_free) * setup.gpu.memory_gib  # forecasts miss by up to that part
-    none_fits = False
     if given.max_tokens:
         longest = most_tokens(model, lambda tokens: replace(setup, tokens=tokens), advised)
-        none_fits = not longest
         setup = replace(setup, tokens=longest or 2 * setup.ring_size)
     one = forecast(model, setup, setup.gpu.memory_gib)
     others = alternatives(model, one, advised)
@@ -122,7 +120,7 @@ def run(given: argparse.Namespace) -> int:
     longer = longer_rows(model, one, advised) if given.max_tokens else []
     plan = report.Plan(
         model, one, others, longer, notes_on(config, meta, model, setup), given.gpu, given.model,
-        loading.class_name(config), kept_free if given.max_tokens else 0.0, none_fits,
+        loading.class_name(config), kept_free if given.max_tokens else 0.0, given.max_tokens and not one.fits,
         given.write if one.fits else None, given.write is not None,
     )  # fmt: skip
     if plan.written is not None:

@@ -59,7 +59,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     if plan.none_fits:
         takes = f"{memory.total / GIB:.2f} of {one.memory_gib:.1f} GiB a GPU"
         yield f"no row fits: {setup.tokens} tokens take {takes}"
-        yield from _others(plan, "options with which rows fit:")
+        yield from _longer(plan, "options with which rows fit:")
+        yield from _unfit(plan)
         return
     yield f"{'peak memory of a GPU, in the ' + memory.moment:48s}{'GiB':>9s}"
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
@@ -91,31 +92,32 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield ""
     if others:
         yield "faster options that fit:" if one.fits else "options that make it fit, the fastest first:"
-    elif not one.fits:
+    yield from (f"  {_option(other)}" for other in others)
+    yield from _longer(plan, "options for longer rows:")
+    yield from _start(plan) if one.fits else _unfit(plan)
+
+
+def _unfit(plan: Plan) -> Iterator[str]:
+    if not plan.others and not plan.longer:
         yield "no options that this command knows make it fit: take more GPUs, or a shorter row (--max-tokens)"
-    for other in others:
-        about = " (it rounds the frozen weights, so it trains another model)" if QLORA in other.changes else ""
-        yield f"  {_needs(other)}   {', '.join(other.changes)}{about}"
-    yield from _others(plan, "options for longer rows:")
-    if one.fits:
-        yield from _start(plan)
-    elif plan.asked:
+    if plan.asked:
         yield "nothing was written, since it does not fit (--memory says how much a GPU has)"
 
 
-def _others(plan: Plan, heading: str) -> Iterator[str]:
-    """The options for longer rows."""
+def _longer(plan: Plan, heading: str) -> Iterator[str]:
+    """Options for longer rows, and what all options take for granted."""
     if plan.longer:
         yield heading
-    for other in plan.longer:
-        yield f"  {other.setup.tokens:11,} tokens, {_needs(other)}   {', '.join(other.changes)}"
+    yield from (f"  {other.setup.tokens:11,} tokens, {_option(other)}" for other in plan.longer)
     if any(other.memory.host for other in [*plan.others, *plan.longer]) and plan.one.setup.gpu.host_memory_gib == inf:
         yield "host memory was taken to be enough: give --host-memory GIB, what a GPU's process may use"
 
 
-def _needs(other: Forecast) -> str:
-    host = sum(other.memory.host.values()) / GIB
-    return f"{other.memory.total / GIB:7.2f} GiB + {host:6.1f} of host memory, {other.seconds.total:9.2f} s"
+def _option(other: Forecast) -> str:
+    gib, host = other.memory.total / GIB, sum(other.memory.host.values()) / GIB
+    about = " (it rounds the frozen weights, so it trains another model)" if QLORA in other.changes else ""
+    changes = ", ".join(other.changes)
+    return f"{gib:7.2f} GiB + {host:6.1f} of host memory, {other.seconds.total:9.2f} s   {changes}{about}"
 
 
 def _start(plan: Plan) -> Iterator[str]:
@@ -144,9 +146,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": one.fits,
         "seconds": {"parts": one.seconds.parts, "total": one.seconds.total},
         "tokens_per_second_per_gpu": _speed(one), "mfu": _mfu(one),
-        "alternatives": [
-            _as_json(x) for x in plan.others
-        ],
+        "alternatives": [_as_json(x) for x in plan.others],
         "longer_rows": [{"tokens": x.setup.tokens, **_as_json(x)} for x in plan.longer],
         "launch": {
             "command": launch.command(one.setup), "config": launch.config(one.setup),

@@ -110,11 +110,12 @@ def alternatives(model: ModelShape, own: Forecast, memory_gib: float, most: int 
 
 
 def longer_rows(model: ModelShape, own: Forecast, memory_gib: float) -> list[Forecast]:
-    """Setups with longer rows than the longest of the user's ``own``, which train the same: each the longest of those
-    with as few changes, and longer than any with fewer."""
+    """Setups with longer rows than the longest of the user's ``own``: each the longest of those with as few changes,
+    and longer than any with fewer. If the user's ``own`` fits, they train the same."""
     by_count: dict[int, list[Forecast]] = {}
     for chosen in _combinations(own.setup):
-        if QLORA not in (name for name, _ in chosen) and (one := _longest(model, own.setup, chosen, memory_gib)):
+        trains_alike = QLORA not in dict(chosen) or not own.fits
+        if trains_alike and (one := _longest(model, own.setup, chosen, memory_gib)):
             by_count.setdefault(len(chosen), []).append(one)
     found = [own]
     for count in sorted(by_count):
@@ -136,8 +137,8 @@ def _longest(model: ModelShape, setup: Setup, chosen: Changes, memory_gib: float
     changed = _changed(model, replace(setup, tokens=tokens), chosen) if tokens else None
     if changed is None:
         return None
-    # What stays on a GPU was rounded for that row: with it a longer one may fit.
-    tokens = most_tokens(model, lambda tokens: replace(changed[0], tokens=tokens), memory_gib)
+    if OFFLOAD in dict(chosen):  # what stays on a GPU was rounded for that row: with it a longer one may fit
+        tokens = most_tokens(model, lambda tokens: replace(changed[0], tokens=tokens), memory_gib)
     return forecast(model, replace(changed[0], tokens=tokens), memory_gib, changed[1])
 
 

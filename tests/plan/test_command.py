@@ -165,6 +165,20 @@ def test_a_model_of_which_no_row_fits_is_not_shown_a_table(capsys: pytest.Captur
     assert len(others) > 2
 
 
+def test_quantized_weights_are_an_option_where_no_row_fits(
+    capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
+) -> None:
+    """The frozen weights alone are 3.6 GiB in 16 bits."""
+    folder = tmp_path / "none"
+    arguments = ["plan", "--model", model, "--gpus", "1", "--memory", "5.2", "--max-tokens", "--write", str(folder)]
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert any("--method qlora" in line and "it rounds the frozen weights" in line for line in said)
+    assert said[-1].startswith("nothing was written, since it does not fit") and not folder.exists()
+    assert cli.main([*arguments, "--memory", "2.5"]) == 1
+    assert "no options that this command knows make it fit: take more GPUs" in capsys.readouterr().out
+
+
 def test_advice_leaves_memory_free_unless_nothing_else_fits(
     capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,15 +161,16 @@ MEASURED_WITH_FLASH4 = [
 """The last two are first steps, which lock host memory: for 70B 160 GiB."""
 
 H100_1M = "2026-11-25-two-h100-1m"
+
+
+def quarter_of_70b(folder: str) -> Filed:
+    shape = {**LLAMA_70B, "num_hidden_layers": 20}
+    return Filed(folder, "qlora70_quarter", {**LARGE, "kernel": "auto"}, shape=shape, gpu="h100")
+
+
 MEASURED_AT_1M = [
     Filed(H100_1M, "lora_1M", {**LIGER, "tokens": 1048576, "mlp_tokens": 16384, "offload_above": 16.0}, gpu="h100"),
-    Filed(
-        H100_1M,
-        "qlora70_quarter",
-        {**LARGE, "kernel": "auto"},
-        shape={**LLAMA_70B, "num_hidden_layers": 20},
-        gpu="h100",
-    ),
+    quarter_of_70b(H100_1M),
 ]
 """The first is a first step; of the second two steps after the first count."""
 
@@ -178,13 +179,7 @@ LORA_128K = {**LIGER, "tokens": 131072, "mlp_tokens": 16384, "offload_above": 0.
 MEASURED_OF_32B = [
     Filed(H100_32B, "qlora32_416K_layer", AT_416K, shape={**QWEN3_32B, "num_hidden_layers": 1}, gpu="h100"),
     Filed(H100_32B, "qlora32_416K_layers", AT_416K, shape={**QWEN3_32B, "num_hidden_layers": 2}, gpu="h100"),
-    Filed(
-        H100_32B,
-        "qlora70_quarter",
-        {**LARGE, "kernel": "auto"},
-        shape={**LLAMA_70B, "num_hidden_layers": 20},
-        gpu="h100",
-    ),
+    quarter_of_70b(H100_32B),
     Filed(H100_32B, "memory_128K", LORA_128K, False, gpu="h100"),
     Filed(H100_32B, "ring_fast_8K", {**LIGER, "tokens": 8192, "checkpointing": False}, gpu="h100"),
 ]

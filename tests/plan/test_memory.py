@@ -242,6 +242,28 @@ def test_longer_rows_are_the_longest_of_their_options(method: str) -> None:
     assert QLORA not in {change for one in found for change in one.changes}
 
 
+@pytest.mark.parametrize("host", [33.0, 61.0, 77.0])
+def test_a_longer_row_is_the_longest_with_what_it_leaves_on_a_gpu(host: float) -> None:
+    """--offload-above is in whole GiB: the row for which it was rounded is not the longest with it."""
+    gpu = replace(setup().gpu, memory_gib=79.1, host_memory_gib=host)
+    own = setup(gpu=gpu, tokens=longest(setup(gpu=gpu), 73.6))
+    for one in longer_rows(llama_8b(), forecast(llama_8b(), own, 73.6), 73.6):
+        assert one.setup.tokens == longest(one.setup, 73.6), one.changes
+
+
+def test_parameters_on_the_host_are_fsdp2s() -> None:
+    for shard, is_possible in (("ddp", False), ("fsdp2", True)):
+        chosen = [("--offload-params", {"offload_params": True})]
+        assert (search._changed(llama_8b(), setup(shard=shard), chosen) is not None) == is_possible
+
+
+def test_the_longest_row_may_be_beyond_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a ring takes fewer heads at a time."""
+    fits = {*range(1001), *range(1040, 1201)}
+    monkeypatch.setattr(search, "_fits", lambda _memory, longer, _gib: longer.tokens in fits)
+    assert longest(setup(), 80.0) == 1200
+
+
 def test_a_row_that_nothing_makes_longer() -> None:
     all_of_them = {"liger": True, "offload_params": True, "optimizer": "adamw_8bit"}
     own = setup(mlp_tokens=16384, offload_above=0.0, **all_of_them)

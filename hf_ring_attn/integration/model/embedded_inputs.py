@@ -40,7 +40,7 @@ def free(model: nn.Module, running: bool) -> list[Undo]:
 def _unread(modules: list[nn.Module]) -> Iterator[nn.Module]:
     """Modules with such a hook, no other one that sees their output or its gradient, and without trained weights.
 
-    FSDP2's hook gathers their weights for a backward, which they do not have.
+    FSDP2 has a hook there, too. It gathers the weights again for a backward, which frozen embeddings do not have.
     """
     for module in modules:
         hooks = [hook for hook in module._forward_hooks.values() if not _is_of_fsdp(hook)]
