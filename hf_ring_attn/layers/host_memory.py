@@ -9,9 +9,11 @@ copies are plain.
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +26,8 @@ GRAIN = 1 << 21
 """Buffers are multiples of this many bytes (a huge page)."""
 LEFT = 4 << 30
 """Bytes of host memory that stay free."""
+THREADS = 8
+"""At most so many threads of a rank touch new memory."""
 
 
 class Buffers:
@@ -79,7 +83,7 @@ class Buffers:
         if not self.locked:
             return torch.empty(wanted, dtype=torch.uint8, device="cpu")
         made, runtime = pages(wanted), torch.cuda.cudart()
-        made.zero_()  # faster than if the driver touches the pages (recipes/results/2026-11-26-two-h100-32b)
+        touch(made)
         failed = runtime.cudaHostRegister(made.data_ptr(), wanted, 0)
         if int(failed) != 0:
             with suppress(RuntimeError):  # the runtime keeps the error until a launch asks for it: this one
@@ -269,6 +273,22 @@ def pages(size: int) -> Tensor:
             with suppress(OSError):  # a kernel without it
                 memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def touch(memory: Tensor) -> None:
+    """Writes zeros to all of ``memory``, by several threads: the driver takes longer over pages that nobody touched.
+
+    Source: `host_lock` of recipes/results/2026-11-26-two-h100-32b.
+    """
+    shares = memory.chunk(touching_threads())
+    with ThreadPoolExecutor(len(shares)) as pool:
+        list(pool.map(Tensor.zero_, shares))
+
+
+def touching_threads() -> int:
+    """This rank's share of the processors that it may use, at most `THREADS`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(THREADS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def free_bytes() -> int | None:

@@ -108,6 +108,21 @@ def test_memory_that_runs_out_is_refused() -> None:
     assert found is None or found > 1 << 20
 
 
+@pytest.mark.parametrize(
+    ("processors", "ranks", "threads"), [(128, 8, 8), (32, 2, 8), (32, 8, 4), (2, 4, 1), (3, 1, 3)]
+)
+def test_new_memory_is_touched_by_a_ranks_share_of_the_processors(processors: int, ranks: int, threads: int) -> None:
+    memory = torch.ones(1000, dtype=torch.uint8)
+    with (
+        mock.patch.object(host_memory.os, "sched_getaffinity", return_value=set(range(processors)), create=True),
+        mock.patch.dict(host_memory.os.environ, {"LOCAL_WORLD_SIZE": str(ranks)}),
+        mock.patch.object(host_memory, "ThreadPoolExecutor", wraps=host_memory.ThreadPoolExecutor) as pool,
+    ):
+        host_memory.touch(memory)
+    pool.assert_called_once_with(threads)
+    assert not memory.any()
+
+
 class Driver:
     """CUDA's runtime, as far as buffers use it: which pages are locked, and the error that its next launch raises."""
 
