@@ -3,8 +3,9 @@
     python recipes/benchmarks/host_lock.py [--gib 8] [--threads 0 1 4 16] [--processes 2] [--save FOLDER]
 
 Each buffer's pages are touched by so many threads, then locked; with 0 threads the driver touches them while it locks
-them. The package takes up to 8 threads. What was locked stays until the end, so each way has other pages: those that a
-virtual machine used before are faster, so give a number of threads twice. On a CPU nothing is locked, and only touching is timed.
+them. The package takes up to 8 threads. What was locked stays until the end, so each way has other pages. Those that a
+virtual machine used before are faster, so give a number of threads twice. On a CPU nothing is locked, and only touching
+is timed.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def test_eight_ranks_by_pulls_are_right_on_any_number_of_gpus() -> None:
 def test_a_buffer_takes_memory_that_torch_only_caches() -> None:
     device, left = torch.device("cuda", 0), 2**28
     torch.zeros(1, device=device)
+    torch.cuda.empty_cache()  # what earlier tests left in torch's cache would serve the buffer, too
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.empty(free - left, dtype=torch.uint8, device=device)
     with pytest.raises(NoMemoryForBuffers, match=r"CUDA out of memory\. .* needs 1024 MiB"):
@@ -34,6 +35,7 @@ def test_a_buffer_takes_memory_that_torch_only_caches() -> None:
     assert torch.cuda.mem_get_info(device)[0] < 2**30
     buffer = pulls._allocated(2**30, device)
     assert buffer.fill_(7).sum(dtype=torch.int64).item() == 7 * 2**30
+    torch.cuda.empty_cache()  # the programs of other tests need memory
 
 
 def test_layers_around_attention_may_be_replayed_as_graphs() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -114,9 +116,9 @@ def test_memory_that_runs_out_is_refused() -> None:
 def test_new_memory_is_touched_by_a_ranks_share_of_the_processors(processors: int, ranks: int, threads: int) -> None:
     memory = torch.ones(1000, dtype=torch.uint8)
     with (
-        mock.patch.object(host_memory.os, "sched_getaffinity", return_value=set(range(processors)), create=True),
-        mock.patch.dict(host_memory.os.environ, {"LOCAL_WORLD_SIZE": str(ranks)}),
-        mock.patch.object(host_memory, "ThreadPoolExecutor", wraps=host_memory.ThreadPoolExecutor) as pool,
+        mock.patch("os.sched_getaffinity", return_value=set(range(processors)), create=True),
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(ranks)}),
+        mock.patch(f"{host_memory.__name__}.ThreadPoolExecutor", wraps=ThreadPoolExecutor) as pool,
     ):
         host_memory.touch(memory)
     pool.assert_called_once_with(threads)
