@@ -78,7 +78,7 @@ def runs() -> list[Run]:
 
 
 def parts() -> list[Run]:
-    """Long rows, by --only. `plan` says that qlora70_128K, qlora32_416K and the LoRA runs fit 2 x H100. The others are
+    """Long rows, by --only. `plan` says that qlora70_128K, qlora32_256K, qlora32_416K and the LoRA runs fit 2 x H100. The others are
     for 2 x H200.
 
     Where a whole step takes too long: its memory with a window of 4096, its time from one layer and two, in their
@@ -93,6 +93,7 @@ def parts() -> list[Run]:
     found = [
         Run("qlora70_128K", 128, "--shape 70B --qlora --liger --mlp-tokens 16384 --offload 0", steps=2),
         Run("qlora70_quarter", 128, "--shape 70B --qlora --liger --mlp-tokens 16384 --offload 0 --layers 20", steps=3),
+        Run("qlora32_256K", 256, "--shape 32B --qlora --liger --mlp-tokens 16384 --offload 0", steps=1),
         Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384"),
         Run("lora_512K", 512, "--liger --no-lora-casts --mlp-tokens 16384 --offload 0"),
         # 224 GiB of host memory for two GPUs
