@@ -139,8 +139,8 @@ def other_leaf(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> Tensor | N
 
 def add_wide(total: Tensor | None, gradient: Tensor) -> Tensor:
     """A sum in float32 at least."""
-    if total is None:
-        return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    if total is None:  # a copy: two terms of a sum get one tensor from autograd, and a total an expanded one
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
     return total.add_(gradient)
 
 

@@ -92,6 +92,19 @@ def test_chunks_give_the_loss_and_gradients_of_all_logits(case: Case) -> None:
     assert worst(got, answer(case, naive)) < EXACT
 
 
+def test_weights_whose_gradients_autograd_gives_as_one_tensor_have_each_its_own() -> None:
+    """Terms of a sum. Their float32 sums were one tensor, which each chunk was added to twice."""
+    case = Case(why="", logits_of=lambda hidden, weights: functional.linear(hidden, weights[0] + weights[1]))
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY, WIDTH)]
+    inputs = [torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_() for size in sizes]
+    labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    hidden, one, other = inputs
+    losses = [loss_of(case, hidden, one, other, labels) for loss_of in (chunked, naive)]
+    got, want = (torch.autograd.grad(loss, inputs) for loss in losses)
+    assert worst(got, want) < EXACT
+
+
 def test_a_mean_of_no_labels_is_nan_as_that_of_all_logits() -> None:
     case = Case(why="", labelled=range(0), options=CrossEntropy())
     assert answer(case, chunked)[0].isnan() and answer(case, naive)[0].isnan()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,21 @@ def test_values_and_gradients_are_those_of_all_tokens() -> None:
     got, want = run_in_chunks(Function(), x, weights, 3), Function().run(x, weights)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     found, expected = (torch.autograd.grad(y.sin().sum(), (x, *weights)) for y in (got[0], want[0]))
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("weights_of", [lambda a, b: a + b, lambda a, b: a.sum() * b], ids=["terms", "a total"])
+def test_gradients_that_autograd_gives_as_one_tensor_or_expanded_are_added_up(weights_of: Any) -> None:
+    """Terms of a sum got later chunks twice; a weight of which the total is used ended in a RuntimeError."""
+
+    class OfTwo(Function):
+        def run(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return ((x @ weights_of(*weights)).tanh(),)
+
+    x, first, _ = inputs()
+    weights = [first, first.detach().flip(0).requires_grad_()]
+    got, want = run_in_chunks(OfTwo(), x, weights, 3)[0], OfTwo().run(x, weights)[0]
+    found, expected = (torch.autograd.grad(y.sin().sum(), (x, *weights)) for y in (got, want))
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
 
 
