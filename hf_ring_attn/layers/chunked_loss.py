@@ -87,9 +87,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             found = iter(torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ())
             if of_hidden is not None and (gradient := next(found)) is not None:
                 of_hidden[part] = gradient
-            for index, weight in enumerate(leaves):
-                if weight.requires_grad and (gradient := next(found)) is not None:
-                    sums[index] = add_wide(sums[index], gradient)
+            add_up(sums, leaves, found)
+            del found  # gradients of weights, before the next chunk makes its own
         count = labels.ne(options.ignore_index).sum()
         if options.reduction == "mean":
             total /= count
@@ -135,6 +134,13 @@ def other_leaf(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> Tensor | N
             return variable
         todo += [following for following, _ in node.next_functions if following is not None]
     return None
+
+
+def add_up(sums: list[Tensor | None], leaves: Sequence[Tensor], gradients: Iterator[Tensor | None]) -> None:
+    """Adds the gradients of the leaves that need one to their sums."""
+    for index, one in enumerate(leaves):
+        if one.requires_grad and (gradient := next(gradients)) is not None:
+            sums[index] = add_wide(sums[index], gradient)
 
 
 def add_wide(total: Tensor | None, gradient: Tensor) -> Tensor:

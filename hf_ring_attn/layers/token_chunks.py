@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.first_order import first_order_only
 from ..errors import HiddenWeight
-from .chunked_loss import add_wide, graph_of_its_own, leaf, other_leaf
+from .chunked_loss import add_up, graph_of_its_own, leaf, other_leaf
 
 
 class TokenFunction(Protocol):
@@ -105,13 +105,12 @@ class _Keep(torch.autograd.Function):
                 pairs = [(y, g[part]) for y, g in zip(outputs, gradients, strict=True) if g is not None]
                 pairs = [(y, g) for y, g in pairs if y.requires_grad]
                 found = iter(_grad(pairs, wanted))
-                del outputs
+                del outputs, pairs
                 if of_x is not None:
                     gradient = next(found)
                     of_x[part] = 0 if gradient is None else gradient
-                for index, weight in enumerate(leaves):
-                    if weight.requires_grad and (gradient := next(found)) is not None:
-                        sums[index] = add_wide(sums[index], gradient)
+                add_up(sums, leaves, found)
+                del found  # gradients of weights, before the next chunk makes its own
         rounded = (None if s is None else s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
         return (None, of_x, *rounded)
 

@@ -16,7 +16,7 @@ from hf_ring_attn import errors
 from hf_ring_attn.layers import chunked_loss
 from hf_ring_attn.layers.chunked_loss import CrossEntropy, LogitsOf, chunked_cross_entropy
 from hf_ring_attn.testing import relative_error
-from tests.helpers.live_bytes import Largest
+from tests.helpers.live_bytes import Largest, peak_bytes
 
 TOKENS, WIDTH, VOCABULARY = 23, 6, 41
 EXACT = 1e-12
@@ -139,6 +139,17 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made() -> None:
             answer(CASES[0], loss_of)
         found[loss_of.__name__] = largest.values
     assert found == {"naive": TOKENS * VOCABULARY, "chunked": VOCABULARY * WIDTH}  # the head's gradient
+
+
+def test_the_gradients_of_the_head_are_held_for_one_chunk() -> None:
+    """Beside their sum in float32, two units; those of the chunk before were held, too, another unit."""
+    hidden, weight = (torch.ones(size, 64, dtype=torch.bfloat16).requires_grad_() for size in (8, 999))
+    labels = torch.arange(8)
+
+    def loss() -> Tensor:
+        return chunked_cross_entropy(lambda x, head: x @ head[0].T, hidden, [weight], labels, 2, CrossEntropy())
+
+    assert peak_bytes(loss) < 3.5 * weight.nbytes
 
 
 def test_the_gradient_is_rounded_once_in_sixteen_bits() -> None:

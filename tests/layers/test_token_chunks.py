@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_ring_attn import errors
 from hf_ring_attn.layers.token_chunks import run_in_chunks
+from tests.helpers.live_bytes import peak_bytes
 
 
 class Function:
@@ -95,6 +96,14 @@ def test_a_checkpoint_does_not_run_the_function_for_its_output() -> None:
     assert isinstance(y, Tensor)
     y.sum().backward()
     assert function.rows == [2, 3, 3, 1, 2, 3, 3, 1], "a sample of two before each time"
+
+
+def test_a_backward_holds_the_gradients_of_one_chunk() -> None:
+    """Beside their sums in float32, two units; it held those of the chunk before, too, another unit."""
+    sizes = ((8, 64), (64, 900), (900, 64))
+    x, first, second = (torch.ones(size, dtype=torch.bfloat16).requires_grad_() for size in sizes)
+    y = result(Function(), x, first, second).sum()
+    assert peak_bytes(y.backward) < 3.5 * (first.nbytes + second.nbytes)
 
 
 def test_a_second_gradient_is_refused() -> None:

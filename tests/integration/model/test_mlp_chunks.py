@@ -15,7 +15,7 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.integration import log
 from hf_ring_attn.integration.model import mlp_chunks
-from hf_ring_attn.layers import token_chunks
+from hf_ring_attn.layers import chunked_loss, token_chunks
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import activation_jobs as jobs
 from tests.helpers.jobs.activation_jobs import IN_FLOAT32, LORA, Answer, Step
@@ -274,7 +274,7 @@ def test_without_the_option_forwards_are_as_before() -> None:
 
 
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
-    "gradients of one chunk alone": (token_chunks, "add_wide", lambda _total, gradient: gradient),
+    "gradients of one chunk alone": (chunked_loss, "add_wide", lambda _total, gradient: gradient),
     "a token left out": (token_chunks._Run, "parts", lambda run, x: [slice(0, len(x) - 1)]),
 }
 
