@@ -124,6 +124,12 @@ def launched_processes() -> int:
     return int(text) if is_a_launched_rank() and text.isdigit() else 1
 
 
+def ranks_of_machine() -> int:
+    """The number of processes that torchrun or accelerate launch started on this machine; 1 without them."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdigit() else 1
+
+
 def several_asked_for() -> tuple[str, str] | None:
     """Returns a sign in the environment that several processes were requested, and its variable; None: no sign.
 

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import ranks_of_machine
 from ..errors import ChangedInPlace, HostMemoryFull, SavedAttentionChanged
+from .free_memory import free_bytes
 
 GRAIN = 1 << 21
 """Buffers are multiples of this many bytes (a huge page)."""
@@ -288,28 +290,4 @@ def touch(memory: Tensor) -> None:
 def touching_threads() -> int:
     """This rank's share of the processors that it may use, at most `THREADS`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(THREADS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def free_bytes() -> int | None:
-    """Bytes of memory that this machine, or this process's control group, can still give; None: unknown."""
-    machine = _table("/proc/meminfo").get("MemAvailable:")
-    found = [] if machine is None else [machine * 1024]
-    limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit and used and limit[0].strip().isdigit():
-        cached = _table("/sys/fs/cgroup/memory.stat").get("inactive_file", 0)
-        found.append(int(limit[0]) - int(used[0]) + cached)
-    return min(found, default=None)
-
-
-def _table(file: str) -> dict[str, int]:
-    """The numbers of a file of lines "name number ..."."""
-    return {words[0]: int(words[1]) for line in _lines(file) if len(words := line.split()) > 1 and words[1].isdigit()}
-
-
-def _lines(file: str) -> list[str]:
-    try:
-        with open(file) as lines:
-            return lines.readlines()
-    except OSError:
-        return []
+    return max(1, min(THREADS, cores // ranks_of_machine()))

@@ -106,8 +106,6 @@ def test_memory_that_runs_out_is_refused() -> None:
         pytest.raises(errors.HostMemoryFull, match=text),
     ):
         locked.take(2 << 30)
-    found = host_memory.free_bytes()
-    assert found is None or found > 1 << 20
 
 
 @pytest.mark.parametrize(
