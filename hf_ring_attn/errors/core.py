@@ -164,10 +164,10 @@ class SavedAttentionChanged(RingAttentionError, RuntimeError):
 
 
 class HostMemoryFull(RingAttentionError, MemoryError):
-    """``wanted``, ``free``: bytes. ``driver``: why it does not lock memory that is free, in its words."""
+    """``wanted``, ``free``: bytes. ``said``: why there is no memory though it is free, in the words of who refused."""
 
-    def __init__(self, wanted: int, free: int, driver: str = "") -> None:
-        said = f" The driver said: {driver}." if driver else ""
+    def __init__(self, wanted: int, free: int, said: str = "") -> None:
+        said = f" {said}." if said else ""
         super().__init__(
             f"offload_above needs {wanted / 2**30:.1f} GiB more of page-locked host memory, but {free / 2**30:.1f} GiB "
             f"are free.{said} Raise offload_above, so that more checkpoints stay on the GPU, leave save_attention out, "

@@ -36,14 +36,17 @@ class Buffers:
     """Page-locked buffers of host memory, bytes. torch's own allocator would round each up to a power of two.
 
     Whoever takes a buffer holds this object as well, so all are idle when it goes.
+
+    Args:
+        device: the GPU whose copies use them; None: the one in use.
     """
 
-    def __init__(self, locked: bool) -> None:
-        self.locked = locked
+    def __init__(self, locked: bool, device: torch.device | None = None) -> None:
+        self.locked, self.device = locked, device
         self.idle: list[Tensor] = []
         if locked:
             # The driver takes other pages at the address of pages that went while locked for those.
-            weakref.finalize(self, unlock, self.idle).atexit = False
+            weakref.finalize(self, unlock, self.idle, device).atexit = False
 
     def take(self, size: int) -> Tensor:
         """Returns the smallest idle buffer that holds ``size`` bytes; else makes one, in place of an idle one.
@@ -81,23 +84,31 @@ class Buffers:
     def make(self, size: int) -> Tensor:
         """Makes a buffer of at least ``size`` bytes. Raises as `take`."""
         wanted = self.rounded(size)
-        free = self.check_room(wanted)
+        free = self.check_room(wanted, ranks_of_machine())
         if not self.locked:
             return torch.empty(wanted, dtype=torch.uint8, device="cpu")
-        made, runtime = pages(wanted), torch.cuda.cudart()
+        try:
+            made, runtime = pages(wanted), torch.cuda.cudart()
+        except OSError as error:  # a limit of this process (ulimit -v)
+            raise HostMemoryFull(wanted, free or 0, f"The system said: {error}") from error
         touch(made)
         failed = runtime.cudaHostRegister(made.data_ptr(), wanted, 0)
         if int(failed) != 0:
             with suppress(RuntimeError):  # the runtime keeps the error until a launch asks for it: this one
                 launch_nothing()
-            raise HostMemoryFull(wanted, free or 0, runtime.cudaGetErrorString(failed))
+            raise HostMemoryFull(wanted, free or 0, f"The driver said: {runtime.cudaGetErrorString(failed)}")
         return made
 
-    def check_room(self, wanted: int) -> int | None:
-        """Returns the bytes that are free, if locked memory can be made at all. Raises as `take`."""
+    def check_room(self, wanted: int, ranks: int = 1) -> int | None:
+        """Returns the bytes that are free, if locked memory can be made at all. Raises as `take`.
+
+        Args:
+            ranks: that make as much at the same time, and saw the same bytes free.
+        """
         free = free_bytes() if self.locked and wanted else None
-        if free is not None and free < wanted + LEFT:
-            raise HostMemoryFull(wanted, free)
+        if free is not None and free < wanted * ranks + LEFT:
+            together = f"{ranks} ranks ask for as much at once, and " if ranks > 1 else ""
+            raise HostMemoryFull(wanted, free, f"{together}{LEFT / 2**30:.1f} GiB stay free")
         return free
 
     def rounded(self, size: int) -> int:
@@ -109,13 +120,13 @@ class Buffers:
 
     def free(self, buffer: Tensor) -> None:
         if self.locked:
-            unlock([buffer])
+            unlock([buffer], self.device)
 
 
-def unlock(buffers: Sequence[Tensor]) -> None:
-    """Gives the driver's hold on page-locked buffers back."""
+def unlock(buffers: Sequence[Tensor], device: torch.device | None) -> None:
+    """Gives the driver's hold on page-locked buffers of ``device`` back."""
     if buffers:
-        torch.cuda.synchronize()  # their last copies may be on their way
+        torch.cuda.synchronize(device)  # their last copies may be on their way
     for buffer in buffers:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
@@ -139,7 +150,7 @@ class HostMemory:
         self.device = device
         self.module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.stream = None if self.module is None else self.module.Stream(device)
-        self.buffers = Buffers(locked=device.type == "cuda")
+        self.buffers = Buffers(device.type == "cuda", device)
         self.leaving: deque[tuple[Any, Tensor, int, Changed]] = deque()
         self.latest: weakref.ref[Stored] | None = None
         self.stored = self.fetched_early = 0
@@ -280,10 +291,10 @@ def pages(size: int) -> Tensor:
 def touch(memory: Tensor) -> None:
     """Writes zeros to all of ``memory``, by several threads: the driver takes longer over pages that nobody touched.
 
-    Source: `host_lock` of recipes/results/2026-11-26-two-h100-32b.
+    Source: recipes/results/2026-11-26-two-h100-256k.
     """
     shares = memory.chunk(touching_threads())
-    with ThreadPoolExecutor(len(shares)) as pool:
+    with suppress(RuntimeError), ThreadPoolExecutor(len(shares)) as pool:  # no more threads can start
         list(pool.map(Tensor.zero_, shares))
 
 

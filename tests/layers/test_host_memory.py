@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -108,6 +109,35 @@ def test_memory_that_runs_out_is_refused() -> None:
         locked.take(2 << 30)
 
 
+def test_ranks_of_a_machine_that_take_memory_at_once_leave_some(driver: Driver) -> None:
+    """Each saw the same bytes free, so together they took more than there were, and the system killed one."""
+    text = r"1\.0 GiB more .*, but 11\.0 GiB are free\. 8 ranks ask for as much at once, and 4\.0 GiB stay free\."
+    with (
+        mock.patch.object(host_memory, "free_bytes", return_value=11 << 30),
+        mock.patch.object(host_memory, "pages", return_value=torch.zeros(1, dtype=torch.uint8)),
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "8"}),
+    ):
+        with pytest.raises(errors.HostMemoryFull, match=text):
+            Buffers(locked=True).take(1 << 30)
+        os.environ["LOCAL_WORLD_SIZE"] = "7"
+        Buffers(locked=True).take(1 << 30)
+
+
+def test_a_limit_of_the_process_is_named(driver: Driver) -> None:
+    """It was an OSError of this rank alone, in the middle of a forward: the others waited for it."""
+    with (
+        mock.patch.object(host_memory, "free_bytes", return_value=64 << 30),
+        mock.patch("mmap.mmap", side_effect=OSError(12, "Cannot allocate memory")),
+        pytest.raises(errors.HostMemoryFull, match=r"The system said: \[Errno 12\] Cannot allocate memory\."),
+    ):
+        Buffers(locked=True).take(10)
+
+
+def test_memory_is_touched_by_the_threads_that_can_start() -> None:
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        host_memory.touch(torch.ones(4, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize(
     ("processors", "ranks", "threads"), [(128, 8, 8), (32, 2, 8), (32, 8, 4), (2, 4, 1), (3, 1, 3)]
 )
@@ -129,6 +159,7 @@ class Driver:
     def __init__(self) -> None:
         self.locked: set[int] = set()
         self.refuses, self.error = False, 0
+        self.synchronize = mock.Mock()
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.error = 712 if address in self.locked else 801 if self.refuses else 0
@@ -154,20 +185,21 @@ def driver() -> Iterator[Driver]:
     found = Driver()
     with (
         mock.patch.object(torch.cuda, "cudart", return_value=found),
-        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(torch.cuda, "synchronize", found.synchronize),
         mock.patch.object(host_memory, "launch_nothing", found.launch),
     ):
         yield found
 
 
 def test_pages_are_unlocked_before_they_go(driver: Driver) -> None:
-    buffers = Buffers(locked=True)
+    buffers = Buffers(locked=True, device=torch.device("cuda", 1))
     buffers.reserve([10, 20])
     taken = buffers.take(10)
     assert len(driver.locked) == 2
     buffers.give(taken)
     del buffers, taken
     assert not driver.locked
+    driver.synchronize.assert_called_once_with(torch.device("cuda", 1))
 
 
 def test_a_driver_that_locks_no_more_is_named_and_its_error_is_taken_from_the_next_launch(driver: Driver) -> None:
