@@ -14,6 +14,7 @@ from .numbers import (
     H100,
     H100_1M,
     H100_32B,
+    H100_256K,
     H100_FLASH4,
     LONGEST,
     LOSS,
@@ -262,6 +263,9 @@ ROWS = [
          ("qlora32_416K_window", lambda: f"with a window {gib(H100_32B, 'qlora32_416K_window')} GiB a GPU"),
          ("ring_fast_8K", lambda: f"8K {step(H100_32B, 'ring_fast_8K')['seconds_per_step']:.2f} s, accelerate's own "
                                   f"{step(H100_32B, 'own_fast_8K')['seconds_per_step']:.2f} s")], "docs, recipes"),
+    Row("How long is a whole step of a 32B model at 256K tokens on two GPUs of 80 GB?", H100_256K, "`whole_steps.py`, 2 GPUs",
+        [a_step(H100_256K, "qlora32_256K", "QLoRA at 256K (first step):"),
+         ("qlora32_416K_window", lambda: f"at 416K with a window {gib(H100_256K, 'qlora32_416K_window')} GiB a GPU")], "docs, recipes"),
     Row("Do a million tokens fit two GPUs of 80 GB, and why are first steps longer?", H100_1M, "`whole_steps.py`, 2 GPUs",
         [a_step(H100_1M, "lora_1M", "1M LoRA (first step):"),
          ("qlora70_quarter", lambda: f"20 layers of 70B: {step(H100_1M, 'qlora70_quarter')['seconds'][0]:.0f} s, then "

@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .numbers import FOUR, H100, H100_1M, H100_32B, H100_FLASH4, LONGEST, LOSS, WHOLE, commit, gib, run, seconds, step
+from .numbers import (
+    FOUR,
+    H100,
+    H100_1M,
+    H100_32B,
+    H100_256K,
+    H100_FLASH4,
+    LONGEST,
+    LOSS,
+    WHOLE,
+    commit,
+    gib,
+    run,
+    seconds,
+    step,
+)
 
 QLORA = "2026-11-24-qlora"
 
@@ -33,6 +48,7 @@ RUNS = {
     ],
     "qlora-32b": [
         Measured("131,072", "1 x H200", QWEN, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q32_128K"),
+        Measured("262,144", "2 x H100", QWEN, "QLoRA, `mlp_tokens=16384`, `offload_above=0`, Liger, FSDP2", H100_256K, "qlora32_256K"),
         Measured("425,984", "2 x H100", QWEN, "QLoRA of one layer, `mlp_tokens=16384`, Liger, FSDP2", H100_32B, "qlora32_416K_layer"),
         Measured("425,984", "2 x H100", QWEN, "QLoRA of two layers, the same", H100_32B, "qlora32_416K_layers"),
     ],
@@ -62,7 +78,7 @@ NOT_MEASURED = {
     "full-1m": f"{ALL}. {TOY_ONLY} No filed run trains all weights of a whole model of this size. One layer and two, in their second step:",
     "packed-chat": f"{ALL}. {TOY_ONLY} No filed run times a step of packed rows.",
     "extend-context": f"{ALL}. {TOY_ONLY} A small model learned on one GPU beside other programs, so it has losses (below), but no times.",
-    "qlora-32b": f"{ALL} of all layers in a ring, or of real weights. One GPU without a ring, and one layer and two in a ring, in their second step:",
+    "qlora-32b": f"{ALL} of real weights, or of a second step of all layers. One GPU without a ring, a ring of two, and one layer and two of a longer row:",
     "qlora-70b": f"{ALL} of real weights, or of a second step of all layers in a ring. Two GPUs, and one without a ring, on a shorter row:",
     "vlm": f"{ALL}. {TOY_ONLY} No filed run times a step with pictures.",
     "multi-node": f"{ALL}. {TOY_ONLY} No filed run has several machines.",

@@ -72,8 +72,8 @@ CONTEXT_GIB = 2.0
 SLACK = 0.05
 """Share of the memory for activations that torch's allocator reserves beyond what is in use: assumed."""
 
-LOCKED_GIB_PER_SECOND = 1.9
-"""Host memory that a process locks: 112 GiB in 58 s (recipes/results/2026-11-25-two-h100-1m), on one host."""
+LOCKED_GIB_PER_SECOND = 3.0
+"""Host memory that a process touches and locks: 80 GiB in 27 s, on one host (results/2026-11-26-two-h100-256k)."""
 
 KEPT_FREE = 0.07
 """Share of a GPU's memory that the search for the longest row leaves: forecasts were as near to measured steps as that

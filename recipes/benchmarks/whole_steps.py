@@ -78,8 +78,9 @@ def runs() -> list[Run]:
 
 
 def parts() -> list[Run]:
-    """Long rows, by --only. `plan` says that qlora70_128K, qlora32_256K, qlora32_416K and the LoRA runs fit 2 x H100. The others are
-    for 2 x H200.
+    """Long rows, by --only. `plan` says that qlora70_128K, qlora32_256K, qlora32_416K and the LoRA runs fit 2 x H100.
+
+    The others are for 2 x H200.
 
     Where a whole step takes too long: its memory with a window of 4096, its time from one layer and two, in their
     second step, since the first compiles torchao's optimizer.

@@ -185,9 +185,18 @@ MEASURED_OF_32B = [
 ]
 """Of memory_128K only the first step was timed. All 64 layers are not here: see the test of their window."""
 
+H100_256K = "2026-11-26-two-h100-256k"
+MEASURED_WHEN_MENDED = [
+    Filed(H100_256K, "qlora32_256K", {**AT_416K, "tokens": 262144, "offload_above": 0.0}, shape=QWEN3_32B, gpu="h100"),
+    Filed(H100_256K, "qlora32_416K_window", {**AT_416K, "offload_above": 26.0}, False, QWEN3_32B, "h100"),
+    Filed(H100_256K, "memory_128K", LORA_128K, False, gpu="h100"),
+]
+"""The first is a first step; the second has a window, which leaves its fullest moment as it is."""
+
 ALL = [
     *FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN,
     *MEASURED_BY_LAYERS, *MEASURED_ON_H100, *MEASURED_WITH_FLASH4, *MEASURED_AT_1M, *MEASURED_OF_32B,
+    *MEASURED_WHEN_MENDED,
 ]  # fmt: skip
 
 
