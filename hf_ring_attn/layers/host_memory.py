@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,8 +140,7 @@ class HostMemory:
     """The copies of one device.
 
     Attributes:
-        leaving: tensors whose copies to the host may still run, with the event at their end, their versions, and the
-            error for a change meanwhile.
+        leaving: tensors whose copies to the host may still run.
         stored: how many tensors were stored; fetched_early: how many were fetched before they were needed.
         full: why the latest tensor could not be stored, until someone reads it.
     """
@@ -151,7 +150,7 @@ class HostMemory:
         self.module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.stream = None if self.module is None else self.module.Stream(device)
         self.buffers = Buffers(device.type == "cuda", device)
-        self.leaving: deque[tuple[Any, Tensor, int, Changed]] = deque()
+        self.leaving: deque[weakref.ref[Stored]] = deque()
         self.latest: weakref.ref[Stored] | None = None
         self.stored = self.fetched_early = 0
         self.full: HostMemoryFull | None = None
@@ -164,6 +163,10 @@ class HostMemory:
         self.latest = weakref.ref(copy)
         return copy
 
+    def current_stream(self) -> Any:
+        """The computation's stream; None: it has none."""
+        return None if self.module is None else self.module.current_stream(self.device)
+
     def settle(self) -> None:
         """Frees tensors that have left; the computation waits for their copies.
 
@@ -171,15 +174,27 @@ class HostMemory:
             ChangedInPlace, SavedAttentionChanged: one was changed meanwhile.
         """
         while self.leaving:
-            event, tensor, version, changed = self.leaving.popleft()
-            if event is not None:
-                self.module.current_stream(self.device).wait_event(event)
-            if tensor._version != version:
-                raise changed(tuple(tensor.shape))
+            copy = self.leaving.popleft()()
+            if copy is not None:
+                copy.settle()
 
 
 Changed = type[ChangedInPlace] | type[SavedAttentionChanged]
 """The error for a tensor that was changed while it left."""
+
+
+class _Copying(NamedTuple):
+    """A copy on its way: the event at its end, its tensor on the device, and the stream that made that tensor."""
+
+    event: Any
+    tensor: Tensor
+    owner: Any
+
+    def end(self, stream: Any = None) -> Tensor:
+        """The tensor; later work of ``stream`` waits for the copy. None: its owner, whose work gets its memory next."""
+        if self.event is not None:
+            (stream or self.owner).wait_event(self.event)
+        return self.tensor
 
 
 class Stored:
@@ -187,22 +202,18 @@ class Stored:
 
     Attributes:
         companions: tensors that are fetched with it.
+        leaving: the copy to the host, and the tensor's version, until `settle`. fetched: the copy to the device.
     """
 
     def __init__(self, memory: HostMemory, x: Tensor, before: weakref.ref[Stored] | None, changed: Changed) -> None:
-        self.memory, self.before = memory, before
+        self.memory, self.before, self.changed = memory, before, changed
         self.shape, self.dtype = x.shape, x.dtype
         self.buffer = memory.buffers.take(x.nbytes)
         self.companions: list[weakref.ref[Stored]] = []
-        self.fetched: tuple[Any, Tensor] | None = None
-        values, x, event = self._values(), x.detach(), None
-        if memory.stream is None:
-            values.copy_(x)
-        else:
-            with self._beside(memory.stream):
-                values.copy_(x, non_blocking=True)
-                event = memory.stream.record_event()
-        memory.leaving.append((event, x, x._version, changed))
+        self.fetched: _Copying | None = None
+        x = x.detach()
+        self.leaving: tuple[_Copying, int] | None = (self._copied(self._values(), x, x), x._version)
+        memory.leaving.append(weakref.ref(self))
         memory.stored += 1
 
     def store_beside(self, x: Tensor) -> Stored:
@@ -214,14 +225,20 @@ class Stored:
         self.companions.append(weakref.ref(copy))
         return copy
 
+    def settle(self) -> None:
+        """Frees the tensor that it is a copy of. Raises as `HostMemory.settle`."""
+        if self.leaving is not None:
+            (copying, version), self.leaving = self.leaving, None
+            tensor = copying.end()
+            if tensor._version != version:
+                raise self.changed(tuple(tensor.shape))
+
     def fetch(self) -> Tensor:
         """The tensor on its device; starts the copies of its companions, and of the one that was stored before it."""
         self.start()
         assert self.fetched is not None, "started"
-        event, found = self.fetched
+        found = self.fetched.end(self.memory.current_stream())
         self.fetched = None
-        if event is not None:
-            self.memory.module.current_stream(self.memory.device).wait_event(event)
         self.memory.settle()
         before = None if self.before is None else self.before()
         if before is not None:
@@ -239,31 +256,29 @@ class Stored:
     def _start(self) -> None:
         # Made on the computation's stream, whose later work may use its memory again.
         found = torch.empty(self.shape, dtype=self.dtype, device=self.memory.device)
-        event = None
-        stream = self.memory.stream
-        if stream is None:
-            found.copy_(self._values())
-        else:
-            with self._beside(stream):
-                found.copy_(self._values(), non_blocking=True)
-                event = stream.record_event()
-        self.fetched = (event, found)
+        self.fetched = self._copied(found, self._values(), found)
 
     def _values(self) -> Tensor:
         size = self.shape.numel() * self.dtype.itemsize
         return self.buffer[:size].view(self.dtype).view(self.shape)
 
-    def _beside(self, stream: Any) -> Any:
-        """The context of the copies' stream, after all that the computation has asked for until now."""
-        stream.wait_stream(self.memory.module.current_stream(self.memory.device))
-        return self.memory.module.stream(stream)
+    def _copied(self, to: Tensor, values: Tensor, on_device: Tensor) -> _Copying:
+        """Starts a copy on the copies' stream, after all that the computation has asked for until now."""
+        module, stream = self.memory.module, self.memory.stream
+        if stream is None:
+            to.copy_(values)
+            return _Copying(None, on_device, None)
+        owner = self.memory.current_stream()
+        stream.wait_stream(owner)
+        with module.stream(stream):
+            to.copy_(values, non_blocking=True)
+            return _Copying(stream.record_event(), on_device, owner)
 
     def __del__(self) -> None:
         if hasattr(self, "buffer"):  # else there was no memory for it
-            if (
-                self.fetched is not None and self.fetched[0] is not None
-            ):  # never used: the copy must end before its reuse
-                self.memory.module.current_stream(self.memory.device).wait_event(self.fetched[0])
+            for copying in (self.fetched, self.leaving and self.leaving[0]):
+                if copying is not None:  # never used, or not settled: the copy must end before its memory's reuse
+                    copying.end()
             self.memory.buffers.give(self.buffer)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -46,6 +47,21 @@ def test_a_tensor_is_freed_once_the_next_one_is_stored() -> None:
     assert len(memory.leaving) == 1
     second.fetch()
     assert not memory.leaving and torch.equal(first.fetch(), torch.ones(3))
+
+
+def test_a_tensor_whose_batch_failed_while_it_left_is_freed() -> None:
+    """It stayed on the GPU until the next batch that offloads, which an evaluation is not."""
+    memory = HostMemory(CPU)
+    x, out = torch.ones(3), torch.ones(3)
+    seen = [weakref.ref(each.untyped_storage()) for each in (x, out)]
+    copy = memory.store(x)
+    beside = copy.store_beside(out)
+    del x, out, copy
+    assert seen[0]() is None and seen[1]() is not None
+    del beside
+    assert seen[1]() is None and len(memory.buffers.idle) == 2
+    memory.settle()
+    assert torch.equal(memory.store(torch.ones(3)).fetch(), torch.ones(3))
 
 
 def test_a_tensor_that_changes_while_it_leaves_is_refused() -> None:
@@ -241,16 +257,28 @@ class Within:
         self.on.__exit__(*error)
 
 
-def races(layers: int = 4, steps: int = 2) -> list[str]:
-    """Of steps whose layers each store their input and what they attended, and fetch them in the opposite order."""
+def traced() -> tuple[Trace, HostMemory]:
     trace = Trace()
-    main = trace.new_stream()
-    trace.current.append(main)
+    trace.current.append(trace.new_stream())
     memory = HostMemory(CPU)
     memory.stream = Side(trace, "the copies' stream")
     memory.module = SimpleNamespace(
         current_stream=lambda _device: trace.current[-1], stream=lambda stream: Within(trace, stream)
     )
+    return trace, memory
+
+
+def races_of(trace: Trace, memory: HostMemory) -> list[str]:
+    side: Any = memory.stream
+    with trace:
+        trace.streams.append(side)
+        trace.reuse()
+    return trace.races()
+
+
+def races(layers: int = 4, steps: int = 2) -> list[str]:
+    """Of steps whose layers each store their input and what they attended, and fetch them in the opposite order."""
+    trace, memory = traced()
     with trace:
         for _ in range(steps):
             x: Tensor = torch.ones(4)
@@ -268,16 +296,26 @@ def races(layers: int = 4, steps: int = 2) -> list[str]:
                 x = of_input.fetch() * x
                 x = of_attention.fetch() * x
                 del of_input, of_attention
-        trace.streams.append(memory.stream)
-        trace.reuse()
-    return trace.races()
+    return races_of(trace, memory)
+
+
+def races_of_a_failed_step() -> list[str]:
+    """Of one that stores two tensors, and starts to fetch one of them; they go while another stream is in use."""
+    trace, memory = traced()
+    with trace:
+        copies = [memory.store(torch.ones(4)), memory.store(torch.ones(4))]
+        copies[0].start()
+        with trace.on(trace.new_stream()):
+            copies.clear()
+    return races_of(trace, memory)
 
 
 def test_copies_are_in_order_with_the_computation() -> None:
-    assert not races()
+    assert not races() and not races_of_a_failed_step()
 
 
 @pytest.mark.parametrize(("owner", "waits"), [(Stream, "wait_event"), (Side, "wait_stream")])
 def test_planted_races_are_seen(owner: type[Stream], waits: str) -> None:
     with mock.patch.object(owner, waits):
         assert races()
+        assert races_of_a_failed_step() or waits == "wait_stream"
