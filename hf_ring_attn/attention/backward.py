@@ -103,8 +103,8 @@ class _Backward:
                 with step.at:
                     self._add(queries[step.heads.start], *keys, self.tables.backward[step.source], step.sums)
                     if step.source == rank:
-                        self._finished(*keys, step.sums, self.k.dtype, (dk[:, :, step.heads], dv[:, :, step.heads]))
-        del step, keys  # frees the last accumulators before dq is made
+                        self._finish(*keys, step.sums, (dk[:, :, step.heads], dv[:, :, step.heads]))
+                del step, keys  # before the next ones arrive; the last accumulators before dq is made
         return self._finished_dq(dq)
 
     def _of_heads(self, heads: slice) -> _Backward:
@@ -127,13 +127,14 @@ class _Backward:
         for heads, k, v, _ in gathered:
             part, keys = self._of_heads(heads), (k, v, self.tables.keys)
             part._prepare()
-            sums = part._new_sums(*keys)
-            part._add(part._queries(slice(0, k.shape[2])), *keys, self.tables.forward, sums)
+            sums = list(part._new_sums(*keys))
+            part._add(part._queries(slice(0, k.shape[2])), *keys, self.tables.forward, (sums[0], sums[1]))
             part._finished_dq(dq[:, :, self.call.query_heads(heads)])
-            # Still unrounded, but out of the kernel's own memory order, which cannot be split by rank.
-            for gradient, x in zip((dk, dv), part._finished(*keys, sums, wide), strict=True):
-                _round_into(gradient[:, :, heads], self._reduced(x))
-            del part, keys, sums  # before the next one's are made
+            places = self._place("k", k, self.tables.keys), self._place("v", v, self.tables.keys)
+            del part, keys, k, v  # before gradients leave, and the next ones arrive
+            for gradient, place in zip((dk, dv), places, strict=True):
+                # Still unrounded, but out of the kernel's own memory order, which cannot be split by rank.
+                _round_into(gradient[:, :, heads], self._reduced(self.kernel.finish(sums.pop(0), wide, place)))
         return dq, dk, dv
 
     def _prepare(self) -> None:
@@ -169,13 +170,11 @@ class _Backward:
         out, lse, dout = of.results
         self.kernel.backward(dout, of.q, k, v, lse, of.delta, tiles, of.params, into, out)
 
-    def _finished(
-        self, k: Tensor, v: Tensor, segments: Segments, sums: Sums, dtype: torch.dtype,
-        into: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> Sums:  # fmt: skip
-        finish = self.kernel.finish
-        of_k, of_v = self._place("k", k, segments), self._place("v", v, segments)
-        return finish(sums[0], dtype, of_k, into[0]), finish(sums[1], dtype, of_v, into[1])
+    def _finish(self, k: Tensor, v: Tensor, segments: Segments, sums: Sums, into: Sums) -> None:
+        """Rounds the gradients of this rank's keys into the given tensors."""
+        places = self._place("k", k, segments), self._place("v", v, segments)
+        for gradient, place, out in zip(sums, places, into, strict=True):
+            self.kernel.finish(gradient, out.dtype, place, out)
 
     def _reduced(self, gradient: Tensor) -> Tensor:
         """Reduce-scatters the gradient of the keys seen to [B, T, heads, ...] of this rank's own tokens."""

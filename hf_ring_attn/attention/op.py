@@ -171,4 +171,5 @@ def forward(call: Call, traffic: Traffic, kernel: Kernel, shared: GatheredKV | N
                 _, lse[:, mine] = kernel.forward(
                     q[:, :, mine], part.k, part.v, tables.forward, params.of_heads(mine), out[:, :, mine]
                 )
+            del part  # before the next one arrives
     return out, lse

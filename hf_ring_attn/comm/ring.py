@@ -156,10 +156,8 @@ class Ring:
 
         def arriving(ahead: list[Pending]) -> Iterator[tuple[slice, list[Tensor]]]:
             for here, following in zip(groups, [*groups[1:], None], strict=True):
-                arrived = ahead
-                if following is not None:
-                    ahead = launch(following)
-                yield here, [pending.wait()[0] for pending in arrived]
+                arrived, ahead = ahead, [] if following is None else launch(following)
+                yield here, [arrived.pop(0).wait()[0] for _ in tensors]  # from here on the caller alone holds them
 
         return arriving(launch(groups[0]))
 

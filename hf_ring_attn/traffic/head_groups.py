@@ -115,7 +115,9 @@ def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: lis
 
     def arriving() -> Generator[KVGroup]:
         for group, arrived in sent:
-            yield KVGroup(group, exchange.arrived(arrived[0]), exchange.arrived(arrived[1]))
+            keys, values = (exchange.arrived(arrived.pop(0)) for _ in range(2))
+            yield KVGroup(group, keys, values)
+            del keys, values  # before the next ones arrive
         guard.end()  # by now a backward has returned the last gradients, too
 
     return arriving()

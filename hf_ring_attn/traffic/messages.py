@@ -30,8 +30,10 @@ class Messages:
         sent = self.ring.by_heads((k, v), groups, guard.sending(self.ring.gather))
 
         def arriving() -> Generator[KVGroup]:
-            for group, (keys, values) in sent:
-                yield KVGroup(group, layout.merge(keys), layout.merge(values))
+            for group, received in sent:
+                keys, values = (layout.merge(received.pop(0)) for _ in range(2))
+                yield KVGroup(group, keys, values)
+                del keys, values  # before the next ones arrive
             guard.end()
 
         return arriving()
