@@ -380,6 +380,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "cut_bytes": lambda: f"{cut_documents()['forward_bytes_share'] * 100:.1f} %",
     "own_32k_gib": lambda: f"{gib(ON_TWO, 'own_32K')} GiB",
     "ring_32k_gib": lambda: f"{gib(ON_TWO, 'ring_32K')} GiB",
+    "own_32k": lambda: f"{step(ON_TWO, 'own_32K')['seconds_per_step']:.2f} s",
+    "ring_32k": lambda: f"{step(ON_TWO, 'ring_32K')['seconds_per_step']:.2f} s",
     "8k_own": lambda: f"{step(AGAIN, 'own_fast_8K')['seconds_per_step']:.2f} s",
     "8k_ring": lambda: f"{step(AGAIN, 'ring_fast_8K')['seconds_per_step']:.2f} s",
     "8k_own_compiled": lambda: f"{step(AGAIN, 'own_compiled_8K')['seconds_per_step']:.2f} s",
