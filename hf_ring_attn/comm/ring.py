@@ -203,7 +203,8 @@ class Ring:
 
     def total(self, tensor: Tensor) -> Tensor:
         """Sums over the ring in float32 (float64 for float64, int64 for integers), returns the tensor's dtype."""
-        wide = tensor.to(_wide(tensor.dtype), copy=True)
+        # Memory is added up, whatever its order: a rank may hold a transposed tensor.
+        wide = tensor.to(_wide(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
         if self.size > 1:
             with _following_peers("added up over the ring", self):
                 dist.all_reduce(wide, group=self.group)

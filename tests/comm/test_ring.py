@@ -49,6 +49,16 @@ def test_a_gather_is_in_rank_order(ranks: Ranks, size: int) -> None:
     assert all(torch.equal(got, want) for got in ranks(size).run(gathered))
 
 
+def total_of_a_transposed_one() -> Tensor:
+    ring, x = Ring.of(None), torch.arange(6.0).view(2, 3)
+    return ring.total(x.T.contiguous().T if ring.rank == 0 else x)
+
+
+def test_a_sum_has_the_order_of_tensors_not_of_memory(ranks: Ranks) -> None:
+    """A rank whose tensor was a transposed one had its numbers added to others' in other places."""
+    assert all(torch.equal(got, 2 * torch.arange(6.0).view(2, 3)) for got in ranks(2).run(total_of_a_transposed_one))
+
+
 def gathered_by_heads(heads: int, heads_per_gather: int) -> tuple[list[str], list[tuple[slice, list[Tensor]]]]:
     ring, log, yielded = Ring.of(None), list[str](), []
     k = torch.arange(2 * 3 * heads * 2.0).view(2, 3, heads, 2) + 1000 * ring.rank
