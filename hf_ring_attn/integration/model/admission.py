@@ -34,6 +34,7 @@ from . import (
     structure,
     temperature,
     training_mode,
+    wrapped_adapters,
 )
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -60,7 +61,7 @@ ONCE = Support(
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,
-        liger.prepare, packed_weights.prepare,
+        liger.prepare, packed_weights.prepare, wrapped_adapters.prepare,
     ),
 )  # fmt: skip
 """Called once for each structure of a model and kind of batch."""

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hf_ring_attn.integration.model import fsdp
 from hf_ring_attn.layers.host_memory import host_memory
@@ -78,9 +79,14 @@ def test_fsdps_checkpointing_trains_as_one_process_does(ranks: Ranks, kind: Kind
         assert {name.partition(WRAPPER)[0] for name in got.after if WRAPPER in name} >= layers_in(want), "not wrapped"
         assert got.losses == pytest.approx(want.losses, rel=LOSS)
         assert got.norms == pytest.approx(want.norms, rel=10 * LOSS)
-        after = {name.replace(WRAPPER, ""): x for name, x in got.after.items()}
+        after = without_wrapper(got.after)
         assert after.keys() == want.after.keys() and distance(after, want.after) < UPDATE * moved
         assert count == offloaded
+
+
+def without_wrapper(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights by the names that they have before `prepare`."""
+    return {name.replace(WRAPPER, ""): x for name, x in weights.items()}
 
 
 def layers_in(found: Trained) -> set[str]:
@@ -94,20 +100,36 @@ def check_resumed(ranks: Ranks, kind: Kind, folder: Path, ring_size: int) -> Non
     checkpoint = str(folder / "first" / "checkpoint-2")
     for got in ranks(ring_size).run(kinds_jobs.trained, kind, Mesh(cp=ring_size), str(folder / "second"), checkpoint):
         assert got.losses == pytest.approx(want.losses, rel=LOSS)
-        assert distance(got.after, want.after) < UPDATE * distance(want.after, want.before)
+        moved = distance(without_wrapper(want.after), want.before)
+        assert distance(got.after, want.after) < UPDATE * moved
+    if kind.lora is not None:
+        check_adapter(
+            folder / "second" / "checkpoint-3" / "adapter_model.safetensors", without_wrapper(want.after), moved
+        )
 
 
-MOVES = {"FULL_STATE_DICT": LORA, "SHARDED_STATE_DICT": None}
+def check_adapter(file: Path, weights: dict[str, torch.Tensor], moved: float) -> None:
+    """A file of an adapter must hold all of its weights."""
+    saved = load_file(file)
+    want = {name.replace(".default.", "."): x for name, x in weights.items() if ".lora_" in name}
+    assert saved.keys() == want.keys() and distance(saved, want) < UPDATE * moved
+
+
+MOVES = {
+    "all in one file, LoRA": ({"state_dict_type": "FULL_STATE_DICT"}, LORA),
+    "in shards": ({"state_dict_type": "SHARDED_STATE_DICT"}, None),
+    "all in one file, FSDP2's checkpointing, LoRA": ({"state_dict_type": "FULL_STATE_DICT", **CHECKPOINTED}, LORA),
+    "all in one file, FSDP2's checkpointing": ({"state_dict_type": "FULL_STATE_DICT", **CHECKPOINTED}, None),
+    "in shards, FSDP2's checkpointing": ({"state_dict_type": "SHARDED_STATE_DICT", **CHECKPOINTED}, None),
+}
 
 
 @pytest.mark.parametrize("form", MOVES)
 @pytest.mark.turns
 def test_fsdp2_resumes_at_another_ring_size(ranks: Ranks, tmp_path: Path, form: str) -> None:
     """Under FSDP2 again, since Trainer refuses its checkpoints elsewhere."""
-    kind = Kind(
-        why="FSDP2, saved", lora=MOVES[form], fsdp={"state_dict_type": form},
-        arguments={**ADAM, "save_strategy": "steps", "save_steps": 2},
-    )  # fmt: skip
+    fsdp, lora = MOVES[form]
+    kind = Kind(why="FSDP2, saved", lora=lora, fsdp=fsdp, arguments={**ADAM, "save_strategy": "steps", "save_steps": 2})
     check_resumed(ranks, kind, tmp_path, 4)
 
 
