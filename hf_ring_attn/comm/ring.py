@@ -203,8 +203,7 @@ class Ring:
 
     def total(self, tensor: Tensor) -> Tensor:
         """Sums over the ring in float32 (float64 for float64, int64 for integers), returns the tensor's dtype."""
-        # Memory is added up, whatever its order: a rank may hold a transposed tensor.
-        wide = tensor.to(_wide(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
+        wide = _wide_copy(tensor)
         if self.size > 1:
             with _following_peers("added up over the ring", self):
                 dist.all_reduce(wide, group=self.group)
@@ -216,7 +215,8 @@ class Ring:
             return list(tensors)
         found: list[Tensor] = []
         for run in _together(tensors):
-            wide = torch.cat([x.reshape(-1).to(_wide(x.dtype)) for x in run])
+            # A large one alone is not copied twice.
+            wide = _wide_copy(run[0]).view(-1) if len(run) == 1 else torch.cat([_wide_copy(x).view(-1) for x in run])
             with _following_peers("averaged over the ring", self):
                 dist.all_reduce(wide, group=self.group)
             wide = wide.div_(self.size) if wide.is_floating_point() else wide / self.size
@@ -350,6 +350,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     if not dtype.is_floating_point:
         return torch.int64
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _wide_copy(tensor: Tensor) -> Tensor:
+    """A copy to add up, which ranks do by memory, whatever its order: one of them may hold a transposed tensor."""
+    return tensor.to(_wide(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
 
 
 def _together(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

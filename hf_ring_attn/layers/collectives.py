@@ -24,8 +24,8 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     @first_order_only("a row that was gathered")
     def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None, None]:
-        wide = ctx.layout.pad(gradient.to(accumulate_dtype(gradient.dtype)), 1)
-        return ctx.ring.reduce_scatter(ctx.layout.split(wide)).to(gradient.dtype), None, None
+        leaving = ctx.layout.split(ctx.layout.pad(gradient, 1)).to(accumulate_dtype(gradient.dtype))
+        return ctx.ring.reduce_scatter(leaving).to(gradient.dtype), None, None
 
 
 def gather_sequence(x: Tensor, ring: Ring, layout: Layout) -> Tensor:

@@ -16,6 +16,7 @@ from hf_ring_attn.comm import ring as ring_module
 from hf_ring_attn.comm.ring import LOCAL, Ring, world_rank
 from hf_ring_attn.errors import RanksDiffer, RefusedElsewhere
 from tests.helpers.checks import Ranks
+from tests.helpers.live_bytes import peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -57,6 +58,17 @@ def total_of_a_transposed_one() -> Tensor:
 def test_a_sum_has_the_order_of_tensors_not_of_memory(ranks: Ranks) -> None:
     """A rank whose tensor was a transposed one had its numbers added to others' in other places."""
     assert all(torch.equal(got, 2 * torch.arange(6.0).view(2, 3)) for got in ranks(2).run(total_of_a_transposed_one))
+
+
+def bytes_of_a_mean() -> float:
+    """The most that it makes, as a multiple of what it averages."""
+    ring, x = Ring.of(None), torch.ones(4000, dtype=torch.bfloat16)
+    return peak_bytes(lambda: ring.means([x])) / x.nbytes
+
+
+def test_a_mean_makes_one_float32_copy(ranks: Ranks) -> None:
+    """Beside what it returns. A second one was 2 GiB for the gradient of a head of 8B."""
+    assert all(got < 3.1 for got in ranks(2).run(bytes_of_a_mean))
 
 
 def gathered_by_heads(heads: int, heads_per_gather: int) -> tuple[list[str], list[tuple[slice, list[Tensor]]]]:
