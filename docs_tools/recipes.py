@@ -1,4 +1,4 @@
-"""What was measured of each recipe: seconds a step, GiB a GPU and the first loss, or a reason why not."""
+"""The measured steps of each recipe: seconds, GiB a GPU and the first loss, or what was not measured."""
 
 from __future__ import annotations
 
@@ -71,28 +71,28 @@ RUNS = {
         Measured("1,048,576", "2 x H100", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 16 --liger --no-lora-casts`", H100_1M, "lora_1M"),
     ],
 }  # fmt: skip
-ALL = "seconds a step, GiB a GPU and the first loss"
-TOY_ONLY = "The recipe ran on CPUs only, at toy size."
+MISSING = "Not measured: seconds a step, GiB a GPU and the first loss"
+TOY_ONLY = "This recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
-    "lora-1m": f"{ALL} of Qwen3-8B with `save_attention`. {TOY_ONLY} The nearest filed runs:",
-    "full-1m": f"{ALL}. {TOY_ONLY} No filed run trains all weights of a whole model of this size. One layer and two, in their second step:",
-    "packed-chat": f"{ALL}. {TOY_ONLY} No filed run times a step of packed rows.",
-    "extend-context": f"{ALL}. {TOY_ONLY} A small model learned on one GPU beside other programs, so it has losses (below), but no times.",
-    "qlora-32b": f"{ALL} of real weights, or of a second step of all layers. One GPU without a ring, a ring of two, and one layer and two of a longer row:",
-    "qlora-70b": f"{ALL} of real weights, or of a second step of all layers in a ring. Two GPUs, and one without a ring, on a shorter row:",
-    "vlm": f"{ALL}. {TOY_ONLY} No filed run times a step with pictures.",
-    "multi-node": f"{ALL}. {TOY_ONLY} No filed run has several machines.",
+    "lora-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
+    "full-1m": f"{MISSING} of a whole model. {TOY_ONLY} Measured were models of one layer and of two layers, in their second step:",
+    "packed-chat": f"{MISSING}. {TOY_ONLY} No step with packed rows was measured on GPUs.",
+    "extend-context": f"{MISSING} of Qwen3-8B. {TOY_ONLY} A small model was trained on one GPU: its losses are below.",
+    "qlora-32b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",
+    "qlora-70b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",
+    "vlm": f"{MISSING}. {TOY_ONLY} No step with pictures was measured on GPUs.",
+    "multi-node": f"{MISSING}. {TOY_ONLY} No step on several machines was measured.",
 }  # fmt: skip
-"""What stands after "Not measured:", with the reason."""
+"""What was not measured, before the table of what was."""
 
 
 def part(name: str) -> str:
-    """A recipe's part of its page: the reason and the table, or one of them."""
-    blocks = [f"Not measured: {NOT_MEASURED[name]}"] if name in NOT_MEASURED else []
+    """A recipe's part of its page: what was not measured, the table of what was, or both."""
+    blocks = [NOT_MEASURED[name]] if name in NOT_MEASURED else []
     if name in RUNS:
         blocks.append(_table(RUNS[name]))
         shapes = " and ".join(dict.fromkeys(each.shape for each in RUNS[name]))
-        blocks.append(f"Weights were random, in the shape of {shapes}, so losses are no model's.")
+        blocks.append(f"The weights were random, in the shape of {shapes}, so the losses say nothing about a trained model.")
     return "\n\n".join(blocks)
 
 
