@@ -35,9 +35,8 @@ class Exchange:
     def take(self, ring: Ring, tensor: Tensor) -> Pending:
         """Starts the exchange of this rank's [B, T, ...]; gives [S, B, ...] in order of arrival, for `arrived`."""
         sent, _ = self._indices(tensor.device)
-        return ring.all_to_all(
-            tensor.index_select(1, sent).transpose(0, 1), self.sends, self.receives, "exchanged keys and values"
-        )
+        leaving = tensor.transpose(0, 1).index_select(0, sent)  # contiguous
+        return ring.all_to_all(leaving, self.sends, self.receives, "exchanged keys and values")
 
     def arrived(self, tensor: Tensor) -> Tensor:
         """Sorts the result of `take` by position: [B, S, ...]."""
@@ -50,7 +49,7 @@ class Exchange:
         Summed in rank order and in the gradient's dtype, so the bits are the same from run to run.
         """
         sent, received = self._indices(gradient.device)
-        leaving = gradient.index_select(1, received).transpose(0, 1)
+        leaving = gradient.transpose(0, 1).index_select(0, received)
         (parts,) = ring.all_to_all(leaving, self.receives, self.sends, "gave gradients back").wait()
         home = gradient.new_zeros(tokens, *parts.shape[1:])
         for places, part in zip(sent.split(self.sends), parts.split(self.sends), strict=True):
