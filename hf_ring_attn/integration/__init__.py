@@ -11,7 +11,7 @@ from .attention.masks import ring_mask
 from .context.introspect import NAME
 from .context.model_record import forget_models
 from .hosts import accelerate, checkpoints, prediction, random_states, sft_trainer, trainer, trainer_start
-from .model import structure
+from .model import neftune, structure
 from .patching import changes, hooks
 
 CHANGES: list[changes.Change] = [
@@ -19,6 +19,7 @@ CHANGES: list[changes.Change] = [
     changes.Registration("transformers.masking_utils:AttentionMaskInterface", NAME, ring_mask),
     *masks.PATCHES,
     *structure.PATCHES,
+    *neftune.PATCHES,
     *accelerate.PATCHES,
     *trainer_start.PATCHES,
     *trainer.PATCHES,

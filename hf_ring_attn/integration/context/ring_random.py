@@ -29,6 +29,11 @@ _APART = 0x9E3779B1
 """Multiplier of the rank in a seed; odd, so that seeds differ for all ranks below `SEEDS`."""
 
 
+def apart(seed: int, rank: int) -> int:
+    """A rank's own seed, made of one that all have."""
+    return (seed + _APART * rank) % SEEDS
+
+
 def drawn() -> int:
     """Draws a seed from this rank's generator."""
     return int(torch.randint(SEEDS, (), device="cpu"))
@@ -41,7 +46,7 @@ def next_seed() -> int:
     _peeked = (state, _peeked[1] + 1 if torch.equal(state, _peeked[0]) else 0)
     seed = drawn()
     torch.set_rng_state(state)
-    return (seed + _APART * _peeked[1]) % SEEDS
+    return apart(seed, _peeked[1])
 
 
 _peeked: tuple[Tensor, int] = torch.empty(0, dtype=torch.uint8), 0
@@ -70,7 +75,7 @@ class RingRandomness:
         self._look()
         here, after = torch.randint(SEEDS, (2,), device="cpu").tolist()
         self._after.append(after)
-        self._seed((here + _APART * self._rank) % SEEDS)
+        self._seed(apart(here, self._rank))
 
     @uncompiled("generators are switched between graphs")
     def together(self) -> None:

@@ -20,6 +20,7 @@ from ..context.model_record import latest_record
 from ..log import say
 from ..patching.compiler import uncompiled
 from ..patching.hooks import attach
+from . import neftune
 from .structure import text_modules
 
 _DROPS_PATHS = re.compile(r"DropPath|StochasticDepth")
@@ -50,8 +51,9 @@ IN_TRAINING: list[tuple[Callable[[nn.Module], bool | None], str]] = [
         "nn.Dropout",
     ),
     (
-        lambda module: bool(module.__dict__.get("neftune_noise_alpha")) or None,
-        "scales NEFTune's noise by the local length: set neftune_noise_alpha=None",
+        neftune.is_local,
+        "scales NEFTune's noise by the local length, by a hook of its own or one attached before hf_ring_attn was "
+        "imported: import hf_ring_attn first, or set neftune_noise_alpha=None",
     ),
 ]
 """(test, reason) pairs. True: inexact in training now; False: exact at its present rate; None: never inexact."""

@@ -1,8 +1,8 @@
 """The trial step: the loss of the check's row as the program computes it, in the mode it trains in, and gradients.
 
-Dropout stays off, since a token draws other numbers in a ring. A model that draws random numbers by other means is
-tried in evaluation mode, and one that draws them there, too, is not tried. Under FSDP2 no gradient is tried, since
-hooks on its backward exchange weights. Of a step that a program writes itself, only the model's own loss is tried.
+Dropout and NEFTune stay off, since a token draws other numbers in a ring. A model that draws random numbers by other
+means is tried in evaluation mode, and one that draws them there, too, is not tried. Under FSDP2 no gradient is tried,
+since hooks on its backward exchange weights. Of a step that a program writes itself, only the model's own loss is tried.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..context import batch_context
 from ..context.local_batch import LocalBatch
 from ..context.trial_step import TrialStep
+from ..model import neftune
 from ..model.chunked import lazy_heads
 
 VALUES = 1 << 16
@@ -63,13 +64,13 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def set_modes(model: nn.Module, modes: Sequence[bool] | None) -> None:
-    """Sets each module's mode, or the whole model for training, without dropout and without checkpointing."""
+    """Sets each module's mode, or the whole model for training, without dropout, noise and checkpointing."""
     if modes is None:
         model.train()
     for index, module in enumerate(model.modules()):
         if modes is not None:
             module.__dict__["training"] = modes[index]
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, _DropoutNd) or neftune.ALPHA in module.__dict__:
             module.__dict__["training"] = False
         if getattr(module, "gradient_checkpointing", False) is True:
             module.__dict__["gradient_checkpointing"] = False  # a reentrant one refuses autograd.grad

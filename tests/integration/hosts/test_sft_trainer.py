@@ -145,7 +145,6 @@ REFUSED: list[tuple[Case, dict[str, Any], str]] = [
     (Case("compute_loss_func"), {"compute_loss_func": half}, "LossNotSharded: compute_loss_func cannot be computed"),
     (Case("label smoothing", {"label_smoothing_factor": 0.1}), {}, r"LossNotSharded: label smoothing \(label_smooth"),
     (Case("the gathered loss"), {"gathered": True}, "NoLogits: loss='gathered' needs .*TRL's fused head.*'sharded'"),
-    (Case("NEFTune", {"neftune_noise_alpha": 5.0}), {}, "UnsupportedModel: Llama.*set neftune_noise_alpha=None"),
     (Case("a subclass's loss"), {"kind": OwnLoss}, "LossNotSharded: the loss of OwnLoss.compute_loss .the self-check"),
 ]
 

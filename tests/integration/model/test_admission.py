@@ -223,15 +223,6 @@ TRAININGS = [
         text="T5ForConditionalGeneration cannot be trained in a ring exactly: encoder-decoder models are not supp",
     ),
     Training(
-        why="NEFTune", run=Run(why="", arguments={"neftune_noise_alpha": 5.0}), error="UnsupportedModel",
-        text="scales NEFTune's noise by the local length: set neftune_noise_alpha=None",
-    ),
-    Training(
-        why="NEFTune for a model in evaluation mode, as from_pretrained leaves it", change=jobs.in_evaluation_mode,
-        kind=jobs.WithoutWrapper, run=Run(why="", steps=2, arguments={"neftune_noise_alpha": 5.0}),
-        error="UnsupportedModel", text="scales NEFTune's noise by the local length: set neftune_noise_alpha=None",
-    ),
-    Training(
         why="a compute_loss of its own, and model_init", kind=jobs.OwnLossOfALaterModel, error="LossNotSharded",
         text="the loss of OwnLossOfALaterModel.compute_loss (the self-check found ",
     ),
