@@ -64,7 +64,8 @@ def cumsum_row(x: Tensor, ring: Ring, layout: Layout, mask: Tensor | None = None
     totals = within[:, :, -1]  # [B, chunks, ...]: a row of chunks, each of one token
     of_chunks = Layout(layout.chunks * layout.world_size, layout.world_size, layout.rank, layout.owners)
     every = gather_sequence(totals, ring, of_chunks)
-    before = every.cumsum(1) - every
+    # Not every.cumsum(1) - every: a large chunk would take the digits of those before it.
+    before = torch.cat([torch.zeros_like(every[:, :1]), every[:, :-1].cumsum(1)], 1)
     return (within + of_chunks.shard(before, 1).unsqueeze(2)).flatten(1, 2).to(_like(x))
 
 

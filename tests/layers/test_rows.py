@@ -49,6 +49,20 @@ def test_large_integers_and_the_sign_of_zero_keep_every_bit(ranks: Ranks, world_
         assert torch.equal(signed.view(torch.int32), SIGNED[:, -1].view(torch.int32))
 
 
+def cumulative_sums(x: Tensor) -> Tensor:
+    ring = Ring.of(None)
+    layout = Layout(x.shape[1], ring.size, ring.rank)
+    return layout.merge(ring.gather(rows.cumsum_row(layout.shard(x, 1), ring, layout)).wait()[0])
+
+
+@pytest.mark.parametrize("large", [1e9, float("inf")])
+def test_a_large_number_is_in_no_cumulative_sum_before_it(ranks: Ranks, large: float) -> None:
+    """Tokens of its chunk had lost the chunks before theirs (1 for 5), and beside infinity they were nan."""
+    x = torch.ones(1, 16)
+    x[0, 7] = large
+    assert all(torch.equal(got, x.cumsum(1)) for got in ranks(2).run(cumulative_sums, x))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_results_have_the_dtype_of_the_input_and_round_once(dtype: torch.dtype) -> None:
     x = SHORT.to(dtype)
