@@ -24,13 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hf-ring-attn", description="Ring attention with the single-GPU answer.")
     parser.add_argument("--version", action="version", version=f"hf-ring-attn {__version__}")
     commands = parser.add_subparsers(dest="command")
-    about = "show packages, GPUs and kernels for an attention; with --ranks, try a ring"
+    about = "show installed packages and GPUs, and which kernels can run; with --ranks, test a ring"
     doctor.add_arguments(commands.add_parser("doctor", help=about, description=about))
-    about = "measure speed and memory of attention in a ring, against one device and other packages"
+    about = "measure time and memory of attention in a ring, on one device, and in other packages"
     bench.add_arguments(commands.add_parser("bench", help=about, description=about))
-    about = "forecast the memory and the seconds of a training step, from a model's config alone"
+    about = "forecast memory and seconds of a training step from the model's config"
     plan.add_arguments(commands.add_parser("plan", help=about, description=about))
-    about = "compare a model in a ring with itself on one device, and look for leaks"
+    about = "compare a model in a ring with the same model on one device, and test that documents stay separate"
     verify.add_arguments(commands.add_parser("verify", help=about, description=about))
     about = 'register "ring_fp32" in programs that do not import the package'
     autoload.add_arguments(commands.add_parser("autoload", help=about, description=about))

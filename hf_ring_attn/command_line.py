@@ -37,10 +37,12 @@ def device(text: str) -> str:
 
 def add_shape(parser: argparse._ActionsContainer) -> None:
     """Adds the shape of an attention and its device."""
-    parser.add_argument("--heads", type=count(), default=32, help="query heads (default: those of Llama 3 8B)")
-    parser.add_argument("--kv-heads", type=count(), default=8)
-    parser.add_argument("--head-dim", type=count(), default=128, help="width of queries and keys")
-    parser.add_argument("--value-dim", type=count(), help="width of values, if another one")
+    parser.add_argument(
+        "--heads", type=count(), default=32, help="number of query heads (default: 32, as in Llama 3 8B)"
+    )
+    parser.add_argument("--kv-heads", type=count(), default=8, help="number of key/value heads (default: 8)")
+    parser.add_argument("--head-dim", type=count(), default=128, help="width of queries and keys (default: 128)")
+    parser.add_argument("--value-dim", type=count(), help="width of values (default: that of keys)")
     parser.add_argument("--device", type=device, help='"cuda" or "cpu"; default: a GPU if there is one')
 
 

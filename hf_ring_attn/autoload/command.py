@@ -11,9 +11,9 @@ from . import switch
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--enable", action="store_true", help="in this Python environment, for every program")
-    what.add_argument("--disable", action="store_true")
-    what.add_argument("--status", action="store_true", help="the default")
+    what.add_argument("--enable", action="store_true", help="register it for every program of this Python environment")
+    what.add_argument("--disable", action="store_true", help="undo --enable")
+    what.add_argument("--status", action="store_true", help="show if it is enabled (default)")
     parser.set_defaults(run=run)
 
 

@@ -31,29 +31,33 @@ def check(given: argparse.Namespace) -> str | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is computed")
-    rows = f"of the row: 131072, 128K; several for several rows; default: {TOKENS['cuda']}, on a CPU {TOKENS['cpu']}"
+    rows = f"length of the row, or several: 131072, 128K (default: {TOKENS['cuda']}, on a CPU {TOKENS['cpu']})"
     what.add_argument("--tokens", type=count(), nargs="+", help=rows)
     add_shape(what)
-    what.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; of --errors: bfloat16 and float16")
-    what.add_argument("--window", type=count(), help="how many keys a query sees")
-    what.add_argument("--document", type=count(), help="tokens of each packed document")
+    what.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; with --errors: bfloat16 and float16")
+    what.add_argument("--window", type=count(), help="number of keys that a query attends to")
+    what.add_argument("--document", type=count(), help="length of each packed document")
     what.add_argument("--deterministic", action="store_true")
     how = parser.add_argument_group("how")
-    how.add_argument("--kernel", choices=("auto", *KERNEL_NAMES), default="auto", help="as in RingConfig")
+    how.add_argument("--kernel", choices=("auto", *KERNEL_NAMES), default="auto", help="RingConfig(kernel=...)")
     how.add_argument("--backward", nargs="+", choices=("ring", "gather"), default=["ring"])
     how.add_argument("--traffic", nargs="+", choices=("auto", "messages", "pulls"), default=["auto"])
-    how.add_argument("--heads-per-gather", type=count(0), nargs="+", default=[0], help="0: chosen by size")
-    how.add_argument("--ring", type=count(), default=8, help="in one process: size of the simulated ring")
-    how.add_argument("--against", nargs="+", choices=PEERS, default=[], help="under torchrun: others, if installed")
+    how.add_argument("--heads-per-gather", type=count(0), nargs="+", default=[0], help="0 (default): chosen by size")
+    how.add_argument("--ring", type=count(), default=8, help="size of the simulated ring in one process (default: 8)")
+    how.add_argument(
+        "--against", nargs="+", choices=PEERS, default=[], help="also measure these packages (under torchrun)"
+    )
     how.add_argument(
         "--errors", nargs="*", choices=errors.PARTS, metavar="PART",
-        help="errors in place of speed, against one device and float64 (rings); PR 821's case (pr821); default: both. "
-        "More ranks than GPUs may share them",
+        help="measure errors, not speed: of rings, against one device and float64 (rings), of the case of "
+        "TransformerEngine PR 821 (pr821), or both (default)",
     )  # fmt: skip
-    how.add_argument("--rings", type=count(), nargs="+", default=errors.SIZES, help="of --errors: sizes to play")
-    how.add_argument("--rounds", type=count(), default=5)
-    how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw these results.jsonl")
-    how.add_argument("--save", type=Path, metavar="FOLDER", help="write the raw numbers into its results.jsonl")
+    how.add_argument(
+        "--rings", type=count(), nargs="+", default=errors.SIZES, help="sizes of the simulated rings of --errors"
+    )
+    how.add_argument("--rounds", type=count(), default=5, help="number of measured rounds (default: 5)")
+    how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="only draw these results.jsonl")
+    how.add_argument("--save", type=Path, metavar="FOLDER", help="save the raw numbers in results.jsonl of this folder")
     parser.set_defaults(run=run, check=check)
 
 

@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     for flag in FLAGS:
         parser.add_argument(f"--{flag}", action="store_true")
-    parser.add_argument("--holes", action="store_true", help="a document's keys in several runs: padding, image blocks")
+    parser.add_argument("--holes", action="store_true", help="masks with gaps: padding, image blocks")
     parser.add_argument(
         "--ranks", type=count(), metavar="N",
-        help="also start so many ranks (unless a launcher did): a small attention in a ring beside one process",
+        help="also start N ranks, and compare a small attention in a ring with one process",
     )  # fmt: skip
     parser.set_defaults(run=run, check=check_shape)
 

@@ -31,41 +31,56 @@ def positive(text: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is trained")
-    what.add_argument("--model", required=True, help="of the Hub, a folder, or a config file; no weights are read")
-    what.add_argument("--tokens", type=count(), help="of a row: 131072, 128K, 1M")
-    free = f"find the longest row that fits, with {100 * KEPT_FREE:.0f} %% of the memory free unless --memory is given"
+    what.add_argument("--model", required=True, help="name on the Hub, folder or config file; only the config is read")
+    what.add_argument("--tokens", type=count(), help="length of a row: 131072, 128K, 1M")
+    free = (
+        f"find the longest row that fits; leaves {100 * KEPT_FREE:.0f} %% of the memory free, unless --memory is given"
+    )
     what.add_argument("--max-tokens", action="store_true", help=free)
-    what.add_argument("--method", choices=METHODS, default="lora", help="LoRA on all linear layers, QLoRA, or full")
-    what.add_argument("--lora-rank", type=count(), default=16)
-    what.add_argument("--dtype", choices=ITEMSIZES, default="bfloat16")
-    what.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    what.add_argument(
+        "--method",
+        choices=METHODS,
+        default="lora",
+        help="LoRA or QLoRA on all linear layers, or full fine-tuning (default: lora)",
+    )
+    what.add_argument("--lora-rank", type=count(), default=16, help="default: 16")
+    what.add_argument("--dtype", choices=ITEMSIZES, default="bfloat16", help="default: bfloat16")
+    what.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
     where = parser.add_argument_group("where")
-    where.add_argument("--gpus", type=count(), required=True, help="of all nodes")
-    where.add_argument("--gpus-per-node", type=count(), default=8)
-    where.add_argument("--ring", type=count(), help="GPUs that share a row; default: all")
-    where.add_argument("--gpu", choices=GPUS, default="h100")
-    where.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU, all of it; default: what --gpu has")
-    where.add_argument("--host-memory", type=positive, metavar="GIB", help="per GPU; default: no limit")
-    where.add_argument("--tflops", type=positive, help="of a GPU in 16 bits, as its maker gives it")
-    where.add_argument("--bandwidth", type=positive, metavar="GB/S", help="of a GPU's memory")
-    where.add_argument("--link", type=positive, metavar="GB/S", help="from GPU to GPU in a node, one direction")
-    where.add_argument("--network", type=positive, metavar="GB/S", help="from node to node, per GPU, one direction")
-    where.add_argument("--host-link", type=positive, metavar="GB/S", help="from a GPU to host memory")
+    where.add_argument("--gpus", type=count(), required=True, help="number of GPUs, of all nodes together")
+    where.add_argument("--gpus-per-node", type=count(), default=8, help="default: 8")
+    where.add_argument("--ring", type=count(), help="number of GPUs that share a row (default: all)")
+    where.add_argument("--gpu", choices=GPUS, default="h100", help="kind of GPU (default: h100)")
+    where.add_argument("--memory", type=positive, metavar="GIB", help="memory of a GPU (default: that of --gpu)")
+    where.add_argument(
+        "--host-memory", type=positive, metavar="GIB", help="host memory for each GPU's process (default: no limit)"
+    )
+    where.add_argument("--tflops", type=positive, help="peak of a GPU in 16 bits, from its data sheet")
+    where.add_argument("--bandwidth", type=positive, metavar="GB/S", help="bandwidth of a GPU's memory")
+    where.add_argument(
+        "--link", type=positive, metavar="GB/S", help="bandwidth between GPUs of a node, in one direction"
+    )
+    where.add_argument(
+        "--network", type=positive, metavar="GB/S", help="bandwidth between nodes for each GPU, in one direction"
+    )
+    where.add_argument("--host-link", type=positive, metavar="GB/S", help="bandwidth between a GPU and host memory")
     how = parser.add_argument_group("how")
-    how.add_argument("--shard", choices=SHARDS, default="fsdp2", help="weights over all GPUs, or a copy on each")
-    how.add_argument("--no-checkpointing", action="store_true", help="save all activations")
-    kernels = "of attention; default: flash4 where it serves, as if flash-attn-4 were installed, else triton"
+    how.add_argument(
+        "--shard", choices=SHARDS, default="fsdp2", help="shard weights over all GPUs, or copy them (default: fsdp2)"
+    )
+    how.add_argument("--no-checkpointing", action="store_true", help="save all activations; nothing is computed twice")
+    kernels = "attention kernel (default: flash4, as if installed, if the GPU supports it; else triton)"
     how.add_argument("--kernel", choices=KERNELS, default="auto", help=kernels)
-    how.add_argument("--save-attention", action="store_true", help="as in RingConfig")
-    how.add_argument("--loss", choices=LOSSES, default="chunked", help="as in RingConfig")
-    how.add_argument("--mlp-tokens", type=count(), metavar="TOKENS", help="as in RingConfig")
-    how.add_argument("--offload-above", type=float, metavar="GIB", help="as in RingConfig; 0: all checkpoints")
-    how.add_argument("--liger", action="store_true", help="fused norms, RoPE and gated MLPs")
-    how.add_argument("--offload-params", action="store_true", help="FSDP2's weights and optimizer, to host memory")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    files = f"write {launch.CONFIG}, {launch.PROGRAM} there, if it fits"
+    how.add_argument("--save-attention", action="store_true", help="RingConfig(save_attention=True)")
+    how.add_argument("--loss", choices=LOSSES, default="chunked", help="RingConfig(loss=...) (default: chunked)")
+    how.add_argument("--mlp-tokens", type=count(), metavar="TOKENS", help="RingConfig(mlp_tokens=...)")
+    how.add_argument("--offload-above", type=float, metavar="GIB", help="RingConfig(offload_above=...); 0 offloads all")
+    how.add_argument("--liger", action="store_true", help="use Liger's fused norms, RoPE and gated MLPs")
+    how.add_argument("--offload-params", action="store_true", help="move FSDP2's weights and optimizer to host memory")
+    parser.add_argument("--json", action="store_true", help="print the forecast as JSON")
+    files = f"write {launch.CONFIG} and {launch.PROGRAM} into this folder, if the row fits"
     parser.add_argument("--write", type=Path, metavar="FOLDER", help=files)
-    parser.add_argument("--overwrite", action="store_true", help="replace such files with other content")
+    parser.add_argument("--overwrite", action="store_true", help="let --write replace existing files")
     parser.set_defaults(run=run, check=check)
 
 

@@ -20,13 +20,17 @@ LEAST_TOKENS = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="of the Hub, a folder, or a config file (random weights)")
-    parser.add_argument("--tokens", type=count(LEAST_TOKENS), default=256, help="of the row: 4096, 4K")
-    parser.add_argument("--ranks", type=count(), default=2, help="to start, unless a launcher did")
-    parser.add_argument("--layers", type=count(), help="the model's first layers only")
+    parser.add_argument("--model", required=True, help="name on the Hub, folder, or config file (random weights)")
+    parser.add_argument(
+        "--tokens", type=count(LEAST_TOKENS), default=256, help="length of the row: 4096, 4K (default: 256)"
+    )
+    parser.add_argument(
+        "--ranks", type=count(), default=2, help="number of ranks to start (default: 2); not used under a launcher"
+    )
+    parser.add_argument("--layers", type=count(), help="use only the model's first layers")
     parser.add_argument("--device", type=device, help='"cuda" or "cpu"; default: a GPU if there is one')
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 
 
