@@ -37,7 +37,7 @@ def alone(ranks: Ranks, kind: Kind) -> Trained:
     return found
 
 
-@pytest.mark.parametrize("kind", map(needed, KINDS))
+@pytest.mark.parametrize("kind", [needed(kind) for kind in KINDS])
 @pytest.mark.turns
 def test_a_kind_of_fine_tuning_is_that_of_one_process(ranks: Ranks, kind: Kind) -> None:
     want = alone(ranks, kind)
