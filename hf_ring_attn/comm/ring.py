@@ -219,7 +219,7 @@ class Ring:
             wide = _wide_copy(run[0]).view(-1) if len(run) == 1 else torch.cat([_wide_copy(x).view(-1) for x in run])
             with _following_peers("averaged over the ring", self):
                 dist.all_reduce(wide, group=self.group)
-            wide = wide.div_(self.size) if wide.is_floating_point() else wide / self.size
+            wide = (wide if wide.is_floating_point() else wide.double()).div_(self.size)
             parts = wide.split([x.numel() for x in run])
             found += [part.view(x.shape).to(x.dtype) for part, x in zip(parts, run, strict=True)]
         return found

@@ -60,6 +60,15 @@ def test_a_sum_has_the_order_of_tensors_not_of_memory(ranks: Ranks) -> None:
     assert all(torch.equal(got, 2 * torch.arange(6.0).view(2, 3)) for got in ranks(2).run(total_of_a_transposed_one))
 
 
+def mean_of_integers() -> Tensor:
+    return Ring.of(None).mean(torch.tensor([2**24 + 1, -(2**40) - 1]))
+
+
+def test_a_mean_of_integers_keeps_their_digits(ranks: Ranks) -> None:
+    """It was a float32: 16777216 for 16777217 on every rank."""
+    assert all(got.tolist() == [2**24 + 1, -(2**40) - 1] for got in ranks(2).run(mean_of_integers))
+
+
 def bytes_of_a_mean() -> float:
     """The most that it makes, as a multiple of what it averages."""
     ring, x = Ring.of(None), torch.ones(4000, dtype=torch.bfloat16)
