@@ -304,3 +304,14 @@ class PlanNotWritten(RingAttentionError, OSError):
         super().__init__(
             f"plan cannot write to {folder} ({why}). Give --write a folder, existing or new, in which you may write."
         )
+
+
+class PooledLoss(Refused):
+    """A trainer's own compute_loss, without labels, reads pooled rows from one rank's tokens. ``what``: its loss."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} cannot be computed exactly from one rank's tokens. If it pools rows, put it into the forward of "
+            "your model, and set its loss_type='ForSequenceClassification' (the guide of classification and "
+            "embeddings shows it); in your own loop pool by sharded.row_mean or sharded.last_token."
+        )

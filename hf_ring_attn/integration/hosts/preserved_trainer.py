@@ -1,13 +1,16 @@
-"""Runs a trainer's methods on the side: restores its metrics and counters, and gathers nothing."""
+"""Runs a trainer's methods on the side: restores its metrics, its counters and its loss's, and gathers nothing."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
+
+from ..context.program_states import is_of_program, preserved_objects
 
 LONGEST = 1000
 """The most entries of a container that is searched: longer ones are data, which a step does not change."""
@@ -49,7 +52,8 @@ def preserved_trainer(trainer: Any) -> Iterator[None]:
             vars(trainer)[name] = x.clone()
     trainer.accelerator = _Alone(trainer.accelerator)
     try:
-        yield
+        with preserved_objects(_objects_of(trainer), trainer.model.modules()):
+            yield
     finally:
         for own, before in attributes:
             own.clear()
@@ -57,6 +61,15 @@ def preserved_trainer(trainer: Any) -> Iterator[None]:
         for container, content in contents:
             container.clear()
             container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
+
+
+def _objects_of(trainer: Any) -> list[Any]:
+    """The program's own loss functions, and its objects that the trainer holds: they may count their calls."""
+    kinds = [cls for cls in type(trainer).__mro__ if is_of_program(cls.__module__)]
+    losses = [vars(cls)["compute_loss"] for cls in kinds if "compute_loss" in vars(cls)]
+    held = [x for x in vars(trainer).values() if is_of_program(type(x).__module__) or isinstance(x, FunctionType)]
+    modules = set(map(id, trainer.model.modules()))
+    return [*losses, *(x for x in held if id(x) not in modules)]
 
 
 def _containers(value: Any) -> Iterator[Any]:

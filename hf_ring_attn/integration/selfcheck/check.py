@@ -48,6 +48,10 @@ TRIES = 3
 """Random rows. Where rounding sends a token to another expert, another row does without: one that agrees is enough.
 In float32 that is rare, so after a row that disagrees two must: experts that drop tokens agree on some rows."""
 
+RANDOM_LOSS = (
+    "the loss of {} draws random numbers, so the self-check could not compare it: each of its terms must add up over "
+    "ranks, as a sum over shift_labels / num_items_in_batch does."
+)
 _SAME_WEIGHTS = f"The self-check ran it on every rank alone, so their weights differ. {SAME_WEIGHTS}"
 
 
@@ -80,9 +84,8 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
     trains = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
     tried = ("step", *case[:4], trains, *step.key)
-    has_loss = has_labels or context.whole_head
     by_model = has_labels and (loss != "gathered" or context.whole_head)
-    needs_step = has_loss and (step.loss is not None or by_model) and tried not in verdicts
+    needs_step = (step.loss is not None or by_model) and tried not in verdicts  # a host's own loss may need no labels
     if case not in verdicts or needs_step:
         if not record.uses_ring():  # a loss or a head beside the model
             return
@@ -93,10 +96,10 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
         job, modes = _Check(inner, context, sample, _device(model, sample)), [x.training for x in inner.modules()]
         if case not in verdicts:
             with preserved(inner), moved_from_zero(inner):
-                verdicts[case] = job.run(job.try_tokens)
+                verdicts[case] = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
         if needs_step:
             with preserved(inner), moved_from_zero(inner):
-                verdicts[tried] = job.run(partial(job.try_step, step, trains, modes))
+                verdicts[tried] = job.run(partial(job.try_step, step, trains, modes), job.rows_of_step())
     state.verdict = verdicts[case]
 
 
@@ -150,12 +153,16 @@ class _Check:
         self.sharding = _sharding(latest_record(self.model))
         self.name = introspect.name_of(self.model)
 
-    def run(self, attempt: Callable[[int, int], _Attempt | None]) -> str:
+    def rows_of_step(self) -> int:
+        """The number of rows of a trial step. A loss without labels may compare rows, and one alone is no test."""
+        return self.sample.rows if self.context.whole_head or not self.context.facts.has_labels else 1
+
+    def run(self, attempt: Callable[[int, int], _Attempt | None], rows: int) -> str:
         """Returns the verdict in words. ``attempt``: called with a seed and a number of rows; None: nothing to try."""
         try:
-            return self._run(attempt, self.sample.rows if self.context.whole_head else 1)
+            return self._run(attempt, rows)
         except errors.SelfCheckNotRun:
-            if self.sharding is not None or self.sample.rows == 1:
+            if self.sharding is not None or self.sample.rows == rows:
                 raise
         return self._run(attempt, self.sample.rows)  # a model of pairs of rows, for example
 
@@ -211,7 +218,7 @@ class _Check:
         """Compares the loss of a trial step, and gradients if it ``trains``. ``modes``: those of the modules."""
         weights = watched_weights(self.model) if trains and self.sharding is None else {}
         set_modes(self.model, None if step.trains else modes if trains else [False] * len(modes))
-        row = self._row(seed, rows, True)
+        row = self._row(seed, rows, self.context.facts.has_labels or self.context.whole_head)
         whole_step, ring_step = (
             partial(run_step, step, self.model, row, part, partial(self._call, *part), weights.values())
             for part in (self._local(row, Ring(LOCAL)), self._local(row, self.ring))
@@ -223,8 +230,11 @@ class _Check:
                 set_modes(self.model, [False] * len(modes))
                 before = random_state(self.device)
                 whole = self._whole(whole_step, rows)
-            if whole is None or not torch.equal(before, random_state(self.device)):
-                return None  # no loss, or one that differs from run to run
+            if whole is None:
+                return None  # no loss
+            if not torch.equal(before, random_state(self.device)):
+                warn(RANDOM_LOSS.format(step.name or self.name))
+                return None
             share = self._sharded(ring_step)
         assert share is not None, "a loss in one process"
         if type(share.loss).__name__ == "DTensor":
@@ -244,6 +254,8 @@ class _Check:
             if found[0] > limits[0]:
                 numbers = f"{float(got.loss):.6g} in the ring, {float(want.loss):.6g} in one process"
                 what = f"the loss of {name} (the self-check found {numbers})"
+                if not self.context.facts.has_labels and not self.context.whole_head:
+                    return errors.PooledLoss(what)
                 return errors.LossNotSharded(what, again=by_model, own=own)
             worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
             weight = [*weights][worst - 1]

@@ -1,0 +1,149 @@
+"""Losses of a program's own in Trainer: with a state, of pooled rows, with random numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+from transformers import Trainer
+
+from hf_ring_attn import RingAttentionError, RingConfig
+from hf_ring_attn.integration.selfcheck import check
+from tests.helpers.jobs.comparison import LOSS, Ranks
+from tests.helpers.jobs.runs import Mesh, Row, Rows, Run
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, trainer_of
+from tests.helpers.models.tiny_models import tiny
+
+PADDED = Rows(shortest=9, pad_to="right")
+STEPS = Run(why="", steps=3, rows=PADDED, arguments={"eval_strategy": "no"})
+GATHERED = RingConfig(loss="gathered")
+
+
+# ---- losses with a state ---------------------------------------------------------------------------------------------
+
+
+class Annealed:
+    """A compute_loss_func whose second term falls with each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        self.calls += 1
+        logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        peak = logits.logsumexp(-1).square().masked_fill(targets == -100, 0).sum()
+        total: Tensor = (loss + peak / self.calls) / num_items_in_batch
+        return total
+
+
+class Counts(Trainer):
+    """A compute_loss whose factor grows with each call, counted by an object beside the trainer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.factor = Annealed()
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.factor.calls += 1
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * self.factor.calls
+
+
+def log_of(how: str, mesh: Mesh) -> list[dict[str, float]]:
+    with launched(mesh), a_folder(None) as folder:
+        if how == "compute_loss_func":
+            run = replace(STEPS, ring=GATHERED, loss_function=True)
+            trainer = trainer_of(run, mesh, folder, compute_loss_func=Annealed())
+        else:
+            trainer = trainer_of(STEPS, mesh, folder, kind=Counts)
+        trainer.train()
+        return numbers(trainer.state.log_history)
+
+
+@pytest.mark.parametrize("how", ["compute_loss_func", "compute_loss"])
+def test_a_loss_that_counts_its_calls_counts_none_of_the_self_check(ranks: Ranks, how: str) -> None:
+    """The trial step moved its counter, so the first loss was that of a later step: 7.2 for 10.1."""
+    want = ranks(1).run(log_of, how, Mesh())[0]
+    for log in ranks(2).run(log_of, how, Mesh(cp=2)):
+        assert [pytest.approx(entry, rel=LOSS) for entry in want] == log
+
+
+# ---- losses without labels -------------------------------------------------------------------------------------------
+
+
+class Contrasts(Trainer):
+    """A loss of pooled rows: each rank takes the last of its own tokens for the last of the row."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        hidden = model(**inputs).last_hidden_state
+        rows = normalize(hidden[:, -1], dim=-1)
+        loss = cross_entropy(rows @ rows.T / 0.5, torch.arange(len(rows)))
+        return (loss, {"hidden": hidden}) if return_outputs else loss
+
+
+class Unlabelled(Rows):
+    def make(self) -> list[Row]:
+        return [{"input_ids": row["input_ids"]} for row in super().make()]
+
+
+def refusal(kind: type[Trainer], rows: Rows, body: bool = False, **arguments: Any) -> tuple[str, int]:
+    """What a trainer raises, and the optimizer steps until then."""
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        model = tiny("llama", "ring_fp32")
+        run = replace(STEPS, rows=rows, arguments={**STEPS.arguments, **arguments})
+        trainer = trainer_of(run, Mesh(cp=2), folder, model.base_model if body else model, kind=kind)
+        try:
+            trainer.train()
+        except RingAttentionError as error:
+            return f"{type(error).__name__}: {error}", trainer.state.global_step
+        return "", trainer.state.global_step
+
+
+def test_a_loss_of_pooled_rows_is_refused_before_a_step(ranks: Ranks) -> None:
+    """A batch without labels had no trial step, and the loss was that of each rank's tokens, silently."""
+    for error, steps in ranks(2).run(refusal, Contrasts, Unlabelled(), True):
+        assert error.startswith("PooledLoss: the loss of Contrasts.compute_loss (the self-check found "), error
+        assert "set its loss_type='ForSequenceClassification'" in error
+        assert steps == 0
+
+
+# ---- losses with random numbers --------------------------------------------------------------------------------------
+
+
+class Masks(Trainer):
+    """Hides tokens at random."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs = dict(inputs)
+        labels, shifted = inputs.pop("labels"), inputs.pop("shift_labels", None)
+        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shifted is None else shifted
+        hidden = torch.rand(labels.shape) < 0.3
+        out = model(**{**inputs, "input_ids": inputs["input_ids"].masked_fill(hidden, 1)})
+        loss = cross_entropy(out.logits.flatten(0, 1).float(), shifted.flatten(), reduction="sum")
+        loss = loss / num_items_in_batch * self.accelerator.num_processes
+        return (loss, out) if return_outputs else loss
+
+
+def warned(kind: type[Trainer]) -> tuple[str, list[str]]:
+    said: list[str] = []
+    with mock.patch.object(check, "warn", said.append):
+        error, _ = refusal(kind, PADDED)
+    return error, said
+
+
+def test_a_random_loss_trains_with_a_warning(ranks: Ranks) -> None:
+    """It cannot be tried, and the line at start said only that the self-check had passed."""
+    for error, said in ranks(2).run(warned, Masks):
+        assert error == ""
+        assert len(said) == 1
+        assert said[0].startswith("the loss of Masks.compute_loss draws random numbers, so the self-check could not ")
