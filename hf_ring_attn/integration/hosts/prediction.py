@@ -16,7 +16,8 @@ from ..batch.shard import Sharded
 from ..context.introspect import CACHES
 from ..model.lazy_logits import ChunkedLoss, with_logits
 from ..patching.changes import Patch
-from .trainer import TRAINER, count_over_all, shard_inputs, shards
+from .rings_as_processes import RingsAsProcesses
+from .trainer import TRAINER, count_over_all, group_of, shard_inputs, shards
 
 
 def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
@@ -42,6 +43,9 @@ def _predict(_original: Callable[..., Any], trainer: Any, *given: Any) -> Any:
 
 def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Seq2SeqTrainer gathers without dropping samples: each rank of a ring would give its rows again.
+        if group_of(self) is not None and self.gather_function == self.accelerator.gather:
+            self.gather_function = RingsAsProcesses(self.accelerator).gather
         if not shards(self) or self.accelerator._models:  # it is prepared already
             return original(self, *args, **kwargs)
         with _prepared_for_evaluation(self):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs import evaluation_jobs
@@ -116,3 +119,42 @@ def trained_after(run: Run, evaluations: int) -> tuple[list[dict[str, float]], d
         weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
         log = numbers([entry for entry in trainer.state.log_history if "loss" in entry])
         return log, weights, losses or [trainer_of(run, mesh, folder).evaluate()["eval_loss"]]
+
+
+# ---- Seq2SeqTrainer --------------------------------------------------------------------------------------------------
+
+
+def of_seq2seq(mesh: Mesh, generates: bool) -> tuple[list[dict[str, float]], tuple[int, ...]]:
+    """The log of an evaluation in the middle of a training by Seq2SeqTrainer, and the shape of its predictions."""
+    run = Run(why="", steps=2, rows=RAGGED, evaluated=Rows(count=3, shortest=9, pad_to="left"), metrics="logits")
+    with launched(mesh), a_folder(None) as folder:
+        usual = trainer_of(run, mesh, folder)
+        assert usual.model is not None
+        options: dict[str, Any] = {
+            "max_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "logging_steps": 1,
+            "optim": "sgd",
+        }
+        args = Seq2SeqTrainingArguments(
+            folder, predict_with_generate=generates, generation_max_length=40, per_device_eval_batch_size=3,
+            per_device_train_batch_size=2, use_cpu=True, disable_tqdm=True, report_to="none", save_strategy="no",
+            remove_unused_columns=False, **options,
+        )  # fmt: skip
+        rows: Any = run.evaluated.make()
+        given: Any = {"train_dataset": run.rows.make(), "data_collator": run.rows.collate}
+        trainer = Seq2SeqTrainer(usual.model, args, eval_dataset=rows, compute_metrics=usual.compute_metrics, **given)
+        trainer.train()
+        found = trainer.predict(rows)
+        log = [*numbers(trainer.state.log_history), *numbers([found.metrics or {}])]
+        return log, torch.as_tensor(found.predictions).shape
+
+
+@pytest.mark.parametrize("generates", [False, True], ids=["logits", "generated"])
+def test_seq2seq_trainer_counts_each_row_once(ranks: Ranks, generates: bool) -> None:
+    """It gathers without dropping samples, so each rank of a ring gave its rows again."""
+    want, shape = ranks(1).run(of_seq2seq, Mesh(), generates)[0]
+    for log, found in ranks(2).run(of_seq2seq, Mesh(cp=2), generates):
+        assert found == shape
+        assert [pytest.approx(entry, rel=1e-4) for entry in want] == log
