@@ -249,9 +249,10 @@ def _documents(positions: Tensor, attention_mask: Tensor | None) -> Tensor | Non
     """[B, S] ids on the CPU, as transformers finds them; None for one document a row."""
     restart = restarts(positions)
     if attention_mask is not None:
-        # Position ids of padding are arbitrary; only a restart between two real tokens begins a document.
+        # Position ids of padding are arbitrary; only a restart between two real tokens begins a document. Ids that
+        # skip ahead (PoSE) begin none here: beside a mask transformers takes such a row for one document.
         real = attention_mask.to("cpu", torch.bool)
-        restart &= real[:, 1:] & real[:, :-1]
+        restart &= real[:, 1:] & real[:, :-1] & (torch.diff(positions, dim=1) < 1)
         if bool(restart.any()):
             row, token = restart.nonzero()[0].tolist()
             raise errors.MixedDocuments(row, token + 1)

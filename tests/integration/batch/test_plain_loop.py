@@ -97,6 +97,10 @@ STEPS = [
         checkpointing="reentrant",
         ring=RingConfig(backward="gather", heads_per_gather=1),
     ),
+    Step(
+        why="position ids that skip ahead beside a mask",
+        batch={**padded(23, left=4, right=6), "position_ids": torch.tensor([*range(12), *range(40, 51)]).repeat(2, 1)},
+    ),
     Step(why="learned positions", model="gpt2"),
     Step(why="values narrower than keys", model="deepseek_v3"),
     Step(why="chunks and temperatures", model="llama4", exact=SOFTMAX),
