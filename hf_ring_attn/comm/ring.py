@@ -360,12 +360,14 @@ def _wide_copy(tensor: Tensor) -> Tensor:
 def _together(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Splits tensors into runs of one device and one summation dtype that fit in one message."""
     run: list[Tensor] = []
+    count = 0
     for x in tensors:
         like = not run or (_wide(x.dtype), x.device) == (_wide(run[0].dtype), run[0].device)
-        if not like or sum(one.numel() for one in run) + x.numel() > TOGETHER:
+        if not like or count + x.numel() > TOGETHER:
             yield from [run] if run else []
-            run = []
+            run, count = [], 0
         run.append(x)
+        count += x.numel()
     yield from [run] if run else []
 
 
