@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 from . import numbers
 from .numbers import (
     AGAIN,
     EIGHT,
+    FILED,
     FOUR,
     H100,
     H100_1M,
@@ -47,7 +50,6 @@ class Row(NamedTuple):
     folder: str
     command: str
     numbers: list[Number]
-    quoted: str
 
 
 def speeds(folder: str, name: str, *lengths: int) -> Number:
@@ -229,97 +231,92 @@ def _classes() -> str:
 
 BENCH2 = "`bench`, 2 GPUs"
 ROWS = [
-    Row("Which models are exact?", "support", "`python -m tests.sweep.run --ring 2 4 --rows all`", [("support", _classes)],
-        "README, CHANGELOG, tests/sweep"),
+    Row("Which models are exact?", "support", "`python -m tests.sweep.run --ring 2 4 --rows all`", [("support", _classes)]),
     Row("What do rounded sums lose?", WHY, "`recipes/benchmarks/why.py --length 2048`",
-        [("why", lambda: f"error of dk at ring 16: {dk(16, 'bf16 sums'):.1f}e-3 (bf16 sums), {dk(16, 'float32'):.1f}e-3 (float32)")],
-        "README"),
+        [("why", lambda: f"error of dk at ring 16: {dk(16, 'bf16 sums'):.1f}e-3 (bf16 sums), {dk(16, 'float32'):.1f}e-3 (float32)")]),
     Row("How does error grow with depth?", DEPTH, "`recipes/benchmarks/depth.py`",
-        [("depth_126", lambda: f"at most {deepest():.2f} of one device's error")], "docs"),
+        [("depth_126", lambda: f"at most {deepest():.2f} of one device's error")]),
     Row("What does one GPU allow? Mismatch, long rows, wide heads", ONE, "`bench`, `depth.py`, `long_row.py`",
-        [("pr821", _pr821)], "README, CHANGELOG"),
-    Row("Are log-probabilities one device's?", PARITY, "`recipes/benchmarks/logprob_parity.py`", [("ring_8", _parity)], "docs"),
+        [("pr821", _pr821)]),
+    Row("Are log-probabilities one device's?", PARITY, "`recipes/benchmarks/logprob_parity.py`", [("ring_8", _parity)]),
     Row("Does a context extension learn?", EXTENSION, "`recipes/extend-context/learn.py`",
         [("seed_0", lambda: f"at 4 times the length: loss {far('seed_0', 'base'):.2f} -> {far('seed_0', 'extended'):.2f}, numbers found "
                             f"{found('seed_0', 'base'):.0f} -> {found('seed_0', 'extended'):.0f} of 100"),
-         ("ring_of_2", lambda: f"a ring of two: loss {far('ring_of_2', 'extended'):.3f}, {far('seed_0', 'extended'):.3f} without")],
-        "recipes"),
+         ("ring_of_2", lambda: f"a ring of two: loss {far('ring_of_2', 'extended'):.3f}, {far('seed_0', 'extended'):.3f} without")]),
     Row("How long a row does QLoRA of 32B and 70B train on one H200?", QLORA, "`train.py --qlora`",
-        [a_step(QLORA, "q32_128K", "32B: 131,072 tokens,"), a_step(QLORA, "q70_56K", "70B: 57,344 tokens,")], "recipes"),
+        [a_step(QLORA, "q32_128K", "32B: 131,072 tokens,"), a_step(QLORA, "q70_56K", "70B: 57,344 tokens,")]),
     Row("What do chunks and offloading give one GPU, and what do they change?", ON_ONE, "`train.py`",
         [a_step(ON_ONE, "plain_64K", "64K, no option:"), a_step(ON_ONE, "tiled_64K", "chunks, offloading:"),
-         ("offloaded_128K", lambda: f"offloading at 128K costs {_offloading():.1f} %")], "docs"),
+         ("offloaded_128K", lambda: f"offloading at 128K costs {_offloading():.1f} %")]),
     Row("How long do the longest rows of full fine-tuning and QLoRA take on two GPUs?", LONGEST, "`whole_steps.py`, 2 GPUs",
         [("full_1M_layers", lambda: f"all weights at 1M: 32 layers {numbers.by_layers('full_1M', 32):,.0f} s, from one layer and two"),
-         ("qlora32_280K_layers", lambda: f"32B QLoRA at 280K, weights not sharded: {numbers.by_layers('qlora32_280K', 64):,.0f} s, likewise")],
-        "docs, recipes"),
+         ("qlora32_280K_layers", lambda: f"32B QLoRA at 280K, weights not sharded: {numbers.by_layers('qlora32_280K', 64):,.0f} s, likewise")]),
     Row("Do the forecasts of memory hold on two H100, and does QLoRA of 70B fit there?", H100, "`whole_steps.py`, 2 GPUs",
-        [a_step(H100, "qlora70_128K", "70B: 131,072 tokens, kernel `triton`,")], "recipes"),
+        [a_step(H100, "qlora70_128K", "70B: 131,072 tokens, kernel `triton`,")]),
     Row("How long are whole steps on two H100 with flash4, and how long a row fits?", H100_FLASH4, "`whole_steps.py`, 2 GPUs",
         [a_step(H100_FLASH4, "ring_fast_128K", "128K:"), a_step(H100_FLASH4, "lora_512K", "512K (first step):"),
-         a_step(H100_FLASH4, "qlora70_128K", "70B QLoRA at 128K (first step):")], "docs, recipes"),
+         a_step(H100_FLASH4, "qlora70_128K", "70B QLoRA at 128K (first step):")]),
     Row("How long a row of a 32B model fits two GPUs of 80 GB, and what is in memory?", H100_32B, "`whole_steps.py`, 2 GPUs",
         [("qlora32_416K_layers", lambda: f"QLoRA of 64 layers at 416K {numbers.by_layers('qlora32_416K', 64, H100_32B):,.0f} s, from one layer and two"),
          ("qlora32_416K_window", lambda: f"with a window {gib(H100_32B, 'qlora32_416K_window')} GiB a GPU"),
          ("ring_fast_8K", lambda: f"8K {step(H100_32B, 'ring_fast_8K')['seconds_per_step']:.2f} s, accelerate's own "
-                                  f"{step(H100_32B, 'own_fast_8K')['seconds_per_step']:.2f} s")], "docs, recipes"),
+                                  f"{step(H100_32B, 'own_fast_8K')['seconds_per_step']:.2f} s")]),
     Row("How long is a whole step of a 32B model at 256K tokens on two GPUs of 80 GB?", H100_256K, "`whole_steps.py`, 2 GPUs",
         [a_step(H100_256K, "qlora32_256K", "QLoRA at 256K (first step):"),
-         ("qlora32_416K_window", lambda: f"at 416K with a window {gib(H100_256K, 'qlora32_416K_window')} GiB a GPU")], "docs, recipes"),
+         ("qlora32_416K_window", lambda: f"at 416K with a window {gib(H100_256K, 'qlora32_416K_window')} GiB a GPU")]),
     Row("Do a million tokens fit two GPUs of 80 GB, and why are first steps longer?", H100_1M, "`whole_steps.py`, 2 GPUs",
         [a_step(H100_1M, "lora_1M", "1M LoRA (first step):"),
          ("qlora70_quarter", lambda: f"20 layers of 70B: {step(H100_1M, 'qlora70_quarter')['seconds'][0]:.0f} s, then "
-                                     f"{step(H100_1M, 'qlora70_quarter')['seconds_per_step']:.0f} s")], "README, docs, recipes"),
+                                     f"{step(H100_1M, 'qlora70_quarter')['seconds_per_step']:.0f} s")]),
     Row("The same with short attention in one piece; 128K on both sides", AGAIN, "`whole_steps.py`, `host_time.py`, 2 GPUs",
         [("ring_fast_8K", lambda: f"8K, no checkpointing: {times(AGAIN, 'own_fast_8K', 'ring_fast_8K'):.2f} times as fast as accelerate's own"),
          ("ring_compiled_8K", lambda: f"compiled: {times(AGAIN, 'own_compiled_8K', 'ring_compiled_8K'):.2f} times"),
-         ("ring_fast_128K", lambda: f"128K: {times(AGAIN, 'own_fast_128K', 'ring_fast_128K'):.2f} times")], "README"),
+         ("ring_fast_128K", lambda: f"128K: {times(AGAIN, 'own_fast_128K', 'ring_fast_128K'):.2f} times")]),
     Row("How fast are whole steps beside accelerate's own, 8K to 128K?", ON_TWO, "`whole_steps.py`, 2 GPUs",
         [("ring_fast_8K", lambda: f"8K, no checkpointing: {times(ON_TWO, 'own_fast_8K', 'ring_fast_8K'):.2f} times as fast as accelerate's own"),
          ("ring_fast_32K", lambda: f"32K: {times(ON_TWO, 'own_fast_32K', 'ring_fast_32K'):.2f} times"),
-         a_step(ON_TWO, "ring_fast_128K", "128K")], "README"),
+         a_step(ON_TWO, "ring_fast_128K", "128K")]),
     Row("Is a ring of two exact and fast?", TWO, "`bench`, `bench --errors`, 2 GPUs",
-        [speeds(TWO, "speed", 32, 64, 128), ("errors_live", _live)], "README"),
+        [speeds(TWO, "speed", 32, 64, 128), ("errors_live", _live)]),
     Row("Did the move into rooms change speed or bits?", ROOMS, "`bench`, `self_check.py`, `train.py`, 2 GPUs",
-        [speeds(ROOMS, "speed", 32, 128)], "CHANGELOG"),
+        [speeds(ROOMS, "speed", 32, 128)]),
     Row("How near are the forecasts of `plan`?", PLAN, "`hf-ring-attn plan`",
-        [("forecasts", lambda: numbers.forecast_words())], "CHANGELOG"),
+        [("forecasts", lambda: numbers.forecast_words())]),
     Row("How long until the first step? What do guards cost?", FIRST, "`train.py`, `guards.py`, `bench`, 2 GPUs",
         [("first_step_second_run", lambda: f"first step {first('first_step_second_run'):.1f} s, accelerate's own {first('first_step_accelerate'):.1f} s"),
          ("first_step_disk_cache", lambda: f"{first('first_step_disk_cache'):.1f} s with a cache on disk"),
          ("guards-2", lambda: f"guards {run(FIRST, 'guards-2').rows[0]['guards_ms']:.1f} ms a step"),
          ("guards_cpu_c4f9600", lambda: f"{run(FIRST, 'guards_cpu_c4f9600').head['guards_cpu_ms']:.2f} ms of CPU time"),
-         speeds(FIRST, "speed", 32, 128), speeds(FIRST, "speed-2", 32, 128)], "CHANGELOG"),
+         speeds(FIRST, "speed", 32, 128), speeds(FIRST, "speed-2", 32, 128)]),
     Row("Do 512K and 1M tokens fit two GPUs? What do Liger and compiled layers give?", WHOLE, "`train.py`, 2 GPUs",
         [a_step(WHOLE, "ring_512K", "512K LoRA"), a_step(WHOLE, "ring_1M", "1M"), a_step(WHOLE, "one_512K", "512K on one GPU"),
          faster(WHOLE, "accelerate_32K", "ring_liger_32K", "32K with Liger"),
-         faster(WHOLE, "accelerate_8K", "ring_compiled_layers_8K", "8K compiled")], "CHANGELOG"),
-    Row("What does the loss in chunks save?", LOSS, "`train.py`, 2 GPUs", [("chunked_8K", _loss)], "CHANGELOG"),
+         faster(WHOLE, "accelerate_8K", "ring_compiled_layers_8K", "8K compiled")]),
+    Row("What does the loss in chunks save?", LOSS, "`train.py`, 2 GPUs", [("chunked_8K", _loss)]),
     Row("Is a ring of eight right?", EIGHT, "`bench --errors`, 8 ranks; `bench`, 2 GPUs",
         [("errors_8", lambda: f"error at most {eight_ranks():.3f} of one GPU's"),
-         speeds(EIGHT, "speed_before", 32, 64, 128), speeds(EIGHT, "speed", 32, 128)], "README, CHANGELOG"),
+         speeds(EIGHT, "speed_before", 32, 64, 128), speeds(EIGHT, "speed", 32, 128)]),
     Row("Four GPUs beside peers and accelerate?", FOUR, "`bench`, `train.py`, 4 GPUs",
-        [faster(FOUR, "s128_own", "s128_saved", "a 128K step"), speeds(FOUR, "speed", 32, 64, 128)], "README"),
+        [faster(FOUR, "s128_own", "s128_saved", "a 128K step"), speeds(FOUR, "speed", 32, 64, 128)]),
     Row("Four GPUs, newest; what bounds them?", TWO_STREAMS, "`bench`, `where.py`, 4 GPUs",
-        [speeds(TWO_STREAMS, "speed", 32, 64, 128, 256)], "README, CHANGELOG"),
+        [speeds(TWO_STREAMS, "speed", 32, 64, 128, 256)]),
     Row("How many heads travel together?", HEADS, "`bench --heads-per-gather`",
-        [("mla_before", lambda: _heads("mla_before")), ("mla_after", lambda: _heads("mla_after"))], "CHANGELOG"),
-    Row("Why P2P copies?", PULLS, "not recorded", [("neighbours", _pulls)], "traffic/pulls.py"),
-    Row("Is flash4 exact and fast?", FLASH4, "`measure.py` (pinned)", [("speed", _flash4)], "README"),
+        [("mla_before", lambda: _heads("mla_before")), ("mla_after", lambda: _heads("mla_after"))]),
+    Row("Why P2P copies?", PULLS, "not recorded", [("neighbours", _pulls)]),
+    Row("Is flash4 exact and fast?", FLASH4, "`measure.py` (pinned)", [("speed", _flash4)]),
     Row("Is triton exact and fast?", TRITON, "`measure.py` (pinned)",
-        [("speed", lambda: f"{_triton('forward'):.0f} / {_triton('backward'):.0f} TFLOP/s at 32K")], "README"),
-    Row("Is flex right and fast?", FLEX, "`measure.py` (pinned)", [("speed", _flex)], "README, CHANGELOG"),
-    Row("triton with a bias, beside flex?", BIAS, "`recipes/benchmarks/score_mod.py`", [("score_mod", _bias)], "README, CHANGELOG"),
-    Row("Work and bytes by mask?", TRAFFIC, "`recipes/benchmarks/traffic.py`", [("traffic", _window)], "README"),
-    Row("What does balancing give and cost?", BALANCE, "`recipes/benchmarks/traffic.py`", [("traffic", _worst)],
-        "README, sharding/balance.py"),
-    Row("Is blockwise attention right?", BLOCKWISE, "`recipes/benchmarks/blockwise.py`", [("errors", _fault)], "-"),
+        [("speed", lambda: f"{_triton('forward'):.0f} / {_triton('backward'):.0f} TFLOP/s at 32K")]),
+    Row("Is flex right and fast?", FLEX, "`measure.py` (pinned)", [("speed", _flex)]),
+    Row("triton with a bias, beside flex?", BIAS, "`recipes/benchmarks/score_mod.py`", [("score_mod", _bias)]),
+    Row("Work and bytes by mask?", TRAFFIC, "`recipes/benchmarks/traffic.py`", [("traffic", _window)]),
+    Row("What does balancing give and cost?", BALANCE, "`recipes/benchmarks/traffic.py`", [("traffic", _worst)]),
+    Row("Is blockwise attention right?", BLOCKWISE, "`recipes/benchmarks/blockwise.py`", [("errors", _fault)]),
     Row("What does no ring cost?", LIGHT, "`recipes/benchmarks/first_light.py`",
-        [("import", lambda: _light("import")), ("step", lambda: _light("step"))], "-"),
+        [("import", lambda: _light("import")), ("step", lambda: _light("step"))]),
     Row("The wrong dq of triton; steps on two GPUs", GPUS_21, "`train.py`, `bench`, 2 GPUs",
-        [("fsdp2_ring2_32k", _norms), ("fsdp2_ring2_32k_triton", lambda: "mended")], "CHANGELOG"),
+        [("fsdp2_ring2_32k", _norms), ("fsdp2_ring2_32k_triton", lambda: "mended")]),
     Row("The race of dv; comparing shared keys", GPUS_22, "`pulls_ranks.py`, `shared.py` (pinned)",
-        [("pulls_ranks", lambda: run(GPUS_22, "pulls_ranks").rows[-1]["printed"])], "-"),
+        [("pulls_ranks", lambda: run(GPUS_22, "pulls_ranks").rows[-1]["printed"])]),
 ]  # fmt: skip
 
 
@@ -334,10 +331,35 @@ def _title(folder: str) -> str:
     return f"{name}, {date[2]}" if date and any(each.split("-", 3)[-1] == name for each in others) else name
 
 
+PLACES = {
+    "README": ["README.md"],
+    "docs": ["docs"],
+    "recipes": ["recipes"],
+    "changelog": ["CHANGELOG.md", "CHANGELOG-details.md"],
+    "code": ["hf_ring_attn"],
+}
+"""Where a result may be linked, and the files or folders of each place."""
+
+
+@cache
+def _text(place: str) -> str:
+    """All pages and modules of a place, without the results themselves."""
+    paths = [FILED.parents[1] / name for name in PLACES[place]]
+    files = [file for path in paths for file in (path.rglob("*.*") if path.is_dir() else [path])]
+    read = [file for file in files if file.suffix in {".md", ".py"} and not file.is_relative_to(FILED)]
+    return "\n".join(file.read_text() for file in read)
+
+
+def linked_from(folder: str) -> str:
+    """The places that link a folder of results."""
+    link = re.compile(rf"results/{re.escape(folder)}(?![\w-])")
+    return ", ".join(place for place in PLACES if link.search(_text(place))) or "-"
+
+
 def index() -> str:
     """The table; a cell with numbers of several commits names the commit of each."""
     lines = [
-        "| question | file | command | number | date | commit | still quoted in |",
+        "| question | file | command | number | date | commit | linked from |",
         "|---|---|---|---|---|---|---|",
     ]
     for each in ROWS:
@@ -347,7 +369,7 @@ def index() -> str:
         dates = dict.fromkeys(run(each.folder, name).head["date"] for name, _ in each.numbers)
         lines.append(
             f"| {each.question} | [{_title(each.folder)}]({each.folder}) | {each.command} | {'; '.join(cells)} | "
-            f"{', '.join(dates)} | {', '.join(dict.fromkeys(commits.values()))} | {each.quoted} |"
+            f"{', '.join(dates)} | {', '.join(dict.fromkeys(commits.values()))} | {linked_from(each.folder)} |"
         )
     return "\n".join(lines)
 
