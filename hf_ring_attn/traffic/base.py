@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..comm.ring import Ring
 from ..sharding.layout import Owners
 from .gathered_kv import KVGroup
+from .interrupted import InterruptionGuard
 from .two_streams import CURRENT_STREAM, StreamContext
 
 Sums = tuple[Tensor, Tensor]
@@ -92,6 +93,17 @@ class Traffic(Protocol):
         `Gather`.
         """
         ...
+
+
+def in_order(
+    sent: Iterator[tuple[slice, list[Tensor]]], order: Callable[[Tensor], Tensor], guard: InterruptionGuard
+) -> Generator[KVGroup]:
+    """Yields each group of heads that `Ring.by_heads` received, with keys and values in the order of the row."""
+    for group, received in sent:
+        keys, values = (order(received.pop(0)) for _ in range(2))
+        yield KVGroup(group, keys, values)
+        del keys, values  # before the next ones arrive
+    guard.end()  # by now a backward has returned the last gradients, too
 
 
 def visiting_order(ring: Ring) -> list[int]:

@@ -12,7 +12,7 @@ from ..comm.ring import Ring
 from ..comm.sparse_exchange import Exchange
 from ..sharding.layout import chunks_of
 from ..sharding.plan import Tables
-from .base import Gather, Traffic, head_halves
+from .base import Gather, Traffic, head_halves, in_order
 from .gathered_kv import GatheredKV, KVGroup
 from .interrupted import interruption_guard
 
@@ -112,12 +112,4 @@ def seen_by_heads(
 def _exchanged(ring: Ring, exchange: Exchange, k: Tensor, v: Tensor, groups: list[slice]) -> Generator[KVGroup]:
     guard = interruption_guard(ring)
     sent = ring.by_heads((k, v), groups, guard.sending(functools.partial(exchange.take, ring)))
-
-    def arriving() -> Generator[KVGroup]:
-        for group, arrived in sent:
-            keys, values = (exchange.arrived(arrived.pop(0)) for _ in range(2))
-            yield KVGroup(group, keys, values)
-            del keys, values  # before the next ones arrive
-        guard.end()  # by now a backward has returned the last gradients, too
-
-    return arriving()
+    return in_order(sent, exchange.arrived, guard)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..comm.ring import Pending, Ring
 from ..sharding.layout import Layout
-from .base import Gather, RingStep, Sums, visiting_order
+from .base import Gather, RingStep, Sums, in_order, visiting_order
 from .gathered_kv import KVGroup
 from .interrupted import interruption_guard
 
@@ -27,16 +27,7 @@ class Messages:
         k, v, groups, owners, *_ = request
         layout = Layout(k.shape[1] * self.ring.size, self.ring.size, self.ring.rank, owners)
         guard = interruption_guard(self.ring)
-        sent = self.ring.by_heads((k, v), groups, guard.sending(self.ring.gather))
-
-        def arriving() -> Generator[KVGroup]:
-            for group, received in sent:
-                keys, values = (layout.merge(received.pop(0)) for _ in range(2))
-                yield KVGroup(group, keys, values)
-                del keys, values  # before the next ones arrive
-            guard.end()
-
-        return arriving()
+        return in_order(self.ring.by_heads((k, v), groups, guard.sending(self.ring.gather)), layout.merge, guard)
 
     def ring_pass(
         self, k: Tensor, v: Tensor, halves: list[slice], new: Callable[[int, slice], Sums], two_streams: bool = False
