@@ -208,11 +208,12 @@ class Stored:
     def __init__(self, memory: HostMemory, x: Tensor, before: weakref.ref[Stored] | None, changed: Changed) -> None:
         self.memory, self.before, self.changed = memory, before, changed
         self.shape, self.dtype = x.shape, x.dtype
-        self.buffer = memory.buffers.take(x.nbytes)
         self.companions: list[weakref.ref[Stored]] = []
         self.fetched: _Copying | None = None
+        self.leaving: tuple[_Copying, int] | None = None
+        self.buffer = memory.buffers.take(x.nbytes)
         x = x.detach()
-        self.leaving: tuple[_Copying, int] | None = (self._copied(self._values(), x, x), x._version)
+        self.leaving = self._copied(self._values(), x, x), x._version
         memory.leaving.append(weakref.ref(self))
         memory.stored += 1
 

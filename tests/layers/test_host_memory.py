@@ -64,6 +64,13 @@ def test_a_tensor_whose_batch_failed_while_it_left_is_freed() -> None:
     assert torch.equal(memory.store(torch.ones(3)).fetch(), torch.ones(3))
 
 
+def test_a_copy_that_fails_gives_its_buffer_back() -> None:
+    memory = HostMemory(CPU)
+    with mock.patch.object(Tensor, "copy_", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
+        memory.store(torch.ones(3))
+    assert len(memory.buffers.idle) == 1 and not memory.leaving
+
+
 def test_a_tensor_that_changes_while_it_leaves_is_refused() -> None:
     memory = HostMemory(CPU)
     x = torch.ones(3)
