@@ -315,3 +315,14 @@ class PooledLoss(Refused):
             "your model, and set its loss_type='ForSequenceClassification' (the guide of classification and "
             "embeddings shows it); in your own loop pool by sharded.row_mean or sharded.last_token."
         )
+
+
+class FeaturesSplit(Refused):
+    """Features take the places of tokens by an order that a rank's tokens do not have. ``names``: of inputs."""
+
+    def __init__(self, model: str, names: list[str]) -> None:
+        super().__init__(
+            f"self-check: {model} differs in a ring once its row has the batch's own placeholders: it fills them from "
+            f"{names} in order, and a rank holds a part of them. Name such inputs pixel_values or input_features, and "
+            "let get_decoder() return an inner text model with its own config: then rows are sharded at its input."
+        )

@@ -36,6 +36,7 @@ from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
 from ..patching import changes
 from .compare import ComparedTokens, Recorder, relative, spread
+from .placeholders import try_placeholders
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
 from .tolerance import AMPLIFICATION, EXACT, LOSS, dtypes_seen, rounded_anew, tolerance
@@ -80,7 +81,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     inner, has_labels, loss = introspect.callable_inside(model), context.facts.has_labels, context.config.loss
     case: tuple[object, ...] = (ring.name, has_labels, loss, context.whole_head)
     if _sharding(record) is None:  # else other rings, whose batches may be of another kind, take part in each forward
-        case += (sample.first is None, sample.hides)
+        case += (sample.first is None, sample.hides, sample.unnamed is None)
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
     trains = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
     tried = ("step", *case[:4], trains, *step.key)
@@ -97,6 +98,8 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
         if case not in verdicts:
             with preserved(inner), moved_from_zero(inner):
                 verdicts[case] = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
+                if job.sharding is None:  # FSDP2 cannot go on after a forward that failed
+                    try_placeholders(job)
         if needs_step:
             with preserved(inner), moved_from_zero(inner):
                 verdicts[tried] = job.run(partial(job.try_step, step, trains, modes), job.rows_of_step())

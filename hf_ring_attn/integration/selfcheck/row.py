@@ -43,6 +43,7 @@ class Sample:
         first: the first position id; None if it has no position_ids.
         masked: it has a 2-D mask. hides: the mask hides tokens on the left, on the right.
         head: the model's head gets whole rows. labels: the batch's, of any shape, for such a head.
+        unnamed: the batch's tokens, if it has features under names that are not known; see `placeholders`.
     """
 
     rows: int
@@ -54,6 +55,7 @@ class Sample:
     hides: tuple[bool, bool]
     head: bool = False
     labels: Tensor | None = None
+    unnamed: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], whole: WholeBatch, context: batch_context.BatchContext) -> Sample | None:
@@ -73,6 +75,7 @@ class Sample:
         if context.whole_head and mask is not None:  # its model has not read the mask yet
             hidden = mask.to("cpu", torch.bool).logical_not()
         labels = batch.get("labels") if context.whole_head else None
+        ids = given.get("input_ids") if not context.whole_head and any(map(is_feature, others.values())) else None
         return cls(
             rows,
             length,
@@ -83,6 +86,7 @@ class Sample:
             (False, False) if hidden is None else (bool(hidden[:, 0].any()), bool(hidden[:, length - 1].any())),
             context.whole_head,
             labels.detach() if isinstance(labels, Tensor) else None,
+            ids,
         )
 
     def row(self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1) -> dict[str, Any]:
@@ -138,6 +142,11 @@ class Sample:
         ignored = torch.rand(mask.shape, generator=generator) < 0.5
         ignored[:, -1] = False
         return {"labels": chosen.masked_fill(ignored | (mask == 0), IGNORED).to(self.labels.device)}
+
+
+def is_feature(x: Any) -> bool:
+    """Returns True for [B, N, width] and [N, width] of numbers, as a tower gives."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 and x.numel() > 0
 
 
 def ordinary_words(config: Any, ids: Tensor | None, configs: list[Any]) -> Tensor:

@@ -2,7 +2,7 @@
 
 Dropout and NEFTune stay off, since a token draws other numbers in a ring. A model that draws random numbers by other
 means is tried in evaluation mode, and one that draws them there, too, is not tried. Under FSDP2 no gradient is tried,
-since hooks on its backward exchange weights. Of a step that a program writes itself, only the model's own loss is tried.
+since hooks on its backward exchange weights. Of a program's own step only the model's loss is tried.
 """
 
 from __future__ import annotations

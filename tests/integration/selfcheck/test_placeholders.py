@@ -1,0 +1,88 @@
+"""The self-check's row with placeholders: a model that fills them from features in order is refused before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_ring_attn
+from hf_ring_attn import RingAttentionError
+from hf_ring_attn.integration.selfcheck.placeholders import planted
+from hf_ring_attn.integration.selfcheck.row import Sample
+from tests.helpers.live_ranks import LiveRanks
+from tests.helpers.models.tiny_models import tiny
+
+Ranks = Callable[[int], LiveRanks]
+PLACEHOLDER = 90
+
+
+class Filled(nn.Module):
+    """A text model that gets features [B, N, 6] in the places of placeholders. ``how``: the way it fills them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = tiny("llama", "ring_fp32"), how
+        torch.manual_seed(0)
+        self.projector = nn.Linear(6, 32)
+
+    def forward(self, input_ids: Tensor, features: Tensor, **rest: Any) -> Any:
+        words, places = self.inner.get_input_embeddings()(input_ids), input_ids == PLACEHOLDER
+        seen = self.projector(features)
+        if self.how == "scattered":
+            words = words.masked_scatter(places[..., None].expand_as(words), seen)
+        elif self.how == "by count":
+            turn = (places.cumsum(1) - 1).clamp(min=0)[..., None].expand_as(words)
+            words = torch.where(places[..., None], seen.gather(1, turn), words)
+        elif self.how == "counted":
+            if int(places.sum()) != features.shape[0] * features.shape[1]:
+                raise ValueError("as many placeholders as features")
+        elif self.how == "their mean":
+            words = torch.where(places[..., None], seen.mean(1, keepdim=True), words)
+        return self.inner(inputs_embeds=words, **rest)
+
+
+def refusal(how: str) -> str:
+    """What a step raises."""
+    ids = torch.randint(3, 80, (2, 41), generator=torch.Generator().manual_seed(0))
+    ids[:, 5:9] = ids[:, 30:34] = PLACEHOLDER
+    features = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+    sharded = hf_ring_attn.shard({"input_ids": ids, "labels": ids, "features": features})
+    try:
+        with sharded:
+            Filled(how)(**sharded.inputs)
+    except (RingAttentionError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("how", ["scattered", "by count"])
+def test_features_in_the_order_of_placeholders_are_refused(ranks: Ranks, how: str) -> None:
+    """A rank's first placeholder got the first feature, silently: random words are no placeholders."""
+    for error in ranks(2).run(refusal, how):
+        assert error.startswith("FeaturesSplit: self-check: LlamaForCausalLM differs in a ring once its row has ")
+        assert "it fills them from ['features'] in order" in error
+
+
+def test_features_that_do_not_depend_on_an_order_train(ranks: Ranks) -> None:
+    assert ranks(2).run(refusal, "their mean") == ["", ""]
+
+
+def test_a_model_that_counts_its_placeholders_raises_by_itself(ranks: Ranks) -> None:
+    for error in ranks(2).run(refusal, "counted"):
+        assert error.startswith(("SelfCheckNotRun: ", "ValueError: as many placeholders as features"))
+
+
+def test_ids_of_long_runs_and_the_largest_are_planted() -> None:
+    ids = torch.tensor([[5, 7, 7, 7, 9, 2, 2, 3], [5, 96, 3, 9, 4, 95, 3, 8]])
+    features = torch.zeros(2, 3, 6)
+    sample = Sample(2, 8, {"input_ids": ids[:1]}, {"features": features}, None, False, (False, False), unnamed=ids)
+    found = planted(sample)
+    assert found is not None
+    assert (found.marks, found.spots) == ((2, 7, 95, 96), 3)
+    row = found.row(tiny("llama"), 2, True, 0)["input_ids"]
+    assert all(int((row == mark).sum()) >= 3 for mark in found.marks)
+    assert planted(Sample(2, 8, {"input_ids": ids[:1]}, {}, None, False, (False, False))) is None
