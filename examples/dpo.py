@@ -1,4 +1,4 @@
-r"""TRL's DPOTrainer with LoRA in a ring: answers to long prompts; the reference is the model without adapter.
+r"""TRL's DPOTrainer with LoRA in a ring: pairs of answers to long prompts, the reference without the adapter.
 
 ACCELERATE_USE_CPU=true accelerate launch --config_file recipes/accelerate/cpu_2ranks.yaml examples/dpo.py
 """

@@ -1,4 +1,4 @@
-r"""Embeddings of whole rows: two halves of a text attract each other, the other texts of the batch are negatives.
+r"""Embeddings of whole rows: the halves of a text are a positive pair, the other texts of the batch are negatives.
 
 torchrun --nproc_per_node 2 examples/embeddings.py                 # a bidirectional model, mean of real tokens
 torchrun --nproc_per_node 2 examples/embeddings.py --pool last     # a decoder, its last real token

@@ -1,4 +1,4 @@
-r"""Parameters sharded by FSDP2 and sequences by the ring, over the same ranks of accelerate's mesh.
+r"""A loop in which FSDP2 shards the parameters and the ring shards sequences, over the same ranks of accelerate's mesh.
 
     ACCELERATE_USE_CPU=true accelerate launch --config_file recipes/accelerate/cpu_2ranks.yaml \
         examples/fsdp2_loop.py

@@ -1,4 +1,4 @@
-r"""TRL's GRPOTrainer in a ring: completions of long prompts are sampled, judged and learnt from.
+r"""TRL's GRPOTrainer in a ring: it samples completions of long prompts, scores them, and trains on them.
 
 ACCELERATE_USE_CPU=true accelerate launch --config_file recipes/accelerate/cpu_2ranks.yaml examples/grpo.py
 """

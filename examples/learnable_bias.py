@@ -1,4 +1,4 @@
-"""Learnable biases on scores, of a sequence that two processes share: T5's and one of your own, in three steps.
+"""Learnable biases on the scores of a sequence that two processes share: T5's bias and your own, in three steps.
 
 torchrun --nproc_per_node 2 examples/learnable_bias.py
 """

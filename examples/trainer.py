@@ -1,4 +1,4 @@
-r"""transformers.Trainer with evaluation in a ring: nothing in the program but the import and "ring_fp32".
+r"""transformers.Trainer with evaluation in a ring: the program needs only the import and "ring_fp32".
 
     ACCELERATE_USE_CPU=true accelerate launch --config_file recipes/accelerate/cpu_2ranks.yaml \
         examples/trainer.py
