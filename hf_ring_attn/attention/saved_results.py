@@ -99,7 +99,11 @@ def saved_or(compute: Callable[[], Pair], q: Tensor) -> Pair:
         out, lse = compute()
         saved.append(active.saved.save(out, lse))
         return out, lse
+    assert active.next < len(saved), _SAME
     out, lse = saved[active.next].results()
     active.next += 1
-    assert out.shape[:3] == q.shape[:3], "a recompute calls the same attentions as the forward"
+    assert out.shape[:3] == q.shape[:3], _SAME
     return out, lse
+
+
+_SAME = "a recompute calls the same attentions as the forward"
