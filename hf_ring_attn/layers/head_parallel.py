@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm.first_order import first_order_only
+from ..comm.ring import Pending
 from .halo import RowShare, Span, wide
 
 Compute = Callable[[list[Tensor], list[Tensor], list[Tensor]], Tensor]
@@ -141,8 +142,13 @@ def _gather_heads(rows: RowShare, tensors: Sequence[Tensor], parts: Sequence[lis
         lo, hi = part[rows.ring.rank]
         sends = [stop - start for start, stop in part]
         pending.append(rows.ring.all_to_all(leaving, sends, [hi - lo] * size, "exchanged tokens for heads"))
-    arrived = [(one.wait()[0], part[rows.ring.rank]) for one, part in zip(pending, parts, strict=True)]
-    return [rows.layout.merge(x.unflatten(0, (size, hi - lo)).movedim(1, 3)) for x, (lo, hi) in arrived]
+    return [_in_order(rows, pending.pop(0), part[rows.ring.rank]) for part in parts]  # each goes once it was copied
+
+
+def _in_order(rows: RowShare, pending: Pending, heads: Span) -> Tensor:
+    """[B, S padded, n, ...] of the tokens of n heads that arrive, rank by rank."""
+    by_rank = pending.wait()[0].unflatten(0, (rows.ring.size, heads[1] - heads[0]))
+    return rows.layout.merge(by_rank.movedim(1, 3))
 
 
 def _scatter_tokens(
