@@ -71,6 +71,11 @@ def state_of(name: str, kind: type[S]) -> S:
     return found
 
 
+def any_ring() -> bool:
+    """Returns True if this process made a ring of several ranks whose group is alive."""
+    return any(_is_alive(group) for group in _GROUPS.values())
+
+
 def _is_alive(group: dist.ProcessGroup | None) -> bool:
     """Returns False for a destroyed group, which a program may still hold."""
     return group is not None and group in distributed_c10d._world.pg_map

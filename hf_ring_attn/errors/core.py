@@ -90,7 +90,7 @@ class UnevenBuffers(Refused):
 
 
 class NoMemoryForBuffers(RingAttentionError, RuntimeError):
-    """``size``, ``free``, ``total``: bytes. Its text is one that accelerate's find_executable_batch_size knows."""
+    """``size``, ``free``, ``total``: bytes."""
 
     def __init__(self, size: int, free: int, total: int) -> None:
         super().__init__(

@@ -54,6 +54,17 @@ class OneProcess(Refused):
         )
 
 
+class NoSmallerBatch(RingAttentionError):
+    """``text``: of the error that accelerate's find_executable_batch_size (Trainer's auto_find_batch_size) caught."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(
+            f"this rank failed ({text[:120]}). A smaller batch cannot be tried in a ring, since other ranks wait for "
+            "this one in the middle of a step. Start again without auto_find_batch_size, with a smaller batch, a "
+            "shorter row, or options that save memory; hf-ring-attn plan names them."
+        )
+
+
 class UntestedParallelism(Refused):
     def __init__(self, what: str, todo: str) -> None:
         super().__init__(f"ring_fp32 with {what} is refused, because it was never tested: {todo}.")
@@ -311,9 +322,9 @@ class PooledLoss(Refused):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"{what} cannot be computed exactly from one rank's tokens. If it pools rows, put it into the forward of "
-            "your model, and set its loss_type='ForSequenceClassification' (the guide of classification and "
-            "embeddings shows it); in your own loop pool by sharded.row_mean or sharded.last_token."
+            f"{what} cannot be computed exactly from one rank's tokens. Give targets of tokens as labels. If it pools "
+            "rows, put it into your model's forward, and set its loss_type='ForSequenceClassification' (the guide of "
+            "classification shows it); in your own loop pool by sharded.row_mean or sharded.last_token."
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ... import errors
+from ...comm.groups import any_ring
 from ...comm.ring import set_timeout
 from ..context.introspect import uses_ring
 from ..context.mesh import RING, ring_enabled
@@ -169,6 +170,18 @@ def _gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather_for_metrics
 
 
+def _should_reduce_batch_size(original: Callable[[Exception], bool]) -> Callable[[Exception], bool]:
+    """Patches accelerate's search for a batch size: a rank that tries again hangs, since the others wait for it."""
+
+    def should_reduce_batch_size(exception: Exception) -> bool:
+        found = original(exception)
+        if found and any_ring():
+            raise errors.NoSmallerBatch(str(exception)) from exception
+        return found
+
+    return should_reduce_batch_size
+
+
 _STATE = (
     "(self, mixed_precision=, cpu=, dynamo_plugin=, deepspeed_plugin=, fsdp_plugin=, torch_tp_plugin=, "
     "megatron_lm_plugin=, parallelism_config=, _from_accelerator=, **kwargs)"
@@ -185,6 +198,7 @@ PATCHES = (
     Patch(_ACCELERATOR + "prepare_model", "(self, model, device_placement=, evaluation_mode=)", _prepare),
     Patch(_ACCELERATOR + "prepare_data_loader", _LOADER, _prepare_data_loader),
     Patch(_ACCELERATOR + "maybe_context_parallel", _BUFFERS, _maybe_context_parallel),
+    Patch("accelerate.utils.memory:should_reduce_batch_size", "(exception)", _should_reduce_batch_size),
     Patch(_ACCELERATOR + "gather_for_metrics", "(self, input_data, use_gather_object=)", _gather_for_metrics),
 )
 """The changes to accelerate."""
