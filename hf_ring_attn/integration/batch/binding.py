@@ -23,7 +23,7 @@ from ..context import batch_context, introspect, model_record
 from ..context.batch_context import BatchContext
 from ..context.model_record import Visits
 from ..context.shared_kv import SharedKV
-from ..model import agreement, call_inputs, embedded_inputs, liger, offloading, replicas
+from ..model import agreement, call_inputs, embedded_inputs, liger, offloading, replicas, thawed
 from ..model.chunked import lazy_heads
 from ..patching.changes import Undo
 from ..patching.compiler import uncompiled
@@ -42,6 +42,7 @@ def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None]
     if context.ring.size > 1 and inside_transforms():
         raise errors.UnsupportedVmap(f"{introspect.name_of(model)} was called in a ring")
     record = agreement.admit(model, context, meanwhile)
+    thawed.refuse_thawed(model, context)
     replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
     check.check(model, context, record)
     offloading.reserve(model, record, context)

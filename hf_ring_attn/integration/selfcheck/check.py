@@ -258,7 +258,7 @@ class _Check:
                 numbers = f"{float(got.loss):.6g} in the ring, {float(want.loss):.6g} in one process"
                 what = f"the loss of {name} (the self-check found {numbers})"
                 if not self.context.facts.has_labels and not self.context.whole_head:
-                    return errors.PooledLoss(what)
+                    return errors.PooledLoss(what) if step.name else errors.LossWithoutLabels(self.name)
                 return errors.LossNotSharded(what, again=by_model, own=own)
             worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
             weight = [*weights][worst - 1]

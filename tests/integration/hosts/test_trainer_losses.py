@@ -115,6 +115,31 @@ def test_a_loss_of_pooled_rows_is_refused_before_a_step(ranks: Ranks) -> None:
         assert steps == 0
 
 
+class Targets(Trainer):
+    """A mean over targets of another name than labels."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs = dict(inputs)
+        targets = inputs.pop("targets")
+        out = model(**inputs)
+        loss = cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten())
+        return (loss, out) if return_outputs else loss
+
+
+class Targeted(Rows):
+    def make(self) -> list[Row]:
+        return [{"input_ids": row["input_ids"], "targets": row["input_ids"].roll(-1)} for row in super().make()]
+
+
+def test_a_loss_of_targets_of_another_name_is_refused_too(ranks: Ranks) -> None:
+    for error, steps in ranks(2).run(refusal, Targets, Targeted(), label_names=["targets"]):
+        assert error.startswith("PooledLoss: the loss of Targets.compute_loss (the self-check found "), error
+        assert "Give targets of tokens as labels" in error
+        assert steps == 0
+
+
 # ---- losses with random numbers --------------------------------------------------------------------------------------
 
 

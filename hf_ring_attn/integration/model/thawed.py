@@ -1,0 +1,44 @@
+"""Refuses weights that began to train after DDP wrapped their model: DDP averages no gradients of these.
+
+So each rank would step by the gradient of its own tokens. Without a ring replicas drift apart in the same way.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from ... import errors
+from ..context.batch_context import BatchContext
+from ..context.introspect import name_of, unwrapped
+from ..context.model_record import Visits, latest_record
+
+_AVERAGED: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+"""The identities of the weights that trained in the first batch of each DDP wrapper, which keeps them alive."""
+
+
+def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
+    """Refuses a batch in which a model under DDP trains weights that were frozen in its first one.
+
+    Raises:
+        UnsupportedModel: with the name of the first such weight.
+    """
+    wrapper = next((one for one in unwrapped(model) if type(one).__name__ == "DistributedDataParallel"), None)
+    if wrapper is None or context.ring.size == 1 or not model.training or not torch.is_grad_enabled():
+        return
+    visit = context.state(Visits).get(latest_record(model))
+    if visit is None:
+        return
+    trained = frozenset(map(id, visit.trained))
+    late = trained - _AVERAGED.setdefault(wrapper, trained)
+    if late:
+        name = next(name for name, x in model.named_parameters() if id(x) in late).removeprefix("module.")
+        raise errors.UnsupportedModel(
+            name_of(model),
+            [
+                f"its weight {name} was frozen when DDP wrapped it, so DDP averages no gradient of it, without a ring "
+                "either; let it require a gradient before train(), with ddp_find_unused_parameters=True, or wrap anew"
+            ],
+        )

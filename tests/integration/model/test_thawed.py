@@ -1,0 +1,74 @@
+"""Weights that begin to train after DDP wrapped their model are refused before a step with their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+import hf_ring_attn
+from hf_ring_attn import RingAttentionError
+from tests.helpers.checks import Ranks
+from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.jobs.runs import Mesh, Run
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, trainer_of
+from tests.helpers.models.tiny_models import tiny
+
+
+class Thaws(TrainerCallback):
+    """Lets the second layer train from the second step on."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        given["model"].requires_grad_(True)
+
+
+def raised_by_trainer() -> tuple[str, int]:
+    """What a trainer raises, and the steps until then."""
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        model = tiny("llama", "ring_fp32")
+        model.model.layers[1].requires_grad_(False)
+        run = Run(why="", steps=3, arguments={"eval_strategy": "no"})
+        trainer = trainer_of(run, Mesh(cp=2), folder, model, callbacks=[Thaws()])
+        try:
+            trainer.train()
+        except RingAttentionError as error:
+            return f"{type(error).__name__}: {error}", trainer.state.global_step
+        return "", trainer.state.global_step
+
+
+def test_a_trainer_that_thaws_a_layer_is_refused_before_that_step(ranks: Ranks) -> None:
+    """Ranks stepped by the gradients of their own tokens, and one step later they differed."""
+    for error, steps in ranks(2).run(raised_by_trainer):
+        assert error.startswith("UnsupportedModel: LlamaForCausalLM"), error
+        assert "its weight model.layers.1." in error
+        assert "was frozen when DDP wrapped it" in error
+        assert steps == 1
+
+
+def steps_of_a_loop(wraps_again: bool) -> list[str]:
+    model = tiny("llama", "ring_fp32").train()
+    model.model.layers[1].requires_grad_(False)
+    wrapped, found = DistributedDataParallel(model), []
+    for step in range(3):
+        if step == 1:  # fewer weights than before are no matter
+            model.model.layers[0].mlp.requires_grad_(False)
+            wrapped = DistributedDataParallel(model)
+        if step == 2:
+            model.requires_grad_(True)
+            wrapped = DistributedDataParallel(model) if wraps_again else wrapped
+        sharded = hf_ring_attn.shard(tokens(23))
+        try:
+            with sharded:
+                wrapped(**sharded.inputs).loss.backward()
+            found.append("")
+        except RingAttentionError as error:
+            found.append(type(error).__name__)
+        torch.distributed.barrier()
+    return found
+
+
+def test_a_model_that_is_wrapped_anew_trains(ranks: Ranks) -> None:
+    assert ranks(2).run(steps_of_a_loop, True) == [["", "", ""]] * 2
+    assert ranks(2).run(steps_of_a_loop, False) == [["", "", "UnsupportedModel"]] * 2
