@@ -51,6 +51,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "EncoderDecoder": [{"name": "models/t5-base", "kind": "t5"}],
     "CheckpointNotSaved": [{"failures": {1: "OSError: [Errno 28] No space left on device"}}, {"complete": None}],
     "HostMemoryFull": [{"said": ""}, {"said": "8 ranks ask for as much at once, and 4.0 GiB stay free"}],
+    "FeaturesSplit": [{"names": ["values"]}],
     "IncompleteCheckpoint": [{"complete": None}],
     "LossNotSharded": [{"gathers": False, "again": again} for again in (False, True)]
     + [{"gathers": True, "again": True}, {"gathers": False, "again": True, "own": True}],
