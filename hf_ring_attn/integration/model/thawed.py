@@ -6,6 +6,7 @@ So each rank would step by the gradient of its own tokens. Without a ring replic
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,25 +16,30 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 
-_AVERAGED: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
-"""The identities of the weights that trained in the first batch of each DDP wrapper, which keeps them alive."""
+_SEEN: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+"""The identities of the weights that trained in any batch of each DDP wrapper, which keeps them alive."""
 
 
 def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
-    """Refuses a batch in which a model under DDP trains weights that were frozen in its first one.
+    """Refuses a batch in which a model under DDP trains weights that were frozen when it was wrapped.
+
+    DDP says how many weights it averages, not which: those that trained until now, and no others, if they are as many.
 
     Raises:
         UnsupportedModel: with the name of the first such weight.
     """
-    wrapper = next((one for one in unwrapped(model) if type(one).__name__ == "DistributedDataParallel"), None)
+    wrapper: Any = next((one for one in unwrapped(model) if type(one).__name__ == "DistributedDataParallel"), None)
     if wrapper is None or context.ring.size == 1 or not model.training or not torch.is_grad_enabled():
         return
     visit = context.state(Visits).get(latest_record(model))
     if visit is None:
         return
     trained = frozenset(map(id, visit.trained))
-    late = trained - _AVERAGED.setdefault(wrapper, trained)
-    if late:
+    seen = _SEEN.setdefault(wrapper, trained)
+    late = trained - seen
+    if late and len(seen | trained) <= wrapper._get_ddp_logging_data()["num_parameter_tensors"]:
+        _SEEN[wrapper] = seen | trained  # frozen after it was wrapped, before its first batch
+    elif late:
         name = next(name for name, x in model.named_parameters() if id(x) in late).removeprefix("module.")
         raise errors.UnsupportedModel(
             name_of(model),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
@@ -72,3 +73,27 @@ def steps_of_a_loop(wraps_again: bool) -> list[str]:
 def test_a_model_that_is_wrapped_anew_trains(ranks: Ranks) -> None:
     assert ranks(2).run(steps_of_a_loop, True) == [["", "", ""]] * 2
     assert ranks(2).run(steps_of_a_loop, False) == [["", "", "UnsupportedModel"]] * 2
+
+
+class Warms(Thaws):
+    """Freezes the second layer for the first step, after DDP wrapped the model."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        given["model"].model.layers[1].requires_grad_(False)
+
+
+def warmed(mesh: Mesh) -> list[float]:
+    with launched(mesh), a_folder(None) as folder:
+        arguments = {"eval_strategy": "no", "ddp_find_unused_parameters": True}
+        run = Run(why="", steps=3, arguments=arguments)
+        model = tiny("llama", "ring_fp32" if mesh.cp > 1 else "sdpa")
+        trainer = trainer_of(run, mesh, folder, model, callbacks=[Warms()])
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_layer_that_is_frozen_for_the_first_step_alone_trains_later(ranks: Ranks) -> None:
+    """DDP averages its gradients, since it trained when it was wrapped."""
+    want = ranks(1).run(warmed, Mesh())[0]
+    for got in ranks(2).run(warmed, Mesh(cp=2)):
+        assert got == pytest.approx(want, rel=1e-6)
