@@ -35,16 +35,17 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
     if visit is None:
         return
     trained = frozenset(map(id, visit.trained))
-    seen = _SEEN.setdefault(wrapper, trained)
-    late = trained - seen
-    if late and len(seen | trained) <= wrapper._get_ddp_logging_data()["num_parameter_tensors"]:
-        _SEEN[wrapper] = seen | trained  # frozen after it was wrapped, before its first batch
-    elif late:
+    before = _SEEN.get(wrapper, frozenset())
+    seen = _SEEN[wrapper] = before | trained
+    averaged = wrapper._get_ddp_logging_data()["num_parameter_tensors"]
+    if len(seen) > averaged:
+        late = trained - before or trained
         name = next(name for name, x in model.named_parameters() if id(x) in late).removeprefix("module.")
         raise errors.UnsupportedModel(
             name_of(model),
             [
-                f"its weight {name} was frozen when DDP wrapped it, so DDP averages no gradient of it, without a ring "
-                "either; let it require a gradient before train(), with ddp_find_unused_parameters=True, or wrap anew"
+                f"its weights began to train after DDP wrapped it ({name}, ...): DDP averages the {averaged} weights "
+                "that trained then, and no gradients of others, without a ring either; let them train before train(), "
+                "with ddp_find_unused_parameters=True, or wrap anew"
             ],
         )

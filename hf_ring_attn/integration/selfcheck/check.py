@@ -164,10 +164,12 @@ class _Check:
         """Returns the verdict in words. ``attempt``: called with a seed and a number of rows; None: nothing to try."""
         try:
             return self._run(attempt, rows)
-        except errors.SelfCheckNotRun:
-            if self.sharding is not None or self.sample.rows == rows:
+        except errors.SelfCheckNotRun as error:
+            again = self.sharding is None and self.sample.leaves_out_unnamed(error)
+            if not again and (self.sharding is not None or self.sample.rows == rows):
                 raise
-        return self._run(attempt, self.sample.rows)  # a model of pairs of rows, for example
+        # The other: a model of pairs of rows, for example.
+        return self.run(attempt, rows) if again else self._run(attempt, self.sample.rows)
 
     def _run(self, attempt: Callable[[int, int], _Attempt | None], rows: int) -> str:
         needed, refused = 1, None
@@ -292,9 +294,8 @@ class _Check:
         return self._call(row, alone.context)
 
     def _call(self, inputs: Mapping[str, Any], context: BatchContext) -> Any:
-        taken = introspect.parameters_of(self.model, inputs)
         with batch_context.activate(context), lazy_heads(self.model):
-            return self.model(**{name: x for name, x in inputs.items() if name in taken})
+            return self.model(**self.sample.taken(self.model, inputs))
 
     def _whole(self, call: Callable[[], T], rows: int) -> T:
         """The answer to the whole row, if every rank has one."""

@@ -43,6 +43,7 @@ class Sample:
         first: the first position id; None if it has no position_ids.
         masked: it has a 2-D mask. hides: the mask hides tokens on the left, on the right.
         head: the model's head gets whole rows. labels: the batch's, of any shape, for such a head.
+        named_only: leave keys of the batch out that the model's forward does not name.
         unnamed: the batch's tokens, if it has features under names that are not known; see `placeholders`.
     """
 
@@ -56,6 +57,7 @@ class Sample:
     head: bool = False
     labels: Tensor | None = None
     unnamed: Tensor | None = None
+    named_only: bool = False
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], whole: WholeBatch, context: batch_context.BatchContext) -> Sample | None:
@@ -88,6 +90,19 @@ class Sample:
             labels.detach() if isinstance(labels, Tensor) else None,
             ids,
         )
+
+    def leaves_out_unnamed(self, error: Exception) -> bool:
+        """Returns True once, after a TypeError: a program may take keys out of its batch before it calls its model."""
+        if isinstance(error.__cause__, TypeError) and not self.named_only:
+            self.named_only = True
+            return True
+        return False
+
+    def taken(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs that the model is called with."""
+        unnamed = {*self.tokens, *self.others}.difference(LOSS_INPUTS) if self.named_only else set()
+        names = introspect.parameters_of(model, inputs.keys() - unnamed)
+        return {name: x for name, x in inputs.items() if name in names}
 
     def row(self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1) -> dict[str, Any]:
         """Makes one or more rows for ``model`` with the inputs of the user's batch, the same on every rank."""

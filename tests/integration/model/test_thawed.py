@@ -25,13 +25,20 @@ class Thaws(TrainerCallback):
         given["model"].requires_grad_(True)
 
 
-def raised_by_trainer() -> tuple[str, int]:
+class ThawsBefore(Thaws):
+    """Lets it train from the first step on, after DDP wrapped the model."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        given["model"].requires_grad_(True)
+
+
+def raised_by_trainer(callback: type[TrainerCallback] = Thaws) -> tuple[str, int]:
     """What a trainer raises, and the steps until then."""
     with launched(Mesh(cp=2)), a_folder(None) as folder:
         model = tiny("llama", "ring_fp32")
         model.model.layers[1].requires_grad_(False)
         run = Run(why="", steps=3, arguments={"eval_strategy": "no"})
-        trainer = trainer_of(run, Mesh(cp=2), folder, model, callbacks=[Thaws()])
+        trainer = trainer_of(run, Mesh(cp=2), folder, model, callbacks=[callback()])
         try:
             trainer.train()
         except RingAttentionError as error:
@@ -43,9 +50,14 @@ def test_a_trainer_that_thaws_a_layer_is_refused_before_that_step(ranks: Ranks) 
     """Ranks stepped by the gradients of their own tokens, and one step later they differed."""
     for error, steps in ranks(2).run(raised_by_trainer):
         assert error.startswith("UnsupportedModel: LlamaForCausalLM"), error
-        assert "its weight model.layers.1." in error
-        assert "was frozen when DDP wrapped it" in error
+        assert "(model.layers.1." in error
+        assert "began to train after DDP wrapped it" in error
         assert steps == 1
+
+
+def test_so_is_one_that_thaws_it_before_the_first_step(ranks: Ranks) -> None:
+    for error, steps in ranks(2).run(raised_by_trainer, ThawsBefore):
+        assert "began to train after DDP wrapped it" in error and steps == 0
 
 
 def steps_of_a_loop(wraps_again: bool) -> list[str]:

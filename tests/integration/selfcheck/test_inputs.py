@@ -1,0 +1,51 @@
+"""The inputs with which the self-check calls a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hf_ring_attn
+from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.plain_jobs import attempt, tokens
+from tests.helpers.models.tiny_models import tiny
+
+
+def step(with_key: bool) -> float:
+    """The loss of a batch; the loop takes ``target`` out, with which the call would fail."""
+    model = tiny("llama", "ring_fp32")
+    batch: dict[str, Any] = tokens(23)
+    if with_key:
+        batch["target"] = batch["labels"].clone()
+    with hf_ring_attn.shard(batch) as sharded:
+        inputs = {name: x for name, x in sharded.inputs.items() if name != "target"}
+        loss = model(**inputs).loss
+    return float(sharded.reduce(loss))
+
+
+def refused() -> tuple[str, str] | None:
+    """What a model is refused with that takes no row of the check, whatever the inputs."""
+    model: Any = tiny("llama", "ring_fp32")
+    forward = model.model.forward
+
+    def picky(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["input_ids"].shape[1] != 12:  # a rank's share of 23 tokens
+            raise TypeError("a row of another length")
+        return forward(*args, **kwargs)
+
+    model.model.forward = picky
+
+    def one_step() -> None:
+        with hf_ring_attn.shard(tokens(23)) as sharded:
+            model(**sharded.inputs)
+
+    return attempt(one_step)
+
+
+def test_a_key_that_the_program_takes_out_is_no_input(ranks: Ranks) -> None:
+    want = ranks(2).run(step, False)
+    assert ranks(2).run(step, True) == want
+
+
+def test_a_model_that_takes_no_row_is_refused(ranks: Ranks) -> None:
+    for said in ranks(2).run(refused):
+        assert said is not None and said[0] == "SelfCheckNotRun" and "a row of another length" in said[1]
