@@ -98,8 +98,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
         if case not in verdicts:
             with preserved(inner), moved_from_zero(inner):
                 verdicts[case] = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
-                if job.sharding is None:  # FSDP2 cannot go on after a forward that failed
-                    try_placeholders(job)
+                try_placeholders(job)
         if needs_step:
             with preserved(inner), moved_from_zero(inner):
                 verdicts[tried] = job.run(partial(job.try_step, step, trains, modes), job.rows_of_step())

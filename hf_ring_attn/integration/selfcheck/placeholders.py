@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ... import errors
+from ..log import warn
 from .row import Sample, is_feature
 
 SPOTS = 4
@@ -46,14 +47,23 @@ def try_placeholders(job: Any) -> None:
     sample = planted(job.sample)
     if sample is None:
         return
+    names = [name for name, x in sample.others.items() if is_feature(x)]
+    if job.sharding is not None:  # FSDP2 cannot go on after a forward that failed, as with a wrong number of features
+        warn(UNTRIED.format(names, job.name))
+        return
     try:
         other = replace(job, sample=sample)
         other.run(other.try_tokens, 1)
     except errors.SelfCheckNotRun:  # it counts its placeholders, and would count those of a rank
         return
     except (errors.SelfCheckFailed, errors.SelfCheckRaised) as error:
-        names = [name for name, x in sample.others.items() if is_feature(x)]
         raise errors.FeaturesSplit(job.name, names) from error
+
+
+UNTRIED = (
+    "under FSDP2 the self-check cannot try how {1} uses {0}. If it puts them in order into the places of tokens, each "
+    "rank would begin with the first one, and train wrong: then name them pixel_values or input_features."
+)
 
 
 def planted(sample: Sample) -> PlantedSample | None:

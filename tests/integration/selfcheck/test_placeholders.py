@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError
+from hf_ring_attn.integration.selfcheck import placeholders
 from hf_ring_attn.integration.selfcheck.placeholders import planted
 from hf_ring_attn.integration.selfcheck.row import Sample
 from tests.helpers.live_ranks import LiveRanks
@@ -45,15 +50,18 @@ class Filled(nn.Module):
         return self.inner(inputs_embeds=words, **rest)
 
 
-def refusal(how: str) -> str:
+def refusal(how: str, under_fsdp2: bool = False) -> str:
     """What a step raises."""
+    model = Filled(how)
+    if under_fsdp2:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     ids = torch.randint(3, 80, (2, 41), generator=torch.Generator().manual_seed(0))
     ids[:, 5:9] = ids[:, 30:34] = PLACEHOLDER
     features = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
     sharded = hf_ring_attn.shard({"input_ids": ids, "labels": ids, "features": features})
     try:
         with sharded:
-            Filled(how)(**sharded.inputs)
+            model(**sharded.inputs)
     except (RingAttentionError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -86,3 +94,15 @@ def test_ids_of_long_runs_and_the_largest_are_planted() -> None:
     row = found.row(tiny("llama"), 2, True, 0)["input_ids"]
     assert all(int((row == mark).sum()) >= 3 for mark in found.marks)
     assert planted(Sample(2, 8, {"input_ids": ids[:1]}, {}, None, False, (False, False))) is None
+
+
+def warnings_under_fsdp2(how: str) -> list[str]:
+    with mock.patch.object(placeholders, "warn") as said:
+        assert refusal(how, under_fsdp2=True) == ""
+    return [call.args[0] for call in said.call_args_list]
+
+
+def test_under_fsdp2_a_warning_says_that_it_was_not_tried(ranks: Ranks) -> None:
+    """FSDP2 cannot go on after a row that the model does not take."""
+    for (text,) in ranks(2).run(warnings_under_fsdp2, "their mean"):
+        assert text.startswith("under FSDP2 the self-check cannot try how LlamaForCausalLM uses ['features']. If")
