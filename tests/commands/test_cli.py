@@ -160,4 +160,4 @@ def test_a_refusal_of_the_package_is_words_and_no_traceback(
 def test_without_a_command_it_prints_the_help() -> None:
     run = subprocess.run([sys.executable, "-m", "hf_ring_attn"], capture_output=True, text=True, check=False)
     assert run.returncode == 2 and "error" not in run.stderr
-    assert "usage: hf-ring-attn" in run.stderr and "show packages, GPUs and kernels" in run.stderr
+    assert "usage: hf-ring-attn" in run.stderr and "show installed packages and GPUs" in run.stderr
