@@ -92,7 +92,9 @@ def part(name: str) -> str:
     if name in RUNS:
         blocks.append(_table(RUNS[name]))
         shapes = " and ".join(dict.fromkeys(each.shape for each in RUNS[name]))
-        blocks.append(f"The weights were random, in the shape of {shapes}, so the losses say nothing about a trained model.")
+        blocks.append(
+            f"The weights were random, in the shape of {shapes}, so the losses say nothing about a trained model."
+        )
     return "\n\n".join(blocks)
 
 
