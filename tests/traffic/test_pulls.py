@@ -275,6 +275,7 @@ def patience() -> tuple[int, list[int]]:
         list(transport.ring_pass(k, k, [slice(0, 1)], lambda _source, _lane: (k.clone(), k.clone())))
         handles: list[Any] = [shared.handle for shared in (*transport.keys, transport.outboxes) if shared is not None]
     told = [call.args[-1] for handle in handles for call in handle.method_calls]
+    dist.barrier(ring.group)  # nothing was sent, and the other rank may still be connecting
     dist.destroy_process_group(ring.group)
     return transport.lost_after_ms, told
 
