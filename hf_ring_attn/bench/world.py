@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.ring import Ring
-from ..config import is_a_launched_rank
+from ..config import is_a_launched_rank, ranks_of_machine
 from ..errors import RingAttentionError
 
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -32,7 +32,7 @@ LAST_LINES = 40
 
 def ranks_per_gpu() -> int:
     """The number of ranks per GPU of this machine if it has fewer GPUs than ranks; else 1."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = ranks_of_machine()
     return -(-ranks // max(1, torch.cuda.device_count()))
 
 

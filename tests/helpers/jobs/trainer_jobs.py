@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import hf_ring_attn
+from hf_ring_attn import RingAttentionError
 from hf_ring_attn.integration.context.mesh import ring_group
 from tests.helpers.jobs.runs import Mesh, Row, Rows, Run
 from tests.helpers.models.tiny_models import tiny
@@ -93,6 +94,15 @@ def a_folder(folder: str | None) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="ring_run_") as name:
         yield name
+
+
+def refusal_of(trainer: Any) -> tuple[str, int]:
+    """What a trainer is refused with ("": it is not), and the optimizer's steps until then."""
+    try:
+        trainer.train()
+    except RingAttentionError as error:
+        return f"{type(error).__name__}: {error}", trainer.state.global_step
+    return "", trainer.state.global_step
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from transformers import Trainer
 
-from hf_ring_attn import RingAttentionError, RingConfig
+from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.selfcheck import check
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.runs import Mesh, Row, Rows, Run
-from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, trainer_of
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, refusal_of, trainer_of
 from tests.helpers.models.tiny_models import tiny
 
 PADDED = Rows(shortest=9, pad_to="right")
@@ -99,12 +99,7 @@ def refusal(kind: type[Trainer], rows: Rows, body: bool = False, **arguments: An
     with launched(Mesh(cp=2)), a_folder(None) as folder:
         model = tiny("llama", "ring_fp32")
         run = replace(STEPS, rows=rows, arguments={**STEPS.arguments, **arguments})
-        trainer = trainer_of(run, Mesh(cp=2), folder, model.base_model if body else model, kind=kind)
-        try:
-            trainer.train()
-        except RingAttentionError as error:
-            return f"{type(error).__name__}: {error}", trainer.state.global_step
-        return "", trainer.state.global_step
+        return refusal_of(trainer_of(run, Mesh(cp=2), folder, model.base_model if body else model, kind=kind))
 
 
 def test_a_loss_of_pooled_rows_is_refused_before_a_step(ranks: Ranks) -> None:
