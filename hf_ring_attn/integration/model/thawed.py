@@ -36,10 +36,11 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
         return
     trained = frozenset(map(id, visit.trained))
     before = _SEEN.get(wrapper, frozenset())
-    seen = _SEEN[wrapper] = before | trained
+    if trained <= before:
+        return
     averaged = wrapper._get_ddp_logging_data()["num_parameter_tensors"]
-    if len(seen) > averaged:
-        late = trained - before or trained
+    if len(before | trained) > averaged:
+        late = trained - before
         name = next(name for name, x in model.named_parameters() if id(x) in late).removeprefix("module.")
         raise errors.UnsupportedModel(
             name_of(model),
@@ -49,3 +50,4 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
                 "with ddp_find_unused_parameters=True, or wrap anew"
             ],
         )
+    _SEEN[wrapper] = before | trained

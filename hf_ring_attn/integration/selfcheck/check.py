@@ -164,7 +164,7 @@ class _Check:
         try:
             return self._run(attempt, rows)
         except errors.SelfCheckNotRun as error:
-            again = self.sharding is None and self.sample.leaves_out_unnamed(error)
+            again = self.sharding is None and self.sample.leaves_out_unnamed(self.model, error)
             if not again and (self.sharding is not None or self.sample.rows == rows):
                 raise
         # The other: a model of pairs of rows, for example.

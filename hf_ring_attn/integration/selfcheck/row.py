@@ -13,11 +13,16 @@ from ...sharding.layout import Layout
 from ..context import batch_context, introspect
 from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import FEATURES, IGNORED, LOSS_INPUTS, TOKENS, WholeBatch
+from ..log import warn
 
 LEAST_TOKENS, LEAST_CHUNK = 26, 4
 
 DROPPED = {*LOSS_INPUTS, "use_cache", "attention_mask", "position_ids"}
 """Inputs that the check makes by itself."""
+LEFT_OUT = (
+    "the self-check called {} without {}, since with all of the batch's keys it failed ({}). If your program passes "
+    "them to the model, what they change was not checked."
+)
 
 
 def row_length(world_size: int) -> int:
@@ -91,18 +96,28 @@ class Sample:
             ids,
         )
 
-    def leaves_out_unnamed(self, error: Exception) -> bool:
-        """Returns True once, after a TypeError: a program may take keys out of its batch before it calls its model."""
-        if isinstance(error.__cause__, TypeError) and not self.named_only:
-            self.named_only = True
-            return True
-        return False
+    def leaves_out_unnamed(self, model: nn.Module, error: Exception) -> bool:
+        """Returns True once, after a TypeError, if the batch has keys that the forward of ``model`` does not name.
+
+        A program may take these out before it calls its model. If it does not, their effect is not checked: a warning
+        says so.
+        """
+        names = self._unnamed(model)
+        if self.named_only or not names or not isinstance(error.__cause__, TypeError):
+            return False
+        self.named_only = True
+        warn(LEFT_OUT.format(introspect.name_of(model), sorted(names), error.__cause__))
+        return True
 
     def taken(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs that the model is called with."""
-        unnamed = {*self.tokens, *self.others}.difference(LOSS_INPUTS) if self.named_only else set()
+        unnamed = self._unnamed(model) if self.named_only else set()
         names = introspect.parameters_of(model, inputs.keys() - unnamed)
         return {name: x for name, x in inputs.items() if name in names}
+
+    def _unnamed(self, model: nn.Module) -> set[str]:
+        """The batch's keys that the model's forward does not name, and that belong to no loss."""
+        return {*self.tokens, *self.others}.difference(LOSS_INPUTS, introspect.parameters_of(model))
 
     def row(self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1) -> dict[str, Any]:
         """Makes one or more rows for ``model`` with the inputs of the user's batch, the same on every rank."""

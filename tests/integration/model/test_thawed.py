@@ -10,11 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 import hf_ring_attn
-from hf_ring_attn import RingAttentionError
 from tests.helpers.checks import Ranks
-from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.jobs.runs import Mesh, Run
-from tests.helpers.jobs.trainer_jobs import a_folder, launched, trainer_of
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusal_of, trainer_of
 from tests.helpers.models.tiny_models import tiny
 
 
@@ -38,12 +37,7 @@ def raised_by_trainer(callback: type[TrainerCallback] = Thaws) -> tuple[str, int
         model = tiny("llama", "ring_fp32")
         model.model.layers[1].requires_grad_(False)
         run = Run(why="", steps=3, arguments={"eval_strategy": "no"})
-        trainer = trainer_of(run, Mesh(cp=2), folder, model, callbacks=[callback()])
-        try:
-            trainer.train()
-        except RingAttentionError as error:
-            return f"{type(error).__name__}: {error}", trainer.state.global_step
-        return "", trainer.state.global_step
+        return refusal_of(trainer_of(run, Mesh(cp=2), folder, model, callbacks=[callback()]))
 
 
 def test_a_trainer_that_thaws_a_layer_is_refused_before_that_step(ranks: Ranks) -> None:
@@ -60,31 +54,54 @@ def test_so_is_one_that_thaws_it_before_the_first_step(ranks: Ranks) -> None:
         assert "began to train after DDP wrapped it" in error and steps == 0
 
 
+def outcome_of_a_step(model: DistributedDataParallel) -> str:
+    """What a step is refused with; "": it is not."""
+    sharded = hf_ring_attn.shard(tokens(23))
+
+    def step() -> None:
+        with sharded:
+            model(**sharded.inputs).loss.backward()
+
+    raised = attempt(step)
+    torch.distributed.barrier()
+    return "" if raised is None else raised[0]
+
+
 def steps_of_a_loop(wraps_again: bool) -> list[str]:
     model = tiny("llama", "ring_fp32").train()
     model.model.layers[1].requires_grad_(False)
     wrapped, found = DistributedDataParallel(model), []
-    for step in range(3):
+    for step in range(4):  # after a refusal, too
         if step == 1:  # fewer weights than before are no matter
             model.model.layers[0].mlp.requires_grad_(False)
             wrapped = DistributedDataParallel(model)
         if step == 2:
             model.requires_grad_(True)
             wrapped = DistributedDataParallel(model) if wraps_again else wrapped
-        sharded = hf_ring_attn.shard(tokens(23))
-        try:
-            with sharded:
-                wrapped(**sharded.inputs).loss.backward()
-            found.append("")
-        except RingAttentionError as error:
-            found.append(type(error).__name__)
-        torch.distributed.barrier()
+        found.append(outcome_of_a_step(wrapped))
     return found
 
 
 def test_a_model_that_is_wrapped_anew_trains(ranks: Ranks) -> None:
-    assert ranks(2).run(steps_of_a_loop, True) == [["", "", ""]] * 2
-    assert ranks(2).run(steps_of_a_loop, False) == [["", "", "UnsupportedModel"]] * 2
+    assert ranks(2).run(steps_of_a_loop, True) == [["", "", "", ""]] * 2
+    assert ranks(2).run(steps_of_a_loop, False) == [["", "", *["UnsupportedModel"] * 2]] * 2
+
+
+def swapped() -> list[str]:
+    """Of a loop that trains one layer in its first step, and the other in its second: as many weights as before."""
+    model = tiny("llama", "ring_fp32").train()
+    first, second = model.model.layers
+    second.requires_grad_(False)
+    wrapped, found = DistributedDataParallel(model), []
+    for _ in range(2):
+        found.append(outcome_of_a_step(wrapped))
+        first.requires_grad_(False)
+        second.requires_grad_(True)
+    return found
+
+
+def test_one_layer_in_place_of_another_is_refused(ranks: Ranks) -> None:
+    assert ranks(2).run(swapped) == [["", "UnsupportedModel"]] * 2
 
 
 class Warms(Thaws):

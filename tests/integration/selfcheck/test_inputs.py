@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import hf_ring_attn
+from hf_ring_attn.integration.selfcheck import row
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.models.tiny_models import tiny
 
 
-def step(with_key: bool) -> float:
-    """The loss of a batch; the loop takes ``target`` out, with which the call would fail."""
+def step(with_key: bool) -> tuple[float, list[str]]:
+    """The loss of a batch, and warnings; the loop takes ``target`` out, with which the call would fail."""
     model = tiny("llama", "ring_fp32")
     batch: dict[str, Any] = tokens(23)
     if with_key:
         batch["target"] = batch["labels"].clone()
-    with hf_ring_attn.shard(batch) as sharded:
+    with mock.patch.object(row, "warn") as said, hf_ring_attn.shard(batch) as sharded:
         inputs = {name: x for name, x in sharded.inputs.items() if name != "target"}
         loss = model(**inputs).loss
-    return float(sharded.reduce(loss))
+    return float(sharded.reduce(loss)), [call.args[0] for call in said.call_args_list]
 
 
 def refused() -> tuple[str, str] | None:
@@ -43,7 +45,9 @@ def refused() -> tuple[str, str] | None:
 
 def test_a_key_that_the_program_takes_out_is_no_input(ranks: Ranks) -> None:
     want = ranks(2).run(step, False)
-    assert ranks(2).run(step, True) == want
+    for (loss, said), (expected, nothing) in zip(ranks(2).run(step, True), want, strict=True):
+        assert loss == expected and not nothing and len(said) == 1
+        assert said[0].startswith("the self-check called LlamaForCausalLM without ['target'], since with all ")
 
 
 def test_a_model_that_takes_no_row_is_refused(ranks: Ranks) -> None:
