@@ -22,6 +22,7 @@ from ..context.model_record import latest_record
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
 from ..patching.changes import Undo
 from ..patching.compiler import uncompiled
+from . import replicas
 
 PLACES = ("position_ids", "attention_mask")
 """Inputs that a model must get unchanged from `shard`."""
@@ -184,6 +185,8 @@ def watch(model: nn.Module, context: BatchContext, inside: bool = False) -> list
 
     @uncompiled(_BY_HOST)
     def before(_model: nn.Module, _args: Any) -> None:
+        if torch.is_grad_enabled():
+            replicas.note_trained(model, context)
         began[:] = [(context.log.plain, context.log.scored)]
 
     @uncompiled(_BY_HOST)

@@ -82,7 +82,7 @@ class _Smallest(list[int]):
 
 
 class _Versions(dict[int, int]):
-    """The version counter of each trained weight at the start of its batch's forward, by identity."""
+    """The version counter of each trained weight, by identity, at the start of its first forward since its average."""
 
 
 class _Gradient:
@@ -154,6 +154,8 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
         )
     reduced = context.state(ReducedGradients)
     reduced.update(map(id, trained))
+    for x in trained:  # what comes now may change it, before another forward of this batch (SAM)
+        versions.pop(id(x), None)
     _last[:] = [
         one for one in _last if one.batch() is not context or not reduced.issuperset(map(id, _alive(one.weights)))
     ]
@@ -219,7 +221,9 @@ def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) 
 
 def _note(name: str, trained: list[Any], context: BatchContext) -> None:
     versions = list(map(_VERSION, trained))
-    context.state(_Versions).update(zip(map(id, trained), versions, strict=True))
+    noted = context.state(_Versions)
+    for weight, version in zip(trained, versions, strict=True):
+        noted.setdefault(id(weight), version)
     _last[:] = [one for one in _last if one.batch() is context]
     if not any(one.name == name and _same(one.weights, trained) for one in _last):
         references = list(map(weakref.ref, trained))
