@@ -8,13 +8,15 @@ since hooks on its backward exchange weights. Of a program's own step only the m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..context import batch_context
 from ..context.local_batch import LocalBatch
@@ -48,7 +50,8 @@ def run_step(
     """
     weights = list(weights)
     # The program may be inside a checkpoint, or offload what is saved: its hooks must not see this graph.
-    with torch.set_grad_enabled(bool(weights)), saved_tensors_hooks(lambda x: x, lambda x: x):
+    no_hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.set_grad_enabled(bool(weights)), no_hooks, _without_reentrant_checkpoints():
         # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
         with batch_context.activate(local.context), lazy_heads(model):
             loss = loss_of(call()) if step.loss is None else step.loss(model, row, local)
@@ -56,6 +59,16 @@ def run_step(
         if not isinstance(loss, Tensor):
             return None
         return StepResult(loss.detach().double(), gradients)
+
+
+@contextmanager
+def _without_reentrant_checkpoints() -> Iterator[None]:
+    """Makes reentrant checkpoints, also a program's own, call their function: their backward refuses autograd.grad."""
+    CheckpointFunction.apply = lambda function, _preserve, *inputs: function(*inputs)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply  # the inherited one again
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -73,7 +86,7 @@ def set_modes(model: nn.Module, modes: Sequence[bool] | None) -> None:
         if isinstance(module, _DropoutNd) or neftune.ALPHA in module.__dict__:
             module.__dict__["training"] = False
         if getattr(module, "gradient_checkpointing", False) is True:
-            module.__dict__["gradient_checkpointing"] = False  # a reentrant one refuses autograd.grad
+            module.__dict__["gradient_checkpointing"] = False
 
 
 def watched_weights(model: nn.Module) -> dict[str, nn.Parameter]:
