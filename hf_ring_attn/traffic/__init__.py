@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.ring import Ring
-from ..errors import CapturedGraph, NoPulls
+from ..errors import CapturedGraph, NoPulls, RefusedElsewhere
 from .base import Gather, RingStep, Sums, Traffic, head_halves, visiting_order
 from .gathered_kv import ComparedKV, GatheredKV, LayerRole, gathered_kv_for
 from .head_groups import ring_pass_groups, ring_pass_halves, seen_by_heads
@@ -103,7 +103,7 @@ def _pulls(ring: Ring, device: torch.device) -> Pulls | str:
     try:
         pulls = Pulls(ring, device)
         pulls.try_out()
-    except RuntimeError as error:
+    except (RuntimeError, RefusedElsewhere) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     failed = torch.tensor([int(bool(reason))], device=ring.small_device(device))
     if bool(ring.gather(failed, "tried to read each other's memory").wait()[0].any()):

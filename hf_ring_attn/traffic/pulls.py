@@ -62,10 +62,27 @@ class Shared:
     def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
         self.size = size
         self.views: dict[Packing, list[list[tuple[Tensor, ...]]]] = {}
-        self.mine = _allocated(size, device)
+        self.mine = _allocated_by_all(ring, size, device)
         self.handle: Any = symmetric_memory.rendezvous(self.mine, ring.group)
         Shared.made += 1
         self.of = [self.handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ring.size)]
+
+
+def _allocated_by_all(ring: Ring, size: int, device: torch.device) -> Tensor:
+    """`_allocated` on every rank, or an error on every rank: torch would wait for the one that has no memory.
+
+    Raises:
+        NoMemoryForBuffers: this rank's GPU has no such memory.
+        RefusedElsewhere: another rank's has none.
+    """
+    mine, failure = None, None
+    try:
+        mine = _allocated(size, device)
+    except NoMemoryForBuffers as error:
+        failure = error
+    ring.agree({}, ring.small_device(device), failure=failure, doing="allocated its buffers")
+    assert mine is not None
+    return mine
 
 
 def _allocated(size: int, device: torch.device) -> Tensor:
@@ -177,8 +194,9 @@ class Pulls:
 
     def _publish(self, k: Tensor, v: Tensor, packing: Packing) -> list[list[tuple[Tensor, ...]]]:
         """Writes keys and values to the shared buffer. Returns views of every rank's, readable on `keys_stream`."""
+        self.guard.check()
+        self._grow_buffers(packing.stops[-1], 0)  # without memory every rank ends here, before it sends anything
         self.guard.begin()
-        self._grow_buffers(packing.stops[-1], 0)
         shared = self.keys[next(self.ops) % 2]
         if packing not in shared.views:
             if len(shared.views) >= PACKINGS:

@@ -7,21 +7,18 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 
-from hf_ring_attn import traffic
 from hf_ring_attn.attention.backward import gradients
 from hf_ring_attn.attention.call import Call, Results, RingOptions
 from hf_ring_attn.comm.ring import LOCAL, Ring
-from hf_ring_attn.errors import LeftHalfway, NoMemoryForBuffers, UnevenBuffers
+from hf_ring_attn.errors import LeftHalfway
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.kernels.base import InOrder, row_products
 from hf_ring_attn.sharding.layout import Layout
@@ -33,35 +30,9 @@ from hf_ring_attn.traffic.packing import Packing
 from hf_ring_attn.traffic.pulls import LOST_AFTER_MS, Pulls
 from tests.helpers.checks import Ranks
 from tests.helpers.live_bytes import peak_bytes
-from tests.helpers.live_ranks import LiveRanks
-from tests.helpers.patience import patient
+from tests.helpers.pulls_on_cpu import CPU, without_a_gpu
 
-CPU = torch.device("cpu")
 EVERYTHING = Plan.of(Ring(LOCAL), Layout(4, 1, 0), Mask.of(CAUSAL, 1, 4)).tables
-
-
-@contextmanager
-def without_a_gpu(ranks: int = 1) -> Iterator[Pulls]:
-    """Pulls of a ring of one, or of more that are all this one, without streams and signals, with memory on the CPU."""
-
-    class Memory:
-        made = 0
-
-        def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
-            self.size, self.handle = size, mock.MagicMock()
-            self.views: dict[Packing, object] = {}
-            self.mine = torch.zeros(size, dtype=torch.uint8)
-            self.of = [self.mine] * ranks
-
-    cuda = {name: mock.MagicMock() for name in ("Stream", "stream", "current_stream", "Event", "synchronize")}
-    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(pulls, "Shared", Memory):
-        with mock.patch.object(pulls, "_lost_after_ms", return_value=LOST_AFTER_MS):  # else it needs a group
-            transport = Pulls(Ring(LOCAL), CPU)
-        if ranks > 1:
-            transport.ring = mock.MagicMock(rank=0, size=ranks)
-            transport.ring.numbers.return_value = [0] * ranks
-        transport.outboxes = Memory(Ring(LOCAL), 1, CPU)  # type: ignore[assignment]
-        yield transport
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -297,79 +268,3 @@ def test_where_torch_does_not_tell_a_timeout_it_is_ten_minutes() -> None:
     ring = mock.MagicMock()
     ring.group._get_backend.return_value.options._timeout = timedelta(0)
     assert pulls._lost_after_ms(ring, CPU) == 1, "0 would be for ever"
-
-
-OUT = RuntimeError("CUDA driver error: out of memory")
-
-
-@contextmanager
-def allocations(*answers: object) -> Iterator[mock.MagicMock]:
-    """Symmetric memory gives ``answers``, by turns. Yields the calls that free what torch caches."""
-    calls = mock.MagicMock(**{"mem_get_info.return_value": (2**20, 2**30)})
-    names = {name: getattr(calls, name) for name in ("synchronize", "empty_cache", "mem_get_info")}
-    empty = mock.patch("torch.distributed._symmetric_memory.empty", side_effect=answers)
-    with empty, mock.patch.multiple(torch.cuda, **names):
-        yield calls
-
-
-def test_a_buffer_takes_memory_that_torch_holds_without_using_it() -> None:
-    """The driver had no memory left for it, where torch's caching allocator held plenty."""
-    with allocations(OUT, torch.zeros(4)) as calls:
-        assert pulls._allocated(4, CPU).shape == (4,)
-    calls.empty_cache.assert_called_once_with()
-    with allocations(torch.zeros(4)) as calls:
-        pulls._allocated(4, CPU)
-    calls.empty_cache.assert_not_called()
-
-
-def test_a_buffer_without_memory_says_what_it_needs() -> None:
-    with allocations(OUT, OUT), pytest.raises(NoMemoryForBuffers) as raised:
-        pulls._allocated(2**26, CPU)
-    assert "CUDA out of memory. The ring's buffer for P2P copies needs 64 MiB, but 1 of 1024 MiB" in str(raised.value)
-    assert should_reduce_batch_size(raised.value)
-    for answers in ([RuntimeError("another")], [OUT, RuntimeError("another")]):
-        with allocations(*answers), pytest.raises(RuntimeError, match="another"):
-            pulls._allocated(4, CPU)
-
-
-def test_ranks_that_made_different_numbers_of_buffers_do_not_wait_for_each_other() -> None:
-    """A ring of two grew before the ring of four did: torch would wait until the time-out."""
-    k = torch.randn(1, 4, 1, 2)
-    with without_a_gpu(ranks=4) as transport:
-        transport.ring.numbers.return_value = [5, 5, 1, 1]  # type: ignore[attr-defined]
-        with pytest.raises(UnevenBuffers, match=r"\[5, 5, 1, 1\] buffers .*traffic='messages'"):
-            list(transport.ring_pass(k, k, [slice(0, 1)], lambda _source, _lane: (k.clone(), k.clone())))
-
-
-@pytest.mark.parametrize(
-    ("told", "why"),
-    [
-        ([[7, 1, 3, 0], [7, 1, 1, 0]], "made [3, 1] buffers"),
-        ([[7, 1, 3, 0], [7, 1, 3, 1]], "the name of a destroyed one"),
-    ],
-)
-def test_a_ring_that_torch_takes_for_another_takes_messages(told: list[list[int]], why: str) -> None:
-    """By the number of their buffers, or by the group's name, which one rank has seen before."""
-    sent = mock.MagicMock(**{"wait.return_value": [torch.tensor(told)]})
-    with mock.patch.object(Ring, "gather", return_value=sent), mock.patch.object(Ring, "group"):
-        assert why in str(traffic._pulls(Ring(LOCAL), CPU))
-
-
-def told_of_the_name(folder: str) -> list[list[int]]:
-    """What this rank tells of its name in a first world and in a second one."""
-    told: list[list[int]] = []
-    for number in range(2):
-        rank, size = dist.get_rank(), dist.get_world_size()
-        dist.destroy_process_group()
-        store = dist.FileStore(f"{folder}/{number}", size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        with mock.patch.object(Ring, "gather", side_effect=Ring.of(None).gather) as gather:
-            assert traffic._pulls(Ring.of(None), CPU) == "every rank needs an NVIDIA GPU"
-        told.append(gather.call_args_list[0].args[0].tolist())
-    return told
-
-
-def test_a_rank_tells_that_it_has_seen_the_name(tmp_path: Path) -> None:
-    with LiveRanks(2, timeout_seconds=patient(60)) as world:  # it leaves its world
-        for first, second in world.run(told_of_the_name, str(tmp_path)):
-            assert (first[3], second[3]) == (0, 1)
