@@ -23,6 +23,7 @@ from ..context import batch_context, introspect, model_record
 from ..context.batch_context import BatchContext
 from ..context.model_record import Visits
 from ..context.shared_kv import SharedKV
+from ..context.trial_step import TrialStep
 from ..model import agreement, call_inputs, embedded_inputs, liger, offloading, replicas, thawed
 from ..model.chunked import lazy_heads
 from ..patching.changes import Undo
@@ -47,6 +48,8 @@ def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None]
     check.check(model, context, record)
     offloading.reserve(model, record, context)
     masks.prepare_masks(model, context)
+    context.log.models.add(model)  # last: one that was refused is refused again
+    context.log.called = True
 
 
 @contextmanager
@@ -84,11 +87,14 @@ class Binding:
         self.running: nn.Module | None = None
         self.handle: RemovableHandle | None = None
         """The hook before every module, while there is one."""
+        self.leaving: RemovableHandle | None = None
+        """The hook after the model that runs."""
 
     def start(self) -> None:
-        """Watches the models that are known, or else every module."""
+        """Watches the models that are known, and every module between their calls: it may be another model."""
         context = self.context
-        if not context.log.seen:  # a model given to `shard` needs no hooks
+        self.undos.callback(self.end)
+        if not any(map(_holds_compiled, context.log.models)):  # a compiler would trace the hook
             self.watch_all()
         for model in context.log.models:
             replicas.compare(model, context)  # it may train only since `shard`
@@ -98,7 +104,12 @@ class Binding:
     def watch_all(self) -> None:
         """Hooks every module, to find the models."""
         self.handle = torch.nn.modules.module.register_module_forward_pre_hook(self.before)
-        self.undos.callback(self.handle.remove)
+
+    def end(self) -> None:
+        """Removes the hooks."""
+        for handle in (self.handle, self.leaving):
+            if handle is not None:
+                handle.remove()
 
     def bind(self, model: nn.Module) -> None:
         """Admits a model that is being called, and watches it."""
@@ -110,36 +121,59 @@ class Binding:
     @uncompiled(_NAME_IT)
     def before(self, module: nn.Module, _inputs: Any) -> None:
         """The hook before every module."""
+        if batch_context.current() is not self.context:  # another batch's, or the self-check's
+            return
+        known = self._is_known(module)
         # Not a model: modules without weights (a loss, an activation made in a call), and parts of a score_mod.
-        known = id(module) in self.context.log.seen or in_score_mod()
-        if known or next(module.parameters(), None) is None:
+        if (known and self.running is not None) or in_score_mod() or next(module.parameters(), None) is None:
             return
         if self.running is not None:
             self.bind(module)
             model_record.latest_record(self.running).state(_Unregistered).append(weakref.ref(module))
             return
+        if not known and self._is_no_model(module):
+            return
         self.running = module
         try:
-            liger.refuse_running(module, self.context)
-            self.bind(module)
-            others = model_record.latest_record(module).state(_Unregistered)
-            for other in [other for reference in others if (other := reference()) is not None]:
-                self.bind(other)
+            searched = known or self._bind_running(module)
         except BaseException:
             self.running = None
             raise
         # This hook runs before every module, so it leaves once they are known: 32 layers have 400. A compiled model
         # would trace it, and compile again for each batch.
-        if self.handle is not None and (others.searched or _holds_compiled(module)):
+        if self.handle is not None and (searched or _holds_compiled(module)):
             self.handle.remove()
             self.handle = None
-        others.searched = True
-        self.undos.callback(module.register_forward_hook(self.after, always_call=True).remove)
+        self.leaving = module.register_forward_hook(self.after, always_call=True)
+
+    def _is_known(self, module: nn.Module) -> bool:
+        """Returns True for an admitted model, in wrappers or not, and for a part of one."""
+        inner = introspect.inside(module)
+        return any(model_record.latest_record(model).holds(inner) for model in self.context.log.models)
+
+    def _is_no_model(self, module: nn.Module) -> bool:
+        """Returns True for a module around a known model, and for one beside a host's, whose own loss was tried."""
+        models = list(self.context.log.models)
+        if any(part is model for part in introspect.modules_of(module) for model in models):
+            return True
+        return bool(models) and self.context.state(TrialStep).loss is not None and not introspect.uses_ring(module)
+
+    def _bind_running(self, module: nn.Module) -> bool:
+        """Admits a model that begins to run. Returns True if all modules that it calls are known."""
+        liger.refuse_running(module, self.context)
+        self.bind(module)
+        others = model_record.latest_record(module).state(_Unregistered)
+        for other in [other for reference in others if (other := reference()) is not None]:
+            self.bind(other)
+        searched, others.searched = others.searched, True
+        return searched
 
     @uncompiled(_NAME_IT)
     def after(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         """The hook after a model's call: the next may be another model's."""
         self.running = None
+        if self.leaving is not None:
+            self.leaving.remove()
         if self.handle is None and batch_context.is_active(self.context):  # a hook of the program may have left it
             self.watch_all()
 

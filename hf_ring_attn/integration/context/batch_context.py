@@ -143,8 +143,7 @@ class RunLog:
         before: attentions before this batch, or of another batch nested in its context.
         fused: TRL's fused head was asked for, which computes the loss in chunks of tokens.
         attends: False for a model that is known to have no attention.
-        models: the outermost models that were called, in order. configs: their transformers configs.
-        seen: identities of the modules and configs that were admitted.
+        models: the outermost models that were admitted, in order. configs: their transformers configs.
     """
 
     kernel: str = ""
@@ -158,7 +157,6 @@ class RunLog:
     attends: bool = True
     models: Models = field(default_factory=Models)
     configs: list[Any] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
 
 
 @dataclass

@@ -123,12 +123,17 @@ class ModelRecord:
         _copy_options(visit.modules)
         self.configs = list(configs_of(visit.modules))
         self.values = _values(self.configs)
-        self.ids = {*map(id, visit.modules), *map(id, self.configs)}
+        self._by_id = {id(module): known for module, known in zip(visit.modules, self._modules, strict=True)}
         self._states: dict[type, Any] = {}
 
     def modules(self) -> list[nn.Module]:
         """The model's modules; none of another one, and not its wrappers."""
         return [module for reference in self._modules if (module := reference()) is not None]
+
+    def holds(self, module: nn.Module) -> bool:
+        """Returns True for a module of the model; not for a later one in the memory of one that is gone."""
+        known = self._by_id.get(id(module))
+        return known is not None and known() is module
 
     def weights(self) -> list[nn.Parameter]:
         """The model's parameters; a tied one occurs several times."""

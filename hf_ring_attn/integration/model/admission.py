@@ -15,7 +15,7 @@ from ...config import RingConfig
 from ...sharding.layout import Layout
 from ..context import shared_kv
 from ..context.batch_context import BatchContext
-from ..context.introspect import name_of, unwrapped
+from ..context.introspect import inside, name_of
 from ..context.model_record import ModelRecord, Visits, configured, latest_record, visit
 from ..log import warn
 from . import (
@@ -90,11 +90,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     options = configured(record.configs)
     if options is not None and not facts.explicit:
         _apply_model_options(options, context)
-    wrappers = unwrapped(model)
-    log.seen.update(record.ids, map(id, wrappers))
-    log.called = True
-    log.models.add(model)
-    model = wrappers[-1]
+    model = inside(model)
     log.configs += record.configs
     case = (
         context.ring.size, model.training, facts.has_labels, facts.numbered, facts.hidden is not None,
@@ -139,9 +135,8 @@ def _apply_model_options(options: RingConfig, context: BatchContext) -> None:
 
 def refuse(config: Any, context: BatchContext) -> None:
     """Refuses a model that was not bound, by its transformers config alone."""
-    if config is None or id(config) in context.log.seen:
+    if config is None or any(config is known for known in context.log.configs):
         return
-    context.log.seen.add(id(config))
     reasons = list(_config_reasons(config, context, ATTENTION_LAYERS))
     if reasons:
         raise errors.UnsupportedModel(type(config).__name__, reasons)

@@ -279,7 +279,7 @@ class _Check:
         if ring.size == 1 and config.loss != "gathered":  # the loss of the whole row is the full one
             config = replace(config, loss="sharded")
         mine = local_batch(row, ring, config, self.context.text)
-        mine.context.log.seen |= self.context.log.seen  # the model was admitted
+        mine.context.log.configs += self.context.log.configs  # the model was admitted
         if mine.context.text is not None and self.context.text is not None:
             mine.context.text.config = self.context.text.config
         return mine

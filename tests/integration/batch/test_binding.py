@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from torch import nn
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
+from hf_ring_attn.integration.batch import binding
+from hf_ring_attn.integration.batch.shard import shard_for
 from hf_ring_attn.integration.context import batch_context
+from hf_ring_attn.integration.context.trial_step import TrialStep
 from tests.helpers.checks import Ranks
 from tests.helpers.contexts import alone
 from tests.helpers.jobs.plain_jobs import attempt, tokens
@@ -179,3 +183,96 @@ def test_each_context_counts_its_own_attentions(monkeypatch: pytest.MonkeyPatch)
         assert ran - second.log.before == 2 + 8 + 32
         ran += 64
     assert ran - first.log.before == 1 + 4 + 64
+
+
+# ---- further models --------------------------------------------------------------------------------------------------
+
+
+def teacher() -> nn.Module:
+    """A model whose RoPE depends on the longest position of the row, so a ring must prepare it."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    return tiny("llama", "ring_fp32", rope_parameters=rope, max_position_embeddings=8)
+
+
+class Student(nn.Module):
+    """A model inside a program's module."""
+
+    def __init__(self, model: nn.Module, beside: nn.Module) -> None:
+        super().__init__()
+        self.model, self.beside = model, beside
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.beside(**inputs)
+
+
+@torch.no_grad()
+def losses_of_a_teacher(when: str) -> tuple[float, float]:
+    """Its loss in a batch of another model, and that of the whole row alone."""
+    model, other = tiny("llama", "ring_fp32"), teacher()
+    called = Student(model, other) if when == "in a module around the given one" else other
+    sharded = hf_ring_attn.shard(tokens(24), model=model if "given" in when else None)
+    if when == "in the second entry":
+        with sharded:
+            model(**sharded.inputs)
+    with sharded:
+        if "after" in when:
+            model(**sharded.inputs)
+        got = sharded.reduce(called(**sharded.inputs).loss)
+    return float(got), float(teacher()(**tokens(24), use_cache=False).loss)
+
+
+@pytest.mark.parametrize(
+    "when",
+    ["after another", "before the given one", "after the given one", "in the second entry",
+     "in a module around the given one"],
+)  # fmt: skip
+def test_every_model_in_a_batch_is_prepared(ranks: Ranks, when: str) -> None:
+    """Only models of a batch's first entry were, if none was given by name: the loss was silently 7e-4 off."""
+    for got, want in ranks(2).run(losses_of_a_teacher, when):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
+@torch.no_grad()
+def admitted_of(number: int) -> int:
+    """How many models are admitted of those that follow each other in one batch, each in the memory of others."""
+    sharded = hf_ring_attn.shard(tokens(24))
+    with mock.patch.object(binding, "admit", wraps=binding.admit) as admit:
+        for _ in range(number):
+            model = tiny("llama", "ring_fp32")
+            with sharded:
+                model(**sharded.inputs)
+    return admit.call_count
+
+
+def test_a_model_in_the_memory_of_one_that_is_gone_is_another_one(ranks: Ranks) -> None:
+    assert ranks(2).run(admitted_of, 8) == [8, 8]
+
+
+def refusals_of_two_calls() -> list[str]:
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp, nn.Dropout1d(0.5))
+    sharded, found = hf_ring_attn.shard(tokens(24)), []
+    with sharded:
+        found += [attempt(lambda: model(**sharded.inputs)) for _ in range(2)]
+    return [raised[0] if raised else "" for raised in found]
+
+
+def test_a_model_that_was_refused_is_refused_again(ranks: Ranks) -> None:
+    assert ranks(2).run(refusals_of_two_calls) == [["UnsupportedModel"] * 2] * 2
+
+
+@torch.no_grad()
+def loss_beside_a_host() -> tuple[float, float]:
+    """The loss of a model that a host's loss calls with whole rows, and the same without a ring."""
+    model, judge = tiny("llama", "ring_fp32"), tiny("llama", "sdpa")
+    step = TrialStep(lambda model, _row, local: model(**local.inputs).loss)
+    with shard_for(tokens(24), None, None, model, step=step) as sharded:
+        model(**sharded.inputs)
+        got = float(judge(**tokens(24), use_cache=False).loss)
+    return got, float(judge(**tokens(24), use_cache=False).loss)
+
+
+def test_a_model_without_a_ring_may_run_beside_a_hosts(ranks: Ranks) -> None:
+    """The trial of the host's own loss shows if it is exact."""
+    for got, want in ranks(2).run(loss_beside_a_host):
+        assert got == want
