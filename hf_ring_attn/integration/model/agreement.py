@@ -156,6 +156,6 @@ def _sample(model: nn.Module, weights: list[Any], agreed: _Agreement, context: B
         return {"no weight": None}
     index, name = trained[turn % len(trained)]
     weight = weights[index]
-    stride = -(-weight.numel() // SAMPLE)
+    stride = max(1, -(-weight.numel() // SAMPLE))  # a weight may be empty
     places = torch.arange(turn // len(trained) % stride, weight.numel(), stride, device=weight.device)
     return {f"weight {name} (a sample)": torch.take(weight.detach(), places)}

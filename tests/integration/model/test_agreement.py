@@ -203,6 +203,23 @@ def test_one_weight_that_drifts_is_named_within_as_many_batches_as_there_are_wei
         assert "weight base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight" in text
 
 
+def steps_with_an_empty_weight() -> int:
+    """How many batches a model with an empty weight trains on, at each of which another weight is compared."""
+    model: Any = tiny("llama", "ring_fp32", num_hidden_layers=1).train()
+    model.model.layers[0].mlp.empty = torch.nn.Parameter(torch.empty(0))
+    for _ in list(model.parameters()):
+        sharded = hf_ring_attn.shard(tokens(24))
+        with sharded:
+            model(**sharded.inputs).loss.backward()
+        sharded.reduce_gradients(model)
+    return len(list(model.parameters()))
+
+
+def test_a_model_with_an_empty_weight_trains(ranks: Ranks) -> None:
+    """It ended in a ZeroDivisionError when its turn came to be compared."""
+    assert ranks(2).run(steps_with_an_empty_weight) == [13, 13]
+
+
 # ---- one message a batch ---------------------------------------------------------------------------------------------
 
 
