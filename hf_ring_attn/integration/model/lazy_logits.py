@@ -152,8 +152,10 @@ class Head:
         module: Any = self.module
         if is_unit(module) and any(self._freed()):
             module.unshard()
-            yield
-            module.reshard()
+            try:
+                yield
+            finally:
+                module.reshard()
         else:
             yield
 

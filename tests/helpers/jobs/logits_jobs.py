@@ -126,6 +126,23 @@ def read_late(wrap: str) -> str:
     return ""
 
 
+def left_by_a_late_loss(wrap: str) -> tuple[str, str]:
+    """The error of a loss of logits that can no longer be made, and the class of the head's weight after it."""
+    model: Any = model_of(Step(why="", wrap=wrap))
+    sharded(model, wrap)
+    batch = hf_ring_attn.shard(tokens(23))
+    with batch:
+        logits = model(**batch.inputs).logits
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.5)
+    try:
+        nn.functional.cross_entropy(logits.flatten(0, 1), batch.inputs["shift_labels"].flatten())
+    except hf_ring_attn.RingAttentionError as error:
+        return type(error).__name__, type(model.lm_head.weight).__name__
+    return "", ""
+
+
 def _other_adapter(model: Any) -> None:
     model.base_model.disable_adapter_layers()
 

@@ -157,6 +157,11 @@ def test_logits_that_can_no_longer_be_made_are_refused(ranks: Ranks, wrap: str, 
         assert error.startswith("LogitsNotMade: ") and why in error and "RingConfig(loss='sharded')" in error
 
 
+def test_a_head_whose_loss_is_refused_is_sharded_again(ranks: Ranks) -> None:
+    """All of its weight stayed in memory."""
+    assert ranks(2).run(logits_jobs.left_by_a_late_loss, "by itself") == [("LogitsNotMade", "DTensor")] * 2
+
+
 @pytest.mark.parametrize("change", logits_jobs.CHANGES)
 def test_logits_of_a_head_that_has_changed_are_refused(change: str) -> None:
     error = logits_jobs.read_after(change)
