@@ -95,7 +95,7 @@ class Visit:
         structure: parts, flags of weights, hooks and functions; no values, no training flags.
         modules: in the order of `nn.Module.modules`.
         weights: the parameters; a tied one occurs several times. trained: those that train.
-        checkpointing: the modules with a checkpoint function.
+        checkpointing: the modules with a checkpoint function. forwards: those that a program set on modules.
     """
 
     structure: list[object] = field(default_factory=list)
@@ -103,6 +103,7 @@ class Visit:
     weights: list[nn.Parameter] = field(default_factory=list)
     trained: list[nn.Parameter] = field(default_factory=list)
     checkpointing: list[nn.Module] = field(default_factory=list)
+    forwards: list[Any] = field(default_factory=list)
 
 
 class Visits(dict["ModelRecord", Visit]):
@@ -119,6 +120,7 @@ class ModelRecord:
     def __init__(self, visit: Visit) -> None:
         self._gone: list[object] = []
         self._modules = [weakref.ref(module, self._gone.append) for module in visit.modules]
+        self._forwards = [weakref.ref(x, self._gone.append) for x in visit.forwards if type(x).__weakrefoffset__]
         self._structure = visit.structure
         _copy_options(visit.modules)
         self.configs = list(configs_of(visit.modules))
@@ -162,7 +164,7 @@ class ModelRecord:
         return found
 
     def matches(self, visit: Visit) -> bool:
-        """Returns True if the model is as it was. By ids, which are not reused while its modules and configs live."""
+        """Returns True if the model is as it was. By ids, which are not reused while what has them lives."""
         return not self._gone and visit.structure == self._structure and _values(self.configs) == self.values
 
 
@@ -205,6 +207,10 @@ _TABLES = itemgetter(
 )
 
 
+_WITHOUT_FUNCTIONS = {nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict}
+"""Classes whose forward, if they have one, calls no function in an attribute. LoRA has most modules of these."""
+
+
 def _visited(model: nn.Module) -> Visit:
     """Visits all modules once. Runs for every batch, mostly waiting for memory: after a step no cache holds them."""
     visit, to_visit, distinct = Visit(), [model], set[nn.Module | None]([None])
@@ -238,8 +244,10 @@ def _visited(model: nn.Module) -> Visit:
         if "forward" in own:
             forward = own["forward"]
             forward = getattr(forward, "replaced", None) if is_ours(forward) else forward
-            extend((id(forward), _code(forward)) if forward is not None else ())
-        if type(module) is not nn.Linear and FunctionType in map(type, own.values()):  # an activation, perhaps
+            if forward is not None:
+                extend((id(forward), _code(forward)))
+                visit.forwards.append(forward)
+        if type(module) not in _WITHOUT_FUNCTIONS and FunctionType in map(type, own.values()):  # an activation, perhaps
             extend(_code(x) for x in own.values() if type(x) is FunctionType and not is_ours(x))
         if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
             add("compiled")
