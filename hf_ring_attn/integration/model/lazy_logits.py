@@ -196,7 +196,7 @@ class LazyLogits(Tensor):
     head: Head
     chain: tuple[Operation, ...]
     made: Tensor | None
-    as_view: Callable[[str], Tensor] | None
+    as_view: Callable[[], Tensor] | None
     """Computes these logits as a view of others, so that a write in place reaches those."""
 
     @staticmethod
@@ -230,11 +230,21 @@ class LazyLogits(Tensor):
             return _through(self.chain, self.head.all_logits()).reshape(self.shape)
 
     def tensor(self, user: str) -> Tensor:
-        """Computes the logits as an ordinary tensor with a gradient, once."""
+        """Computes the logits as an ordinary tensor with a gradient, once, and with it all that are made of its head's.
+
+        They may share memory: a program that writes to it (in place, by .data or numpy) must not change the others.
+        """
         if self.made is None:
             self.head.state.why = self.head.state.why or f"{user}() was called on the logits"
+            for other in [lazy for reference in self.head.lazy if (lazy := reference()) is not None]:
+                other.alone()
+        return self.alone()
+
+    def alone(self) -> Tensor:
+        """Computes these logits, and none beside those that they are a view of."""
+        if self.made is None:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                self.made = _Read.apply(self) if self.as_view is None else self.as_view(user)  # type: ignore[no-untyped-call]
+                self.made = _Read.apply(self) if self.as_view is None else self.as_view()  # type: ignore[no-untyped-call]
         return self.made
 
     @classmethod
@@ -259,8 +269,6 @@ class LazyLogits(Tensor):
             found = _recorded(lazy, function, name, args[1:], kwargs)
             if found is not None:
                 return found
-        if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__imul__", "__itruediv__"):
-            _make_relatives(args, name)
         return function(*tree_map(lambda x: _ordinary(x, name), args), **tree_map(lambda x: _ordinary(x, name), kwargs))
 
     @classmethod
@@ -288,15 +296,6 @@ def with_logits(x: Any, user: str) -> Any:
     return tree_map(lambda part: _ordinary(part, user), x)
 
 
-def _make_relatives(args: Sequence[Any], user: str) -> None:
-    """Makes logits of the same head before some of them change in place, which the others must not see."""
-    for x in args:
-        if isinstance(x, LazyLogits):
-            for other in x.head.lazy:
-                if (lazy := other()) is not None:
-                    lazy.tensor(user)
-
-
 def _recorded(
     lazy: LazyLogits, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
@@ -307,15 +306,15 @@ def _recorded(
             return _cross_entropy(lazy, *args, **kwargs)
     if name == "detach":
         result = LazyLogits.of(head, lazy.chain, lazy.shape, lazy.dtype, trains=False)
-        result.as_view = lambda user: lazy.tensor(user).detach()
+        result.as_view = lambda: lazy.alone().detach()
         return result
     others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     if name in SHAPES and not others:
-        shape = function(torch.empty(lazy.shape, device="meta"), *args, **kwargs).shape
-        if shape[-1:] != lazy.shape[-1:]:
+        view = function(torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), *args, **kwargs)
+        if view.shape[-1:] != lazy.shape[-1:] or view.dtype != lazy.dtype:
             return None
-        result = LazyLogits.of(head, lazy.chain, shape, lazy.dtype, trains)
-        result.as_view = lambda user: function(lazy.tensor(user), *args, **kwargs)
+        result = LazyLogits.of(head, lazy.chain, view.shape, lazy.dtype, trains)
+        result.as_view = lambda: function(lazy.alone(), *args, **kwargs)
         return result
     if name in ONE_BY_ONE and not any(x.dim() or x.requires_grad for x in others):
         probe = function(torch.empty(1, dtype=lazy.dtype, device=lazy.device), *args, **kwargs)

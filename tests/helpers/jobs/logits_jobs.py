@@ -59,6 +59,18 @@ def _changed(logits: Tensor) -> Tensor:
     return torch.cat([before.flatten(), flat.flatten(), logits.flatten()])
 
 
+def _changed_by(write: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """Logits that were scaled before the program wrote to the memory of those that it scaled."""
+
+    def use(logits: Tensor) -> Tensor:
+        logits = logits.detach()
+        before = logits * 2
+        write(logits)
+        return torch.cat([before.flatten(), logits.flatten()])
+
+    return use
+
+
 def _without_gradients(logits: Tensor) -> Tensor:
     with torch.no_grad():
         half = logits / 2
@@ -90,6 +102,13 @@ USES: dict[str, Callable[[Tensor], Any]] = {
     "two tensors": lambda x: torch.stack([x, x.detach()]),
     "metrics, then gradients": _metrics_then_gradients,
     "changed in place": _changed,
+    "a part changed in place": _changed_by(lambda x: x[..., 3].fill_(-1.0)),
+    "transposed and changed in place": _changed_by(lambda x: x.transpose(0, 1).add_(1)),
+    "changed by a function": _changed_by(lambda x: nn.functional.relu(x, inplace=True)),
+    "changed by .data": _changed_by(lambda x: x.data.add_(1)),
+    "changed by numpy": _changed_by(lambda x: x.numpy().fill(1)),
+    "changed in a list": _changed_by(lambda x: torch._foreach_add_([x], 1.0)),
+    "the bits": lambda x: x.detach().float().view(torch.int32) * 1,
     "detached": lambda x: (x.detach() / 2).softmax(-1),
     "leaves of their own": lambda x: 2 * x.detach().requires_grad_(),
     "without gradients": _without_gradients,

@@ -136,8 +136,9 @@ def test_the_trial_step_sees_a_loss_in_chunks_that_is_wrong(ranks: Ranks) -> Non
 # ---- logits that are read --------------------------------------------------------------------------------------------
 
 
-def test_logits_that_are_read_are_those_of_the_model() -> None:
-    for name, ((got, gradients), (want, expected)) in logits_jobs.uses().items():
+@pytest.mark.parametrize("model", ["gemma2", "llama"])  # with a softcap, and as the head made them
+def test_logits_that_are_read_are_those_of_the_model(model: str) -> None:
+    for name, ((got, gradients), (want, expected)) in logits_jobs.uses(model).items():
         if isinstance(want, Tensor):
             assert got.requires_grad == want.requires_grad, name
             torch.testing.assert_close(got * 1.0, want * 1.0, rtol=1e-6, atol=1e-6, msg=name)
