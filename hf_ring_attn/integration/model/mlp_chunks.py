@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -65,7 +66,7 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     tokens, known = context.config.mlp_tokens, latest_record(model).state(_Parts)
     if tokens is not None and not known.found:
         for name, part in _parts(model):
-            forward = replace_forward(part, "mlp_tokens", _Maker(name, part))
+            forward = replace_forward(part, "mlp_tokens", partial(_ChunkedForward, name, part))
             forward.tried = forward.checked = False  # the part may have changed
             if (hooked := _hooked_inside(part)) is None:
                 known.append(forward)
@@ -152,14 +153,6 @@ def _takes_hidden_states_alone(module: nn.Module, most: int = 9) -> bool:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return False  # attention, perhaps, with its mask among them
     return len(required) == 1 and len(named) <= most and not OTHER_INPUTS & parameters.keys()
-
-
-class _Maker:
-    def __init__(self, name: str, part: nn.Module) -> None:
-        self.name, self.part = name, part
-
-    def __call__(self, replaced: Any) -> _ChunkedForward:
-        return _ChunkedForward(self.name, self.part, replaced)
 
 
 class _ChunkedForward:
