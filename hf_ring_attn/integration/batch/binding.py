@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -94,16 +95,27 @@ class Binding:
         """Watches the models that are known, and every module between their calls: it may be another model."""
         context = self.context
         self.undos.callback(self.end)
-        if not any(map(_holds_compiled, context.log.models)):  # a compiler would trace the hook
-            self.watch_all()
+        self.watch_all()
         for model in context.log.models:
             replicas.compare(model, context)  # it may train only since `shard`
-            replicas.note_trained(model, context)
-            _watch(model, context, self.undos)
+            self.watch(model)
 
     def watch_all(self) -> None:
         """Hooks every module, to find the models."""
+        _silence_compiled_modules()
         self.handle = torch.nn.modules.module.register_module_forward_pre_hook(self.before)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Without the hook before every module: a model that is compiled in place would trace it."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.remove()
+        try:
+            yield
+        finally:
+            if handle is not None and batch_context.is_active(self.context):
+                self.watch_all()
 
     def end(self) -> None:
         """Removes the hooks."""
@@ -114,8 +126,15 @@ class Binding:
     def bind(self, model: nn.Module) -> None:
         """Admits a model that is being called, and watches it."""
         admit(model, self.context, partial(replicas.note_trained, model, self.context))
-        _watch(model, self.context, self.undos, running=True)
+        self.watch(model, running=True)
         self.context.state(Visits).clear()
+
+    def watch(self, model: nn.Module, running: bool = False) -> None:
+        """Watches a model's calls until the end of the batch's context."""
+        self.undos.enter_context(lazy_heads(model))
+        watched = call_inputs.watch(model, self.context, self.paused, inside=running)
+        for undo in [*watched, _note_failure(model, self.context), *embedded_inputs.free(model, running)]:
+            self.undos.callback(undo)
 
     # Not compiled: a model that is compiled in place, and not given to `shard`, would trace them.
     @uncompiled(_NAME_IT)
@@ -178,12 +197,13 @@ class Binding:
             self.watch_all()
 
 
-def _watch(model: nn.Module, context: BatchContext, undos: ExitStack, running: bool = False) -> None:
-    """Watches the model's calls in a batch. ``undos`` ends the watch."""
-    undos.enter_context(lazy_heads(model))
-    watched = call_inputs.watch(model, context, inside=running)
-    for undo in [*watched, _note_failure(model, context), *embedded_inputs.free(model, running)]:
-        undos.callback(undo)
+@cache
+def _silence_compiled_modules() -> None:
+    """Stops torch's warning that a module of torch.compile has the hook, too: `Binding.before` expects that.
+
+    Once a process: each change of the filters makes Python show other warnings again.
+    """
+    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
 
 
 def _note_failure(model: nn.Module, context: BatchContext) -> Undo:

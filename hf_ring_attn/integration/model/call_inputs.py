@@ -6,7 +6,8 @@ score_mod, and some compute a loss from other inputs than labels, which are not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -171,13 +172,16 @@ def _is_number(x: Any) -> bool:
 _BY_HOST = "hf_ring_attn checks the inputs of a model's call"
 
 
-def watch(model: nn.Module, context: BatchContext, inside: bool = False) -> list[Undo]:
+def watch(
+    model: nn.Module, context: BatchContext, unwatched: Callable[[], AbstractContextManager[None]], inside: bool = False
+) -> list[Undo]:
     """Hooks ``model`` to check its calls after they ran, so that a call in progress is checked, too.
 
     Refused: missing or changed inputs, a score_mod that some attention did not get, and a loss though the batch has no
     labels. Returns functions that remove the hooks.
 
     Args:
+        unwatched: a context without the hook before every module.
         inside: the model is running already.
     """
     began = [(context.log.plain, context.log.scored)]
@@ -209,7 +213,8 @@ def watch(model: nn.Module, context: BatchContext, inside: bool = False) -> list
 
         def call(*args: Any, **given: Any) -> Any:
             before(model, args)
-            output = compiled(*args, **given)
+            with unwatched():
+                output = compiled(*args, **given)
             after(model, args, given, output)
             return output
 

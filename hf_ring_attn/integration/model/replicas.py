@@ -81,8 +81,8 @@ class _Smallest(list[int]):
     """The index of a model's smallest trained weight: one item, once it is known."""
 
 
-class _Versions(dict[int, int]):
-    """The version counter of each trained weight, by identity, at the start of its first forward since its average."""
+class _Versions(WeakIdKeyDictionary):
+    """The version counter of each trained weight at the start of its first forward since its average."""
 
 
 class _Gradient:
@@ -120,13 +120,14 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
     Raises:
         GradientsChanged; RefusedElsewhere: on the other ranks, if weights were changed on some.
     """
-    ring, versions = context.ring, context.state(_Versions)
+    ring = context.ring
+    versions: Any = context.state(_Versions)
     weights = [model] if isinstance(model, Tensor) else model.parameters()
     trained = [parameter for parameter in weights if parameter.requires_grad]
     if not trained:
         return
     refusal: errors.Refused | None = None
-    if any(versions.get(id(x), x._version) != x._version for x in trained):
+    if any(versions.get(x, x._version) != x._version for x in trained):
         refusal = errors.GradientsChanged("weights were changed after the forward", "Call it before optimizer.step().")
     weight = next((x for x in trained if x in _GRADIENTS), trained[0])
     watched: _Gradient | None = _GRADIENTS.pop(weight, None)
@@ -155,7 +156,7 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
     reduced = context.state(ReducedGradients)
     reduced.update(map(id, trained))
     for x in trained:  # what comes now may change it, before another forward of this batch (SAM)
-        versions.pop(id(x), None)
+        versions.pop(x, None)
     _last[:] = [
         one for one in _last if one.batch() is not context or not reduced.issuperset(map(id, _alive(one.weights)))
     ]
@@ -221,9 +222,9 @@ def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) 
 
 def _note(name: str, trained: list[Any], context: BatchContext) -> None:
     versions = list(map(_VERSION, trained))
-    noted = context.state(_Versions)
+    noted: Any = context.state(_Versions)
     for weight, version in zip(trained, versions, strict=True):
-        noted.setdefault(id(weight), version)
+        noted.setdefault(weight, version)
     _last[:] = [one for one in _last if one.batch() is context]
     if not any(one.name == name and _same(one.weights, trained) for one in _last):
         references = list(map(weakref.ref, trained))

@@ -86,7 +86,7 @@ def set_modes(model: nn.Module, modes: Sequence[bool] | None) -> None:
         if isinstance(module, _DropoutNd) or neftune.ALPHA in module.__dict__:
             module.__dict__["training"] = False
         if getattr(module, "gradient_checkpointing", False) is True:
-            module.__dict__["gradient_checkpointing"] = False
+            module.__dict__["gradient_checkpointing"] = False  # the row is short: nothing need be computed twice
 
 
 def watched_weights(model: nn.Module) -> dict[str, nn.Parameter]:

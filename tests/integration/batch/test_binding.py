@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -230,6 +231,43 @@ def test_every_model_in_a_batch_is_prepared(ranks: Ranks, when: str) -> None:
     """Only models of a batch's first entry were, if none was given by name: the loss was silently 7e-4 off."""
     for got, want in ranks(2).run(losses_of_a_teacher, when):
         assert got == pytest.approx(want, rel=1e-12)
+
+
+@torch.no_grad()
+def losses_beside_a_compiled_model(how: str) -> tuple[list[float], float, list[str]]:
+    """A teacher's losses in two batches of a compiled model that is given, the loss of the whole row, and warnings."""
+    model, other = tiny("llama", "ring_fp32"), teacher()
+    if how == "its layers":
+        for layer in model.get_submodule("model.layers").children():
+            layer.compile(backend="eager")
+    if how == "in place":
+        model.compile(backend="eager")
+        compiled = model._compiled_call_impl
+
+        def call(*args: Any, **given: Any) -> Any:
+            assert not torch.nn.modules.module._global_forward_pre_hooks, "a compiler would trace the hook"
+            return compiled(*args, **given)
+
+        model.__dict__["_compiled_call_impl"] = call
+    called: Any = torch.compile(model, backend="eager") if how == "wrapped" else model
+    got = []
+    with warnings.catch_warnings(record=True) as warned:
+        binding._silence_compiled_modules.cache_clear()
+        for first in (called, other):
+            sharded = hf_ring_attn.shard(tokens(24), model=called)
+            with sharded:
+                first(**sharded.inputs)
+                (other if first is called else called)(**sharded.inputs)
+                got.append(float(sharded.reduce(other(**sharded.inputs).loss)))
+    return got, float(teacher()(**tokens(24), use_cache=False).loss), [str(one.message) for one in warned]
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "its layers"])
+def test_a_model_beside_a_compiled_one_is_prepared(ranks: Ranks, how: str) -> None:
+    """It was not looked at if the compiled one was given: its loss was silently 5e-3 off."""
+    for got, want, warned in ranks(2).run(losses_beside_a_compiled_model, how):
+        assert got == pytest.approx([want, want], rel=1e-12)
+        assert not any("global hooks" in text for text in warned)
 
 
 @torch.no_grad()

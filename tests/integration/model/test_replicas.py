@@ -146,3 +146,25 @@ def test_weights_may_change_between_two_forwards_of_one_batch_once_averaged(rank
             torch.testing.assert_close(x, want.grad, rtol=1e-5, atol=1e-7)
     for _, raised in ranks(2).run(sharpened, "before"):
         assert raised is not None and "weights were changed after the forward" in raised[1]
+
+
+def left_by_models_that_went(number: int) -> tuple[str, str] | None:
+    """The refusal of the last of several models in one batch, whose weights may lie in the memory of the others'."""
+    sharded, raised = hf_ring_attn.shard(tokens(23)), None
+    for changes in range(number):
+        model: Any = tiny("llama", "ring_fp32").train()
+        with torch.no_grad():
+            for x in model.parameters():
+                for _ in range(changes):  # each raises its version
+                    x.mul_(1)
+        with sharded:
+            loss = model(**sharded.inputs).loss
+        if changes == number - 1:
+            loss.backward()
+            raised = attempt(sharded.reduce_gradients, model)
+        del model, loss, x
+    return raised
+
+
+def test_versions_of_weights_that_are_gone_are_not_those_of_others(ranks: Ranks) -> None:
+    assert ranks(2).run(left_by_models_that_went, 6) == [None, None]
