@@ -242,7 +242,7 @@ def losses_beside_a_compiled_model(how: str) -> tuple[list[float], float, list[s
             layer.compile(backend="eager")
     if how == "in place":
         model.compile(backend="eager")
-        compiled = model._compiled_call_impl
+        compiled: Any = model._compiled_call_impl
 
         def call(*args: Any, **given: Any) -> Any:
             assert not torch.nn.modules.module._global_forward_pre_hooks, "a compiler would trace the hook"
