@@ -78,9 +78,10 @@ def runs() -> list[Run]:
 
 
 def parts() -> list[Run]:
-    """Long rows, by --only. `plan` says that qlora70_128K, qlora32_256K, qlora32_416K and the LoRA runs fit 2 x H100.
+    """More runs, by --only. `plan` says that qlora70_128K, qlora32_256K, qlora32_416K, LoRA and 32K fit 2 x H100.
 
-    The others are for 2 x H200.
+    full_512K_window is for one H200, the others are for 2 x H200. All activations of 32K tokens fit an H100 only if
+    the MLPs run in chunks, so accelerate's own needs checkpointing there.
 
     Where a whole step takes too long: its memory with a window of 4096, its time from one layer and two, in their
     second step, since the first compiles torchao's optimizer.
@@ -97,6 +98,11 @@ def parts() -> list[Run]:
         Run("qlora32_256K", 256, "--shape 32B --qlora --liger --mlp-tokens 16384 --offload 0", steps=1),
         Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384"),
         Run("lora_512K", 512, "--liger --no-lora-casts --mlp-tokens 16384 --offload 0"),
+        Run("own_fused_32K", 32, f"{SDPA} {FUSED}"),
+        Run("ring_fused_32K", 32, FUSED, "own_fused_32K"),
+        Run("ring_saved_32K", 32, f"{FUSED} --save-attention", "own_fused_32K"),
+        Run("ring_chunks_32K", 32, f"{FUSED} --no-checkpointing --mlp-tokens 16384", "own_fused_32K"),
+        Run("full_512K_window", 512, f"{long['full_1M'][1]} --offload 28 --window 4096"),
         # 224 GiB of host memory for two GPUs
         Run("lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload 16", steps=1),
     ]
