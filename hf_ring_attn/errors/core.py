@@ -163,6 +163,15 @@ class SavedAttentionChanged(RingAttentionError, RuntimeError):
         )
 
 
+class RopeOutsideRing(Refused):
+    def __init__(self, module: str) -> None:
+        super().__init__(
+            f"{module} computes RoPE by the longest position of a batch. A checkpoint computes it again in backward, "
+            "outside the batch's context and from position_ids that no forward gave it. Make position_ids outside of "
+            "the checkpointed function, and pass them to it, or call backward inside `with sharded:`."
+        )
+
+
 class HostMemoryFull(RingAttentionError, MemoryError):
     """``wanted``, ``free``: bytes. ``said``: why there is no memory though it is free, in the words of who refused."""
 

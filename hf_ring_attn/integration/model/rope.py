@@ -2,6 +2,9 @@
 
 transformers takes that position from a rank's position_ids, so each rank would choose other frequencies. A pair of
 hooks appends the largest position of the whole batch, and drops the row that this adds to cos and sin.
+
+A checkpoint's recompute may run after the batch's context, or in another batch's. So the position is remembered with
+the position_ids that the module got in its forward: a recompute gets the same ones.
 """
 
 from __future__ import annotations
@@ -10,10 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ... import errors
+from ...traffic.gathered_kv import recomputing
 from ..context import batch_context
 from ..context.batch_context import BatchContext
+from ..patching.compiler import uncompiled
 from ..patching.hooks import attach
+
+_LONGEST = WeakIdKeyDictionary()
+"""The longest position of the batch of each tensor of position_ids that a module got; None outside of a ring."""
+_SHOWS = "_hf_ring_attn_shows_longest"
+"""The attribute of a module that is True while its position_ids have one more."""
+_RAN = "_hf_ring_attn_rope_ran"
+"""The attribute of a module that ran in a ring."""
 
 
 def prepare(model: nn.Module, _context: BatchContext) -> None:
@@ -25,18 +39,51 @@ def prepare(model: nn.Module, _context: BatchContext) -> None:
             attach(module, "longest position", _show_longest, _drop_longest)
 
 
-def _longest() -> int | None:
+def _longest(module: nn.Module, position_ids: Tensor) -> int | None:
+    """The longest position of the batch of these position_ids; None outside of a ring."""
     context = batch_context.current()
-    return None if context is None or context.ring.size == 1 else context.facts.max_position
+    found = None if context is None or context.ring.size == 1 else context.facts.max_position
+    if found is not None:
+        setattr(module, _RAN, True)
+        if torch.compiler.is_dynamo_compiling():  # a recompute of a graph is in the graph
+            return found
+    elif not getattr(module, _RAN, False):
+        return None
+    return _remembered(module, position_ids, found)
+
+
+# Not compiled: a compiler's tensors have no identity.
+@uncompiled("hf_ring_attn remembers position_ids for a recompute")
+def _remembered(module: nn.Module, position_ids: Tensor, of_batch: int | None) -> int | None:
+    """Remembers the longest position in a forward, and returns that of the forward in a recompute."""
+    if not recomputing():
+        _LONGEST[position_ids] = of_batch
+        return of_batch
+    if position_ids in _LONGEST:
+        known: int | None = _LONGEST[position_ids]
+        return known
+    for tensor, longest in _LONGEST.items():  # a reentrant checkpoint detaches its inputs
+        if _memory(tensor) == _memory(position_ids):
+            found: int | None = longest
+            return found
+    if of_batch is None:
+        raise errors.RopeOutsideRing(type(module).__name__)
+    return of_batch
+
+
+def _memory(x: Tensor) -> tuple[Any, ...]:
+    return x.device, x.dtype, x.shape, x.stride(), x.data_ptr()
 
 
 def _show_longest(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    longest = _longest()
+    by_name = "position_ids" in kwargs
+    longest = _longest(module, kwargs["position_ids"] if by_name else args[1])
+    setattr(module, _SHOWS, longest is not None)
     if longest is None:
         return None
-    if "position_ids" in kwargs:
+    if by_name:
         return args, {**kwargs, "position_ids": _with(kwargs["position_ids"], longest)}
     x, position_ids, *rest = args
     return (x, _with(position_ids, longest), *rest), kwargs
@@ -47,7 +94,7 @@ def _with(position_ids: Tensor, longest: int) -> Tensor:
 
 
 def _drop_longest(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    if output is None or _longest() is None:
+    if output is None or not getattr(module, _SHOWS, False):
         return None
     if isinstance(output, Tensor):  # complex exponentials (DeepSeek V2, Llama 4)
         return output[..., :-1, :]

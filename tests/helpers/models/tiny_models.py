@@ -110,6 +110,7 @@ MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
         "sdpa",
     ),
     "longrope": ("Phi3ForCausalLM", {"sliding_window": None, "rope_parameters": LONG_ROPE}, "sdpa"),
+    "longrope in each layer": ("MoshiForCausalLM", {"ffn_dim": 48, "rope_parameters": LONG_ROPE}, "sdpa"),
     "qwen3_5": ("Qwen3_5ForCausalLM", {**LINEAR, "head_dim": 16}, "sdpa"),
     "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "sdpa"),
     "granite": (

@@ -111,6 +111,21 @@ STEPS = [
     Step(why="RoPE by the longest position", model="dynamic rope", batch=tokens(41)),
     Step(why="short RoPE", model="longrope", batch=tokens(16)),
     Step(why="long RoPE, by one token", model="longrope", batch=tokens(17)),
+    # Of the whole row alone a position is beyond 15: the gradients were silently wrong by up to 30 %.
+    Step(
+        why="long RoPE, recomputed",
+        model="longrope in each layer",
+        batch=tokens(18),
+        checkpointing="recomputed",
+        exact=SOFTMAX,
+    ),
+    Step(
+        why="long RoPE, reentrant",
+        model="longrope in each layer",
+        batch=tokens(18),
+        checkpointing="reentrant",
+        exact=SOFTMAX,
+    ),
     Step(why="checkpointing, reentrant", checkpointing="reentrant"),
     Step(why="checkpointing", checkpointing="recomputed", model="mistral"),
     Step(why="backward by gather", ring=RingConfig(backward="gather", heads_per_gather=1)),

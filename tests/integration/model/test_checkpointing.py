@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
@@ -15,9 +19,10 @@ from hf_ring_attn.attention.op import attentions
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.integration import log
 from hf_ring_attn.integration.model import checkpointing
+from hf_ring_attn.testing import relative_error
 from tests.helpers.contexts import alone
 from tests.helpers.jobs.comparison import Ranks
-from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.models.tiny_models import tiny
 
 NON_REENTRANT = {"use_reentrant": False}
@@ -167,3 +172,51 @@ def test_attention_with_a_score_mod_is_saved_too() -> None:
 
     (want, twice), (got, once) = gradient(False), gradient(True)
     assert torch.equal(got, want) and twice == 2 * once
+
+
+# ---- RoPE by the longest position ------------------------------------------------------------------------------------
+
+
+class Numbers(nn.Module):
+    """A layer that a program checkpoints: it makes its RoPE inside, from position_ids that it copies."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.rotary = layer, rotary
+
+    def forward(self, states: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        def run(x: torch.Tensor) -> Any:
+            places = position_ids.clone()
+            kwargs["position_embeddings"] = self.rotary(x, places)
+            return self.layer(x, position_ids=places, **kwargs)
+
+        found: torch.Tensor = checkpoint(run, states, use_reentrant=False)
+        return found
+
+
+def gradient_with_copied_positions(inside: bool) -> torch.Tensor:
+    """``inside``: the backward runs in the batch's context."""
+    model: Any = tiny("dynamic rope", "ring_fp32").train()
+    model.model.layers = nn.ModuleList(Numbers(layer, model.model.rotary_emb) for layer in model.model.layers)
+    sharded = hf_ring_attn.shard(tokens(18))
+    with sharded if inside else nullcontext():
+        with sharded:
+            loss = model(**sharded.inputs).loss
+        loss.backward()
+    sharded.reduce_gradients(model)
+    gradient: torch.Tensor = model.model.embed_tokens.weight.grad
+    return gradient
+
+
+def test_positions_that_a_recompute_makes_are_those_of_its_batch(ranks: Ranks) -> None:
+    want = gradient_with_copied_positions(True)
+    for gradient in ranks(2).run(gradient_with_copied_positions, True):
+        assert relative_error(gradient, want) < 1e-5
+
+
+def test_positions_that_a_recompute_makes_outside_are_refused(ranks: Ranks) -> None:
+    """It took a rank's longest position for the row's, without a word."""
+    for raised in ranks(2).run(partial(attempt, partial(gradient_with_copied_positions, False))):
+        assert raised is not None, "not refused"
+        assert raised[0] == "RopeOutsideRing"
+        assert raised[1].startswith("LlamaRotaryEmbedding computes RoPE by the longest position of a batch")
