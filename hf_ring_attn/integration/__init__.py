@@ -11,7 +11,7 @@ from .attention.masks import ring_mask
 from .context.introspect import NAME
 from .context.model_record import forget_models
 from .hosts import accelerate, checkpoints, prediction, random_states, sft_trainer, trainer, trainer_start
-from .model import neftune, structure
+from .model import neftune, structure, thawed
 from .patching import changes, hooks
 
 CHANGES: list[changes.Change] = [
@@ -43,4 +43,5 @@ def uninstall() -> None:
     """Undoes the registrations and every patch of transformers, accelerate and trl."""
     changes.uninstall()
     hooks.detach_all()
+    thawed.forget()
     forget_models()

@@ -1,6 +1,8 @@
-"""Refuses weights that began to train after DDP wrapped their model: DDP averages no gradients of these.
+"""Refuses steps with gradients that DDP has not averaged: each rank would step by the gradient of its own tokens.
 
-So each rank would step by the gradient of its own tokens. Without a ring replicas drift apart in the same way.
+DDP averages the weights that trained when it wrapped their model: none that began to train later. And unless it looks
+for unused ones, it awaits a gradient of each: of one that was frozen since, too, and meanwhile leaves others as they
+are. It says so in the next forward, which the last step has not. Without a ring replicas drift apart in the same way.
 """
 
 from __future__ import annotations
@@ -10,14 +12,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ... import errors
 from ..context.batch_context import BatchContext
 from ..context.introspect import name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 
-_SEEN: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+_SEEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 """The identities of the weights that trained in any batch of each DDP wrapper, which keeps them alive."""
+
+_hook: list[RemovableHandle] = []
+"""The handle of the hook before each optimizer's step, once a model under DDP trained in a ring."""
 
 
 def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
@@ -51,3 +58,42 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
             ],
         )
     _SEEN[wrapper] = before | trained
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_refuse_unaveraged))
+
+
+def _refuse_unaveraged(optimizer: torch.optim.Optimizer, *_given: Any) -> None:
+    """Refuses a step while DDP has not averaged the gradients of its weights.
+
+    Raises:
+        UnsupportedModel: with the name of the first weight that DDP awaits, if it is known.
+    """
+    for wrapper, seen in list(_SEEN.items()):
+        try:
+            wrapper.reducer._check_reducer_finalized()
+        except RuntimeError:
+            weights = dict(wrapper.named_parameters())
+            theirs = set(map(id, weights.values()))
+            mine = [x for group in optimizer.param_groups for x in group["params"] if id(x) in theirs]
+            # torch's own optimizers inside the backward step once the gradients of their weights are averaged.
+            if not mine or hasattr(mine[0], "_in_backward_optimizers"):
+                continue
+            lacking = (n for n, x in weights.items() if id(x) in seen and (x.grad is None or not x.requires_grad))
+            name = next(lacking, "").removeprefix("module.")
+            example = f" ({name}, ...)" if name else ""
+            raise errors.UnsupportedModel(
+                name_of(wrapper),
+                [
+                    "its optimizer steps before DDP averaged all gradients: it awaits those of weights that were "
+                    f"frozen since it wrapped the model, or have no part in this loss{example}; set "
+                    "ddp_find_unused_parameters=True, or freeze before train(); no optimizer may step inside the "
+                    "backward"
+                ],
+            ) from None
+
+
+def forget() -> None:
+    """Removes the hook before optimizers' steps."""
+    while _hook:
+        _hook.pop().remove()
+    _SEEN.clear()

@@ -1,4 +1,4 @@
-"""Weights that begin to train after DDP wrapped their model are refused before a step with their gradients."""
+"""Weights that begin or cease to train after DDP wrapped their model are refused before a step with local gradients."""
 
 from __future__ import annotations
 
@@ -126,3 +126,64 @@ def test_a_layer_that_is_frozen_for_the_first_step_alone_trains_later(ranks: Ran
     want = ranks(1).run(warmed, Mesh())[0]
     for got in ranks(2).run(warmed, Mesh(cp=2)):
         assert got == pytest.approx(want, rel=1e-6)
+
+
+# ---- weights that cease to train -------------------------------------------------------------------------------------
+
+
+class Freezes(TrainerCallback):
+    """Freezes the first layer for the last step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 2:
+            given["model"].model.layers[0].requires_grad_(False)
+
+
+class FreezesBefore(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        given["model"].model.layers[0].requires_grad_(False)
+
+
+def trained_while_freezing(mesh: Mesh, callback: type[TrainerCallback], finds: bool) -> tuple[str, list[float], float]:
+    """What a trainer raises; the norms of the gradients of its steps; the norm of a weight at the end."""
+    with launched(mesh), a_folder(None) as folder:
+        arguments = {"eval_strategy": "no", "ddp_find_unused_parameters": finds}
+        run = Run(why="", steps=3, arguments=arguments)
+        model = tiny("llama", "ring_fp32" if mesh.cp > 1 else "sdpa")
+        trainer = trainer_of(run, mesh, folder, model, callbacks=[callback()])
+        error, _ = refusal_of(trainer)
+        norms = [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry]
+        return error, norms, float(model.model.layers[1].mlp.down_proj.weight.double().norm())
+
+
+@pytest.mark.parametrize(("callback", "steps"), [(Freezes, 2), (FreezesBefore, 0)])
+def test_a_layer_that_is_frozen_after_ddp_wrapped_it_is_refused_before_that_step(
+    ranks: Ranks, callback: type[TrainerCallback], steps: int
+) -> None:
+    """DDP waited for its gradients, and left others as they were: the last step of each rank was its own."""
+    for error, norms, _ in ranks(2).run(trained_while_freezing, Mesh(cp=2), callback, False):
+        assert error.startswith("UnsupportedModel: LlamaForCausalLM"), error
+        assert "its optimizer steps before DDP averaged all gradients" in error
+        assert ("(model.layers.0." in error) == (callback is Freezes)
+        assert len(norms) == steps
+
+
+@pytest.mark.parametrize("callback", [Freezes, FreezesBefore])
+def test_it_is_exact_where_ddp_looks_for_unused_weights(ranks: Ranks, callback: type[TrainerCallback]) -> None:
+    _, norms, last = ranks(1).run(trained_while_freezing, Mesh(), callback, True)[0]
+    for error, got, end in ranks(2).run(trained_while_freezing, Mesh(cp=2), callback, True):
+        assert error == "" and got == pytest.approx(norms, rel=1e-5) and end == pytest.approx(last, rel=1e-6)
+
+
+def outcome_of_steps_inside() -> str:
+    """What a loop is refused with whose optimizers step in hooks on the weights, by gradients of a rank's tokens."""
+    model = tiny("llama", "ring_fp32").train()
+    wrapped = DistributedDataParallel(model)
+    for weight in model.parameters():
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        weight.register_post_accumulate_grad_hook(lambda _weight, one=optimizer: one.step())
+    return outcome_of_a_step(wrapped)
+
+
+def test_optimizers_that_step_inside_the_backward_are_refused(ranks: Ranks) -> None:
+    assert ranks(2).run(outcome_of_steps_inside) == ["UnsupportedModel"] * 2
