@@ -86,13 +86,17 @@ _NO_STEPS = {"last_epoch", "_step_count", "optimizer", "verbose", "T_cur", "T_mu
 _SCHEDULERS = "torch.optim.lr_scheduler"
 
 
-def _numbers(x: Any, seen: set[int]) -> Iterator[int]:
-    """Yields the step numbers in a scheduler, in nested ones, and in the functions that it calls."""
+def _numbers(x: Any, seen: dict[int, Any]) -> Iterator[int]:
+    """Yields the step numbers in a scheduler, in nested ones, and in the functions that it calls.
+
+    Args:
+        seen: objects by identity, which it keeps alive: Python gives the memory of a dead one to the next.
+    """
     if isinstance(x, int) and not isinstance(x, bool):
         yield x
     if isinstance(x, int | float | str) or x is None or id(x) in seen:
         return
-    seen.add(id(x))
+    seen[id(x)] = x
     parts: list[Any] = []
     if isinstance(x, Mapping):  # MultiStepLR counts its milestones
         parts = [*x.values()] if all(isinstance(name, str) for name in x) else [*x]
@@ -128,7 +132,7 @@ def counts_processes(prepared: Any) -> bool:
         UnclearScheduler: some numbers of steps are multiples and others are not, or a multiple was converted.
     """
     if prepared not in _READ:
-        numbers = [number for number in _numbers(prepared.scheduler, set()) if number > 0]
+        numbers = [number for number in _numbers(prepared.scheduler, {}) if number > 0]
         multiples = [number for number in numbers if isinstance(number, ProcessCount)]
         others = [number for number in numbers if not isinstance(number, ProcessCount)]
         if multiples and others:

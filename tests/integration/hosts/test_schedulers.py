@@ -135,7 +135,13 @@ def test_a_scheduler_waits_for_its_optimizer_and_for_split_batches(process: dict
     assert schedule.get_last_lr() == [1.0 if split else 2.0]
 
 
+def one_not_multiplied(made: Any, times: int, steps: int) -> Any:
+    """Python gave the numbers of the second the memory of the first's, by which they counted as read."""
+    return lr_scheduler.ChainedScheduler([own(made, times, steps), own(made, 1, steps)])
+
+
 UNCLEAR: dict[str, Make] = {
+    "one of two is not multiplied": one_not_multiplied,
     "warmup is not multiplied": lambda made, n, steps: get_scheduler("linear", made, WARMUP, steps * n),
     "steps are not multiplied": lambda made, n, steps: get_scheduler("linear", made, WARMUP * n, steps),
     "a share of a product": lambda made, n, steps: get_scheduler("linear", made, int(0.25 * (steps * n)), steps * n),
