@@ -128,6 +128,10 @@ class Ring:
     def rank(self) -> int:
         return 0 if self.name == LOCAL else dist.get_rank(self.group)
 
+    def ranks(self) -> set[int]:
+        """The numbers of its ranks in the world."""
+        return set(dist.get_process_group_ranks(self.group))
+
     # ---- keys and values, forward ------------------------------------------------------------------------------
 
     def gather(self, tensor: Tensor, doing: str = "gathered keys and values") -> Pending:

@@ -79,12 +79,13 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     if sample is None or torch.compiler.is_compiling():
         return
     inner, has_labels, loss = introspect.callable_inside(model), context.facts.has_labels, context.config.loss
-    case: tuple[object, ...] = (ring.name, has_labels, loss, context.whole_head)
-    if _sharding(record) is None:  # else other rings, whose batches may be of another kind, take part in each forward
-        case += (sample.first is None, sample.hides, sample.unnamed is None)
+    sharding, batch = _sharding(record), (ring.name, has_labels, loss, context.whole_head)
+    # Other rings, whose batches may be of another kind, take part in each forward if they hold shards of its weights.
+    alone = sharding is None or sharding.ranks() <= ring.ranks()
+    inputs, padding = (sample.inputs(), sample.padding()) if alone else ((), ())
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
     trains = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
-    tried = ("step", *case[:4], trains, *step.key)
+    case, tried = (*batch, inputs, padding), ("step", *batch, inputs, trains, *step.key)
     by_model = has_labels and (loss != "gathered" or context.whole_head)
     needs_step = (step.loss is not None or by_model) and tried not in verdicts  # a host's own loss may need no labels
     if case not in verdicts or needs_step:

@@ -96,6 +96,15 @@ class Sample:
             ids,
         )
 
+    def inputs(self) -> tuple[object, ...]:
+        """Facts that batches have in common if a model gets inputs of the same kinds from them."""
+        flags = [(name, x) for name, x in self.others.items() if isinstance(x, bool)]
+        return frozenset((*self.tokens, *self.others)), frozenset(flags), self.unnamed is None
+
+    def padding(self) -> tuple[object, ...]:
+        """Facts that batches have in common if their tokens' places are told in the same way."""
+        return self.first is None, self.masked, self.hides
+
     def leaves_out_unnamed(self, model: nn.Module, error: Exception) -> bool:
         """Returns True once, after a TypeError, if the batch has keys that the forward of ``model`` does not name.
 

@@ -178,6 +178,11 @@ def places(input_ids: Tensor, attention_mask: Tensor | None, planted: str) -> Te
     return torch.arange(input_ids.shape[1], device=input_ids.device)[None] + 2 * (planted == "from two")
 
 
+def times(paces: Tensor) -> Tensor:
+    """[B, T, 1] a token's time, of the paces [B, T] from one token to the next."""
+    return 0.1 * paces.cumsum(1)[..., None]
+
+
 class Embed(nn.Module):
     """Words, and learned positions by place in what it was given ("counted"), or by position_ids."""
 
@@ -226,7 +231,7 @@ class RemoteModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transfor
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-        labels: Tensor | None = None, use_cache: bool | None = None, **kwargs: Any,
+        labels: Tensor | None = None, use_cache: bool | None = None, paces: Tensor | None = None, **kwargs: Any,
     ) -> CausalLMOutputWithPast | BaseModelOutputWithPooling:  # fmt: skip
         planted = self.config.planted
         if planted == "wants 30" and input_ids.shape[1] < 30:
@@ -240,6 +245,8 @@ class RemoteModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transfor
         if position_ids is None or planted == "arange":
             position_ids = places(input_ids, attention_mask, planted)
         x = self.embed(input_ids, position_ids)
+        if paces is not None:
+            x = x + times(paces)
         mask = create_causal_mask(
             config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=None,
             position_ids=position_ids,

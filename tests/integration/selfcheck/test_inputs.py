@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
+import torch
+
 import hf_ring_attn
 from hf_ring_attn.integration.selfcheck import row
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, tokens
+from tests.helpers.jobs.self_check_jobs import shards
+from tests.helpers.models.remote_models import remote
 from tests.helpers.models.tiny_models import tiny
 
 
@@ -48,6 +53,26 @@ def test_a_key_that_the_program_takes_out_is_no_input(ranks: Ranks) -> None:
     for (loss, said), (expected, nothing) in zip(ranks(2).run(step, True), want, strict=True):
         assert loss == expected and not nothing and len(said) == 1
         assert said[0].startswith("the self-check called LlamaForCausalLM without ['target'], since with all ")
+
+
+def second_batch_with_more(wrapped: bool) -> tuple[str, list[str]]:
+    """What a model is refused with whose error shows with an input that its second batch brings."""
+    model: Any = shards(remote().train()) if wrapped else remote().train()
+    batch, passed = tokens(23), list[str]()
+    for more in ({}, {"paces": torch.ones(2, 23)}):
+        try:
+            with hf_ring_attn.shard({**batch, **more}) as sharded:
+                model(**sharded.inputs).loss.backward()
+        except hf_ring_attn.RingAttentionError as error:
+            return type(error).__name__, passed
+        passed.append(sharded.context.state(row.SelfCheckState).verdict)
+    return "", passed
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_input_that_a_later_batch_brings_is_tried(ranks: Ranks, wrapped: bool) -> None:
+    """Only the first batch's inputs were: a loss of 5.14 for 5.08, silently."""
+    assert ranks(2).run(second_batch_with_more, wrapped) == [("SelfCheckFailed", ["passed"])] * 2
 
 
 def test_a_model_that_takes_no_row_is_refused(ranks: Ranks) -> None:
