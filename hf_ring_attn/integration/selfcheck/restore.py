@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..context import ring_random
+from ..context.program_states import is_of_program
 from ..log import warn
-from .hook_states import preserved_states
+from .states_outside import preserved_states
 
 BYTES_COPIED = 1 << 22
 """The largest buffers that the run gets as copies; larger ones (tables of RoPE, of masks) are only watched."""
@@ -31,8 +32,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
     Restored: training flags, random generators, buffers, tensors and plain values in attributes of modules (the
     frequencies of dynamic RoPE, caches, counters), hooks (transformers notes in such a value that it set its own), and
-    what a program's hooks write to (`hook_states`). Modes are set by flags: some modules override `eval()` to merge
-    weights.
+    what a program's hooks and forwards write to elsewhere (`states_outside`). Modes are set by flags: some modules
+    override `eval()` to merge weights.
     """
     with ExitStack() as stack:
         stack.enter_context(ring_random.preserved())
@@ -84,7 +85,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
     finally:
         for module, own, held in zip(modules, attributes, buffers, strict=True):
             now = module.__dict__
-            for name in [name for name, x in now.items() if name not in own and isinstance(x, _PLAIN)]:
+            for name in [name for name, x in now.items() if name not in own and _is_state(x)]:
                 del now[name]
             now.update(own)
             module._buffers.clear()
@@ -98,3 +99,8 @@ def _restored(model: nn.Module) -> Iterator[None]:
         for name, x, version in watched:
             if x._version != version:
                 warn(f"the self-check's row wrote to {name}, which was too large to copy and restore.")
+
+
+def _is_state(x: object) -> bool:
+    """Returns True for an attribute that a forward may make anew: a plain value, or an object of the program."""
+    return isinstance(x, _PLAIN) or is_of_program(type(x).__module__)

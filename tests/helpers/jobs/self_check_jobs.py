@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers.modeling_outputs import BaseModelOutput
 
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
@@ -224,156 +222,3 @@ def said(config: RingConfig) -> list[str]:
 def planted_trainer_model(model: Any) -> Any:
     """In place of the Trainer's model."""
     return remote("shift")
-
-
-# ---- a part of the check alone ---------------------------------------------------------------------------------------
-
-
-class Restless(nn.Module):
-    """Changes itself in every way that a forward can."""
-
-    written: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("written", torch.zeros(3))
-        self.register_buffer("replaced", torch.zeros(2))
-        self.tensor, self.number, self.items, self.table = torch.zeros(2), 0, [1], {"a": 1}
-        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.written.add_(1)
-        self.register_buffer("replaced", torch.ones(5))
-        self.register_buffer("added", torch.ones(5))
-        self.tensor += 1
-        self.number += 1
-        self.items.append(self.number)
-        self.table["b"] = 2
-        self.cache = x
-        return self.drop(self.norm(x)) + torch.rand(1)  # type: ignore[no-any-return]
-
-
-COLLECTED: list[Tensor] = []
-
-
-class Collector:
-    """Collects activations in attributes, as an object with a hook."""
-
-    def __init__(self) -> None:
-        self.by_layer: dict[int, list[Tensor]] = {0: [], 1: []}
-        self.seen: deque[Tensor] = deque()
-
-    def __call__(self, _module: Any, _args: Any, output: Tensor) -> None:
-        self.seen.append(output)
-
-    def note(self, layer: int, _module: Any, _args: Any, output: Tensor) -> None:
-        self.by_layer[layer].append(output)
-
-
-class Stateful:
-    """Hooks with states of other kinds than collections."""
-
-    shared = 0
-
-    def __init__(self) -> None:
-        self.calls, self.mean = 0, torch.zeros(())
-        self.inner = Collector()
-        self.random = torch.Generator().manual_seed(3)
-
-    def note(self, _module: Any, _args: Any, output: Tensor) -> None:
-        global TOTAL
-        TOTAL += 1
-        type(self).shared += 1
-        self.calls += 1
-        self.mean.mul_(0.9).add_(0.1 * output.detach().mean())
-        self.inner.seen.append(output)
-        torch.rand((), generator=self.random)
-
-
-class Pair(NamedTuple):
-    """An object without attributes of its own."""
-
-    outputs: list[Tensor]
-    lengths: list[int]
-
-
-class Probe(nn.Module):
-    """A module outside of the model, which counts in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Tensor
-        self.register_buffer("calls", torch.zeros(()))
-        self.first: Any = "none yet"
-
-    def forward(self, x: Tensor) -> None:
-        self.calls += len(x)
-        vars(self).pop("first", None)
-
-
-def states_beside() -> list[float]:
-    """What hooks have left in tuples, in a module outside of the model, and in an object that must not be changed."""
-    model: Any = tiny("llama", "ring_fp32").train()
-    pair, probe, output = Pair([], []), Probe(), BaseModelOutput(last_hidden_state=torch.zeros(2))
-    seen: list[str] = []
-
-    def hook(_module: Any, _args: Any, x: Tensor) -> None:
-        pair.outputs.append(x)
-        pair.lengths.append(len(output))
-        seen.append(str(getattr(probe, "first", "gone")))
-        probe(x)
-
-    model.model.layers[0].register_forward_hook(hook)
-    sharded = hf_ring_attn.shard(tokens(23))
-    with sharded:
-        model(**sharded.inputs)
-    assert seen == ["none yet"], seen
-    return [len(pair.outputs), len(pair.lengths), float(probe.calls)]
-
-
-TOTAL = 0
-
-
-def states() -> list[float]:
-    """What hooks have counted, averaged, collected and drawn after one forward."""
-    global TOTAL
-    model: Any = tiny("llama", "ring_fp32").train()
-    stateful, steps = Stateful(), 0
-    TOTAL = Stateful.shared = 0
-
-    def count(*_: Any) -> None:
-        nonlocal steps
-        steps += 1
-
-    outputs: list[Tensor] = []
-    model.model.layers[0].register_forward_hook(stateful.note)
-    model.model.layers[0].register_forward_hook(count)
-    model.model.layers[0].register_forward_hook(lambda _module, _args, output: outputs.append(output.detach()))
-    sharded = hf_ring_attn.shard(tokens(23))
-    with sharded:
-        model(**sharded.inputs)
-    drawn = float(torch.rand((), generator=stateful.random))
-    fresh = torch.Generator().manual_seed(3)
-    expected = [float(torch.rand((), generator=fresh)) for _ in range(2)][1]
-    mean = float(stateful.mean) - 0.1 * float(outputs[-1].mean())
-    found = [steps, TOTAL, Stateful.shared, stateful.calls, len(stateful.inner.seen)]
-    return [*map(float, found), abs(round(mean, 7)), drawn - expected]
-
-
-def collected() -> list[int]:
-    """The numbers of activations that hooks collected in one forward: by a closure, a global name and objects."""
-    model: Any = tiny("llama", "ring_fp32").train()
-    inside: list[Tensor] = []
-    callable_object, with_method = Collector(), Collector()
-    COLLECTED.clear()
-    for number, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(lambda _module, _args, output: inside.append(output))
-        layer.register_forward_hook(lambda _module, _args, output: COLLECTED.append(output))
-        layer.register_forward_hook(callable_object)
-        layer.register_forward_hook(partial(with_method.note, number))
-    sharded = hf_ring_attn.shard(tokens(23))
-    with sharded:
-        model(**sharded.inputs)
-    assert sharded.context.state(SelfCheckState).verdict == "passed"
-    noted = [len(outputs) for outputs in with_method.by_layer.values()]
-    return [len(inside), len(COLLECTED), len(callable_object.seen), *noted]
