@@ -182,7 +182,9 @@ def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any
 
 
 def _gathering(model: nn.Module, sharded: Sharded) -> AbstractContextManager[None]:
-    return gathered(model, sharded) if _gathers(sharded.context) else nullcontext()
+    # One process has the logits of whole rows. There the model's own loss is taken: another of a ring is refused by it.
+    is_gathered = _gathers(sharded.context) and sharded.ring.size > 1
+    return gathered(model, sharded) if is_gathered else nullcontext()
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
     trains = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
     case, tried = (*batch, inputs, padding), ("step", *batch, inputs, trains, *step.key)
-    by_model = has_labels and (loss != "gathered" or context.whole_head)
+    by_model = has_labels and not context.gathers_logits
     needs_step = (step.loss is not None or by_model) and tried not in verdicts  # a host's own loss may need no labels
     if case not in verdicts or needs_step:
         if not record.uses_ring():  # a loss or a head beside the model
@@ -195,7 +195,7 @@ class _Check:
     def try_tokens(self, seed: int, rows: int) -> _Attempt:
         """Compares what the model returns for each token."""
         has_labels = self.context.facts.has_labels and not self.context.whole_head
-        row = self._row(seed, rows, has_labels and self.config.loss != "gathered")
+        row = self._row(seed, rows, has_labels and not self.context.gathers_logits)
         mine = self._local(row, self.ring)
         mine.context.state(ChunkedLoss).keeps = True  # its logits are compared
         with dtypes_seen() as dtypes:
@@ -254,14 +254,14 @@ class _Check:
 
         def refusal(limits: list[float]) -> errors.Refused:
             name = step.name or self.name
-            by_model = self.config.loss != "gathered" and not self.context.whole_head
-            own = by_model and bool(step.name)  # a gathered loss has whole rows
+            own = bool(step.name) and not (self.context.gathers_logits or self.context.whole_head)  # else on whole rows
             if found[0] > limits[0]:
                 numbers = f"{float(got.loss):.6g} in the ring, {float(want.loss):.6g} in one process"
                 what = f"the loss of {name} (the self-check found {numbers})"
                 if not self.context.facts.has_labels and not self.context.whole_head:
                     return errors.PooledLoss(what) if step.name else errors.LossWithoutLabels(self.name)
-                return errors.LossNotSharded(what, again=by_model, own=own)
+                again = own or not (step.name or self.context.whole_head)
+                return errors.LossNotSharded(what, again=again, own=own)
             worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
             weight = [*weights][worst - 1]
             return errors.GradientDiffers(name, weight, self.ring.size, found[worst], limits[worst], own)
@@ -288,10 +288,8 @@ class _Check:
     def _call_whole(self, row: Mapping[str, Any]) -> Any:
         """The model's outputs for the whole row, in a ring of one: the same masks and kernels."""
         alone = self._local(row, Ring(LOCAL))
-        if alone.context.layout.padded == alone.context.layout.length:  # some losses read these inputs
-            made = {name: x for name, x in alone.inputs.items() if name in ("shift_labels", "num_items_in_batch")}
-            row = {**row, **made}
-        return self._call(row, alone.context)
+        made = {name: x for name, x in alone.inputs.items() if name in ("shift_labels", "num_items_in_batch")}
+        return self._call({**row, **made}, alone.context)  # some losses read these inputs
 
     def _call(self, inputs: Mapping[str, Any], context: BatchContext) -> Any:
         with batch_context.activate(context), lazy_heads(self.model):

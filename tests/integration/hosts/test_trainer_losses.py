@@ -17,6 +17,7 @@ from hf_ring_attn.integration.selfcheck import check
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.runs import Mesh, Row, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, refusal_of, trainer_of
+from tests.helpers.models.remote_models import remote
 from tests.helpers.models.tiny_models import tiny
 
 PADDED = Rows(shortest=9, pad_to="right")
@@ -72,6 +73,20 @@ def test_a_loss_that_counts_its_calls_counts_none_of_the_self_check(ranks: Ranks
     want = ranks(1).run(log_of, how, Mesh())[0]
     for log in ranks(2).run(log_of, how, Mesh(cp=2)):
         assert [pytest.approx(entry, rel=LOSS) for entry in want] == log
+
+
+def refusal_of_a_models_term() -> tuple[str, int]:
+    """What a model is refused with that adds a term to its loss, in a trainer that gathers logits."""
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        return refusal_of(trainer_of(replace(STEPS, ring=GATHERED), Mesh(cp=2), folder, model=remote("loss")))
+
+
+def test_a_term_that_a_gathered_loss_would_leave_out_is_refused(ranks: Ranks) -> None:
+    """The loss of the gathered logits was taken in place of the model's, silently: 4.71 for 5.81."""
+    for error, steps in ranks(2).run(refusal_of_a_models_term):
+        assert error.startswith("LossNotSharded: the loss of RemoteModel (the self-check found 5.4"), error
+        assert "Give it to transformers.Trainer as compute_loss_func, a function of whole rows' logits" in error
+        assert steps == 0
 
 
 # ---- losses without labels -------------------------------------------------------------------------------------------

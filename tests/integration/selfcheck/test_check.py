@@ -118,6 +118,12 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(ranks: Ranks, size: int) -
         assert "Trainer as compute_loss_func, a function of whole rows' logits, with " in text
 
 
+def test_options_for_a_trainer_leave_no_loss_of_a_plain_loop_untried(ranks: Ranks) -> None:
+    """A plain loop gathers no logits, but with "gathered" among the model's options its loss was not tried."""
+    for error, _, steps in ranks(2).run(jobs.refused, "loss", config=RingConfig(loss="gathered")):
+        assert (error, steps) == ("LossNotSharded", 0)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_mean_over_each_rank_s_own_labels_is_refused(ranks: Ranks, size: int) -> None:
     """Where all ranks had labels in the check's row, it was the mean over all."""
