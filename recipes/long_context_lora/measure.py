@@ -37,8 +37,9 @@ def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
     """Floating-point operations that one step over one causal sequence of ``tokens`` needs, recomputation left out.
 
     4 x tokens x frozen parameters in matrix products (forward, and the gradient of the input) + 6 x tokens x trained
-    ones (the gradient of the weight as well) + 6 x tokens^2 x heads x head width x layers for causal attention
-    (forward 2, backward 4). Embeddings that are only looked up cost nothing. Call it before parameters are sharded.
+    ones (the gradient of the weight as well) + 12 x seen x heads x head width for attention of each layer (forward 4,
+    backward 8), where seen counts the pairs of a query and a key: tokens^2 / 2 if causal, fewer in layers with a window.
+    Embeddings that are only looked up cost nothing. Call it before parameters are sharded.
     """
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
     looked_up = {id(p) for p in embeddings.parameters()}
@@ -46,7 +47,11 @@ def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
     frozen = sum(weights_in(p) for p in weights if not p.requires_grad)
     trained = sum(weights_in(p) for p in weights if p.requires_grad)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 6 * tokens**2 * config.num_attention_heads * width * config.num_hidden_layers
+    window = min(tokens, getattr(config, "sliding_window", None) or tokens)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    keys = [window if kind == "sliding_attention" else tokens for kind in kinds]  # that a late query sees
+    seen = sum(one * tokens - one**2 / 2 for one in keys)
+    attention = 12 * seen * config.num_attention_heads * width
     return float(4 * tokens * frozen + 6 * tokens * trained + attention)
 
 

@@ -87,7 +87,13 @@ def test_the_work_of_a_step_is_counted_by_the_formula() -> None:
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
     trained = 64 * 64
     frozen = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192) + 64 * 259 - trained
-    assert measure["flops_per_step"](model, config, 100) == 4 * 100 * frozen + 6 * 100 * trained + 6 * 100**2 * 64 * 2
+    products = 4 * 100 * frozen + 6 * 100 * trained
+    assert measure["flops_per_step"](model, config, 100) == products + 6 * 100**2 * 64 * 2
+    config.sliding_window = 10
+    pairs = sum(min(query + 0.5, 10) for query in range(10)) + 90 * 10
+    assert measure["flops_per_step"](model, config, 100) == products + 12 * pairs * 64 * 2
+    config.layer_types = ["full_attention", "sliding_attention"]
+    assert measure["flops_per_step"](model, config, 100) == products + 12 * (pairs + 100**2 / 2) * 64
 
 
 @pytest.mark.parametrize(("what", "compiled"), [("whole", {""}), ("parts", {"input_layernorm", "mlp"}), ("", set())])
