@@ -235,31 +235,33 @@ def _visited(model: nn.Module) -> Visit:
                 trains = weight.requires_grad
                 add(trains)
                 add_weight(weight)
+                if weight._backward_hooks:
+                    extend(code_of(hook) for hook in weight._backward_hooks.values() if not is_ours(hook))
                 if trains:
                     add_trained(weight)
         if after or before or back or pre_back:
             hooks = (*after.values(), *before.values(), *back.values(), *pre_back.values())
-            extend(_code(hook) for hook in hooks if not is_ours(hook))
+            extend(code_of(hook) for hook in hooks if not is_ours(hook))
         add(id(own["config"]) if "config" in own else None)
         if "forward" in own:
             forward = own["forward"]
             forward = getattr(forward, "replaced", None) if is_ours(forward) else forward
             if forward is not None:
-                extend((id(forward), _code(forward)))
+                extend((id(forward), code_of(forward)))
                 visit.forwards.append(forward)
         if type(module) not in _WITHOUT_FUNCTIONS and FunctionType in map(type, own.values()):  # an activation, perhaps
-            extend(_code(x) for x in own.values() if type(x) is FunctionType and not is_ours(x))
+            extend(code_of(x) for x in own.values() if type(x) is FunctionType and not is_ours(x))
         if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
             add("compiled")
         if _OF_TRANSFORMERS in own or _OF_TORCH in own:
             visit.checkpointing.append(module)
     kinds = list(map(type, modules))
     found += kinds
-    found += [_code(kind.forward) for kind in dict.fromkeys(kinds)]  # type: ignore[attr-defined]
+    found += [code_of(kind.forward) for kind in dict.fromkeys(kinds)]  # type: ignore[attr-defined]
     return visit
 
 
-def _code(function: Any) -> object:
+def code_of(function: Any) -> object:
     """The code of a function, which is the same when a program makes the function again; else its class."""
     while isinstance(function, partial):
         function = function.func

@@ -23,6 +23,7 @@ from . import (
     checkpointing,
     experts,
     fsdp,
+    gradient_hooks,
     liger,
     loss,
     mlp_chunks,
@@ -57,7 +58,7 @@ ONCE = Support(
     (
         fsdp.unsupported, structure.unsupported, recurrent.unsupported, temperature.unsupported, experts.unsupported,
         adapters.unsupported, quantized.unsupported, loss.unsupported, mlp_chunks.unsupported,
-        checkpointing.unsupported,
+        checkpointing.unsupported, gradient_hooks.unsupported,
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,

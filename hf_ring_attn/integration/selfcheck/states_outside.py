@@ -28,10 +28,13 @@ def preserved_states(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """The hooks of modules, the forwards set on them, and the hooks set for all modules."""
+    """The hooks of modules and of their weights, the forwards set on them, and the hooks set for all modules."""
     for module in modules:
         for kind in KINDS:
             yield from module.__dict__[kind].values()
+        for weight in module._parameters.values():
+            if weight is not None and weight._backward_hooks:
+                yield from weight._backward_hooks.values()
         if "forward" in module.__dict__:
             yield module.__dict__["forward"]
     for kind in KINDS:
