@@ -37,8 +37,8 @@ def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
     """Floating-point operations that one step over one causal sequence of ``tokens`` needs, recomputation left out.
 
     4 x tokens x frozen parameters in matrix products (forward, and the gradient of the input) + 6 x tokens x trained
-    ones (the gradient of the weight as well) + 12 x seen x heads x head width for attention of each layer (forward 4,
-    backward 8), where seen counts the pairs of a query and a key: tokens^2 / 2 if causal, fewer in layers with a window.
+    ones (the gradient of the weight as well) + 12 x pairs x heads x head width for attention of each layer (forward 4,
+    backward 8); pairs of a query and a key that it sees are tokens^2 / 2, or fewer in a layer with a window.
     Embeddings that are only looked up cost nothing. Call it before parameters are sharded.
     """
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
@@ -50,8 +50,8 @@ def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
     window = min(tokens, getattr(config, "sliding_window", None) or tokens)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     keys = [window if kind == "sliding_attention" else tokens for kind in kinds]  # that a late query sees
-    seen = sum(one * tokens - one**2 / 2 for one in keys)
-    attention = 12 * seen * config.num_attention_heads * width
+    pairs = sum(one * tokens - one**2 / 2 for one in keys)
+    attention = 12 * pairs * config.num_attention_heads * width
     return float(4 * tokens * frozen + 6 * tokens * trained + attention)
 
 
