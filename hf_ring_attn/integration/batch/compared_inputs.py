@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
 
 from ...config import RingConfig
@@ -35,10 +37,10 @@ def empty_facts(config: RingConfig, batch: Mapping[str, Any]) -> dict[str, objec
 
 def inputs_of(batch: Mapping[str, Any], tokens: Tensor) -> dict[str, object]:
     """The batch's inputs, as `empty_facts` names them."""
-    named = {name: batch.get(name) for name in NAMED}
+    named = {name: _compared(batch.get(name)) for name in NAMED}
     known = {"input_ids", _tokens(batch), *NAMED, *KERNEL_HINTS}  # hints are not passed on
     others = sorted(name for name, x in batch.items() if name not in known and x is not None)
-    return {_tokens(batch): tokens, **named, REST: {name: _without_words(batch[name]) for name in others}}
+    return {_tokens(batch): tokens, **named, REST: {name: _compared(batch[name]) for name in others}}
 
 
 def todo(batch: Mapping[str, Any]) -> str:
@@ -52,10 +54,17 @@ def _tokens(batch: Mapping[str, Any]) -> str:
     return "inputs_embeds" if batch.get("input_ids") is None else "input_ids"
 
 
-def _without_words(x: Any) -> Any:
-    """A nested input without its strings (names of files, prompts), with which no model computes."""
+def _compared(x: Any) -> Any:
+    """An input as ranks compare it: without strings (names of files, prompts), with which no model computes.
+
+    Numbers and arrays of numpy become Python's and tensors, whose values are read.
+    """
     if isinstance(x, Mapping):
-        return {name: _without_words(part) for name, part in x.items()}
+        return {name: _compared(part) for name, part in x.items()}
     if isinstance(x, (tuple, list)):
-        return [_without_words(part) for part in x]
+        return [_compared(part) for part in x]
+    if isinstance(x, numpy.generic) or (isinstance(x, numpy.ndarray) and x.dtype.kind not in "biuf"):
+        return _compared(x.tolist())
+    if isinstance(x, numpy.ndarray):
+        return torch.from_numpy(numpy.ascontiguousarray(x))
     return None if isinstance(x, (str, bytes)) else x

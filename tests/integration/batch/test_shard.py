@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -287,6 +288,14 @@ DIFFERENT = {
     "items of a step": (
         [tokens(8) | {"num_items_in_batch": n} for n in (9, 10)],
         "the same num_items_in_batch, but got rank 0: 9, rank 1: 10.",
+    ),
+    "items of a step, of numpy": (
+        [tokens(8) | {"num_items_in_batch": numpy.int64(n)} for n in (9, 10)],
+        "the same num_items_in_batch, but got rank 0: 9, rank 1: 10.",
+    ),
+    "arrays": (
+        [{**tokens(8), "names": numpy.array(["a", str(n)]), "ages": numpy.full((2, 3), n)[:, ::-1]} for n in (0, 1)],
+        "the same other inputs['ages'][0, 0], but got rank 0: 0, rank 1: 1.",
     ),
     "an entry of one's own": (
         [
