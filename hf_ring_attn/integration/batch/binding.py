@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from ... import errors
 from ...attention.op import attentions
@@ -25,6 +26,7 @@ from ..context.batch_context import BatchContext
 from ..context.model_record import Visits
 from ..context.shared_kv import SharedKV
 from ..context.trial_step import TrialStep
+from ..context.whole_batch import TOKENS
 from ..model import agreement, call_inputs, embedded_inputs, liger, offloading, replicas, thawed
 from ..model.chunked import lazy_heads
 from ..patching.changes import Undo
@@ -88,8 +90,8 @@ class Binding:
         self.running: nn.Module | None = None
         self.handle: RemovableHandle | None = None
         """The hook before every module, while there is one."""
-        self.leaving: RemovableHandle | None = None
-        """The hook after the model that runs."""
+        self.leaving = ExitStack()
+        """Removes the hooks that the model that runs has for this call."""
 
     def start(self) -> None:
         """Watches the models that are known, and every module between their calls: it may be another model."""
@@ -119,9 +121,9 @@ class Binding:
 
     def end(self) -> None:
         """Removes the hooks."""
-        for handle in (self.handle, self.leaving):
-            if handle is not None:
-                handle.remove()
+        if self.handle is not None:
+            self.handle.remove()
+        self.leaving.close()
 
     def bind(self, model: nn.Module) -> None:
         """Admits a model that is being called, and watches it."""
@@ -163,12 +165,24 @@ class Binding:
         if self.handle is not None and (searched or _holds_compiled(module)):
             self.handle.remove()
             self.handle = None
-        self.leaving = module.register_forward_hook(self.after, always_call=True)
+        if known and self._is_text_part(module):
+            for undo in call_inputs.watch(module, self.context, self.paused, inside=True):
+                self.leaving.callback(undo)
+        self.leaving.callback(module.register_forward_hook(self.after, always_call=True).remove)
 
     def _is_known(self, module: nn.Module) -> bool:
         """Returns True for an admitted model, in wrappers or not, and for a part of one."""
         inner = introspect.inside(module)
         return any(model_record.latest_record(model).holds(inner) for model in self.context.log.models)
+
+    def _is_text_part(self, module: nn.Module) -> bool:
+        """Returns True for a text model inside a known model. Called by itself, it may get other inputs than that."""
+        inner, context = introspect.inside(module), self.context
+        if context.text is not None or any(introspect.inside(model) is inner for model in context.log.models):
+            return False
+        model = next((one for one in introspect.modules_of(inner) if isinstance(one, PreTrainedModel)), None)
+        names = set() if model is None else {*introspect.parameters_of(model)}
+        return "position_ids" in names and not names.isdisjoint(TOKENS)
 
     def _is_no_model(self, module: nn.Module) -> bool:
         """Returns True for a module around a known model, and for one beside a host's, whose own loss was tried."""
@@ -191,8 +205,7 @@ class Binding:
     def after(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         """The hook after a model's call: the next may be another model's."""
         self.running = None
-        if self.leaving is not None:
-            self.leaving.remove()
+        self.leaving.close()
         if self.handle is None and batch_context.is_active(self.context):  # a hook of the program may have left it
             self.watch_all()
 

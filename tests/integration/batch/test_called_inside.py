@@ -1,15 +1,18 @@
-"""Modules that a model calls without containing them, and the hook that finds them."""
+"""Modules that a model calls without containing them, its parts that a program calls, and the hook that finds both."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import hf_ring_attn
+from hf_ring_attn.testing import relative_error
 from tests.helpers.checks import Ranks
-from tests.helpers.jobs.plain_jobs import tokens, told
+from tests.helpers.jobs.plain_jobs import attempt, tokens, told
+from tests.helpers.jobs.self_check_jobs import lora
 from tests.helpers.models.tiny_models import tiny
 
 
@@ -70,3 +73,45 @@ def hooks_of_each_batch() -> list[tuple[int, bool]]:
 
 def test_no_hook_runs_before_each_module_of_a_known_model(ranks: Ranks) -> None:
     assert ranks(2).run(hooks_of_each_batch) == [[(1, True), (0, True), (0, True)]] * 2
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def by_itself(known_by: str, adapted: bool, names: list[str]) -> tuple[tuple[str, str] | None, Tensor | None]:
+    """What a program raises, or gets, that calls the decoder of a known model with these inputs of a batch."""
+    model: Any = lora(tiny("llama", "ring_fp32"), from_zero=True) if adapted else tiny("llama", "ring_fp32")
+    decoder = model.base_model if adapted else model.model
+    found: list[Tensor] = []
+
+    def run() -> None:
+        batch = {"input_ids": tokens(23)["input_ids"]}
+        sharded = hf_ring_attn.shard(batch, model=model if known_by == "shard" else None)
+        with sharded:
+            if known_by == "a call":
+                model(**sharded.inputs)
+            out = decoder(**{name: sharded.inputs[name] for name in names})
+        found.append(sharded.gather(out[0]).detach())
+
+    return attempt(run), next(iter(found), None)
+
+
+PLACES = ["position_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("known_by", ["shard", "a call"])
+def test_a_part_that_is_called_by_itself_gets_the_inputs_of_the_batch(
+    ranks: Ranks, known_by: str, adapted: bool
+) -> None:
+    """Inside a known model nothing was looked at, and each rank numbered its own tokens from 0, silently."""
+    alone = tiny("llama", None)
+    want = (alone if adapted else alone.model)(tokens(23)["input_ids"])[0]
+    for raised, got in ranks(2).run(by_itself, known_by, adapted, ["input_ids", *PLACES]):
+        assert raised is None and got is not None
+        assert relative_error(got, want) < 1e-5
+    for missing in PLACES[:1], PLACES:
+        names = ["input_ids", *(name for name in PLACES if name not in missing)]
+        for raised, _ in ranks(2).run(by_itself, known_by, adapted, names):
+            assert raised is not None and raised[0] == "OtherInputs"
+            assert f"was called in a ring without {' and '.join(missing)}" in raised[1]
