@@ -7,6 +7,7 @@ name, before the others wait for it for good.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -103,12 +104,15 @@ def _in_a_ring(entry: Entry, row: Row, meeting: Any, defect: str) -> tuple[Outco
     Two refusals say what to leave out or put into the batch: that is done, and noted.
     """
     outcome = Outcome("exact")
+    # Odd rows with the self-check, which must not refuse what is exact; even ones without, which it would hide. What is
+    # refused by its structure is tried with it, since it decides on that.
+    checks = row.length % 2 == 1
     while True:
         ended: tuple[str, str] | None = None
         foreign = False
         answer: Answer | None = None
         try:
-            answer = _ring_answer(entry, row, not outcome.labels, bool(outcome.positions), defect)
+            answer = _ring_answer(entry, row, not outcome.labels, bool(outcome.positions), checks, defect)
         except errors.RingAttentionError as error:
             ended = (type(error).__name__, str(error))
         except Exception as error:  # noqa: BLE001 - whatever a model raises is an outcome of the sweep
@@ -118,21 +122,22 @@ def _in_a_ring(entry: Entry, row: Row, meeting: Any, defect: str) -> tuple[Outco
             return outcome, answer
         text = f"{ended[0]}: {ended[1]}"
         if ended[0] in ("LossNotSharded", "UnnamedModel") and not outcome.labels:
-            outcome.labels = text
+            outcome.labels = re.sub(r" \(the self-check found [^)]*\)", "", text)  # its numbers depend on the row
         elif not outcome.positions and text.count("; ") + 1 == 2 * text.count(NEEDS_POSITIONS):  # the only reason
             outcome.positions = text
+        elif ended[0] == "UnsupportedModel" and not checks:
+            checks = True
         else:
             return Outcome("crashed" if foreign else "refused", text), None
 
 
-def _ring_answer(entry: Entry, row: Row, labelled: bool, numbered: bool, defect: str = "") -> Answer:
+def _ring_answer(entry: Entry, row: Row, labelled: bool, numbered: bool, checks: bool, defect: str = "") -> Answer:
     dropped = {"sliding_window": OFF} if defect == "a window dropped" else {}
     model = build(entry, "ring_fp32", **changes_of(entry, row), **dropped)
     batch = row.batch(numbered)
     if not labelled:
         del batch["labels"]
-    # Odd rows with the self-check, which must not refuse what is exact; even ones without, which it would hide.
-    sharded = hf_ring_attn.shard(batch, config=RingConfig(self_check=row.length % 2 == 1))
+    sharded = hf_ring_attn.shard(batch, config=RingConfig(self_check=checks))
     if defect == "positions of the shard":
         # Written past its count of changes: another tensor in its place would be refused.
         sharded.inputs["position_ids"].data[:] = torch.arange(sharded.layout.local_length)

@@ -31,7 +31,7 @@ from ..model import agreement, call_inputs, embedded_inputs, liger, offloading, 
 from ..model.chunked import lazy_heads
 from ..patching.changes import Undo
 from ..patching.compiler import uncompiled
-from ..selfcheck import check
+from ..selfcheck.suspected import check_suspected
 from .announce import announce
 
 STOPS_ALL = (errors.Refused, errors.HostMemoryFull)
@@ -48,7 +48,7 @@ def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None]
     record = agreement.admit(model, context, meanwhile)
     thawed.refuse_thawed(model, context)
     replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
-    check.check(model, context, record)
+    check_suspected(model, context, record)
     offloading.reserve(model, record, context)
     masks.prepare_masks(model, context)
     context.log.models.add(model)  # last: one that was refused is refused again

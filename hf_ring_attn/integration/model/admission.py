@@ -99,13 +99,14 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
         context.text is not None, context.whole_head, "trl" in sys.modules, context.config.mlp_tokens is None,
         context.config.offload_above is None,
     )  # fmt: skip
-    admitted = record.state(_Admitted)
+    admitted, suspected = record.state(_Admitted), record.state(structure.Suspicions)
     asked = [EACH_BATCH] if case in admitted else [ONCE, EACH_BATCH]
     reasons = [reason for support in asked for find in support.reasons for reason in find(model, context)]
     if case not in admitted:
         reasons += _reasons_of_configs(model, record, context)
+        suspected[:] = structure.suspicions(model, context)  # the self-check decides on these
     if reasons:
-        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
+        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys([*suspected.reasons(), *reasons])))
     for prepare in (prepare for support in asked for prepare in support.prepare):
         prepare(model, context)
     if not recurrent.recurrent_of(model).attends:
@@ -157,7 +158,8 @@ def refuse_in_ring(model: nn.Module) -> None:
         UnsupportedModel.
     """
     context = BatchContext(Ring.simulated(2, 0), Layout(4, 2, 0), RingConfig())
-    reasons = [reason for find in ONCE.reasons for reason in find(model, context)]
+    suspected = structure.Suspicions(structure.suspicions(model, context))
+    reasons = suspected.reasons() + [reason for find in ONCE.reasons for reason in find(model, context)]
     reasons += _reasons_of_configs(model, latest_record(model), context)
     if reasons:
         raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
@@ -165,7 +167,7 @@ def refuse_in_ring(model: nn.Module) -> None:
 
 def _reasons_of_configs(model: nn.Module, record: ModelRecord, context: BatchContext) -> list[str]:
     found = recurrent.recurrent_of(model)
-    known = ATTENTION_LAYERS | (recurrent.LAYERS if found.layers and found.unknown is None else set())
+    known = ATTENTION_LAYERS | (recurrent.LAYERS if found.layers and not found.unknown else set())
     return [reason for config in record.configs for reason in _config_reasons(config, context, known)]
 
 

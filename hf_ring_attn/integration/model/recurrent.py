@@ -79,12 +79,12 @@ class Recurrent:
 
     Args:
         layers: the known ones, by name.
-        unknown: the path of the first module that carries state in another way; None if there is none.
+        unknown: the paths of modules that carry state in another way, by the names of their classes.
         attends: False if all layers of the model are known recurrences.
     """
 
     layers: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
-    unknown: str | None = None
+    unknown: list[str] = field(default_factory=list)
     attends: bool = True
     found: bool = False
 
@@ -95,37 +95,32 @@ def recurrent_of(model: nn.Module) -> Recurrent:
     if not known.found:
         layers = recurrent_layers(model)
         known.layers = {name: weakref.ref(module) for name, module in layers.items()}
-        known.unknown = _unknown(model, layers)
+        known.unknown = list(_unknown(model, layers))
         types = [set(getattr(config, "layer_types", None) or ()) for config in configs_of(model)]
         no_attention = any(types) and all(kinds <= {"linear_attention", "mamba"} for kinds in types)  # as in Mamba
-        known.attends = not (layers and known.unknown is None and not uses_interface(model) and no_attention)
+        known.attends = not (layers and not known.unknown and not uses_interface(model) and no_attention)
         known.found = True
     return known
 
 
-def _unknown(model: nn.Module, layers: Mapping[str, nn.Module]) -> str | None:
+def _unknown(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if not STATEFUL.search(kind) or NORM.search(kind) or any(name.startswith(f"{layer}.") for layer in layers):
             continue
         holds = any(inner is layer for layer in layers.values() for inner in module.modules())
         if not holds and not (layers and "ALL_ATTENTION_FUNCTIONS" in names_of(module)):
-            return str(name)
-    return None
+            yield str(name)
 
 
 # ---- the changes to a model and its file -----------------------------------------------------------------------------
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Yields the first layer that carries state in an unknown way."""
-    name = recurrent_of(model).unknown
-    if name is None:
-        return
-    where = f"{name or 'it'} ({type(model.get_submodule(name)).__name__})"
-    if context.ring.size > 1:
-        yield f"{where} carries state along the sequence"
-    elif context.facts.documents is not None:
+    """Yields the first layer that carries state in an unknown way, where no self-check decides on it (`structure`)."""
+    name = next(iter(recurrent_of(model).unknown), None)
+    if name is not None and context.ring.size == 1 and context.facts.documents is not None:
+        where = f"{name or 'it'} ({type(model.get_submodule(name)).__name__})"
         yield f"{where} carries state from one document of a packed row to the next"
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -21,45 +23,98 @@ from ..context.whole_batch import TOKENS
 from ..patching.changes import Patch
 from .recurrent import recurrent_of
 
+_MIXES = "mixes neighbouring tokens, which are on other ranks"
+_NEAR = 4
+"""The largest dilation of a convolution that the short row of the self-check is sure to show."""
+
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields every reason why ``model`` would not be exact on a part of the sequence."""
     if context.ring.size > 1:
-        yield from _attention_reasons(model, list(configs_of(model)))
+        configs = list(configs_of(model))
+        if configs and not uses_ring(model):
+            yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not {NAME!r}"
         yield from _token_reasons(model)
     if context.facts.numbered:  # also in a ring of one: `shard` numbered its rows
         yield from position_reasons(model, context.facts.hidden is not None)
 
 
-def _attention_reasons(model: nn.Module, configs: list[Any]) -> Iterator[str]:
-    attends = recurrent_of(model).attends
-    if configs and not uses_ring(model):
-        yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not {NAME!r}"
-    if configs and attends and not uses_interface(model):
-        yield "its code does not use transformers' attention interface, so its attention would stay on each rank"
-    parts = [part for _, part in text_modules(model) if isinstance(part, PreTrainedModel)] if attends else []
-    if parts and not any("position_ids" in inspect.signature(type(part).forward).parameters for part in parts):
-        yield "no part of it takes position_ids, so each rank would number its own tokens from 0"
-
-
 def _token_reasons(model: nn.Module) -> Iterator[str]:
-    known = recurrent_of(model).layers
-    for name, module in text_modules(model):
-        where = f"{name or 'it'} ({type(module).__name__})"
-        if any(name.startswith(f"{layer}.") for layer in known):
-            continue
-        if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
-            yield f"{where} mixes neighbouring tokens, which are on other ranks"
-            break
-        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-            yield f"{where} reads other tokens than its own, which are on other ranks"
-            break
+    for name, module in _searched(model):
+        where = _where(name, module)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (option := _option_of_batches(module)):
             yield f"{where} has {option}, which looks at all tokens of a batch, and each rank has others: leave it out"
+            break
+        if isinstance(module, nn.Conv1d) and module.kernel_size != (1,) and module.dilation[0] > _NEAR:
+            yield f"{where} {_MIXES}"
             break
         if getattr(module, "trigram_input", False) is True:
             yield f"{where} joins each token's embedding with its neighbours', which are on other ranks (trigram_input)"
             break
+
+
+def _searched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that see a rank's tokens, without known recurrent layers and what is in these."""
+    known = recurrent_of(model).layers
+    for name, module in text_modules(model):
+        if not any(name.startswith(f"{layer}.") for layer in known):
+            yield name, module
+
+
+def _where(name: str, module: nn.Module) -> str:
+    return f"{name or 'it'} ({type(module).__name__})"
+
+
+@dataclass(frozen=True, eq=False)
+class Suspicion:
+    """A reason in a model's structure that need not be true of what its program does: the self-check decides.
+
+    Args:
+        where, what: the part of the model, and the reason.
+        attends: it is decided only if ring attention ran.
+        module: it is decided only if this module ran; None: if the model did.
+    """
+
+    where: str
+    what: str
+    attends: bool = False
+    module: weakref.ref[nn.Module] | None = None
+
+
+class Suspicions(list[Suspicion]):
+    """The suspicions against a model with its current structure."""
+
+    def reasons(self) -> list[str]:
+        """The reasons in words, each with the first part that it is true of."""
+        first: dict[str, str] = {}
+        for one in self:
+            first.setdefault(one.what, one.where)
+        return [f"{where} {what}" for what, where in first.items()]
+
+
+def suspicions(model: nn.Module, context: BatchContext) -> Iterator[Suspicion]:
+    """Yields what a model has that mostly looks along the sequence by itself: a convolution, for example."""
+    if context.ring.size == 1:
+        return
+    recurrent = recurrent_of(model)
+    if recurrent.attends:
+        if next(configs_of(model), None) is not None and not uses_interface(model):
+            what = "does not use transformers' attention interface, so its attention would stay on each rank"
+            yield Suspicion("its code", what, attends=True)
+        parts = [part for _, part in text_modules(model) if isinstance(part, PreTrainedModel)]
+        if parts and not any("position_ids" in inspect.signature(type(part).forward).parameters for part in parts):
+            yield Suspicion("no part of it", "takes position_ids, so each rank would number its own tokens from 0")
+    for name, module in _searched(model):
+        if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
+            what = _MIXES
+        elif isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            what = "reads other tokens than its own, which are on other ranks"
+        else:
+            continue
+        yield Suspicion(_where(name, module), what, module=weakref.ref(module))
+    for name in recurrent.unknown:
+        module = model.get_submodule(name)
+        yield Suspicion(_where(name, module), "carries state along the sequence", module=weakref.ref(module))
 
 
 def _option_of_batches(embedding: nn.Embedding | nn.EmbeddingBag) -> str:

@@ -98,7 +98,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
         job, modes = _Check(inner, context, sample, _device(model, sample)), [x.training for x in inner.modules()]
         if case not in verdicts:
             with preserved(inner), moved_from_zero(inner):
-                verdicts[case] = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
+                state.verdict = verdicts[case] = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
                 try_placeholders(job)
         if needs_step:
             with preserved(inner), moved_from_zero(inner):

@@ -88,7 +88,7 @@ def relative(got: Tensor, want: Tensor, dim: int) -> Tensor:
     The norm of a slice is at least a tenth of their root mean square: a token that is nearly 0 by chance would show
     rounding as a difference. inf and nan equal themselves; a nan on one side only is infinitely far.
     """
-    got, want = (x.movedim(dim, 0).flatten(1).float() for x in (got, want))
+    got, want = (x[..., None].movedim(dim, 0).flatten(1).float() for x in (got, want))  # x may have one dim
     equal = (got == want) | (got.isnan() & want.isnan())
     apart = torch.where(equal, 0.0, got - want).norm(dim=1)
     size = torch.where(want.isfinite(), want, 0.0).norm(dim=1)
