@@ -66,18 +66,22 @@ def shard_buffers_in_place(
             raise errors.BadBuffers(f"buffer {index} that requires a gradient", "it cannot be sharded in place")
     stay = {id(buffer) for buffer in no_restore}
     wholes: dict[int, tuple[Tensor, Tensor]] = {}
-    with torch.no_grad():
-        for buffer, dim in zip(buffers, dims, strict=True):
-            if id(buffer) not in wholes:  # a tensor may be given twice, such as input_ids as labels
-                wholes[id(buffer)] = buffer, buffer.detach()
-                buffer.set_(layout.shard(buffer, dim))  # type: ignore[call-overload]
 
-    def restore() -> None:
+    def restore(stay: Collection[int] = stay) -> None:
         with torch.no_grad():
             for key, (buffer, whole) in wholes.items():
                 if key not in stay:
                     buffer.set_(whole)  # type: ignore[call-overload]
 
+    try:
+        with torch.no_grad():
+            for buffer, dim in zip(buffers, dims, strict=True):
+                if id(buffer) not in wholes:  # a tensor may be given twice, such as input_ids as labels
+                    wholes[id(buffer)] = buffer, buffer.detach()
+                    buffer.set_(layout.shard(buffer, dim))  # type: ignore[call-overload]
+    except BaseException:  # memory that ran out, perhaps
+        restore(())
+        raise
     return restore
 
 

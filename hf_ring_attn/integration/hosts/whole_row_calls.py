@@ -68,12 +68,16 @@ def whole_row_calls(
     def after(model: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if not running or running[0][0] is not model:
             return None
-        found = running.pop()[1]
-        if found is not sharded:
-            found.__exit__(None, None, None)
+        found = leave(None if output is not None else RuntimeError)
         if output is None:  # an error ended the call
             return None
         return _whole(output, found, bool(kwargs.get(FUSED)))
+
+    def leave(error: type[Exception] | None) -> Sharded:
+        found = running.pop()[1]
+        if found is not sharded:
+            found.__exit__(error, None, None)
+        return found
 
     handles = []
     for model in {id(model): model for model in models}.values():
@@ -84,6 +88,8 @@ def whole_row_calls(
     finally:
         for handle in handles:
             handle.remove()
+        if running:  # Ctrl-C ended a call, after which torch calls no hook
+            leave(RuntimeError)
 
 
 def log_probs_of_rows(name: str) -> TrialStep:

@@ -24,6 +24,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ring_attn import errors
@@ -291,6 +292,21 @@ def test_buffers_are_sharded_in_place_and_restored(rank: int) -> None:
     assert torch.equal(ids, before[0])
     assert torch.equal(angles, before[1])
     assert torch.equal(kept, places.expand(4, -1))
+
+
+def test_buffers_are_restored_if_one_cannot_be_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory ran out at the second, and the first one stayed as long as a rank's share."""
+    ids, large, shard = torch.arange(8)[None], torch.ones(1, 8), Layout.shard
+
+    def short_of_memory(layout: Layout, x: Tensor, dim: int) -> Tensor:
+        if x is large:
+            raise torch.OutOfMemoryError
+        return shard(layout, x, dim)
+
+    monkeypatch.setattr(Layout, "shard", short_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        shard_buffers_in_place([ids, large], [1, 1], Layout(8, 2, 0), no_restore={ids})
+    assert torch.equal(ids, torch.arange(8)[None])
 
 
 def test_a_length_that_needs_padding_is_refused() -> None:
