@@ -185,8 +185,9 @@ class SelfCheckRowFailed(Refused):
 
     def __init__(self, model: str, error: str) -> None:
         super().__init__(
-            f"the self-check's random row failed on this rank alone: {model} raised {error}. All ranks gave the same "
-            "row to their model, so compare the model's code and options, packages and free memory of the ranks."
+            f"the self-check's random row failed on this rank, not on all: {model} raised {error}. All ranks of a ring "
+            "gave the same row to their model, so compare its code and options, packages and free memory there, and "
+            "the inputs of other rings."
         )
 
 

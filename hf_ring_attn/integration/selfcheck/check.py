@@ -35,7 +35,7 @@ from ..model.chunked import lazy_heads
 from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
 from ..patching import changes
-from .compare import ComparedTokens, Recorder, relative, spread
+from .compare import Attempt, ComparedTokens, Recorder, relative, spread
 from .placeholders import try_placeholders
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
@@ -122,26 +122,6 @@ def _device(model: nn.Module, sample: Sample) -> torch.device:
 
 
 @dataclass
-class _Attempt:
-    """The relative distances of two runs of one row, the largest on any rank, and their limits.
-
-    Args:
-        precise: no module's output was coarser than float32.
-        again: the distances between the whole run and another one.
-        refusal: the error, given the limits; it may raise a more precise one.
-    """
-
-    found: list[float]
-    limits: list[float]
-    precise: bool
-    again: Callable[[], list[float]]
-    refusal: Callable[[list[float]], errors.Refused]
-
-    def agrees(self) -> bool:
-        return all(error <= limit for error, limit in zip(self.found, self.limits, strict=True))
-
-
-@dataclass
 class _Check:
     """One self-check on one rank. Its turns depend on numbers that all ranks hold, so all ranks take the same."""
 
@@ -160,7 +140,7 @@ class _Check:
         """The number of rows of a trial step. A loss without labels may compare rows, and one alone is no test."""
         return self.sample.rows if self.context.whole_head or not self.context.facts.has_labels else 1
 
-    def run(self, attempt: Callable[[int, int], _Attempt | None], rows: int) -> str:
+    def run(self, attempt: Callable[[int, int], Attempt | None], rows: int) -> str:
         """Returns the verdict in words. ``attempt``: called with a seed and a number of rows; None: nothing to try."""
         try:
             return self._run(attempt, rows)
@@ -171,7 +151,7 @@ class _Check:
         # The other: a model of pairs of rows, for example.
         return self.run(attempt, rows) if again else self._run(attempt, self.sample.rows)
 
-    def _run(self, attempt: Callable[[int, int], _Attempt | None], rows: int) -> str:
+    def _run(self, attempt: Callable[[int, int], Attempt | None], rows: int) -> str:
         needed, refused = 1, None
         for seed in range(TRIES):
             tried = attempt(seed, rows)
@@ -184,7 +164,7 @@ class _Check:
         assert refused is not None, "an attempt disagreed"
         raise refused.refusal(refused.limits)
 
-    def _agrees(self, tried: _Attempt) -> bool:
+    def _agrees(self, tried: Attempt) -> bool:
         """Returns True if the runs agree; before it returns False, it raises the limits to what the model amplifies."""
         if not tried.agrees():
             with rounded_anew(self.device):
@@ -192,7 +172,7 @@ class _Check:
             tried.limits = [max(limit, AMPLIFICATION * error) for limit, error in zip(tried.limits, own, strict=True)]
         return tried.agrees()
 
-    def try_tokens(self, seed: int, rows: int) -> _Attempt:
+    def try_tokens(self, seed: int, rows: int) -> Attempt:
         """Compares what the model returns for each token."""
         has_labels = self.context.facts.has_labels and not self.context.whole_head
         row = self._row(seed, rows, has_labels and not self.context.gathers_logits)
@@ -217,9 +197,9 @@ class _Check:
             kind = introspect.class_of(self.model.get_submodule(where))
             return errors.SelfCheckFailed(self.name, self.ring.size, tokens, found, limits[0], where, kind)
 
-        return _Attempt([found], [least], least <= EXACT, again, refusal)
+        return Attempt([found], [least], least <= EXACT, again, refusal)
 
-    def try_step(self, step: TrialStep, trains: bool, modes: Sequence[bool], seed: int, rows: int) -> _Attempt | None:
+    def try_step(self, step: TrialStep, trains: bool, modes: Sequence[bool], seed: int, rows: int) -> Attempt | None:
         """Compares the loss of a trial step, and gradients if it ``trains``. ``modes``: those of the modules."""
         weights = watched_weights(self.model) if trains and self.sharding is None else {}
         set_modes(self.model, None if step.trains else modes if trains else [False] * len(modes))
@@ -267,7 +247,7 @@ class _Check:
             return errors.GradientDiffers(name, weight, self.ring.size, found[worst], limits[worst], own)
 
         limits = [LOSS * least] + [GRADIENT * least] * (len(found) - 1)
-        return _Attempt(found, limits, least <= EXACT, again, refusal)
+        return Attempt(found, limits, least <= EXACT, again, refusal)
 
     # ---- runs ----
 
@@ -306,13 +286,24 @@ class _Check:
         state, text = 0.0 if failure is None else 2.0 if is_refusal else 1.0, f"{type(failure).__name__}: {failure}"
         if set(self._everywhere([state])[:, 0].tolist()) != {state}:
             mine = errors.SelfCheckRowFailed(self.name, text) if state == 1 else failure
-            self.ring.agree({}, self.ring.small_device(self.device), failure=mine)  # raises on every rank
+            self._stop_all(mine)
         if failure is None:
             return answer
         if is_refusal:
             raise failure
         untested = [changes.requirement(host) for host in changes.untested()]
         raise errors.SelfCheckNotRun(self.name, rows, row_length(self.ring.size), text, untested) from failure
+
+    def _stop_all(self, failure: Exception | None) -> None:
+        """Raises on every rank of this ring, and of all that shard its weights, of which one has a ``failure``."""
+        for group in (self.ring, self.sharding):
+            try:
+                if group is not None:
+                    group.agree({}, group.small_device(self.device), failure=failure)
+            except errors.Refused as error:  # which the other group is told, too
+                failure = error
+        assert failure is not None, "a rank failed"
+        raise failure
 
     def _sharded(self, call: Callable[[], T]) -> T:
         try:

@@ -175,6 +175,20 @@ def two_rings(planted: str) -> tuple[list[str], str]:
     return verdicts, ""
 
 
+def one_of_two_rings(planted: str) -> tuple[str, str]:
+    """What is raised under FSDP2 over four ranks, of whose rings of two the second one alone has an input."""
+    groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    mine = torch.distributed.get_rank() // 2
+    try:
+        with hf_ring_attn.shard(
+            {**tokens(23), **({"paces": torch.ones(2, 23)} if mine else {})}, groups[mine]
+        ) as batch:
+            shards(remote(planted).train())(**batch.inputs)
+    except RingAttentionError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
 def of_a_batch(model: str, batch: Batch) -> str:
     """What came of the check for a batch of this kind."""
     sharded = hf_ring_attn.shard(batch)

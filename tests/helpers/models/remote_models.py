@@ -256,6 +256,8 @@ class RemoteModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transfor
         if planted == "mean":
             x = x - x.mean(1, keepdim=True)
         logits = self.head(self.norm(x))
+        if planted == "fails at last with paces" and paces is not None:
+            raise IndexError("too late")
         if planted == "pooled":
             return CausalLMOutputWithPast(logits=logits.mean(1))
         if planted == "pooled beside":

@@ -170,6 +170,13 @@ def test_rings_whose_ranks_shard_the_same_weights_go_the_same_way(ranks: Ranks) 
         assert text.startswith("SelfCheckFailed: ") and ITSELF in text
 
 
+def test_a_row_that_fails_in_one_ring_stops_all_that_shard_the_same_weights(ranks: Ranks) -> None:
+    """The other ring went on to its sharded row, and waited there for weights."""
+    here, _, there, _ = ranks(4).run(jobs.one_of_two_rings, "fails at last with paces")
+    assert there[0] == "SelfCheckRowFailed" and here[0] == "RefusedElsewhere"
+    assert here[1].endswith(f"  ranks 2, 3: SelfCheckRowFailed: {there[1]}")
+
+
 def test_ranks_with_other_weights_are_told_so(ranks: Ranks) -> None:
     for error, text in ranks(2).run(jobs.with_other_weights):
         assert error == "RanksDiffer"
@@ -212,7 +219,7 @@ def test_one_rank_that_fails_stops_all(ranks: Ranks) -> None:
     (here, text, _), (there, cause, _) = ranks(2).run(jobs.refused, "raises on one rank")
     assert (here, there) == ("RefusedElsewhere", "SelfCheckRowFailed")
     assert cause.startswith(
-        "the self-check's random row failed on this rank alone: RemoteModel raised IndexError: not here. All ranks"
+        "the self-check's random row failed on this rank, not on all: RemoteModel raised IndexError: not here. All "
     )
     assert text.endswith(f"  rank 1: SelfCheckRowFailed: {cause}")
 

@@ -11,7 +11,8 @@ import torch
 
 import tests.helpers.jobs.self_check_jobs as jobs
 from hf_ring_attn import errors
-from hf_ring_attn.integration.selfcheck.check import _Attempt, _Check
+from hf_ring_attn.integration.selfcheck.check import _Check
+from hf_ring_attn.integration.selfcheck.compare import Attempt
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.models.remote_models import remote
 
@@ -40,11 +41,11 @@ def test_rows_that_must_agree(rows: str, in_float32: bool, in_16_bits: bool, pre
     """+: a row that agrees; -: one that disagrees, also by the amplified tolerance; a blank: a row without a loss."""
     tried: list[str] = []
 
-    def attempt(seed: int, _rows: int) -> _Attempt | None:
+    def attempt(seed: int, _rows: int) -> Attempt | None:
         tried.append(rows[seed])
         error = {"+": 0.5, "-": 9.0, " ": None}[rows[seed]]
         refusal = lambda limits: errors.Refused(f"row {seed}, {limits}")  # noqa: E731  it is an argument
-        return None if error is None else _Attempt([error], [1.0], precise, lambda: [2.0], refusal)
+        return None if error is None else Attempt([error], [1.0], precise, lambda: [2.0], refusal)
 
     check: Any = SimpleNamespace(device=torch.device("cpu"))
     check._agrees = lambda one: _Check._agrees(check, one)
