@@ -19,6 +19,8 @@ from .numbers import (
     H100_32B,
     H100_256K,
     H100_FLASH4,
+    H100_SHORT,
+    H200_FULL,
     LONGEST,
     LOSS,
     ON_ONE,
@@ -264,6 +266,15 @@ ROWS = [
     Row("How long is a whole step of a 32B model at 256K tokens on two GPUs of 80 GB?", H100_256K, "`whole_steps.py`, 2 GPUs",
         [a_step(H100_256K, "qlora32_256K", "QLoRA at 256K (first step):"),
          ("qlora32_416K_window", lambda: f"at 416K with a window {gib(H100_256K, 'qlora32_416K_window')} GiB a GPU")]),
+    Row("How fast are whole steps at 8K and 32K on two H100, beside accelerate's own?", H100_SHORT, "`whole_steps.py`, 2 GPUs",
+        [("ring_fast_8K", lambda: f"8K: {times(H100_SHORT, 'own_fast_8K', 'ring_fast_8K'):.2f} times as fast with the same options"),
+         ("ring_fast_8K-3", lambda: f"{times(H100_SHORT, 'own_fast_8K-3', 'ring_fast_8K-3'):.2f} times on a slower host, "
+                                    f"{times(H100_SHORT, 'own_8K', 'ring_fast_8K-3'):.2f} times its defaults"),
+         ("ring_fused_32K", lambda: f"32K: {times(H100_SHORT, 'own_fused_32K', 'ring_fused_32K'):.2f} times with the same options"),
+         ("ring_saved_32K", lambda: f"with `save_attention` {times(H100_SHORT, 'own_fused_32K', 'ring_saved_32K'):.2f} times, "
+                                    f"and {times(H100_SHORT, 'own_32K', 'ring_saved_32K'):.2f} times its defaults")]),
+    Row("How much memory does full fine-tuning take with 524,288 tokens a GPU?", H200_FULL, "`whole_steps.py`, 1 GPU",
+        [a_step(H200_FULL, "full_512K_window", "32 layers with a window of 4096:")]),
     Row("Do a million tokens fit two GPUs of 80 GB, and why are first steps longer?", H100_1M, "`whole_steps.py`, 2 GPUs",
         [a_step(H100_1M, "lora_1M", "1M LoRA (first step):"),
          ("qlora70_quarter", lambda: f"20 layers of 70B: {step(H100_1M, 'qlora70_quarter')['seconds'][0]:.0f} s, then "

@@ -216,6 +216,7 @@ WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "202
 LOSS, EIGHT, LONGEST = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks", "2026-11-25-longest-rows"
 H100, H100_FLASH4, H100_1M = "2026-11-25-two-h100", "2026-11-25-two-h100-flash4", "2026-11-25-two-h100-1m"
 H100_32B, H100_256K = "2026-11-26-two-h100-32b", "2026-11-26-two-h100-256k"
+H100_SHORT, H200_FULL = "2026-11-26-two-h100-short", "2026-11-26-one-h200-full"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "accelerate's own", AGAIN, "own_8K"),
@@ -224,12 +225,25 @@ STEPS = [
     ("8K", "2 x H200", "ring, Liger, no LoRA casts, no checkpointing", AGAIN, "ring_fast_8K"),
     ("8K", "2 x H200", "accelerate's own, compiled layers, no checkpointing", AGAIN, "own_compiled_8K"),
     ("8K", "2 x H200", "ring, compiled layers, no checkpointing", AGAIN, "ring_compiled_8K"),
-    ("8K", "2 x H100", "accelerate's own, Liger, no LoRA casts, no checkpointing", H100_32B, "own_fast_8K"),
-    ("8K", "2 x H100", "ring, Liger, no LoRA casts, no checkpointing", H100_32B, "ring_fast_8K"),
+    ("8K", "2 x H100", "accelerate's own, Liger, no LoRA casts, no checkpointing", H100_SHORT, "own_fast_8K"),
+    ("8K", "2 x H100", "ring, Liger, no LoRA casts, no checkpointing", H100_SHORT, "ring_fast_8K"),
+    ("8K", "2 x H100, a slower host", "accelerate's own", H100_SHORT, "own_8K"),
+    (
+        "8K",
+        "2 x H100, a slower host",
+        "accelerate's own, Liger, no LoRA casts, no checkpointing",
+        H100_SHORT,
+        "own_fast_8K-3",
+    ),
+    ("8K", "2 x H100, a slower host", "ring, Liger, no LoRA casts, no checkpointing", H100_SHORT, "ring_fast_8K-3"),
     ("32K", "2 x H200", "accelerate's own", ON_TWO, "own_32K"),
     ("32K", "2 x H200", "ring", ON_TWO, "ring_32K"),
     ("32K", "2 x H200", "accelerate's own, Liger, no LoRA casts, no checkpointing", ON_TWO, "own_fast_32K"),
     ("32K", "2 x H200", "ring, Liger, no LoRA casts, no checkpointing", ON_TWO, "ring_fast_32K"),
+    ("32K", "2 x H100", "accelerate's own", H100_SHORT, "own_32K"),
+    ("32K", "2 x H100", "accelerate's own, Liger, no LoRA casts", H100_SHORT, "own_fused_32K"),
+    ("32K", "2 x H100", "ring, Liger, no LoRA casts", H100_SHORT, "ring_fused_32K"),
+    ("32K", "2 x H100", "ring, `save_attention`, Liger, no LoRA casts", H100_SHORT, "ring_saved_32K"),
     ("32K", "4 x H200", "accelerate's own", FOUR, "s32_own"),
     ("32K", "4 x H200", "ring", FOUR, "s32"),
     ("64K", "1 x H200", "one process, no option", ON_ONE, "plain_64K"),
@@ -382,6 +396,12 @@ VALUES: dict[str, Callable[[], str]] = {
     "ring_32k_gib": lambda: f"{gib(ON_TWO, 'ring_32K')} GiB",
     "own_32k": lambda: f"{step(ON_TWO, 'own_32K')['seconds_per_step']:.2f} s",
     "ring_32k": lambda: f"{step(ON_TWO, 'ring_32K')['seconds_per_step']:.2f} s",
+    "32k_saved": lambda: f"{step(H100_SHORT, 'ring_saved_32K')['seconds_per_step']:.2f} s",
+    "32k_saved_gib": lambda: f"{gib(H100_SHORT, 'ring_saved_32K')} GiB",
+    "32k_own_fused": lambda: f"{step(H100_SHORT, 'own_fused_32K')['seconds_per_step']:.2f} s",
+    "32k_own_fused_gib": lambda: f"{gib(H100_SHORT, 'own_fused_32K')} GiB",
+    "8k_own_slow_host": lambda: f"{step(H100_SHORT, 'own_fast_8K-3')['seconds_per_step']:.2f} s",
+    "8k_ring_slow_host": lambda: f"{step(H100_SHORT, 'ring_fast_8K-3')['seconds_per_step']:.2f} s",
     "8k_own": lambda: f"{step(AGAIN, 'own_fast_8K')['seconds_per_step']:.2f} s",
     "8k_ring": lambda: f"{step(AGAIN, 'ring_fast_8K')['seconds_per_step']:.2f} s",
     "8k_own_compiled": lambda: f"{step(AGAIN, 'own_compiled_8K')['seconds_per_step']:.2f} s",
@@ -436,7 +456,7 @@ PLAN_WITHIN = "7 %"
 def forecast_rows() -> dict[str, bool]:
     """The filed steps of the page of plan, and if their time is compared."""
     text = (FILED / "2026-11-23-plan" / "README.md").read_text()
-    rows = re.findall(r"^\| (.+? `\w+`.*?) \|.*\| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (.+? `[\w-]+`.*?) \|.*\| (.*?) \| (.*?) \|$", text, re.MULTILINE)
     return {name: bool(re.fullmatch(r"[+-]?\d+ %", percent)) for name, _, percent in rows}
 
 

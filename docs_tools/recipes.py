@@ -12,6 +12,8 @@ from .numbers import (
     H100_32B,
     H100_256K,
     H100_FLASH4,
+    H100_SHORT,
+    H200_FULL,
     LONGEST,
     LOSS,
     WHOLE,
@@ -61,9 +63,13 @@ RUNS = {
     "full-1m": [
         Measured("1,048,576", "2 x H200", LLAMA, f"all weights of {layers}, `mlp_tokens=16384`, Liger, `adamw_torch_8bit`", LONGEST, name)
         for layers, name in (("one layer", "full_1M_layer"), ("two layers", "full_1M_layers"))
+    ]
+    + [
+        Measured("524,288", "1 x H200", LLAMA, "all weights of 32 layers with a window of 4096, `offload_above=28`, the rest the same, no ring", H200_FULL, "full_512K_window"),
     ],
     "long_context_lora": [
         Measured("32,768", "2 x H200", LLAMA, "LoRA, `--save-attention --liger`", WHOLE, "ring_liger_32K"),
+        Measured("32,768", "2 x H100", LLAMA, "LoRA, `--save-attention --liger --no-lora-casts`", H100_SHORT, "ring_saved_32K"),
         Measured("131,072", "2 x H100", LLAMA, "LoRA, `--save-attention --liger --no-lora-casts`", H100_FLASH4, "ring_fast_128K"),
         Measured("524,288", "2 x H200", LLAMA, "LoRA, `--save-attention --mlp-tokens 16384 --offload 8`", WHOLE, "ring_512K"),
         Measured("524,288", "2 x H100", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 0 --liger --no-lora-casts`", H100_FLASH4, "lora_512K"),
@@ -75,7 +81,7 @@ MISSING = "Not measured: seconds a step, GiB a GPU and the first loss"
 TOY_ONLY = "This recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
     "lora-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
-    "full-1m": f"{MISSING} of a whole model. {TOY_ONLY} Measured were models of one layer and of two layers, in their second step:",
+    "full-1m": f"{MISSING} of a whole model. {TOY_ONLY} Measured were models of one layer and of two at full length, and the memory of all 32 layers on one GPU, each in its second step:",
     "packed-chat": f"{MISSING}. {TOY_ONLY} No step with packed rows was measured on GPUs.",
     "extend-context": f"{MISSING} of Qwen3-8B. {TOY_ONLY} A small model was trained on one GPU: its losses are below.",
     "qlora-32b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",

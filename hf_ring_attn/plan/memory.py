@@ -207,13 +207,13 @@ def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     chunks.
     """
     wide = FLOAT32 // setup.itemsize
-    if setup.mlp_tokens or setup.liger:
-        numbers = (layer.hidden_norms + 2 + bool(setup.mlp_tokens)) * model.hidden
+    if setup.chunk or setup.liger:
+        numbers = (layer.hidden_norms + 2 + bool(setup.chunk)) * model.hidden
     else:
         each = wide + 1 + (setup.method == "full")  # the normed input, for the gradient of the norm's weight
         numbers = (layer.hidden_norms * each + 1) * model.hidden
     if layer.head_norms:
-        each = 1 if setup.liger or setup.mlp_tokens else wide
+        each = 1 if setup.liger or setup.chunk else wide
         numbers += each * (model.query_numbers + model.kv_heads * model.key_width)
     if setup.casts_for_adapters:
         numbers += 4 * model.hidden
@@ -228,20 +228,20 @@ def mlp_bytes(layer: LayerShape, setup: Setup) -> float:
     copies, what they become, and their gradients.
     """
     each = (6 - setup.liger if layer.gated else 4) + (2 if setup.casts_for_adapters else 0)
-    tokens = min(setup.mlp_tokens or setup.tokens_per_rank, setup.tokens_per_rank)
+    tokens = setup.chunk or setup.tokens_per_rank
     return float(tokens * (each * layer.mlp + 4 * layer.routed) * setup.itemsize)
 
 
 def chunk_bytes(model: ModelShape, setup: Setup) -> float:
     """Hidden states of one chunk of an MLP: a copy of its input, its output, and the gradient of its input."""
-    return float(3 * min(setup.mlp_tokens, setup.tokens_per_rank) * model.hidden * setup.itemsize)
+    return float(3 * setup.chunk * model.hidden * setup.itemsize)
 
 
 def _saved_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     """Without checkpointing: bytes that a layer saves from its forward to its backward. Liger's MLP computes the
     activation again."""
-    tokens = min(setup.mlp_tokens or setup.tokens_per_rank, setup.tokens_per_rank)
-    numbers = 0 if setup.mlp_tokens else (4 - setup.liger if layer.gated else 2) * layer.mlp + 2 * layer.routed
+    tokens = setup.chunk or setup.tokens_per_rank
+    numbers = 0 if setup.chunk else (4 - setup.liger if layer.gated else 2) * layer.mlp + 2 * layer.routed
     mlp = tokens * numbers * setup.itemsize
     return hidden_bytes(model, layer, setup) + setup.tokens_per_rank * qkv_numbers(model, setup) * setup.itemsize + mlp
 

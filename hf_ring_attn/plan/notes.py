@@ -19,13 +19,18 @@ TABLE = "a longer table of positions, which has to be trained"
 def notes_on(config: Any, model: nn.Module, shape: ModelShape, setup: Setup) -> list[str]:
     """Returns a line for each fact of the model or the setup that its forecast does not show."""
     of_model = [*_other_class(config, model), *_towers(model), *_positions(config, model, setup.tokens)]
-    return [*of_model, *_logits(setup), *_storage(setup), *_unmeasured(shape, setup)]
+    return [*of_model, *_chunks(setup), *_logits(setup), *_storage(setup), *_unmeasured(shape, setup)]
 
 
 def _other_class(config: Any, model: nn.Module) -> Iterator[str]:
     named, planned = getattr(config, "architectures", None) or [], type(model).__name__
     if named and planned not in named:
         yield f"the config names {', '.join(named)}; this forecast is of {planned}"
+
+
+def _chunks(setup: Setup) -> Iterator[str]:
+    if setup.mlp_tokens > setup.chunk:
+        yield f"--mlp-tokens {setup.mlp_tokens} changes nothing: a GPU has {setup.tokens_per_rank:,} tokens of a row"
 
 
 def _logits(setup: Setup) -> Iterator[str]:

@@ -15,7 +15,8 @@ from .setup import Setup
 from .shape import ModelShape
 
 CHUNK = 16384
-"""Tokens of an MLP's chunk that a search tries."""
+"""The most tokens of an MLP's chunk that a search tries."""
+LEAST_CHUNK = 1024
 MOST_TOKENS = 2**30
 AHEAD = (2, 5, 10, 20, 40)
 """How many percent beyond the longest row so far a search looks: memory may fall where a ring takes fewer heads."""
@@ -24,6 +25,8 @@ ABOUT = 1.03
 QLORA = "--method qlora"
 OFFLOAD = "--offload-above"
 """The change that puts checkpoints into host memory, as many as it holds."""
+CHUNKS = "--mlp-tokens"
+"""The change that runs MLPs over chunks, at least two."""
 
 Changes = Sequence[tuple[str, dict[str, Any]]]
 
@@ -33,15 +36,14 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--loss chunked", {"loss": "chunked"}),
     ("checkpointing", {"checkpointing": True}),
     ("--no-checkpointing", {"checkpointing": False}),
-    (f"--mlp-tokens {CHUNK}", {"mlp_tokens": CHUNK}),
     ("--shard fsdp2", {"shard": "fsdp2"}),
     ("--optimizer adamw_8bit", {"optimizer": "adamw_8bit"}),
     ("--offload-params", {"offload_params": True}),
     ("--liger", {"liger": True}),
     (QLORA, {"method": "qlora"}),
 )
-"""Options that a search tries beside `OFFLOAD`, as a user writes them. The last one changes what is trained, so it is
-only tried where the user's own setup does not fit."""
+"""Options that a search tries beside `OFFLOAD` and `CHUNKS`, as a user writes them. The last one changes what is
+trained, so it is only tried where the user's own setup does not fit."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,18 @@ def _stay(model: ModelShape, setup: Setup) -> float:
     return float(math.ceil(max(0.0, len(model.layers) * kept_bytes(model, setup) / GIB - away)))
 
 
+def _chunk(setup: Setup) -> int:
+    """The tokens of a chunk: `CHUNK`, or a smaller power of two of which a rank has several; 0 if it has few."""
+    chunk = CHUNK
+    while chunk >= setup.tokens_per_rank:
+        chunk //= 2
+    return chunk if chunk >= LEAST_CHUNK else 0
+
+
 def _combinations(setup: Setup) -> Iterator[Changes]:
     """The combinations of changes that a search tries."""
     useful = [(name, new) for name, new in CHANGES if replace(setup, **new) != setup and _is_possible(setup, name)]
-    useful.append((OFFLOAD, {}))
+    useful += [(CHUNKS, {}), (OFFLOAD, {})]
     for count in range(1, len(useful) + 1):
         yield from itertools.combinations(useful, count)
 
@@ -167,6 +177,11 @@ def _changed(model: ModelShape, setup: Setup, chosen: Changes) -> tuple[Setup, t
     """The setup with these changes, and their names; None if one of them changes nothing, or hosts cannot run it."""
     changed = replace(setup, **{key: value for _, new in chosen for key, value in new.items()})
     names = [name for name, _ in chosen]
+    if CHUNKS in names:
+        changed = replace(changed, mlp_tokens=_chunk(changed))
+        if changed.chunk == setup.chunk:
+            return None
+        names[names.index(CHUNKS)] = f"{CHUNKS} {changed.chunk}"
     if OFFLOAD in names:
         changed = replace(changed, offload_above=_stay(model, changed))
         if changed.offload_above == setup.offload_above:

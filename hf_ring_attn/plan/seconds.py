@@ -116,7 +116,7 @@ def _layer_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> _Layer
         for flops, share in zip(attention_flops(model, layer, setup.padded), shares, strict=True)
     )
     # A chunk is computed again in its backward, which the recompute of a checkpoint leaves to it.
-    chunks = 2 * layer.mlp_active if setup.mlp_tokens and not setup.checkpointing else 0
+    chunks = 2 * layer.mlp_active if setup.chunk and not setup.checkpointing else 0
     adapters = 0 if setup.method == "full" else setup.lora_rank * sum(sum(sizes) for sizes in layer.adapted)
     once = 2 * (layer.active + adapters)
     gradients = 4 * layer.active if setup.method == "full" else 2 * layer.active + 4 * adapters

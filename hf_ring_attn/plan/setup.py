@@ -62,6 +62,11 @@ class Setup:
         return 2 * -(-self.tokens // (2 * self.ring_size))
 
     @property
+    def chunk(self) -> int:
+        """Tokens of an MLP's chunk; 0: all tokens of a rank at once, as where they would be one chunk."""
+        return self.mlp_tokens if self.mlp_tokens < self.tokens_per_rank else 0
+
+    @property
     def padded(self) -> int:
         return self.tokens_per_rank * self.ring_size
 

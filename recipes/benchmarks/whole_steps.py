@@ -101,7 +101,7 @@ def parts() -> list[Run]:
         Run("own_fused_32K", 32, f"{SDPA} {FUSED}"),
         Run("ring_fused_32K", 32, FUSED, "own_fused_32K"),
         Run("ring_saved_32K", 32, f"{FUSED} --save-attention", "own_fused_32K"),
-        Run("ring_chunks_32K", 32, f"{FUSED} --no-checkpointing --mlp-tokens 16384", "own_fused_32K"),
+        Run("ring_chunks_32K", 32, f"{FUSED} --no-checkpointing --mlp-tokens 8192", "own_fused_32K"),
         Run("full_512K_window", 512, f"{long['full_1M'][1]} --offload 28 --window 4096", steps=2),
         # 224 GiB of host memory for two GPUs
         Run("lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload 16", steps=1),

@@ -193,10 +193,23 @@ MEASURED_WHEN_MENDED = [
 ]
 """The first is a first step; the second has a window, which leaves its fullest moment as it is."""
 
+H100_SHORT, AT_8K, AT_32K = "2026-11-26-two-h100-short", {**LIGER, "tokens": 8192}, {**LIGER, "tokens": 32768}
+ON_H200 = {"gpus": 1, "tokens": 524288, "mlp_tokens": 16384, "method": "full", "liger": True, "optimizer": "adamw_8bit"}
+MEASURED_SHORT_AND_FULL = [
+    Filed(H100_SHORT, "ring_fast_8K", {**AT_8K, "checkpointing": False}, gpu="h100"),
+    Filed(H100_SHORT, "ring_fast_8K-2", {**AT_8K, "checkpointing": False}, gpu="h100"),
+    Filed(H100_SHORT, "ring_fast_8K-3", {**AT_8K, "checkpointing": False}, False, gpu="h100"),
+    Filed(H100_SHORT, "ring_32K", {"gpus": 2, "tokens": 32768}, gpu="h100"),
+    Filed(H100_SHORT, "ring_fused_32K", AT_32K, gpu="h100"),
+    Filed(H100_SHORT, "ring_saved_32K", {**AT_32K, **SAVED}, gpu="h100"),
+    Filed("2026-11-26-one-h200-full", "full_512K_window", {**ON_H200, "offload_above": 28.0}, False),
+]
+"""The third waits for a slower host; the last has a window, which leaves its fullest moment as it is."""
+
 ALL = [
     *FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN,
     *MEASURED_BY_LAYERS, *MEASURED_ON_H100, *MEASURED_WITH_FLASH4, *MEASURED_AT_1M, *MEASURED_OF_32B,
-    *MEASURED_WHEN_MENDED,
+    *MEASURED_WHEN_MENDED, *MEASURED_SHORT_AND_FULL,
 ]  # fmt: skip
 
 
@@ -230,7 +243,7 @@ def test_what_a_run_with_a_window_held_more_is_what_was_mended_after_it() -> Non
 
 def test_the_page_has_these_forecasts_and_the_index_their_number_and_bounds() -> None:
     text = (RESULTS / "2026-11-23-plan/README.md").read_text()
-    table = [line.strip("|").split("|") for line in text.splitlines() if re.match(r"\| .+ `\w+`.* \|", line)]
+    table = [line.strip("|").split("|") for line in text.splitlines() if re.match(r"\| .+ `[\w-]+`.* \|", line)]
     cells = {(line[0].split("`")[0].strip(), line[0].split("`")[1]): line[1:] for line in table}
     assert len(cells) == len(table) == len(ALL)
     for filed in ALL:

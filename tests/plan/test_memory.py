@@ -97,6 +97,24 @@ def test_the_mlp_and_its_chunks() -> None:
     assert memory_of(llama_8b(), setup(mlp_tokens=4096)).moment == "backward of attention"
 
 
+def test_one_chunk_is_none() -> None:
+    """A rank runs its MLPs whole if all its tokens fit one chunk: 32K on 2 x H100 seemed to fit, and did not."""
+    kept = {"checkpointing": False, "liger": True, "tokens": 32768}
+    for tokens, many in ((16384, False), (32768, False), (16383, True), (8192, True)):
+        chunked, whole = memory_of(llama_8b(), setup(**kept, mlp_tokens=tokens)), memory_of(llama_8b(), setup(**kept))
+        assert (chunked.total < 0.6 * whole.total) == many and (chunked.total == whole.total) != many
+        longer = seconds_of(llama_8b(), setup(**kept, mlp_tokens=tokens)).total
+        assert (longer > seconds_of(llama_8b(), setup(**kept)).total) == many
+
+
+@pytest.mark.parametrize(("tokens", "offered"), [(131072, "16384"), (32768, "8192"), (32770, "16384"), (2048, "")])
+def test_a_search_offers_several_chunks(tokens: int, offered: str) -> None:
+    own = setup(tokens=tokens, checkpointing=False, liger=True)
+    found = [x for _, changes in filter(None, (search._changed(llama_8b(), own, c) for c in search._combinations(own)))
+             for x in changes if x.startswith("--mlp-tokens")]  # fmt: skip
+    assert set(found) == ({f"--mlp-tokens {offered}"} if offered else set())
+
+
 def test_logits_of_a_chunk_and_of_a_rank() -> None:
     assert logits_bytes(llama_8b(), setup()) == 3 * 4 * (2**27 // 128256) * 128256
     assert logits_bytes(llama_8b(), setup(loss="sharded")) == 3 * 4 * 65536 * 128256

@@ -77,7 +77,7 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         known.found = True
     for forward in known:
         forward.tokens = tokens
-    if tokens is not None:
+    if tokens is not None and tokens < context.facts.rows * context.layout.local_length:
         context.log.features.add(f"MLPs {tokens} tokens at a time")
 
 
