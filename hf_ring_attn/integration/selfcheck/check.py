@@ -137,8 +137,9 @@ class _Check:
         self.name = introspect.name_of(self.model)
 
     def rows_of_step(self) -> int:
-        """The number of rows of a trial step. A loss without labels may compare rows, and one alone is no test."""
-        return self.sample.rows if self.context.whole_head or not self.context.facts.has_labels else 1
+        """The number of rows of a trial step. A loss may compare rows, and one alone is no test."""
+        all_rows = self.context.whole_head or not self.context.facts.has_labels
+        return self.sample.rows if all_rows else min(2, self.sample.rows)
 
     def run(self, attempt: Callable[[int, int], Attempt | None], rows: int) -> str:
         """Returns the verdict in words. ``attempt``: called with a seed and a number of rows; None: nothing to try."""

@@ -104,6 +104,19 @@ class Contrasts(Trainer):
         return (loss, {"hidden": hidden}) if return_outputs else loss
 
 
+class ContrastsBeside(Trainer):
+    """The same as a term beside the loss of labels."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs = {**inputs, "output_hidden_states": True}
+        loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
+        rows = normalize(out.hidden_states[-1][:, -1], dim=-1)
+        loss = loss + cross_entropy(rows @ rows.T / 0.5, torch.arange(len(rows)))
+        return (loss, out) if return_outputs else loss
+
+
 class Unlabelled(Rows):
     def make(self) -> list[Row]:
         return [{"input_ids": row["input_ids"]} for row in super().make()]
@@ -122,6 +135,13 @@ def test_a_loss_of_pooled_rows_is_refused_before_a_step(ranks: Ranks) -> None:
     for error, steps in ranks(2).run(refusal, Contrasts, Unlabelled(), True):
         assert error.startswith("PooledLoss: the loss of Contrasts.compute_loss (the self-check found "), error
         assert "set its loss_type='ForSequenceClassification'" in error
+        assert steps == 0
+
+
+def test_a_term_that_compares_rows_is_refused_before_a_step(ranks: Ranks) -> None:
+    """The trial step had one row, in which the term is 0: a loss of 5.407 for 5.417, silently."""
+    for error, steps in ranks(2).run(refusal, ContrastsBeside, Rows()):
+        assert error.startswith("LossNotSharded: the loss of ContrastsBeside.compute_loss (the self-check found ")
         assert steps == 0
 
 

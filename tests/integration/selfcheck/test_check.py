@@ -113,7 +113,7 @@ def test_it_can_be_switched_off(ranks: Ranks, planted: str) -> None:
 def test_a_loss_that_is_no_sum_over_tokens_is_refused(ranks: Ranks, size: int) -> None:
     for error, text, steps in ranks(size).run(jobs.refused, "loss"):
         assert (error, steps) == ("LossNotSharded", 0)
-        assert text.startswith("the loss of RemoteModel (the self-check found 6.")
+        assert text.startswith("the loss of RemoteModel (the self-check found ")
         assert "in one process) cannot be computed exactly from one rank's tokens. Give it to transformers." in text
         assert "Trainer as compute_loss_func, a function of whole rows' logits, with " in text
 
