@@ -14,8 +14,10 @@ from transformers.trainer_pt_utils import nested_detach
 from ... import errors
 from ..batch.shard import Sharded
 from ..context.introspect import CACHES
+from ..context.model_record import latest_record
 from ..model.lazy_logits import ChunkedLoss, with_logits
 from ..patching.changes import Patch
+from ..selfcheck.compare import PooledOutputs
 from .rings_as_processes import RingsAsProcesses
 from .trainer import TRAINER, count_over_all, group_of, shard_inputs, shards
 
@@ -118,7 +120,8 @@ def predict(
     if not isinstance(outputs, dict):
         raise errors.UnsupportedOption("return_dict=False", "predictions in a ring need a model that returns a dict")
     wanted = [name for name in outputs if name not in (*ignore_keys, "loss") and only in ("", name)]
-    logits = tuple(whole_sequences(sharded, name, outputs[name]) for name in wanted)
+    pooled = latest_record(model).state(PooledOutputs)
+    logits = tuple(whole_sequences(sharded, name, outputs[name], name in pooled) for name in wanted)
     return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
 
 
@@ -126,9 +129,9 @@ OF_TOWERS = {"image_outputs", "video_outputs", "audio_outputs"}
 """Outputs of models with images and sound since transformers 5.24."""
 
 
-def whole_sequences(sharded: Sharded, name: str, x: Any) -> Any:
-    """Gathers a model's output to whole sequences."""
-    if sharded.context.whole_head:  # it is whole
+def whole_sequences(sharded: Sharded, name: str, x: Any, pooled: bool = False) -> Any:
+    """Gathers a model's output to whole sequences. ``pooled``: it is known to have no entries for tokens."""
+    if sharded.context.whole_head or pooled:  # it is whole
         return nested_detach(with_logits(x, "predict"))  # type: ignore[no-untyped-call]
     if isinstance(x, (tuple, list)):
         return type(x)(whole_sequences(sharded, name, part) for part in x)

@@ -35,7 +35,7 @@ from ..model.chunked import lazy_heads
 from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
 from ..patching import changes
-from .compare import Attempt, ComparedTokens, Recorder, relative, spread
+from .compare import Attempt, ComparedTokens, PooledOutputs, Recorder, relative, spread
 from .placeholders import try_placeholders
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
@@ -186,6 +186,7 @@ class _Check:
         found, least = self._spread(compared.errors(whole, share)), self._tolerance(dtypes)
         if math.isnan(found):
             raise errors.NothingToCheck(self.name)
+        latest_record(self.model).state(PooledOutputs).update(compared.pooled_errors(whole, share))
 
         def again() -> list[float]:
             return [self._spread(compared.errors(whole, share, self._call_whole(row)))]

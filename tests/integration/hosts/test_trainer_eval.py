@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs import evaluation_jobs
@@ -119,6 +119,30 @@ def trained_after(run: Run, evaluations: int) -> tuple[list[dict[str, float]], d
         weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
         log = numbers([entry for entry in trainer.state.log_history if "loss" in entry])
         return log, weights, losses or [trainer_of(run, mesh, folder).evaluate()["eval_loss"]]
+
+
+class Counted(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
+    """Returns some numbers of each row beside its logits."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **given: Any) -> Any:
+        out = super().forward(input_ids=input_ids, labels=labels, **given)
+        out["counts"] = self.lm_head.weight[: self.counts, 0].expand(len(input_ids), -1)
+        return out
+
+
+def shapes_beside_logits(mesh: Mesh, numbers_of_a_row: int) -> list[tuple[int, ...]]:
+    with launched(mesh), a_folder(None) as folder:
+        trainer: Any = trainer_of(Run(why="", evaluated=FIVE), mesh, folder)
+        trainer.model.__class__, trainer.model.counts = Counted, numbers_of_a_row
+        return [torch.as_tensor(x).shape for x in trainer.predict(FIVE.make()).predictions]
+
+
+@pytest.mark.parametrize("numbers_of_a_row", [12, 7])
+def test_numbers_of_rows_are_predicted_once(ranks: Ranks, numbers_of_a_row: int) -> None:
+    """As many as a rank has tokens were gathered as if they were tokens, and others were refused."""
+    want = ranks(1).run(shapes_beside_logits, Mesh(), numbers_of_a_row)[0]
+    assert want == [(5, 23, 97), (5, numbers_of_a_row)]
+    assert ranks(2).run(shapes_beside_logits, Mesh(cp=2), numbers_of_a_row) == [want] * 2
 
 
 # ---- Seq2SeqTrainer --------------------------------------------------------------------------------------------------
