@@ -33,8 +33,8 @@ AVERAGING = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
 
-class ReducedGradients(set[int]):
-    """Identities of the parameters whose gradients `Sharded.reduce_gradients` averaged in one batch."""
+class ReducedGradients(WeakIdKeyDictionary):
+    """The parameters whose gradients `Sharded.reduce_gradients` averaged in one batch, each with None."""
 
 
 class _Trained(NamedTuple):
@@ -153,12 +153,12 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
             f"each rank scaled its gradients by another factor (from {min(each):.3g} to {max(each):.3g})",
             "The norm of a rank's gradients is not that of the batch's: clip gradients after it.",
         )
-    reduced = context.state(ReducedGradients)
-    reduced.update(map(id, trained))
+    reduced: Any = context.state(ReducedGradients)
+    reduced.update(dict.fromkeys(trained))
     for x in trained:  # what comes now may change it, before another forward of this batch (SAM)
         versions.pop(x, None)
     _last[:] = [
-        one for one in _last if one.batch() is not context or not reduced.issuperset(map(id, _alive(one.weights)))
+        one for one in _last if one.batch() is not context or any(x not in reduced for x in _alive(one.weights))
     ]
     # What no rank has a gradient of keeps none: an optimizer would decay its weights, or step by its momentum.
     nowhere = {index for index in lacking if not had[index]}

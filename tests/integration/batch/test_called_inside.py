@@ -75,6 +75,34 @@ def test_no_hook_runs_before_each_module_of_a_known_model(ranks: Ranks) -> None:
     assert ranks(2).run(hooks_of_each_batch) == [[(1, True), (0, True), (0, True)]] * 2
 
 
+def loop_that_forgets_a_second(at_address: bool) -> bool:
+    """Averages the gradients of one module beside a model, and none of another that takes its place in memory."""
+    model = tiny("llama", "ring_fp32").train()
+    sharded, scaled = hf_ring_attn.shard(tokens(24)), Scaled()
+    with sharded:
+        scaled(model(**sharded.inputs).loss).backward()
+    sharded.reduce_gradients(nn.ModuleList([model, scaled]))
+    address, others = id(scaled.scale), []
+    del scaled
+    for _ in range(20_000):
+        others.append(Scaled())
+        if not at_address or id(others[-1].scale) == address:
+            break
+    with sharded:
+        others[-1](model(**sharded.inputs).loss).backward()
+    sharded.reduce_gradients(model)
+    torch.optim.SGD(others[-1].parameters(), lr=0.1).step()
+    with hf_ring_attn.shard(tokens(24)):
+        return id(others[-1].scale) == address
+
+
+@pytest.mark.parametrize("at_address", [False, True])
+def test_a_module_in_the_memory_of_one_that_is_gone_was_not_reduced(ranks: Ranks, at_address: bool) -> None:
+    """Its weight passed for the other's if Python put it at the same address, and nothing was said."""
+    for texts in ranks(2).run(told, loop_that_forgets_a_second, at_address):
+        assert [text.split(" of 2, but neither")[0] for text in texts] == ["Scaled trained in a ring"]
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
