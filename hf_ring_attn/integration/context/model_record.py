@@ -168,6 +168,10 @@ class ModelRecord:
         return not self._gone and visit.structure == self._structure and _values(self.configs) == self.values
 
 
+class PooledOutputs(set[str]):
+    """The names of a model's outputs that have no dim of tokens: those that the self-check compared."""
+
+
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, list[ModelRecord]] = weakref.WeakKeyDictionary()
 _KEPT = 3
 """The most records of a model: an adapter that is switched off and on would have a new one at each turn."""

@@ -14,10 +14,9 @@ from transformers.trainer_pt_utils import nested_detach
 from ... import errors
 from ..batch.shard import Sharded
 from ..context.introspect import CACHES
-from ..context.model_record import latest_record
+from ..context.model_record import PooledOutputs, latest_record
 from ..model.lazy_logits import ChunkedLoss, with_logits
 from ..patching.changes import Patch
-from ..selfcheck.compare import PooledOutputs
 from .rings_as_processes import RingsAsProcesses
 from .trainer import TRAINER, count_over_all, group_of, shard_inputs, shards
 

@@ -27,7 +27,7 @@ from ...comm.ring import LOCAL, Ring
 from ..context import batch_context, introspect
 from ..context.batch_context import BatchContext
 from ..context.local_batch import LocalBatch, local_batch
-from ..context.model_record import ModelRecord, latest_record
+from ..context.model_record import ModelRecord, PooledOutputs, latest_record
 from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
 from ..log import warn
@@ -35,7 +35,7 @@ from ..model.chunked import lazy_heads
 from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
 from ..patching import changes
-from .compare import Attempt, ComparedTokens, PooledOutputs, Recorder, relative, spread
+from .compare import Attempt, ComparedTokens, Recorder, relative, spread
 from .placeholders import try_placeholders
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length

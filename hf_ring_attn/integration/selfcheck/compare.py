@@ -40,10 +40,6 @@ class Attempt:
         return all(error <= limit for error, limit in zip(self.found, self.limits, strict=True))
 
 
-class PooledOutputs(set[str]):
-    """The names of a model's outputs that have no dim of tokens, as far as its checks compared any."""
-
-
 @dataclass(frozen=True, eq=False)
 class ComparedTokens:
     """The tokens of a share and those of the row that are compared: real ones that no padding mask hides.
