@@ -51,8 +51,8 @@ class RingConfig:
             recompute neither gathers nor attends again; needs use_reentrant=False.
         mlp_tokens: run each MLP (experts, too) and each norm of a decoder layer over chunks of so many tokens, forward
             and backward, so that what it computes inside exists for one chunk at a time; weights' gradients of chunks
-            are added up in float32. The backward computes each chunk once more. None: all tokens at once. 16384 keeps a
-            GPU busy. Each module is tried first; one that mixes tokens is refused.
+            are added up in float32. The backward computes each chunk once more. None, or no fewer than a rank has: all
+            tokens at once. 16384 keeps a GPU busy. Each module is tried first; one that mixes tokens is refused.
         offload_above: with gradient checkpointing, keep at most so many GiB of checkpoints (layer inputs, and what
             save_attention saves) on each GPU, those of the last layers; the others wait in page-locked host memory,
             copied beside the computation. 0: all of them wait there. None: none, unless transformers' own ``offload``
