@@ -35,11 +35,12 @@ from ..model.chunked import lazy_heads
 from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
 from ..patching import changes
-from .compare import Attempt, ComparedTokens, Recorder, relative, spread
+from .attempt import Attempt
+from .compare import ComparedTokens, Recorder, relative, spread
 from .placeholders import try_placeholders
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
-from .tolerance import AMPLIFICATION, EXACT, LOSS, dtypes_seen, rounded_anew, tolerance
+from .tolerance import AMPLIFICATION, EXACT, LOSS, always_passes, dtypes_seen, rounded_anew, tolerance
 from .trial import GRADIENT, StepResult, distances, random_state, run_step, set_modes, watched_weights
 from .zeros import moved_from_zero
 
@@ -156,7 +157,7 @@ class _Check:
         needed, refused = 1, None
         for seed in range(TRIES):
             tried = attempt(seed, rows)
-            if tried is None or self._agrees(tried):
+            if tried is None or tried.agrees(self.device):
                 needed -= 1
             else:
                 needed, refused = 2 if seed == 0 and tried.precise else needed, tried
@@ -164,14 +165,6 @@ class _Check:
                 return "passed"
         assert refused is not None, "an attempt disagreed"
         raise refused.refusal(refused.limits)
-
-    def _agrees(self, tried: Attempt) -> bool:
-        """Returns True if the runs agree; before it returns False, it raises the limits to what the model amplifies."""
-        if not tried.agrees():
-            with rounded_anew(self.device):
-                own = tried.again()
-            tried.limits = [max(limit, AMPLIFICATION * error) for limit, error in zip(tried.limits, own, strict=True)]
-        return tried.agrees()
 
     def try_tokens(self, seed: int, rows: int) -> Attempt:
         """Compares what the model returns for each token."""
@@ -199,7 +192,7 @@ class _Check:
             kind = introspect.class_of(self.model.get_submodule(where))
             return errors.SelfCheckFailed(self.name, self.ring.size, tokens, found, limits[0], where, kind)
 
-        return Attempt([found], [least], least <= EXACT, again, refusal)
+        return Attempt([found], [least], least <= EXACT, again, refusal, [least])
 
     def try_step(self, step: TrialStep, trains: bool, modes: Sequence[bool], seed: int, rows: int) -> Attempt | None:
         """Compares the loss of a trial step, and gradients if it ``trains``. ``modes``: those of the modules."""
@@ -249,7 +242,8 @@ class _Check:
             return errors.GradientDiffers(name, weight, self.ring.size, found[worst], limits[worst], own)
 
         limits = [LOSS * least] + [GRADIENT * least] * (len(found) - 1)
-        return Attempt(found, limits, least <= EXACT, again, refusal)
+        fine = always_passes(self.device, len(found) - 1) if least <= EXACT else limits
+        return Attempt(found, limits, least <= EXACT, again, refusal, fine)
 
     # ---- runs ----
 

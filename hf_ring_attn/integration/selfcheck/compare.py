@@ -7,7 +7,7 @@ model such tensors are left out (the tokens of one expert), and scalars always a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,29 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import errors
 from ...sharding.layout import Layout
 from ..context.tensor_tree import tensors_of
-
-
-@dataclass
-class Attempt:
-    """The relative distances of two runs of one row, the largest on any rank, and their limits.
-
-    Args:
-        precise: no module's output was coarser than float32.
-        again: the distances between the whole run and another one.
-        refusal: the error, given the limits; it may raise a more precise one.
-    """
-
-    found: list[float]
-    limits: list[float]
-    precise: bool
-    again: Callable[[], list[float]]
-    refusal: Callable[[list[float]], errors.Refused]
-
-    def agrees(self) -> bool:
-        return all(error <= limit for error, limit in zip(self.found, self.limits, strict=True))
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,18 @@ For models that magnify roundings (deep ones, experts). Sharding changes about o
 LOSS = 0.25
 """Factor for a loss, in which the mean over tokens leaves less of their rounding."""
 
+LEAST_LOSS, LEAST_GRADIENT = 2.5e-6, 1e-5
+"""Relative distances of a loss and of a gradient in float32 that always pass. All models of transformers make 2e-7 and
+1.5e-6 on a CPU, since other sums have other roundings. A term that is small or nearly the same for all tokens, such as
+an entropy or a z-loss, is off by less than other defects: by 2e-5 and more."""
+
+ON_OTHER_DEVICES = 4.0
+"""Factor for these on GPUs, whose products are summed otherwise for another number of tokens."""
+
+ROUNDING = 50.0
+"""Factor on the change that `AMPLIFICATION` is a factor on, too: a larger distance passes up to it, and up to the
+tolerance. Found is 1.3."""
+
 
 def tolerance(spacing: float, device: torch.device) -> float:
     """The relative tolerance of a token's output. ``spacing``: ``finfo.eps`` of the coarsest dtype of any module."""
@@ -33,6 +45,12 @@ def tolerance(spacing: float, device: torch.device) -> float:
     if device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision not in ("ieee", "none"):
         spacing = max(spacing, torch.finfo(torch.float16).eps)  # TF32 has a fraction of the same length
     return EXACT if spacing <= torch.finfo(torch.float32).eps else ROUNDINGS * spacing
+
+
+def always_passes(device: torch.device, gradients: int) -> list[float]:
+    """The distances that always pass in float32: of a loss, and of so many gradients."""
+    factor = 1.0 if device.type == "cpu" else ON_OTHER_DEVICES
+    return [factor * LEAST_LOSS] + [factor * LEAST_GRADIENT] * gradients
 
 
 @contextmanager

@@ -170,6 +170,41 @@ def test_a_loss_of_targets_of_another_name_is_refused_too(ranks: Ranks) -> None:
         assert steps == 0
 
 
+# ---- means over tokens -----------------------------------------------------------------------------------------------
+
+
+class Calms(Trainer):
+    """The mean of log Z squared over all tokens: that of each rank's, of which some are the ring's padding."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + 1e-4 * out.logits.float().logsumexp(-1).square().mean()
+        return (loss, out) if return_outputs else loss
+
+
+class Explores(Trainer):
+    """The mean of the entropy of real tokens, of which ranks have different numbers."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
+        logs = out.logits.float().log_softmax(-1)
+        loss = loss + 0.01 * (logs.exp() * logs).sum(-1)[inputs["attention_mask"].bool()].mean()
+        return (loss, out) if return_outputs else loss
+
+
+@pytest.mark.parametrize("kind", [Calms, Explores])
+def test_a_small_mean_over_a_ranks_tokens_is_refused(ranks: Ranks, kind: type[Trainer]) -> None:
+    """Gradients were about 1e-4 off on the check's row, below its tolerance: both trained."""
+    for error, steps in ranks(2).run(refusal, kind, PADDED):
+        assert error.startswith(("GradientDiffers", "LossNotSharded")), error
+        assert "Each term of compute_loss must add up over ranks" in error
+        assert steps == 0
+
+
 # ---- losses with random numbers --------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,8 @@ import torch
 
 import tests.helpers.jobs.self_check_jobs as jobs
 from hf_ring_attn import errors
+from hf_ring_attn.integration.selfcheck.attempt import Attempt
 from hf_ring_attn.integration.selfcheck.check import _Check
-from hf_ring_attn.integration.selfcheck.compare import Attempt
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.models.remote_models import remote
 
@@ -45,13 +45,33 @@ def test_rows_that_must_agree(rows: str, in_float32: bool, in_16_bits: bool, pre
         tried.append(rows[seed])
         error = {"+": 0.5, "-": 9.0, " ": None}[rows[seed]]
         refusal = lambda limits: errors.Refused(f"row {seed}, {limits}")  # noqa: E731  it is an argument
-        return None if error is None else Attempt([error], [1.0], precise, lambda: [2.0], refusal)
+        return None if error is None else Attempt([error], [1.0], precise, lambda: [2.0], refusal, [1.0])
 
     check: Any = SimpleNamespace(device=torch.device("cpu"))
-    check._agrees = lambda one: _Check._agrees(check, one)
     if in_float32 if precise else in_16_bits:
         assert _Check._run(check, attempt, 1) == "passed"
     else:
         with pytest.raises(errors.Refused, match=rf"row {rows.rindex('-')}, \[4.0\]"):
             _Check._run(check, attempt, 1)
     assert "".join(tried) == (rows if precise else rows[: rows.find("+") + 1] or rows)
+
+
+@pytest.mark.parametrize(
+    ("found", "own", "limit"),
+    [
+        (1e-5, None, 1e-5), (3e-5, 1e-6, 5e-5), (3e-5, 1e-7, 1e-5), (3e-4, 1e-5, 4e-4), (3e-3, 1e-4, 4e-4),
+        (3e-3, 2e-3, 4e-3),
+    ],
+)  # fmt: skip
+def test_a_small_distance_is_no_rounding_unless_the_model_makes_it(
+    found: float, own: float | None, limit: float
+) -> None:
+    """``own``: the change by rounding; None: it need not be known."""
+
+    def again() -> list[float]:
+        assert own is not None
+        return [own]
+
+    attempt = Attempt([found], [4e-4], True, again, errors.Refused, [1e-5])
+    assert attempt.agrees(torch.device("cpu")) == (found <= limit)
+    assert own is None or attempt.limits == [pytest.approx(limit)]
