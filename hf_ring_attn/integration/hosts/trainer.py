@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from ... import errors
 from ...comm.ring import Ring, world_size
@@ -170,7 +170,9 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
                 return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
 
     kind, own = type(trainer), vars(trainer).get("compute_loss")
-    key = (weakref.ref(trainer), kind.compute_loss, own, trainer.compute_loss_func)
+    functions = (kind.compute_loss, own, trainer.compute_loss_func)
+    # By identity: a dataclass has no hash. The model's record must not keep alive what may hold the model.
+    key = tuple(None if one is None else WeakIdRef(one) for one in (trainer, *functions))
     overridden = own is not None or not kind.compute_loss.__module__.startswith(("transformers.", "trl."))
     return TrialStep(loss, trains, f"{kind.__name__}.compute_loss" if overridden else "", key)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import gc
+import weakref
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +19,7 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.selfcheck import check
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.runs import Mesh, Row, Rows, Run
-from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, refusal_of, trainer_of
+from tests.helpers.jobs.trainer_jobs import a_folder, capped_loss, launched, numbers, refusal_of, trainer_of
 from tests.helpers.models.remote_models import remote
 from tests.helpers.models.tiny_models import tiny
 
@@ -87,6 +90,37 @@ def test_a_term_that_a_gathered_loss_would_leave_out_is_refused(ranks: Ranks) ->
         assert error.startswith("LossNotSharded: the loss of RemoteModel (the self-check found 5.4"), error
         assert "Give it to transformers.Trainer as compute_loss_func, a function of whole rows' logits" in error
         assert steps == 0
+
+
+@dataclass
+class Weighed:
+    """A loss without a hash that holds its model, as objects of configs do."""
+
+    model: Any = None
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return capped_loss(outputs, labels, num_items_in_batch)
+
+
+def trained_by(own: bool) -> tuple[int, bool]:
+    """The steps made by a loss that holds its model, or its trainer, and if both are freed afterwards."""
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        trainer = trainer_of(STEPS if own else replace(STEPS, ring=GATHERED), Mesh(cp=2), folder)
+        if own:
+            vars(trainer)["compute_loss"] = partial(Trainer.compute_loss, trainer)
+        else:
+            trainer.compute_loss_func = Weighed(trainer.model)
+        trainer.train()
+        steps, model = trainer.state.global_step, weakref.ref(trainer.model)
+        del trainer
+    gc.collect()
+    return steps, model() is None
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loss_is_known_by_identity_and_not_kept(ranks: Ranks, own: bool) -> None:
+    """A dataclass ended in a TypeError, since it has no hash; and the model that any loss held was never freed."""
+    assert ranks(2).run(trained_by, own) == [(3, True)] * 2
 
 
 # ---- losses without labels -------------------------------------------------------------------------------------------
