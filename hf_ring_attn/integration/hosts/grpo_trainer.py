@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from ... import errors
 from ..batch.shard import Sharded, shard_for
-from ..context import batch_context, model_record, ring_random
+from ..context import batch_context, ring_random
 from ..context.mesh import ring_of_process
 from ..context.whole_batch import IGNORED
 from ..log import say, warn
@@ -82,16 +81,13 @@ _UNTRIED = "its rows were never tested in a ring; generate text with transformer
 
 @contextmanager
 def _sharded_rows(host: Any, model: nn.Module, rows: dict[str, Tensor], sharded: Sharded) -> Iterator[None]:
-    models = [x for x in (model, host.model, host.ref_model) if x is not None]
-    with sharded, whole_row_calls(models, sharded, rows):
+    with sharded, whole_row_calls((model, host.model, host.ref_model), sharded, rows):
         yield
 
 
 def _shard(host: Any, model: nn.Module, rows: dict[str, Tensor]) -> Sharded:
-    options = model_record.options_of(host.model)
+    options = trainer.options_of_batches(host.model)
     trainer.refuse_past_fused_head(host, options.loss)
-    if options.layout == "auto":
-        options = replace(options, layout="balanced")
     step = log_probs_of_rows(type(host).__name__)
     return shard_for(rows, trainer.group_of(host), options, model, step=step)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ... import errors
 from ..batch.shard import Sharded, shard_for
-from ..context import batch_context, model_record
+from ..context import batch_context
 from ..context.whole_batch import IGNORED
 from ..log import warn
 from ..model import admission
@@ -40,10 +39,8 @@ def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> list[Rows]:
         raise errors.UnsupportedOption(f"{name} with images", "its rows were never tested in a ring; train on text")
     if getattr(host, "padding_free", False):  # TRL 1.16 warns, and pads
         raise errors.UnsupportedOption(f"{name} with padding_free=True", "TRL 1.16 had none to test; set it to False")
-    options = model_record.options_of(model)
+    options = trainer.options_of_batches(model)
     trainer.refuse_past_fused_head(host, options.loss)
-    if options.layout == "auto":
-        options = replace(options, layout="balanced")
     beside = [host.ref_model] if host.ref_model is not None and model is not host.ref_model else []
     step = log_probs_of_rows(name)
     given = [{x: value for x, value in whole.items() if not x.startswith(KL)}]
@@ -60,8 +57,7 @@ def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> list[Rows]:
 
 @contextmanager
 def _step(host: Any, model: nn.Module, rows: list[Rows], whole: dict[str, Any]) -> Iterator[Sharded]:
-    models = [x for x in (model, host.model, host.ref_model) if x is not None]
-    first, *others = rows
+    models, (first, *others) = (model, host.model, host.ref_model), rows
     with first.sharded, trainer.prepared(host, whole), whole_row_calls(models, *first, others):
         yield first.sharded
 

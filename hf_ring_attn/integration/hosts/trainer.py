@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdRef
 
 from ... import errors
 from ...comm.ring import Ring, world_size
+from ...config import RingConfig
 from ..batch.shard import Sharded, shard_for
 from ..context import batch_context, introspect, model_record
 from ..context.local_batch import LocalBatch
@@ -108,6 +109,12 @@ def _counts(trainer: Any) -> bool:
     return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
 
 
+def options_of_batches(model: nn.Module) -> RingConfig:
+    """The options of a trainer's batches. Layout "auto" is "balanced" there, since trainers index no tokens."""
+    options = model_record.options_of(model)
+    return replace(options, layout="balanced") if options.layout == "auto" else options
+
+
 # ---- a batch ---------------------------------------------------------------------------------------------------------
 
 
@@ -131,10 +138,8 @@ def shard_inputs(
         has_loss: the step computes a loss.
     """
     refuse_trainer(trainer)  # again: with model_init the ring was not known at the start
-    options = model_record.options_of(model)
+    options = options_of_batches(model)
     _refuse_loss(trainer, options)
-    if options.layout == "auto":
-        options = replace(options, layout="balanced")
     head = _gives_whole_rows(trainer)
     step = _trial_step(trainer, trains, count) if has_loss else None
     gathers_logits = options.loss == "gathered" and not head

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
 @contextmanager
 def whole_row_calls(
-    models: Iterable[nn.Module], sharded: Sharded, whole: Mapping[str, Any], others: Sequence[Rows] = ()
+    models: Iterable[nn.Module | None], sharded: Sharded, whole: Mapping[str, Any], others: Sequence[Rows] = ()
 ) -> Iterator[None]:
     """Lets ``models`` be called with the batch ``whole``, of which ``sharded`` is this rank's share.
 
@@ -80,7 +80,7 @@ def whole_row_calls(
         return found
 
     handles = []
-    for model in {id(model): model for model in models}.values():
+    for model in {id(model): model for model in models if model is not None}.values():
         handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
     try:
