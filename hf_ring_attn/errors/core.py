@@ -172,6 +172,15 @@ class RopeOutsideRing(Refused):
         )
 
 
+class TokensKept(Refused):
+    def __init__(self, model: str, states: str, size: int, error: float, tolerance: float) -> None:
+        super().__init__(
+            f"{model} keeps what it saw of tokens ({states}): a second forward of the self-check differs between one "
+            f"process and a ring of {size} by {error:.1e} (rounding: {tolerance:.1e}), since each rank would keep its "
+            "own tokens'. Reduce it over the ring where it is written (torch.distributed.all_reduce), or stop that."
+        )
+
+
 class HostMemoryFull(RingAttentionError, MemoryError):
     """``wanted``, ``free``: bytes. ``said``: why there is no memory though it is free, in the words of who refused."""
 

@@ -42,7 +42,7 @@ ARGUMENTS: dict[str, Any] = {
     "wanted": 2**32, "free": 2**30, "total": 2**37, "optimizer": "AdamW", "completions": 4, "generations": 8,
     "value": 0, "folder": "run", "names": ["ring.yaml", "train.py"],
     "counted": "per_device_train_batch_size 4 x 1 rings x steps_per_generation 1",
-    "own": False,
+    "own": False, "states": "model.layers.0.mlp.largest",
 }  # fmt: skip
 """What a class is given, by the names of its parameters."""
 

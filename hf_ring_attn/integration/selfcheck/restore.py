@@ -43,7 +43,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
         torch.set_autocast_cache_enabled(False)
         if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_restored(model))
+        stack.enter_context(restored(model))
         stack.enter_context(preserved_states(model.modules()))
         for module in model.modules():
             module.__dict__["training"] = False
@@ -51,7 +51,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restores on exit what a forward changes in modules."""
     modules = list(model.modules())
     attributes = [dict(module.__dict__) for module in modules]
     buffers = [dict(module._buffers) for module in modules]

@@ -128,6 +128,13 @@ class Sample:
         """The batch's keys that the model's forward does not name, and that belong to no loss."""
         return {*self.tokens, *self.others}.difference(LOSS_INPUTS, introspect.parameters_of(model))
 
+    def device(self, model: nn.Module) -> torch.device:
+        """The device of the batch, unless DDP would move it."""
+        ids = getattr(model, "device_ids", None)
+        if type(model).__name__ == "DistributedDataParallel" and ids:
+            return torch.device(str(model.device_type), ids[0])
+        return next(iter(self.tokens.values())).device
+
     def row(self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1) -> dict[str, Any]:
         """Makes one or more rows for ``model`` with the inputs of the user's batch, the same on every rank."""
         generator = torch.Generator().manual_seed(seed)

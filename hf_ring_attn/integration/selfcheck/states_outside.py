@@ -22,12 +22,12 @@ KINDS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pr
 def preserved_states(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restores on exit what the hooks and the forwards of ``modules`` changed inside, in other objects than these."""
     known = list(modules)
-    hooks = [hook for hook in _hooks_of(known) if not is_ours(hook)]
+    hooks = [hook for hook in hooks_of(known) if not is_ours(hook)]
     with preserved_objects([*hooks, *_held_by(known)], known):
         yield
 
 
-def _hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
+def hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """The hooks of modules and of their weights, the forwards set on them, and the hooks set for all modules."""
     for module in modules:
         for kind in KINDS:

@@ -291,12 +291,15 @@ def test_a_model_that_returns_nothing_to_compare_is_refused(ranks: Ranks) -> Non
 def test_a_right_model_passes_in_four_forwards_and_trains_with_the_same_bits(
     ranks: Ranks, kind: str, size: int
 ) -> None:
-    """Loss, gradients, buffers, random numbers, flags and counters of two steps, with the check and without it."""
+    """Loss, gradients, buffers, random numbers, flags and counters of two steps, with the check and without it.
+
+    For the hook that counts calls, whole rows run twice, since it might change the second run: six forwards.
+    """
     checked, unchecked = ranks(size).run(jobs.trained, kind, True), ranks(size).run(jobs.trained, kind, False)
     for one, other in zip(checked, unchecked, strict=True):
         assert one.verdicts == ["passed", "passed"]
         assert other.verdicts == ["off", "off"]
-        assert (one.calls, other.calls) == ([5, 1], [1, 1])
+        assert (one.calls, other.calls) == ([7, 1], [1, 1])
         assert len(one.bits) == len(other.bits)
         assert all(torch.equal(a, b) for a, b in zip(one.bits, other.bits, strict=True))
         assert one.attributes == other.attributes
