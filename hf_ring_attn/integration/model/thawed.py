@@ -2,7 +2,8 @@
 
 DDP averages the weights that trained when it wrapped their model: none that began to train later. And unless it looks
 for unused ones, it awaits a gradient of each: of one that was frozen since, too, and meanwhile leaves others as they
-are. It says so in the next forward, which the last step has not. Without a ring replicas drift apart in the same way.
+are. It says so in the next forward, which the last step has not. In its no_sync it averages none, for a program that
+does so later. Without a ring replicas drift apart in the same way.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ... import errors
+from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
 from ..context.introspect import name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 
 _SEEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 """The identities of the weights that trained in any batch of each DDP wrapper, which keeps them alive."""
+
+_LOCAL: weakref.WeakKeyDictionary[Any, Ring] = weakref.WeakKeyDictionary()
+"""The ring of each DDP wrapper whose last forward was in its ``no_sync``, until its weights' optimizer steps."""
 
 _hook: list[RemovableHandle] = []
 """The handle of the hook before each optimizer's step, once a model under DDP trained in a ring."""
@@ -38,6 +43,10 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
     wrapper: Any = next((one for one in unwrapped(model) if type(one).__name__ == "DistributedDataParallel"), None)
     if wrapper is None or context.ring.size == 1 or not model.training or not torch.is_grad_enabled():
         return
+    if wrapper.require_backward_grad_sync:
+        _LOCAL.pop(wrapper, None)
+    else:
+        _LOCAL[wrapper] = context.ring
     visit = context.state(Visits).get(latest_record(model))
     if visit is None:
         return
@@ -63,11 +72,19 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
 
 
 def _refuse_unaveraged(optimizer: torch.optim.Optimizer, *_given: Any) -> None:
-    """Refuses a step while DDP has not averaged the gradients of its weights.
+    """Refuses a step while DDP has not averaged the gradients of its weights, unless the program has.
 
     Raises:
         UnsupportedModel: with the name of the first weight that DDP awaits, if it is known.
+        RanksDiffer: DDP was told not to average, and gradients differ.
     """
+    for wrapper, ring in list(_LOCAL.items()):
+        names = {id(x): name.removeprefix("module.") for name, x in wrapper.named_parameters()}
+        mine = [x for group in optimizer.param_groups for x in group["params"] if id(x) in names]
+        if mine:
+            del _LOCAL[wrapper]
+            norms = {f"gradient of {names[id(x)]} (its norm)": None if x.grad is None else x.grad.norm() for x in mine}
+            ring.agree(norms, ring.small_device(mine[0].device), _NO_SYNC)
     for wrapper, seen in list(_SEEN.items()):
         try:
             wrapper.reducer._check_reducer_finalized()
@@ -92,8 +109,16 @@ def _refuse_unaveraged(optimizer: torch.optim.Optimizer, *_given: Any) -> None:
             ) from None
 
 
+_NO_SYNC = (
+    "The last backward before the optimizer's step was in DDP's no_sync, which does not average gradients; Trainer "
+    "does so if gradient_accumulation_steps changes while it trains. Leave no_sync for that backward, or average by "
+    "hand."
+)
+
+
 def forget() -> None:
     """Removes the hook before optimizers' steps."""
     while _hook:
         _hook.pop().remove()
     _SEEN.clear()
+    _LOCAL.clear()

@@ -187,3 +187,61 @@ def outcome_of_steps_inside() -> str:
 
 def test_optimizers_that_step_inside_the_backward_are_refused(ranks: Ranks) -> None:
     assert ranks(2).run(outcome_of_steps_inside) == ["UnsupportedModel"] * 2
+
+
+# ---- gradients that DDP was told not to average ----------------------------------------------------------------------
+
+
+def outcomes_without_sync(averages: bool) -> tuple[list[str], float]:
+    """Of two steps whose last backward is in no_sync, what each raises; the sum of a weight.
+
+    Args:
+        averages: the program averages by itself.
+    """
+    model = tiny("llama", "ring_fp32").train()
+    wrapped, found = DistributedDataParallel(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        with wrapped.no_sync(), (sharded := hf_ring_attn.shard(tokens(23))):
+            wrapped(**sharded.inputs).loss.backward()
+        for weight in model.parameters() if averages else ():
+            torch.distributed.all_reduce(weight.grad)
+            weight.grad /= 2
+        optimizer.step()
+
+    for _ in range(2):
+        raised = attempt(step)
+        found.append("" if raised is None else raised[0])
+        optimizer.zero_grad()
+    return found, float(model.lm_head.weight.detach().double().sum())
+
+
+def test_a_step_after_no_sync_needs_gradients_that_were_averaged_by_hand(ranks: Ranks) -> None:
+    """The last step of a run was silently that of each rank's tokens."""
+    before = float(tiny("llama").lm_head.weight.detach().double().sum())
+    for said, weight in ranks(2).run(outcomes_without_sync, False):
+        assert said == ["RanksDiffer"] * 2 and weight == before
+    (said, weight), other = ranks(2).run(outcomes_without_sync, True)
+    assert said == ["", ""] and other == (said, weight) and weight != before
+
+
+class AccumulatesLater(TrainerCallback):
+    """Trainer counts batches of two steps together from here on, and steps within its no_sync."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        args.gradient_accumulation_steps = 2
+
+
+def test_a_trainer_whose_accumulation_changes_is_told_why(ranks: Ranks) -> None:
+    for error, steps in ranks(2).run(raised_by_trainer_that_accumulates):
+        assert error.startswith("RanksDiffer: the ranks of one ring must hold the same gradient of "), error
+        assert "Trainer does so if gradient_accumulation_steps changes while it trains" in error
+        assert steps == 1
+
+
+def raised_by_trainer_that_accumulates() -> tuple[str, int]:
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        run = Run(why="", steps=3, arguments={"eval_strategy": "no"})
+        trainer = trainer_of(run, Mesh(cp=2), folder, tiny("llama", "ring_fp32"), callbacks=[AccumulatesLater()])
+        return refusal_of(trainer)
