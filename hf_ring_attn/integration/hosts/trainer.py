@@ -177,9 +177,11 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
     kind, own = type(trainer), vars(trainer).get("compute_loss")
     functions = (kind.compute_loss, own, trainer.compute_loss_func)
     # By identity: a dataclass has no hash. The model's record must not keep alive what may hold the model.
-    key = tuple(None if one is None else WeakIdRef(one) for one in (trainer, *functions))
-    overridden = own is not None or not kind.compute_loss.__module__.startswith(("transformers.", "trl."))
-    return TrialStep(loss, trains, f"{kind.__name__}.compute_loss" if overridden else "", key)
+    key: tuple[Any, ...] = tuple(None if one is None else WeakIdRef(one) for one in (trainer, *functions))
+    if own is None and kind.compute_loss.__module__.startswith(("transformers.", "trl.")):
+        return TrialStep(loss, trains, "", key)
+    # A term may begin at a later step, so a program's own loss is tried again at the steps 1, 2, 4, 8, ...
+    return TrialStep(loss, trains, f"{kind.__name__}.compute_loss", (*key, trainer.state.global_step.bit_length()))
 
 
 @contextmanager
