@@ -1,7 +1,7 @@
 """The ranks' agreement on the model that is about to run: one small message for each model and batch.
 
 Structure, dtypes, mode and options decide which messages are sent, so they must be the same on all ranks. Replicas may
-drift apart, so each batch compares a sample of one weight.
+drift apart, so each batch compares a sample of one weight, and of the buffers that the program writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import inside
 from ..context.mesh import mixed_precision
 from ..context.model_record import ModelRecord, Visits, configured, forget_model, latest_record
-from . import admission
+from . import admission, saved_buffers
+from .saved_buffers import written_buffers
 
 SAMPLE = 2**14
 """The most values of a weight that a batch compares."""
@@ -95,9 +96,11 @@ def _agree(
     if not agreed.details:
         _examine(inside(model), record, agreed)
     facts = _facts(model, weights, record, context)
+    compared = model.training and context.config.self_check
+    buffers = written_buffers(inside(model), record) if compared else {"no buffer": None}
     device = weights[0].device
     agree = ring.start_agreement(
-        {**facts, "structure": agreed.structure, **_sample(model, weights, agreed, context)},
+        {**facts, "structure": agreed.structure, **buffers, **_sample(model, weights, agreed, context)},
         ring.small_device(device), _DRIFT, refusal, [ring.name not in agreed.rings], _DOING,
     )  # fmt: skip
     if refusal is None:
@@ -106,6 +109,7 @@ def _agree(
         (renewed,) = agree()
     except errors.RanksDiffer:  # on all ranks: find a better name than the fingerprint's
         ring.agree({**facts, **agreed.details}, ring.small_device(device), ALIKE, doing=_DOING)
+        ring.agree(buffers, ring.small_device(device), saved_buffers.TODO, doing=_DOING)
         raise
     return any(renewed) and ring.name in agreed.rings
 

@@ -66,7 +66,7 @@ class Kept(nn.Module):
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
         self.mlp = mlp
-        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("largest", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.mlp(x)
