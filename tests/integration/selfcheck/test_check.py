@@ -293,13 +293,14 @@ def test_a_right_model_passes_in_four_forwards_and_trains_with_the_same_bits(
 ) -> None:
     """Loss, gradients, buffers, random numbers, flags and counters of two steps, with the check and without it.
 
-    For the hook that counts calls, whole rows run twice, since it might change the second run: six forwards.
+    For the hook that counts calls, whole rows run twice, since it might change the second run: six forwards. Under
+    FSDP2, where no rank may run one by itself, second runs are compared in any case: twelve.
     """
     checked, unchecked = ranks(size).run(jobs.trained, kind, True), ranks(size).run(jobs.trained, kind, False)
     for one, other in zip(checked, unchecked, strict=True):
         assert one.verdicts == ["passed", "passed"]
         assert other.verdicts == ["off", "off"]
-        assert (one.calls, other.calls) == ([7, 1], [1, 1])
+        assert (one.calls, other.calls) == ([13 if "FSDP2" in kind else 7, 1], [1, 1])
         assert len(one.bits) == len(other.bits)
         assert all(torch.equal(a, b) for a, b in zip(one.bits, other.bits, strict=True))
         assert one.attributes == other.attributes
