@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -72,6 +73,8 @@ class _Found:
             return x
         if isinstance(x, Tensor):
             self._tensor(x)
+            if is_of_program(type(x).__module__):  # a weight that hands what it holds to an object of its module
+                return self._attributes(x, vars(x).__setitem__, vars(x).__delitem__)
         elif isinstance(x, torch.Generator):
             self.undos.append(_undo_draws(x))
         elif isinstance(x, type):
@@ -169,7 +172,10 @@ def _names(code: CodeType) -> Iterator[str]:
 
 @cache
 def is_of_program(name: str | None) -> bool:
-    """Returns True for a module of the program: none of this package, of Python's own, or of installed packages."""
+    """Returns True for a module of the program: none of this package, of Python's own, or of installed packages.
+
+    Packages may be installed anywhere (``pip install --target``): beside them pip puts their metadata.
+    """
     root = (name or "").partition(".")[0]
     if root == "__main__":
         return True
@@ -180,4 +186,5 @@ def is_of_program(name: str | None) -> bool:
         return False
     paths = sysconfig.get_paths()
     installed = paths["stdlib"], paths["purelib"], paths["platlib"], site.getusersitepackages(), *site.getsitepackages()
-    return not str(place).startswith(installed)
+    package = Path(place).parent if Path(place).name == "__init__.py" else Path(place)
+    return not (str(place).startswith(installed) or any(package.parent.glob("*.dist-info")))

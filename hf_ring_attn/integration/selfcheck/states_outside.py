@@ -42,10 +42,12 @@ def hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def _held_by(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """A program's classes among those of modules, and the objects in modules' attributes that `restore` leaves out."""
+    """A program's classes among those of modules, its weights of classes of its own, and the objects in modules'
+    attributes that `restore` leaves out."""
     kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
     yield from (kind for kind in kinds if is_of_program(kind.__module__))
     for module in modules:
+        yield from (x for x in module._parameters.values() if x is not None and is_of_program(type(x).__module__))
         for name, x in module.__dict__.items():
             if name in TORCHS_OWN or isinstance(x, PLAIN):
                 continue

@@ -180,6 +180,44 @@ def states_of_forwards() -> list[int]:
     return [TOTAL, Counts.shared, counts.inner[0].calls, counts.late.calls]
 
 
+class Codes(nn.Parameter):
+    """A frozen weight with codes, as those of 8-bit layers have."""
+
+    codes: Tensor | None
+
+
+class Holder:
+    """What a layer computes with."""
+
+    codes: Tensor | None = None
+
+
+class Coded(nn.Module):
+    """Takes the codes of its weight at its first call, and leaves it none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.holder = Codes(torch.zeros(1), requires_grad=False), Holder()
+        self.weight.codes = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.codes is not None:
+            self.holder.codes, self.weight.codes = self.weight.codes, None
+        assert self.holder.codes is not None, "neither has codes"
+        return x * self.holder.codes
+
+
+def states_that_move() -> list[bool]:
+    """If the weight has codes after one forward, and if the layer has."""
+    model, coded = remote().train(), Coded()
+    model.layers[1].mix = coded
+    sharded = hf_ring_attn.shard(tokens(23))
+    with sharded:
+        model(**sharded.inputs)
+    assert sharded.context.state(SelfCheckState).verdict == "passed"
+    return [coded.weight.codes is not None, coded.holder.codes is not None]
+
+
 def collected() -> list[int]:
     """The numbers of activations that hooks collected in one forward: by a closure, a global name and objects."""
     model: Any = tiny("llama", "ring_fp32").train()

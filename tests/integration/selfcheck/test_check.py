@@ -215,6 +215,11 @@ def test_states_of_forwards_are_those_of_the_batch_alone(ranks: Ranks) -> None:
     assert ranks(2).run(written_jobs.states_of_forwards) == [[1, 1, 1, 1]] * 2
 
 
+def test_a_state_that_moves_from_a_weight_to_its_layer_is_whole(ranks: Ranks) -> None:
+    """The layer's was restored, and the weight's was not: bitsandbytes' 8-bit layers had neither."""
+    assert ranks(2).run(written_jobs.states_that_move) == [[False, True]] * 2
+
+
 def test_one_rank_that_fails_stops_all(ranks: Ranks) -> None:
     (here, text, _), (there, cause, _) = ranks(2).run(jobs.refused, "raises on one rank")
     assert (here, there) == ("RefusedElsewhere", "SelfCheckRowFailed")
