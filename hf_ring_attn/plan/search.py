@@ -179,7 +179,7 @@ def _changed(model: ModelShape, setup: Setup, chosen: Changes) -> tuple[Setup, t
     names = [name for name, _ in chosen]
     if CHUNKS in names:
         changed = replace(changed, mlp_tokens=_chunk(changed))
-        if changed.chunk == setup.chunk:
+        if changed.chunk in (0, setup.chunk):
             return None
         names[names.index(CHUNKS)] = f"{CHUNKS} {changed.chunk}"
     if OFFLOAD in names:

@@ -107,9 +107,12 @@ def test_one_chunk_is_none() -> None:
         assert (longer > seconds_of(llama_8b(), setup(**kept)).total) == many
 
 
-@pytest.mark.parametrize(("tokens", "offered"), [(131072, "16384"), (32768, "8192"), (32770, "16384"), (2048, "")])
-def test_a_search_offers_several_chunks(tokens: int, offered: str) -> None:
-    own = setup(tokens=tokens, checkpointing=False, liger=True)
+@pytest.mark.parametrize(
+    ("tokens", "given", "offered"),
+    [(131072, 0, "16384"), (32768, 0, "8192"), (32770, 0, "16384"), (2048, 0, ""), (2048, 512, "")],
+)
+def test_a_search_offers_several_chunks(tokens: int, given: int, offered: str) -> None:
+    own = setup(tokens=tokens, checkpointing=False, liger=True, mlp_tokens=given)
     found = [x for _, changes in filter(None, (search._changed(llama_8b(), own, c) for c in search._combinations(own)))
              for x in changes if x.startswith("--mlp-tokens")]  # fmt: skip
     assert set(found) == ({f"--mlp-tokens {offered}"} if offered else set())

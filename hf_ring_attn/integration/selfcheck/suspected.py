@@ -44,9 +44,8 @@ def check_suspected(model: nn.Module, context: BatchContext, record: ModelRecord
     try:
         with _ran_in_ring(introspect.inside(model), left) as ran:
             check.check(model, context, record)
-    except (
-        errors.Refused
-    ) as error:  # a suspicion names its cause better, unless all tokens agree, and the loss does not
+    except errors.Refused as error:
+        # A suspicion names the cause better, unless all tokens agree, and the loss does not.
         if isinstance(error, _OF_RANKS) or context.state(SelfCheckState).verdict:
             raise
         raise errors.UnsupportedModel(name, left.reasons()) from error
