@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -250,5 +251,6 @@ def build(kind: str | type[PreTrainedModel], attention: str = "ring_fp32", **con
     """A model by its class, or its class's name in transformers, with a config of its class."""
     torch.manual_seed(0)
     model_class: Any = getattr(transformers, kind) if isinstance(kind, str) else kind
-    model: PreTrainedModel = model_class._from_config(model_class.config_class(**config), attn_implementation=attention)
+    own = copy.deepcopy(config)  # a config writes into its dicts, and the next test has the same
+    model: PreTrainedModel = model_class._from_config(model_class.config_class(**own), attn_implementation=attention)
     return model
