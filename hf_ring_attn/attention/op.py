@@ -1,4 +1,4 @@
-"""Ring attention: gathered forward, ring backward, as torch.library ops.
+"""Ring attention: gathered forward, ring backward, as torch.library ops, and as an autograd function of the same.
 
 Forward (the all-gather of Llama 3, Dubey et al. 2024, section 3.3.2): keys and values are gathered a few heads at a
 time and every query sees all its keys in one softmax, so partial softmaxes are never merged. Backward (zigzag ring):
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.first_order import first_order_only, refuse_transforms
+from ..comm.first_order import first_order_only, inside_transforms, refuse_transforms
 from ..kernels import KERNELS, Kernel, Params, accumulate_dtype
 from ..sharding.plan import Plan
 from ..traffic import GatheredKV, LayerRole, Traffic, gathered_kv_for, seen_by_heads
@@ -59,8 +59,21 @@ def attend(call: Call, shared: GatheredKV | LayerRole | None = None) -> tuple[Te
     """
     refuse_transforms("ring attention", call.q, call.k, call.v, call.params.sinks)
     store, role = (None, None) if shared is None else (shared.number, shared.role)
-    out, lse = torch.ops.hf_ring_attn.ring_flash_attn_fwd(*flatten(call), store, role)
+    is_seen = _seen_by_torch(call.q, call.k, call.v)
+    attention: Any = torch.ops.hf_ring_attn.ring_flash_attn_fwd if is_seen else _Attention.apply
+    out, lse = attention(*flatten(call), store, role)
     return out, lse
+
+
+def _seen_by_torch(*tensors: Tensor) -> bool:
+    """Returns True where something must see the op: a compiler, a dispatch mode (a policy of selective checkpointing, a
+    counter of FLOPs), a transform of torch.func, a subclass of tensors, or tensors without values.
+
+    Elsewhere the op alone would take the host longer than the launches of a short row: 0.3 ms a layer.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or inside_transforms():
+        return True
+    return any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in tensors)
 
 
 FLAT = (
@@ -95,6 +108,11 @@ def unflatten(
     schema=f"({FLAT}, Tensor? store, Tensor? role) -> (Tensor, Tensor)",
 )  # fmt: skip
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _computed(*arguments)
+
+
+def _computed(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The op's results, of its arguments."""
     *flat, store, role = arguments
     call = unflatten(*flat)
 
@@ -113,6 +131,11 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     schema=f"(Tensor out, Tensor lse, Tensor dout, {FLAT}) -> (Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def _backward_op(out: Tensor, lse: Tensor, dout: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _gradients(out, lse, dout, *flat)
+
+
+def _gradients(out: Tensor, lse: Tensor, dout: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The backward op's results, of its arguments."""
     call = unflatten(*flat)
     with torch.autocast(dout.device.type, enabled=False):
         return gradients(call, Results(out, lse, dout), call.transport(), KERNELS[call.options.kernel])
@@ -147,11 +170,24 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, saved: tuple[Any, ...], dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks = saved
     note_backward(True)
-    *found, dsinks = torch.ops.hf_ring_attn.ring_flash_attn_bwd(out, lse, dout, q, k, v, sinks, *ctx.rest)
+    backward = torch.ops.hf_ring_attn.ring_flash_attn_bwd if _seen_by_torch(dout, q, k, v) else _gradients
+    *found, dsinks = backward(out, lse, dout, q, k, v, sinks, *ctx.rest)
     return (*found, None if sinks is None else dsinks, *[None] * len(ctx.rest), None, None)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Attention(torch.autograd.Function):
+    """The op, without torch.library."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        found = _computed(*arguments)
+        _setup_context(ctx, arguments, found)  # by itself, torch would bind its arguments by name at each call
+        return found
+
+    backward = staticmethod(_backward)
 
 
 def forward(call: Call, traffic: Traffic, kernel: Kernel, shared: GatheredKV | None = None) -> tuple[Tensor, Tensor]:
@@ -168,8 +204,11 @@ def forward(call: Call, traffic: Traffic, kernel: Kernel, shared: GatheredKV | N
         for part in seen:
             mine = call.query_heads(part.heads)
             with part.at:
-                _, lse[:, mine] = kernel.forward(
-                    q[:, :, mine], part.k, part.v, tables.forward, params.of_heads(mine), out[:, :, mine]
-                )
+                if mine == slice(0, heads):  # all heads at once need no slices, and lse no copy
+                    _, lse = kernel.forward(q, part.k, part.v, tables.forward, params, out)
+                else:
+                    _, lse[:, mine] = kernel.forward(
+                        q[:, :, mine], part.k, part.v, tables.forward, params.of_heads(mine), out[:, :, mine]
+                    )
             del part  # before the next one arrives
     return out, lse

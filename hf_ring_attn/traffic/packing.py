@@ -57,23 +57,29 @@ class Packing:
             found.append([x.flatten(0, 1).unbind(0) if self.chunks else (x,) for x in whole])
         return found
 
-    def write(self, mine: Tensor, k: Tensor, v: Tensor) -> None:
-        if len(set(self.heads)) == 1:  # all groups at once
-            runs = [(range(len(self.groups)), k, v)]
-        else:
-            runs = [
-                (range(number, number + 1), k[:, :, start:stop], v[:, :, start:stop])
-                for number, (start, stop) in enumerate(self.groups)
-            ]
-        for numbers, keys, values in runs:
-            region = mine[self.stops[numbers.start] : self.stops[numbers.stop]].view(self.dtype)
-            into = region.view(len(numbers), *self.shape(numbers.start))
-            split = self.heads[numbers.start] * self.width
-            for x, part in ((keys, into[..., :split]), (values, into[..., split:])):
-                by_group = x.unflatten(2, (len(numbers), -1)).movedim(2, 0)  # [groups, B, T, heads, width]
-                if self.chunks:
-                    by_group = by_group.unflatten(2, (self.chunks, -1)).movedim(2, 1)
-                part.unflatten(-1, by_group.shape[-2:]).copy_(by_group)
+    def places(self, mine: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
+        """Views of a rank's bytes for `write`: heads, and where k and v of these go, [B, chunks, T / chunks, groups,
+        heads of a group, width]. Groups of as many heads are one view."""
+        count = len(self.groups)
+        runs = [range(count)] if len(set(self.heads)) == 1 else [range(number, number + 1) for number in range(count)]
+        found = []
+        for numbers in runs:
+            first, last, heads = numbers[0], numbers[-1], self.heads[numbers[0]]
+            region = mine[self.stops[first] : self.stops[last + 1]].view(self.dtype)
+            into = region.view(len(numbers), max(1, self.chunks), self.batch, -1, self.shape(first)[-1])
+            into = into.permute(2, 1, 3, 0, 4)
+            k, v = into.split([heads * self.width, heads * self.value_width], -1)
+            places = k.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))
+            found.append((slice(self.groups[first][0], self.groups[last][1]), *places))
+        return found
+
+    @staticmethod
+    def write(places: list[tuple[slice, Tensor, Tensor]], k: Tensor, v: Tensor) -> None:
+        """Copies k and v [B, T, G, ...] to `places`."""
+        for heads, keys, values in places:
+            for x, into in ((k, keys), (v, values)):
+                part = x if len(places) == 1 else x[:, :, heads]
+                into.copy_(part.view(into.shape))
 
     def lay_down(
         self, row: Tensor, parts: list[tuple[Tensor, ...]], order: Iterable[int], held: Sequence[Sequence[int]]

@@ -61,7 +61,7 @@ class Shared:
 
     def __init__(self, ring: Ring, size: int, device: torch.device) -> None:
         self.size = size
-        self.views: dict[Packing, list[list[tuple[Tensor, ...]]]] = {}
+        self.views: dict[Packing, tuple[list[list[tuple[Tensor, ...]]], list[tuple[slice, Tensor, Tensor]]]] = {}
         self.mine = _allocated_by_all(ring, size, device)
         self.handle: Any = symmetric_memory.rendezvous(self.mine, ring.group)
         Shared.made += 1
@@ -186,8 +186,9 @@ class Pulls:
                     with at:
                         self._compute().wait_event(arrived)
                     yield KVGroup(group, *packing.apart(row, number), at)
-                    with at:
-                        read.append(self._event(self._compute()))
+                    if number + slots < len(groups):  # a later group will be pulled to its memory
+                        with at:
+                            read.append(self._event(self._compute()))
             self._end()
 
         return arriving(pull(0))
@@ -201,14 +202,15 @@ class Pulls:
         if packing not in shared.views:
             if len(shared.views) >= PACKINGS:
                 shared.views.clear()
-            shared.views[packing] = packing.views(shared.of)
+            shared.views[packing] = packing.views(shared.of), packing.places(shared.mine)
+        read, written = shared.views[packing]
         # The previous op may have run on another stream; on the same one this waits for nothing.
         self._compute().wait_stream(self.keys_stream)
-        packing.write(shared.mine, k, v)
+        packing.write(written, k, v)
         self.keys_stream.wait_stream(self._compute())
         with torch.cuda.stream(self.keys_stream):
             shared.handle.barrier(BARRIER, self.lost_after_ms)
-        return shared.views[packing]
+        return read
 
     def _end(self) -> None:
         self.held.clear()

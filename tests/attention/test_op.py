@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.comm.ring import Ring
@@ -297,3 +300,31 @@ def test_a_plan_holds_the_tiles_of_both_transfers(ranks: Ranks, size: int) -> No
     for got, want in ranks(size).run(planned):
         assert got == want
         assert len(got) == 1 + size
+
+
+class Names(TorchDispatchMode):
+    """Notes the names of all ops."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_ops_that_give_the_same_bits() -> None:
+    """Policies of selective checkpointing and counters of FLOPs need them; nothing else pays for torch.library."""
+    q, k, v = (torch.randn(1, 6, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    found: list[list[Tensor]] = []
+    names = Names()
+    for context in (nullcontext(), names):
+        with context:
+            out = ring_attention(q, k, v)
+            found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    assert all(map(torch.equal, *found))
+    ops = {name for name in names.seen if name.startswith("hf_ring_attn")}
+    assert ops == {"hf_ring_attn.ring_flash_attn_fwd.default", "hf_ring_attn.ring_flash_attn_bwd.default"}
+    out = ring_attention(q, k, v)
+    assert out.grad_fn is not None and "_Attention" in out.grad_fn.name()

@@ -197,9 +197,9 @@ def queueing(transport: Pulls) -> Iterator[list[str]]:
     compute: Any = torch.cuda.current_stream()
     write = Packing.write
 
-    def written(self: Packing, mine: Tensor, k: Tensor, v: Tensor) -> None:
+    def written(places: list[tuple[slice, Tensor, Tensor]], k: Tensor, v: Tensor) -> None:
         log.append("wrote")
-        write(self, mine, k, v)
+        write(places, k, v)
 
     def followed(stream: object) -> None:
         log.append("waited for pulls" if stream is transport.keys_stream else "waited")
@@ -207,7 +207,7 @@ def queueing(transport: Pulls) -> Iterator[list[str]]:
     with (
         mock.patch.object(compute, "wait_stream", followed),
         mock.patch.object(compute, "wait_event", side_effect=lambda _event: log.append("waited for an event")),
-        mock.patch.object(Packing, "write", written),
+        mock.patch.object(Packing, "write", staticmethod(written)),
     ):
         yield log
 

@@ -264,7 +264,7 @@ def laid_out(batch: int, heads: int, groups: list[slice], owners: Owners) -> Non
         packing = Packing.of(of_ranks[0][0], of_ranks[0][1], groups, chunks)
         memory = [torch.zeros(packing.stops[-1], dtype=torch.uint8) for _ in range(size)]
         for mine, kv in zip(memory, of_ranks, strict=True):
-            packing.write(mine, *kv)
+            packing.write(packing.places(mine), *kv)
         shared = packing.views(memory)
         for number, group in enumerate(groups):
             if chunks:
