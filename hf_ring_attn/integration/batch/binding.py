@@ -28,7 +28,7 @@ from ..context.shared_kv import SharedKV
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import TOKENS
 from ..model import agreement, call_inputs, embedded_inputs, liger, offloading, replicas, thawed
-from ..model.chunked import lazy_heads
+from ..model.ring_calls import in_ring
 from ..patching.changes import Undo
 from ..patching.compiler import uncompiled
 from ..selfcheck.suspected import check_suspected
@@ -133,7 +133,7 @@ class Binding:
 
     def watch(self, model: nn.Module, running: bool = False) -> None:
         """Watches a model's calls until the end of the batch's context."""
-        self.undos.enter_context(lazy_heads(model))
+        self.undos.enter_context(in_ring(model))
         watched = call_inputs.watch(model, self.context, self.paused, inside=running)
         for undo in [*watched, _note_failure(model, self.context), *embedded_inputs.free(model, running)]:
             self.undos.callback(undo)

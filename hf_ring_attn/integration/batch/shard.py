@@ -224,7 +224,8 @@ def shard_for(
     if step is not None:
         vars(context.state(TrialStep)).update(vars(step))
     context.learn(explicit=config is not None)
-    context.state(TrackedInputs).update(track(sharded.inputs, (*call_inputs.PLACES, *TOKENS)))
+    labels = () if gathers_logits or head else LOSS_INPUTS[:2]
+    context.state(TrackedInputs).update(track(sharded.inputs, (*call_inputs.PLACES, *TOKENS, *labels)))
     batch_context.LIVE.add(context)
     if whole.layout.owners:
         note_balanced(context, ring.size)

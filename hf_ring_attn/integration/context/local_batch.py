@@ -12,7 +12,21 @@ from ...comm.ring import Ring
 from ...config import RingConfig
 from ...sharding.layout import Layout
 from .batch_context import BatchContext, BatchFacts, TextModel
+from .tensor_tree import version_of
 from .whole_batch import OF_HEADS, MaskFacts, WholeBatch, padding_of, tokens_of, whole_rows
+
+
+class MadeInputs(dict[str, Any]):
+    """The inputs of one rank that the batch lacked, and that were made for it.
+
+    ``labels``: this rank's, which `shift_labels` and the count belong to, and their version counter.
+    """
+
+    labels: Tensor | None = None
+    version = 0
+
+
+MADE = ("position_ids", "attention_mask", "shift_labels", "num_items_in_batch")
 
 
 class LocalBatch(NamedTuple):
@@ -48,6 +62,10 @@ def cut_batch(
         number = items.item() if count_as_number and isinstance(items, Tensor) else items
         inputs["num_items_in_batch"] = number / ring.size
     inputs["use_cache"] = False
+    if not whole.head:
+        made, labels = context.state(MadeInputs), inputs.get("labels")
+        made.update({name: inputs[name] for name in MADE if name in inputs and batch.get(name) is None})
+        made.labels, made.version = labels, version_of(labels)
     return LocalBatch(inputs, context)
 
 

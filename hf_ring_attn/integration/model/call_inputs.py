@@ -20,6 +20,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import name_of, parameters_of
 from ..context.model_record import latest_record
+from ..context.tensor_tree import version_of
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
 from ..patching.changes import Undo
 from ..patching.compiler import uncompiled
@@ -63,11 +64,6 @@ class TrackedInput:
         return unwritten and mine.shape == other.shape and torch.equal(mine, other.to(mine.device, mine.dtype))
 
 
-def version_of(x: Any) -> int:
-    """A tensor's version counter; 0 for anything else, and for tensors of inference mode, which have none."""
-    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
-
-
 def _facts(x: Tensor) -> tuple[Any, ...]:
     return x.device, x.dtype, x.shape, x.stride(), x.data_ptr()
 
@@ -79,6 +75,10 @@ def track(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, TrackedI
 
 class TrackedInputs(dict[str, TrackedInput]):
     """The inputs of one batch that a model must get unchanged, by name."""
+
+
+class FilledIn(set[str]):
+    """The inputs that calls of a batch left out, and got (`ring_calls`)."""
 
 
 def refuse_outside(given: Sequence[Any], refusal: errors.Refused | None = None) -> None:
@@ -135,7 +135,7 @@ def _refuse_others(
         raise errors.OtherIgnoreIndex(f"{name_of(model)} was called in a ring with", ignored)
     counts = {name for name in LOSS_INPUTS[:2] if given.get(name) is not None}
     counted = LOSS_INPUTS[1:] if "labels" in counts else LOSS_INPUTS[2:] if counts and has_loss else ()
-    needed = {*PLACES, *counted}
+    needed = {*PLACES, *counted} - context.state(FilledIn)
     missing, other, copies = [], [], []
     for name, tracked in context.state(TrackedInputs).items():
         x = given.get(name)

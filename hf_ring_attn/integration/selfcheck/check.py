@@ -31,9 +31,9 @@ from ..context.model_record import ModelRecord, PooledOutputs, latest_record
 from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
 from ..log import warn
-from ..model.chunked import lazy_heads
 from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
+from ..model.ring_calls import in_ring
 from ..patching import changes
 from .attempt import Attempt
 from .compare import ComparedTokens, Recorder, relative, spread
@@ -277,7 +277,7 @@ class _Check:
         return self.states.run(partial(self._call, *mine))
 
     def _call(self, inputs: Mapping[str, Any], context: BatchContext) -> Any:
-        with batch_context.activate(context), lazy_heads(self.model):
+        with batch_context.activate(context), in_ring(self.model):
             return self.model(**self.sample.taken(self.model, inputs))
 
     def _whole(self, call: Callable[[], T], rows: int) -> T:

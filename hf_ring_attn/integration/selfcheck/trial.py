@@ -22,7 +22,7 @@ from ..context import batch_context
 from ..context.local_batch import LocalBatch
 from ..context.trial_step import TrialStep
 from ..model import neftune
-from ..model.chunked import lazy_heads
+from ..model.ring_calls import in_ring
 
 VALUES = 1 << 16
 """The most values of a weight's gradient that are compared; weights with no more are preferred."""
@@ -53,7 +53,7 @@ def run_step(
     no_hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.set_grad_enabled(bool(weights)), no_hooks, _without_reentrant_checkpoints():
         # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
-        with batch_context.activate(local.context), lazy_heads(model):
+        with batch_context.activate(local.context), in_ring(model):
             loss = loss_of(call()) if step.loss is None else step.loss(model, row, local)
             gradients = differentiate(loss, weights) if isinstance(loss, Tensor) else []
         if not isinstance(loss, Tensor):

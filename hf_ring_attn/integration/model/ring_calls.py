@@ -1,0 +1,141 @@
+"""Calls of a model in a ring, from within: what a program need not pass, and the value of the loss that it gets.
+
+`shard` makes inputs that a program for one process does not know of: places, labels that were shifted on the whole row,
+their count. A call that leaves them out gets them here.
+
+The loss that the model returns has the value of the whole batch's on every rank, and the gradient of this rank's part,
+times W. So any function of it is that of one process (a clamp, a ratio to a running mean, a log line), and so is the
+mean of its gradients over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...comm.ring import Ring
+from ..context import batch_context
+from ..context.batch_context import BatchContext
+from ..context.introspect import is_compiled, loss_model_of, parameters_of, unwrapped
+from ..context.local_batch import MadeInputs
+from ..context.whole_batch import LOSS_INPUTS, TOKENS
+from ..patching.compiler import uncompiled
+from .call_inputs import FilledIn, TrackedInput
+from .chunked import lazy_heads
+
+
+@contextmanager
+def in_ring(model: nn.Module) -> Iterator[None]:
+    """Inside, calls of ``model`` in a batch's context are as the module says, and its head makes no logits unless they
+    are read (`chunked`)."""
+    owner = loss_model_of(model)
+    with lazy_heads(model):
+        if owner is None:
+            yield
+            return
+        # A compiler would trace hooks of a part of what it compiles, and compile anew for those of each batch.
+        outer = next((part for part in unwrapped(model) if is_compiled(part)), owner)
+        undo = _around_compiled(outer) if outer.__dict__.get("_compiled_call_impl") is not None else _hooked(outer)
+        try:
+            yield
+        finally:
+            undo()
+
+
+def _hooked(model: nn.Module) -> Callable[[], None]:
+    before = model.register_forward_pre_hook(_fill_in, with_kwargs=True)
+    after = model.register_forward_hook(_after, prepend=True)  # before FSDP2's, which hooks the loss's backward
+
+    def undo() -> None:
+        before.remove()
+        after.remove()
+
+    return undo
+
+
+def _around_compiled(model: nn.Module) -> Callable[[], None]:
+    compiled = model.__dict__["_compiled_call_impl"]
+
+    def call(*args: Any, **given: Any) -> Any:
+        args, given = _fill_in(model, args, given) or (args, given)
+        return _after(model, args, compiled(*args, **given))
+
+    model.__dict__["_compiled_call_impl"] = call
+    return lambda: model.__dict__.__setitem__("_compiled_call_impl", compiled)
+
+
+_BY_HOST = "hf_ring_attn completes the inputs of a model's call, and its loss"
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+
+@uncompiled(_BY_HOST)
+def _fill_in(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Adds the inputs that `shard` made and this call leaves out."""
+    context = batch_context.current()
+    made = None if context is None or context.ring.size == 1 else context.state(MadeInputs)
+    if context is None or not made:
+        return None
+    names = parameters_of(model, made)
+    every = {**dict(zip(names, args, strict=False)), **given}
+    wanted = [name for name in made if name in names and every.get(name) is None and _fits(name, every, made, context)]
+    if not wanted:
+        return None
+    context.state(FilledIn).update(wanted)
+    return args, {**given, **{name: made[name] for name in wanted}}
+
+
+def _fits(name: str, given: Mapping[str, Any], made: MadeInputs, context: BatchContext) -> bool:
+    """Returns True if a call with these inputs is of the batch, as far as this input is concerned."""
+    if name in LOSS_INPUTS:  # of other labels the shifted ones would be others, too
+        labels = given.get("labels")
+        return labels is not None and TrackedInput(made.labels, made.version).is_(labels) is True
+    tokens = next((given[one] for one in TOKENS if given.get(one) is not None), None)
+    return isinstance(tokens, Tensor) and tokens.shape[:2] == context.local_shape
+
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
+
+
+class _OfBatch(torch.autograd.Function):
+    """A rank's loss with the mean over the ring as its value."""
+
+    @staticmethod
+    def forward(_ctx: Any, loss: Tensor, ring: Ring) -> Tensor:
+        return ring.mean(loss).clone()  # a program may change it in place, which a view refuses
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+@uncompiled(_BY_HOST)
+def _after(_model: nn.Module, _args: Any, output: Any) -> Any:
+    """Gives the loss of a model's output the value of the batch's."""
+    context = batch_context.current()
+    if context is None or context.ring.size == 1 or context.whole_head or context.gathers_logits:
+        return output
+    if not context.facts.has_labels:
+        return output
+    if isinstance(output, dict):
+        if _is_loss(output.get("loss")):
+            output["loss"] = _of_batch(output["loss"], context)
+        return output
+    if isinstance(output, tuple) and output and _is_loss(output[0]):
+        every = (_of_batch(output[0], context), *output[1:])
+        return output._make(every) if hasattr(output, "_make") else every
+    return _of_batch(output, context) if _is_loss(output) else output
+
+
+def _of_batch(loss: Tensor, context: BatchContext) -> Tensor:
+    found: Tensor = _OfBatch.apply(loss, context.ring)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _is_loss(x: Any) -> bool:
+    return isinstance(x, Tensor) and type(x).__name__ != "DTensor" and x.dim() == 0 and x.is_floating_point()
