@@ -83,7 +83,8 @@ class Sharded(RowReductions):
         self._entered.pop().__exit__(*error)
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """The loss of the whole batch: the mean of all ranks' ``out.loss``, detached, the same on every rank."""
+        """The mean of all ranks' losses, detached, the same on every rank: the whole batch's, of ``out.loss`` or of one
+        that a program computes of its share, divided by num_items_in_batch."""
         self._refuse_unused("reduce")
         return replicas.mean_loss(loss.detach(), self.ring)
 
@@ -133,14 +134,15 @@ def shard(
     >>> with sharded:
     ...     out = model(**sharded.inputs)
     >>> out.loss.backward()                       # DDP or FSDP averages gradients; else sharded.reduce_gradients(model)
-    >>> loss = sharded.reduce(out.loss)           # of the whole batch
+    >>> print(out.loss)                           # of the whole batch, on every rank
 
     Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents begin
     where position_ids restart, if there is no attention_mask. With RingConfig(layout="balanced") ranks hold other
     chunks if the zigzag is uneven (see `Sharded.positions`). A batch with images or sound keeps the zigzag, and is
     sharded at the input of the inner text model; outside of that, ranks draw the same random numbers. With labels,
     shift_labels are made from the whole row, and num_items_in_batch is the batch's or its number of labelled tokens,
-    over W: so out.loss is this rank's share times W. It is a Python number, unless a ``model`` without FSDP2 is given.
+    over W: a sum of losses over it is this rank's share times W. It is a Python number, unless a ``model`` that FSDP2
+    does not shard is given. out.loss has the whole batch's value on every rank, and the gradient of that share.
 
     Given a ``model`` that classifies rows, or labels for one of tokens (classes, masked words), the model below its
     head computes sharded rows, and the head and its loss get whole ones: inputs, labels of any shape, and outputs.

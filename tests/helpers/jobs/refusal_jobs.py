@@ -195,10 +195,11 @@ class Linear(nn.Module):
 
 
 class OwnLoss(Trainer):
-    """Leaves out the count of labels, so that each rank takes a mean of its own."""
+    """Each rank takes a mean over its own labels."""
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return super().compute_loss(model, inputs)
+        logits = model(**{name: x for name, x in inputs.items() if "labels" not in name}).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["shift_labels"].flatten())
 
 
 class OwnLossOfALaterModel(OwnLoss):
