@@ -239,11 +239,13 @@ def chunk_bytes(model: ModelShape, setup: Setup) -> float:
 
 def _saved_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     """Without checkpointing: bytes that a layer saves from its forward to its backward. Liger's MLP computes the
-    activation again."""
-    tokens = setup.chunk or setup.tokens_per_rank
-    numbers = 0 if setup.chunk else (4 - setup.liger if layer.gated else 2) * layer.mlp + 2 * layer.routed
-    mlp = tokens * numbers * setup.itemsize
-    return hidden_bytes(model, layer, setup) + setup.tokens_per_rank * qkv_numbers(model, setup) * setup.itemsize + mlp
+    activation again, and chunks of one compute all but its input again."""
+    numbers = qkv_numbers(model, setup)
+    if setup.chunk:
+        numbers -= model.hidden  # the gradient of the MLP's input is there in one layer alone
+    else:
+        numbers += (4 - setup.liger if layer.gated else 2) * layer.mlp + 2 * layer.routed
+    return hidden_bytes(model, layer, setup) + setup.tokens_per_rank * numbers * setup.itemsize
 
 
 def attention_bytes(model: ModelShape, setup: Setup) -> float:
