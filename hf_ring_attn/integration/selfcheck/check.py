@@ -247,7 +247,7 @@ class _Check:
             return errors.GradientDiffers(name, weight, self.ring.size, found[worst], limits[worst], own)
 
         limits = [LOSS * least] + [GRADIENT * least] * (len(found) - 1)
-        fine = always_passes(self.device, len(found) - 1) if least <= EXACT else limits
+        fine = always_passes(len(found) - 1) if least <= EXACT else limits
         return Attempt(found, limits, least <= EXACT, again, refusal, fine)
 
     # ---- runs ----
