@@ -243,6 +243,7 @@ STEPS = [
     ("32K", "2 x H100", "accelerate's own", H100_SHORT, "own_32K"),
     ("32K", "2 x H100", "accelerate's own, Liger, no LoRA casts", H100_SHORT, "own_fused_32K"),
     ("32K", "2 x H100", "ring, Liger, no LoRA casts", H100_SHORT, "ring_fused_32K"),
+    ("32K", "2 x H100", "ring, Liger, no LoRA casts, no checkpointing, MLPs in chunks", H100_SHORT, "ring_chunks_32K"),
     ("32K", "2 x H100", "ring, `save_attention`, Liger, no LoRA casts", H100_SHORT, "ring_saved_32K"),
     ("32K", "4 x H200", "accelerate's own", FOUR, "s32_own"),
     ("32K", "4 x H200", "ring", FOUR, "s32"),

@@ -199,9 +199,11 @@ MEASURED_SHORT_AND_FULL = [
     Filed(H100_SHORT, "ring_fast_8K", {**AT_8K, "checkpointing": False}, gpu="h100"),
     Filed(H100_SHORT, "ring_fast_8K-2", {**AT_8K, "checkpointing": False}, gpu="h100"),
     Filed(H100_SHORT, "ring_fast_8K-3", {**AT_8K, "checkpointing": False}, False, gpu="h100"),
+    Filed(H100_SHORT, "ring_fast_8K-4", {**AT_8K, "checkpointing": False}, gpu="h100"),
     Filed(H100_SHORT, "ring_32K", {"gpus": 2, "tokens": 32768}, gpu="h100"),
     Filed(H100_SHORT, "ring_fused_32K", AT_32K, gpu="h100"),
     Filed(H100_SHORT, "ring_saved_32K", {**AT_32K, **SAVED}, gpu="h100"),
+    Filed(H100_SHORT, "ring_chunks_32K", {**AT_32K, "checkpointing": False, "mlp_tokens": 8192}, gpu="h100"),
     Filed("2026-11-26-one-h200-full", "full_512K_window", {**ON_H200, "offload_above": 28.0}, False),
 ]
 """The third waits for a slower host; the last has a window, which leaves its fullest moment as it is."""

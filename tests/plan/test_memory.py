@@ -210,7 +210,7 @@ def test_options_that_make_a_row_fit_are_found() -> None:
     seconds = [one.seconds.total for one in found]
     assert seconds == sorted(seconds) and "--save-attention" in found[0].changes
     short = alternatives(llama_8b(), forecast(llama_8b(), setup(), 139.8), 139.8)
-    assert "--save-attention" in short[0].changes
+    assert "--no-checkpointing" in short[0].changes  # of 128K tokens all activations fit, with MLPs in chunks
     assert short[0].fits and short[0].seconds.total < seconds_of(llama_8b(), setup()).total
     assert alternatives(llama_8b(), forecast(llama_8b(), long, 8.0), 8.0) == []
 
