@@ -59,8 +59,11 @@ def attend(call: Call, shared: GatheredKV | LayerRole | None = None) -> tuple[Te
     """
     refuse_transforms("ring attention", call.q, call.k, call.v, call.params.sinks)
     store, role = (None, None) if shared is None else (shared.number, shared.role)
-    is_seen = _seen_by_torch(call.q, call.k, call.v)
-    attention: Any = torch.ops.hf_ring_attn.ring_flash_attn_fwd if is_seen else _Attention.apply
+    attention: Any = torch.ops.hf_ring_attn.ring_flash_attn_fwd
+    if not _seen_by_torch(call.q, call.k, call.v):
+        differentiated = call.q, call.k, call.v, call.params.sinks
+        has_graph = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated)
+        attention = _Attention.apply if has_graph else torch.no_grad()(_computed)
     out, lse = attention(*flatten(call), store, role)
     return out, lse
 

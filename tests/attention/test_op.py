@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ring_attn.attention.function import ring_attention
+from hf_ring_attn.attention.op import lacks_backward
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.layers.collectives import gather_sequence
@@ -328,3 +329,16 @@ def test_a_dispatch_mode_sees_ops_that_give_the_same_bits() -> None:
     assert ops == {"hf_ring_attn.ring_flash_attn_fwd.default", "hf_ring_attn.ring_flash_attn_bwd.default"}
     out = ring_attention(q, k, v)
     assert out.grad_fn is not None and "_Attention" in out.grad_fn.name()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_attention_without_a_graph_waits_for_no_backward(trains: bool) -> None:
+    """A rank that only evaluated would tell the others to look for a backward that is missing."""
+    q, k, v = (torch.randn(1, 6, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    ring_attention(q, k, v).sum().backward()
+    assert not lacks_backward()
+    with nullcontext() if trains else torch.no_grad():
+        ring_attention(q, k, v)
+    assert lacks_backward() == trains
+    ring_attention(q.detach(), k.detach(), v.detach())
+    assert lacks_backward() == trains
