@@ -202,7 +202,8 @@ class Pulls:
         if packing not in shared.views:
             if len(shared.views) >= PACKINGS:
                 shared.views.clear()
-            shared.views[packing] = packing.views(shared.of), packing.places(shared.mine)
+            with torch.inference_mode(False):  # else training could not write to views that an evaluation made
+                shared.views[packing] = packing.views(shared.of), packing.places(shared.mine)
         read, written = shared.views[packing]
         # The previous op may have run on another stream; on the same one this waits for nothing.
         self._compute().wait_stream(self.keys_stream)

@@ -45,6 +45,19 @@ def test_what_is_to_be_kept_is_not_written_over(keep: bool) -> None:
     assert same == [keep, True, True]
 
 
+def test_training_writes_where_an_evaluation_in_inference_mode_did() -> None:
+    """Its views of the buffer were kept, as tensors of inference mode, which nothing else may write to."""
+    k = torch.arange(24.0).view(1, 4, 3, 2)
+    with without_a_gpu() as transport:
+        list(transport.gathered(Gather(k, -k, [slice(0, 3)])))  # makes the buffers
+        short = k[:, :2]
+        with torch.inference_mode():
+            for _ in range(2):  # of two buffers
+                list(transport.gathered(Gather(short, -short, [slice(0, 3)])))
+        (part,) = transport.gathered(Gather(short, -short, [slice(0, 3)]))
+    assert torch.equal(part.k, short) and torch.equal(part.v, -short)
+
+
 def test_a_gather_is_kept_once_all_of_it_has_come() -> None:
     k = torch.arange(24.0).view(1, 4, 3, 2)
     with without_a_gpu() as transport:

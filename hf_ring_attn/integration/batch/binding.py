@@ -133,7 +133,7 @@ class Binding:
 
     def watch(self, model: nn.Module, running: bool = False) -> None:
         """Watches a model's calls until the end of the batch's context."""
-        self.undos.enter_context(in_ring(model))
+        self.undos.enter_context(in_ring(model, running))
         watched = call_inputs.watch(model, self.context, self.paused, inside=running)
         for undo in [*watched, _note_failure(model, self.context), *embedded_inputs.free(model, running)]:
             self.undos.callback(undo)

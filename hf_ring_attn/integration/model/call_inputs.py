@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import name_of, parameters_of
+from ..context.introspect import modules_of, name_of, parameters_of
 from ..context.model_record import latest_record
 from ..context.tensor_tree import version_of
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
@@ -77,8 +77,8 @@ class TrackedInputs(dict[str, TrackedInput]):
     """The inputs of one batch that a model must get unchanged, by name."""
 
 
-class FilledIn(set[str]):
-    """The inputs that calls of a batch left out, and got (`ring_calls`)."""
+class FilledIn(dict[nn.Module, set[str]]):
+    """The inputs that the latest call of each model in a batch left out, and got (`ring_calls`)."""
 
 
 def refuse_outside(given: Sequence[Any], refusal: errors.Refused | None = None) -> None:
@@ -135,7 +135,7 @@ def _refuse_others(
         raise errors.OtherIgnoreIndex(f"{name_of(model)} was called in a ring with", ignored)
     counts = {name for name in LOSS_INPUTS[:2] if given.get(name) is not None}
     counted = LOSS_INPUTS[1:] if "labels" in counts else LOSS_INPUTS[2:] if counts and has_loss else ()
-    needed = {*PLACES, *counted} - context.state(FilledIn)
+    needed = {*PLACES, *counted}
     missing, other, copies = [], [], []
     for name, tracked in context.state(TrackedInputs).items():
         x = given.get(name)
@@ -148,6 +148,10 @@ def _refuse_others(
                 other.append(name)
             elif same is None:
                 copies.append(name)
+    if missing:  # but for what every model inside that got inputs was given
+        filled, inside = context.state(FilledIn), set(modules_of(model))
+        got = [names for one, names in filled.items() if one in inside]
+        missing = [name for name in missing if not got or not all(name in names for names in got)]
     if missing or other:
         raise errors.OtherInputs(name_of(model), missing, other)
     if copies:  # their values may differ on some ranks only

@@ -29,9 +29,13 @@ from .chunked import lazy_heads
 
 
 @contextmanager
-def in_ring(model: nn.Module) -> Iterator[None]:
+def in_ring(model: nn.Module, running: bool = False) -> Iterator[None]:
     """Inside, calls of ``model`` in a batch's context are as the module says, and its head makes no logits unless they
-    are read (`chunked`)."""
+    are read (`chunked`).
+
+    Args:
+        running: the model is running already.
+    """
     owner = loss_model_of(model)
     with lazy_heads(model):
         if owner is None:
@@ -39,7 +43,9 @@ def in_ring(model: nn.Module) -> Iterator[None]:
             return
         # A compiler would trace hooks of a part of what it compiles, and compile anew for those of each batch.
         outer = next((part for part in unwrapped(model) if is_compiled(part)), owner)
-        undo = _around_compiled(outer) if outer.__dict__.get("_compiled_call_impl") is not None else _hooked(outer)
+        # The call of a model that is running has begun, so only hooks see its loss.
+        compiled = not running and outer.__dict__.get("_compiled_call_impl") is not None
+        undo = _around_compiled(outer) if compiled else _hooked(outer)
         try:
             yield
         finally:
@@ -84,9 +90,9 @@ def _fill_in(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, d
     names = parameters_of(model, made)
     every = {**dict(zip(names, args, strict=False)), **given}
     wanted = [name for name in made if name in names and every.get(name) is None and _fits(name, every, made, context)]
+    context.state(FilledIn)[model] = set(wanted)  # also if there are none: an earlier call may have got some
     if not wanted:
         return None
-    context.state(FilledIn).update(wanted)
     return args, {**given, **{name: made[name] for name in wanted}}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Trainer
 
 import hf_ring_attn
-from hf_ring_attn import RingConfig
+from hf_ring_attn import RingConfig, errors
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.jobs.runs import Mesh, Rows, Run
@@ -181,18 +181,41 @@ def test_labels_that_compute_loss_changes_are_refused(ranks: Ranks, change: str)
 # ---- loops -----------------------------------------------------------------------------------------------------------
 
 
+def called_again_with_a_copy(of: str) -> str:
+    model: Any = tiny("llama", "ring_fp32")
+    model = lora(model) if of == "LoRA" else model
+    sharded = hf_ring_attn.shard(tokens(23), model=model)
+    ids, labels = sharded.inputs["input_ids"], sharded.inputs["labels"]
+    with sharded:
+        model(input_ids=ids, labels=labels)
+        try:
+            model(input_ids=ids, labels=labels.clone())
+        except errors.OtherInputs as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("of", ["plain", "LoRA"])
+def test_an_input_that_only_an_earlier_call_got_is_missing(ranks: Ranks, of: str) -> None:
+    """The second loss was of labels that each rank shifted by itself, and a mean of its own, silently."""
+    for error in ranks(2).run(called_again_with_a_copy, of):
+        assert "without shift_labels and num_items_in_batch" in error
+
+
 def loop_of(kind: str) -> tuple[list[float], Tensor]:
     """Losses as a rank reads them, and the gradient of the last one's square."""
     model: Any = tiny("llama", "ring_fp32")
     if kind == "LoRA":
         model = lora(model, from_zero=False)
     called: Any = torch.compile(model, backend="eager") if kind == "compiled" else model
-    if kind == "compiled in place":
+    if kind.startswith("compiled in place"):
         model.compile(backend="eager")
     losses, config = [], RingConfig(loss="sharded" if "compiled" in kind else "auto")
     for seed in (1, 2):
         model.zero_grad()
-        sharded = hf_ring_attn.shard(tokens(23, seed=seed), model=called, config=config)
+        sharded = hf_ring_attn.shard(
+            tokens(23, seed=seed), model=None if "not named" in kind else called, config=config
+        )
         with sharded:
             loss = called(**sharded.inputs).loss
             losses.append(loss.item())
@@ -214,7 +237,7 @@ def loop_alone(kind: str) -> tuple[list[float], Tensor]:
     return losses, torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
 
 
-@pytest.mark.parametrize("kind", ["plain", "LoRA", "compiled", "compiled in place"])
+@pytest.mark.parametrize("kind", ["plain", "LoRA", "compiled", "compiled in place", "compiled in place, not named"])
 def test_a_loop_reads_the_loss_of_the_batch(ranks: Ranks, kind: str) -> None:
     losses, gradient = loop_alone(kind)
     for got in ranks(2).run(loop_of, kind):
