@@ -104,18 +104,8 @@ def unflatten(
     return Call(q, k, v, plan, params, RingOptions(*options))
 
 
-# The op's name holds "flash_attn" because selective checkpointing policies (TRL's) save the outputs of ops so
-# named, as `saved_results` does: then a layer's recompute neither gathers nor attends again.
-@torch.library.custom_op(
-    "hf_ring_attn::ring_flash_attn_fwd", mutates_args=(), tags=UNSAFE,
-    schema=f"({FLAT}, Tensor? store, Tensor? role) -> (Tensor, Tensor)",
-)  # fmt: skip
-def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return _computed(*arguments)
-
-
 def _computed(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The op's results, of its arguments."""
+    """The results of the forward op, of its arguments."""
     *flat, store, role = arguments
     call = unflatten(*flat)
 
@@ -129,19 +119,23 @@ def _computed(*arguments: Any) -> tuple[Tensor, Tensor]:
     return saved_or(compute, call.q)
 
 
-@torch.library.custom_op(
-    "hf_ring_attn::ring_flash_attn_bwd", mutates_args=(), tags=UNSAFE,
-    schema=f"(Tensor out, Tensor lse, Tensor dout, {FLAT}) -> (Tensor, Tensor, Tensor, Tensor)",
-)  # fmt: skip
-def _backward_op(out: Tensor, lse: Tensor, dout: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(out, lse, dout, *flat)
-
-
 def _gradients(out: Tensor, lse: Tensor, dout: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The backward op's results, of its arguments."""
+    """The results of the backward op, of its arguments."""
     call = unflatten(*flat)
     with torch.autocast(dout.device.type, enabled=False):
         return gradients(call, Results(out, lse, dout), call.transport(), KERNELS[call.options.kernel])
+
+
+# The op's name holds "flash_attn" because selective checkpointing policies (TRL's) save the outputs of ops so
+# named, as `saved_results` does: then a layer's recompute neither gathers nor attends again.
+_forward_op = torch.library.custom_op(
+    "hf_ring_attn::ring_flash_attn_fwd", _computed, mutates_args=(), tags=UNSAFE,
+    schema=f"({FLAT}, Tensor? store, Tensor? role) -> (Tensor, Tensor)",
+)  # fmt: skip
+_backward_op = torch.library.custom_op(
+    "hf_ring_attn::ring_flash_attn_bwd", _gradients, mutates_args=(), tags=UNSAFE,
+    schema=f"(Tensor out, Tensor lse, Tensor dout, {FLAT}) -> (Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
 
 
 @_forward_op.register_fake

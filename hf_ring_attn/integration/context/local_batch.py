@@ -12,21 +12,21 @@ from ...comm.ring import Ring
 from ...config import RingConfig
 from ...sharding.layout import Layout
 from .batch_context import BatchContext, BatchFacts, TextModel
-from .tensor_tree import version_of
+from .tracked_input import TrackedInput
 from .whole_batch import OF_HEADS, MaskFacts, WholeBatch, padding_of, tokens_of, whole_rows
 
 
 class MadeInputs(dict[str, Any]):
     """The inputs of one rank that the batch lacked, and that were made for it.
 
-    ``labels``: this rank's, which `shift_labels` and the count belong to, and their version counter.
+    ``labels``: this rank's, which `shift_labels` and the count belong to.
     """
 
-    labels: Tensor | None = None
-    version = 0
+    labels = TrackedInput.of(None)
 
 
 MADE = ("position_ids", "attention_mask", "shift_labels", "num_items_in_batch")
+"""Inputs that are made for a batch that lacks them, and that a program for one process does not know of."""
 
 
 class LocalBatch(NamedTuple):
@@ -63,9 +63,9 @@ def cut_batch(
         inputs["num_items_in_batch"] = number / ring.size
     inputs["use_cache"] = False
     if not whole.head:
-        made, labels = context.state(MadeInputs), inputs.get("labels")
+        made = context.state(MadeInputs)
         made.update({name: inputs[name] for name in MADE if name in inputs and batch.get(name) is None})
-        made.labels, made.version = labels, version_of(labels)
+        made.labels = TrackedInput.of(inputs.get("labels"))
     return LocalBatch(inputs, context)
 
 

@@ -18,8 +18,3 @@ def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (tuple, list)):
         for index, part in enumerate(value):
             yield from tensors_of(part, f"{name}.{index}")
-
-
-def version_of(x: Any) -> int:
-    """A tensor's version counter; 0 for anything else, and for tensors of inference mode, which have none."""
-    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0

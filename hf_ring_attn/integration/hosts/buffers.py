@@ -29,9 +29,8 @@ from ...sharding.layout import Layout
 from ..batch import shard
 from ..context import batch_context, model_record
 from ..context.mesh import find_ring
-from ..context.tensor_tree import version_of
+from ..context.tracked_input import TrackedInput, version_of
 from ..context.whole_batch import IGNORED
-from ..model.call_inputs import TrackedInput
 from ..patching.compiler import uncompiled
 
 prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()

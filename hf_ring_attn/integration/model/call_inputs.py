@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import modules_of, name_of, parameters_of
 from ..context.model_record import latest_record
-from ..context.tensor_tree import version_of
+from ..context.tracked_input import TrackedInput
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
 from ..patching.changes import Undo
 from ..patching.compiler import uncompiled
@@ -36,41 +35,9 @@ _OF_SHARE = "_hf_ring_attn_share"
 _SELECTS = "each rank would select from its own tokens. Leave it out, and select from sharded.gather(out.logits)"
 
 
-@dataclass(frozen=True, eq=False)
-class TrackedInput:
-    """An input of a sharded batch, and its version counter when the batch was made."""
-
-    value: Any
-    version: int
-
-    def is_(self, other: Any) -> bool | None:
-        """Compares identity, without reading values; None: a copy, perhaps."""
-        mine = self.value
-        if isinstance(mine, Tensor) or isinstance(other, Tensor):
-            return self.version == version_of(mine) if self.same_memory(other) else None
-        return bool(mine == other)
-
-    def same_memory(self, other: Any) -> bool:
-        """Returns True if ``other`` is this tensor or a view of all of it, such as detach() returns."""
-        mine = self.value
-        if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
-            return False
-        return mine is other or _facts(mine) == _facts(other)
-
-    def equals(self, other: Any) -> bool:
-        """Compares values. Synchronizes if they are on a GPU."""
-        mine, other = torch.as_tensor(self.value), torch.as_tensor(other)
-        unwritten = self.version == version_of(self.value)
-        return unwritten and mine.shape == other.shape and torch.equal(mine, other.to(mine.device, mine.dtype))
-
-
-def _facts(x: Tensor) -> tuple[Any, ...]:
-    return x.device, x.dtype, x.shape, x.stride(), x.data_ptr()
-
-
 def track(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, TrackedInput]:
     """Tracks the inputs that a model must get unchanged."""
-    return {name: TrackedInput(inputs[name], version_of(inputs[name])) for name in names if name in inputs}
+    return {name: TrackedInput.of(inputs[name]) for name in names if name in inputs}
 
 
 class TrackedInputs(dict[str, TrackedInput]):

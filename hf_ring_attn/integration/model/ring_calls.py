@@ -24,7 +24,7 @@ from ..context.introspect import is_compiled, loss_model_of, parameters_of, unwr
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS, TOKENS
 from ..patching.compiler import uncompiled
-from .call_inputs import FilledIn, TrackedInput
+from .call_inputs import FilledIn
 from .chunked import lazy_heads
 
 
@@ -87,9 +87,10 @@ def _fill_in(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, d
     made = None if context is None or context.ring.size == 1 else context.state(MadeInputs)
     if context is None or not made:
         return None
-    names = parameters_of(model, made)
+    missing = [name for name in made if given.get(name) is None]
+    names = parameters_of(model, made) if missing else []  # slow, and most calls have all inputs, by name
     every = {**dict(zip(names, args, strict=False)), **given}
-    wanted = [name for name in made if name in names and every.get(name) is None and _fits(name, every, made, context)]
+    wanted = [n for n in missing if n in names and every.get(n) is None and _fits(n, every, made, context)]
     context.state(FilledIn)[model] = set(wanted)  # also if there are none: an earlier call may have got some
     if not wanted:
         return None
@@ -100,7 +101,7 @@ def _fits(name: str, given: Mapping[str, Any], made: MadeInputs, context: BatchC
     """Returns True if a call with these inputs is of the batch, as far as this input is concerned."""
     if name in LOSS_INPUTS:  # of other labels the shifted ones would be others, too
         labels = given.get("labels")
-        return labels is not None and TrackedInput(made.labels, made.version).is_(labels) is True
+        return labels is not None and made.labels.is_(labels) is True
     tokens = next((given[one] for one in TOKENS if given.get(one) is not None), None)
     return isinstance(tokens, Tensor) and tokens.shape[:2] == context.local_shape
 

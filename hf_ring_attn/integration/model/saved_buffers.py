@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..context.model_record import ModelRecord
-from ..context.tensor_tree import version_of
+from ..context.tracked_input import version_of
 
 SAMPLE = 2**14
 """The most values of all buffers that a batch compares."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..context.program_states import TORCHS_OWN, is_of_program
-from ..context.tensor_tree import tensors_of, version_of
+from ..context.tensor_tree import tensors_of
+from ..context.tracked_input import version_of
 from .restore import restored
 from .states_outside import hooks_of, preserved_states
 
