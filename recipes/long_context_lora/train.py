@@ -61,8 +61,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--window", type=int, metavar="N",
                         help="layers attend to N tokens: a long row's memory without its time (--shape)")  # fmt: skip
     parser.add_argument("--liger", action="store_true", help="Liger's norms, RoPE and gated MLPs; not its loss")
-    parser.add_argument("--liger-loss", action="store_true",
-                        help="with --liger: its loss without logits too, for sdpa; a ring has its own")  # fmt: skip
     parser.add_argument("--compile-layers", nargs="?", choices=("whole", "parts"), const="whole", default="",
                         help="torch.compile each layer; parts: its norms and its MLP, each by itself")  # fmt: skip
     parser.add_argument("--no-lora-casts", action="store_true",
@@ -120,8 +118,9 @@ def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
         f"{checkpointing}_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not on_gpu,
         "seed": 0, "optim": options.optim, "train_sampling_strategy": "sequential", "use_liger_kernel": options.liger,
-        # A ring turns Liger's losses off by itself; accelerate's own context parallelism does not.
-        "liger_kernel_config": {"fused_linear_cross_entropy": options.liger_loss, "cross_entropy": False},
+        # A ring turns Liger's losses off by itself; accelerate's own context parallelism does not, and fails: Liger's
+        # reads lm_head's weight, which accelerate's FSDP2 gathers in lm_head's own forward alone (1.15).
+        "liger_kernel_config": {"fused_linear_cross_entropy": False, "cross_entropy": False},
     }  # fmt: skip
 
 
