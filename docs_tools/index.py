@@ -11,6 +11,7 @@ from typing import NamedTuple
 from . import numbers
 from .numbers import (
     AGAIN,
+    BESIDE_OWN,
     EIGHT,
     FILED,
     FOUR,
@@ -274,6 +275,9 @@ ROWS = [
          ("ring_fused_32K", lambda: f"32K: {times(H100_SHORT, 'own_fused_32K', 'ring_fused_32K'):.2f} times with the same options"),
          ("ring_saved_32K", lambda: f"with `save_attention` {times(H100_SHORT, 'own_fused_32K', 'ring_saved_32K'):.2f} times, "
                                     f"and {times(H100_SHORT, 'own_32K', 'ring_saved_32K'):.2f} times its defaults")]),
+    Row("How fast are whole steps at 256K on two H100, beside accelerate's own?", BESIDE_OWN, "`whole_steps.py`, 2 GPUs",
+        [("ring_sft_256K", lambda: f"256K: {times(BESIDE_OWN, 'own_sft_256K', 'ring_sft_256K'):.2f} times as fast, "
+                                   f"{gib(BESIDE_OWN, 'ring_sft_256K')} GiB a GPU for {gib(BESIDE_OWN, 'own_sft_256K')}")]),
     Row("How much memory does full fine-tuning take with 524,288 tokens a GPU?", H200_FULL, "`whole_steps.py`, 1 GPU",
         [a_step(H200_FULL, "full_512K_window", "32 layers with a window of 4096:")]),
     Row("Do a million tokens fit two GPUs of 80 GB, and why are first steps longer?", H100_1M, "`whole_steps.py`, 2 GPUs",

@@ -217,6 +217,7 @@ LOSS, EIGHT, LONGEST = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks", "202
 H100, H100_FLASH4, H100_1M = "2026-11-25-two-h100", "2026-11-25-two-h100-flash4", "2026-11-25-two-h100-1m"
 H100_32B, H100_256K = "2026-11-26-two-h100-32b", "2026-11-26-two-h100-256k"
 H100_SHORT, H200_FULL = "2026-11-26-two-h100-short", "2026-11-26-one-h200-full"
+BESIDE_OWN = "2026-11-26-two-h100-beside-own"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "accelerate's own", AGAIN, "own_8K"),
@@ -259,6 +260,14 @@ STEPS = [
     ("128K", "4 x H200", "ring", FOUR, "s128"),
     ("128K", "4 x H200", "ring, `save_attention`", FOUR, "s128_saved"),
     ("256K", "2 x H200", "ring", LOSS, "chunked_256K"),
+    ("256K", "2 x H100", "accelerate's own, SFTTrainer, Liger, no LoRA casts", BESIDE_OWN, "own_sft_256K"),
+    (
+        "256K",
+        "2 x H100",
+        "ring, SFTTrainer, `save_attention`, `mlp_tokens=16384`, `offload_above=24`, Liger, no LoRA casts",
+        BESIDE_OWN,
+        "ring_sft_256K",
+    ),
     ("512K", "2 x H200", "ring, `mlp_tokens=16384`, `save_attention`, `offload_above=8`", WHOLE, "ring_512K"),
     ("512K", "2 x H100", "ring, `mlp_tokens=16384`, `offload_above=0`, Liger, no LoRA casts", H100_FLASH4, "lora_512K"),
     ("512K", "1 x H200", "one process, `mlp_tokens=16384`, `offload_above=60`", WHOLE, "one_512K"),
@@ -411,6 +420,10 @@ VALUES: dict[str, Callable[[], str]] = {
     "128k_two_own_gib": lambda: f"{gib(AGAIN, 'own_fast_128K')} GiB",
     "128k_two_ring": lambda: f"{seconds(AGAIN, 'ring_fast_128K')} s",
     "128k_two_ring_gib": lambda: f"{gib(AGAIN, 'ring_fast_128K')} GiB",
+    "256k_own": lambda: f"{seconds(BESIDE_OWN, 'own_sft_256K')} s",
+    "256k_own_gib": lambda: f"{gib(BESIDE_OWN, 'own_sft_256K')} GiB",
+    "256k_ring": lambda: f"{seconds(BESIDE_OWN, 'ring_sft_256K')} s",
+    "256k_ring_gib": lambda: f"{gib(BESIDE_OWN, 'ring_sft_256K')} GiB",
     "128k_own": lambda: f"{seconds(FOUR, 's128_own')} s",
     "128k_own_gib": lambda: f"{gib(FOUR, 's128_own')} GiB",
     "128k_saved": lambda: f"{seconds(FOUR, 's128_saved')} s",

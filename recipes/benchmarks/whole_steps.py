@@ -108,7 +108,7 @@ def parts() -> list[Run]:
         Run("lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload 16", steps=1),
     ]
     for length in STEPS:
-        # SFTTrainer: TRL's head makes no logits on either side. 256K of a ring with all checkpoints on a GPU need an H200.
+        # SFTTrainer: TRL's head makes no logits on either side. All that 256K of a ring save fit an H200 alone.
         keeps, saves = (" --no-checkpointing", "") if length == 8 else ("", " --save-attention")
         saves += " --mlp-tokens 16384 --offload 24" if length == 256 else ""
         found += [

@@ -208,10 +208,21 @@ MEASURED_SHORT_AND_FULL = [
 ]
 """The third waits for a slower host; the last has a window, which leaves its fullest moment as it is."""
 
+BESIDE_OWN = "2026-11-26-two-h100-beside-own"
+AT_256K = {**LIGER, **SAVED, "tokens": 262144, "mlp_tokens": 16384, "offload_above": 24.0}
+MEASURED_BESIDE_OWN = [
+    Filed(BESIDE_OWN, "ring_fast_8K", {**AT_8K, "checkpointing": False}, gpu="h100"),
+    Filed(BESIDE_OWN, "ring_fused_32K", AT_32K, gpu="h100"),
+    Filed(BESIDE_OWN, "ring_saved_32K", {**AT_32K, **SAVED}, gpu="h100"),
+    Filed(BESIDE_OWN, "ring_fast_128K", {**LIGER, **SAVED, "tokens": 131072}, gpu="h100"),
+    Filed(BESIDE_OWN, "ring_saved_256K", AT_256K, gpu="h100"),
+    Filed(BESIDE_OWN, "ring_sft_256K", AT_256K, gpu="h100"),
+]
+
 ALL = [
     *FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN,
     *MEASURED_BY_LAYERS, *MEASURED_ON_H100, *MEASURED_WITH_FLASH4, *MEASURED_AT_1M, *MEASURED_OF_32B,
-    *MEASURED_WHEN_MENDED, *MEASURED_SHORT_AND_FULL,
+    *MEASURED_WHEN_MENDED, *MEASURED_SHORT_AND_FULL, *MEASURED_BESIDE_OWN,
 ]  # fmt: skip
 
 
