@@ -92,8 +92,19 @@ def is_stock_layer(module: nn.Module) -> bool:
 
 def loss_model_of(model: nn.Module) -> Any:
     """The transformers model inside wrappers, which computes the loss; None if there is none."""
-    # By __dict__: a PEFT model forwards every attribute.
-    return next((module for module in model.modules() if "loss_type" in module.__dict__), None)
+    return next(iter(loss_models_of(model)), None)
+
+
+def loss_models_of(model: nn.Module) -> list[Any]:
+    """The transformers models inside a model that compute losses: mostly one. Not those that are a part of another."""
+    found: list[Any] = []
+    parts: set[nn.Module] = set()
+    for module in model.modules():
+        # By __dict__: a PEFT model forwards every attribute.
+        if "loss_type" in module.__dict__ and module not in parts:
+            found.append(module)
+            parts.update(module.modules())
+    return found
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSequenceClassificationLoss
 
 from ... import errors
 from ..context.batch_context import BatchContext
-from ..context.introspect import class_of, loss_model_of
+from ..context.introspect import class_of, loss_models_of
 from .whole_heads import body_of
 
 
@@ -17,7 +18,8 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields a reason for models that classify sequences."""
     if context.ring.size == 1 or context.whole_head:
         return
-    if LOSS_MAPPING.get(str(getattr(loss_model_of(model), "loss_type", None))) is ForSequenceClassificationLoss:
+    kinds = [LOSS_MAPPING.get(str(head.loss_type)) for head in loss_models_of(model)]
+    if ForSequenceClassificationLoss in kinds:
         todo = "train it with transformers.Trainer, or shard for it: hf_ring_attn.shard(batch, model=model)"
         yield f"it classifies a sequence by one token, which each rank would choose among its own; {todo}"
 
@@ -27,9 +29,13 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
 
     A forward may compute another loss all the same: the self-check tries it.
     """
-    head = loss_model_of(model)
-    if head is None or not context.facts.has_labels or context.ring.size == 1 or context.whole_head:
+    if not context.facts.has_labels or context.ring.size == 1 or context.whole_head:
         return
+    for head in loss_models_of(model):
+        _check(model, head, context)
+
+
+def _check(model: nn.Module, head: Any, context: BatchContext) -> None:
     # transformers uses the causal loss for names that it does not know (as of GPT2LMHeadModel).
     if LOSS_MAPPING.get(str(head.loss_type), ForCausalLMLoss) is not ForCausalLMLoss:
         if body_of(model) is not None:

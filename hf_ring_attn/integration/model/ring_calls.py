@@ -11,7 +11,7 @@ mean of its gradients over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...comm.ring import Ring
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_compiled, loss_model_of, parameters_of, unwrapped
+from ..context.introspect import is_compiled, loss_models_of, parameters_of, unwrapped
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS, TOKENS
 from ..patching.compiler import uncompiled
@@ -36,20 +36,15 @@ def in_ring(model: nn.Module, running: bool = False) -> Iterator[None]:
     Args:
         running: the model is running already.
     """
-    owner = loss_model_of(model)
-    with lazy_heads(model):
-        if owner is None:
-            yield
-            return
-        # A compiler would trace hooks of a part of what it compiles, and compile anew for those of each batch.
-        outer = next((part for part in unwrapped(model) if is_compiled(part)), owner)
-        # The call of a model that is running has begun, so only hooks see its loss.
-        compiled = not running and outer.__dict__.get("_compiled_call_impl") is not None
-        undo = _around_compiled(outer) if compiled else _hooked(outer)
-        try:
-            yield
-        finally:
-            undo()
+    # A compiler would trace hooks of a part of what it compiles, and compile anew for those of each batch.
+    whole = next((part for part in unwrapped(model) if is_compiled(part)), None)
+    owners = loss_models_of(model)  # several in a module of a program's own
+    with lazy_heads(model), ExitStack() as undos:
+        for called in owners if whole is None else [whole] * bool(owners):
+            # The call of a model that is running has begun, so only hooks see its loss.
+            compiled = not running and called.__dict__.get("_compiled_call_impl") is not None
+            undos.callback(_around_compiled(called) if compiled else _hooked(called))
+        yield
 
 
 def _hooked(model: nn.Module) -> Callable[[], None]:

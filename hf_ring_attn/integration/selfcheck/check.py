@@ -36,7 +36,7 @@ from ..model.replicas import SAME_WEIGHTS
 from ..model.ring_calls import in_ring
 from ..patching import changes
 from .attempt import Attempt
-from .compare import ComparedTokens, Recorder, relative, spread
+from .compare import ComparedTokens, Recorder, outputs_inside, relative, spread
 from .placeholders import try_placeholders
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
@@ -171,17 +171,24 @@ class _Check:
         row = self._row(seed, rows, has_labels and not self.context.gathers_logits)
         mine = self._local(row, self.ring)
         mine.context.state(ChunkedLoss).keeps = True  # its logits are compared
-        with dtypes_seen() as dtypes:
-            whole = self._whole(partial(self._call_whole, row), rows)
-            share = self._sharded(partial(self._call_share, mine))
+        call, call_share = partial(self._call_whole, row), partial(self._call_share, mine)
         compared = ComparedTokens.of(mine.context.layout, mine.context.facts.hidden, self.device)
-        found, least = self._spread(compared.errors(whole, share)), self._tolerance(dtypes)
-        if math.isnan(found):
+        found = math.nan
+        for inner in (False, True):  # a program's own module may return its loss alone
+            if inner:
+                call, call_share = (partial(outputs_inside, self.model, one) for one in (call, call_share))
+            with dtypes_seen() as dtypes:
+                whole, share = self._whole(call, rows), self._sharded(call_share)
+            found = self._spread(compared.errors(whole, share, pooled=not inner))
+            if not math.isnan(found):
+                break
+        else:
             raise errors.NothingToCheck(self.name)
+        least = self._tolerance(dtypes)
         latest_record(self.model).state(PooledOutputs).update(compared.pooled_errors(whole, share))
 
         def again() -> list[float]:
-            return [self._spread(compared.errors(whole, share, self._call_whole(row)))]
+            return [self._spread(compared.errors(whole, share, call(), pooled=not inner))]
 
         def refusal(limits: list[float]) -> errors.Refused:
             self._refuse_other_weights(whole, least)

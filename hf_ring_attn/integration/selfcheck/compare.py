@@ -7,7 +7,7 @@ model such tensors are left out (the tokens of one expert), and scalars always a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -110,6 +110,18 @@ def spread(table: Tensor) -> float:
     groups = [*halves, *table.unbind(1)]
     medians = [group[~group.isnan()].sort().values for group in groups]
     return max((float(group[len(group) // 2]) for group in medians if len(group)), default=float("nan"))
+
+
+def outputs_inside(model: nn.Module, call: Callable[[], Any]) -> list[Any]:
+    """What the transformers models inside a model return in a ``call`` of it, in order."""
+    outputs: list[Any] = []
+    with ExitStack() as stack:
+        for module in model.modules():
+            if module is not model and "loss_type" in module.__dict__:
+                hook = module.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+                stack.callback(hook.remove)
+        call()
+    return outputs
 
 
 class Event(NamedTuple):

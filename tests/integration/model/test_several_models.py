@@ -1,0 +1,93 @@
+"""A module of a program's own around one language model or several, which may return its loss alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_ring_attn
+from hf_ring_attn import RingAttentionError, RingConfig
+from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.jobs.self_check_jobs import lora
+from tests.helpers.models.tiny_models import tiny
+from tests.integration.model.test_own_losses import ONE_PROCESS
+
+RETURNS: dict[str, Callable[[Any, Any], Any]] = {
+    "a sum": lambda x, y: x.loss + y.loss,
+    "a product": lambda x, y: x.loss * y.loss,
+    "the larger": lambda x, y: torch.maximum(x.loss, y.loss),
+    "a ratio, by name": lambda x, y: {"loss": x.loss / y.loss.detach(), "logits": y.logits},
+}
+
+
+class Pair(nn.Module):
+    """Two models, or one that is called twice. Its losses are no sums over tokens."""
+
+    def __init__(self, attention: str | None, returns: str, first: str) -> None:
+        super().__init__()
+        self.x: Any = tiny("llama", attention)
+        torch.manual_seed(1)
+        self.y: Any = self.x if first == "called twice" else tiny("gpt2", attention)
+        if first == "LoRA":
+            self.x = lora(self.x, from_zero=False)
+        self.returns = RETURNS[returns]
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.returns(self.x(**inputs), self.y(**inputs))
+
+
+def loss_of(output: Any) -> Tensor:
+    found: Tensor = output["loss"] if isinstance(output, dict) else output
+    return found
+
+
+def step(returns: str, first: str, check: bool) -> tuple[float, list[Tensor]]:
+    model = Pair("ring_fp32", returns, first)
+    sharded = hf_ring_attn.shard(tokens(23), config=RingConfig(self_check=check))
+    with sharded:
+        loss = loss_of(model(**sharded.inputs))
+    loss.backward()
+    sharded.reduce_gradients(model)
+    return loss.item(), [x.grad for x in model.parameters() if x.grad is not None]
+
+
+def alone(returns: str, first: str) -> tuple[float, list[Tensor]]:
+    model = Pair(None, returns, first)
+    loss = loss_of(model(**tokens(23), use_cache=False))
+    loss.backward()
+    return loss.item(), [x.grad for x in model.parameters() if x.grad is not None]
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("first", ["plain", "LoRA", "called twice"])
+@pytest.mark.parametrize("returns", RETURNS)
+def test_losses_of_several_calls_are_the_batches(ranks: Ranks, returns: str, first: str, check: bool) -> None:
+    """Without the self-check the second model's was that of a rank's part, silently; with it they were refused."""
+    loss, gradients = alone(returns, first)
+    for got in ranks(2).run(step, returns, first, check):
+        assert got[0] == pytest.approx(loss, rel=ONE_PROCESS)
+        assert len(got[1]) == len(gradients)
+        for mine, want in zip(got[1], gradients, strict=True):
+            torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5)
+
+
+def rolled() -> str:
+    """A model whose tokens also see the one before, of the same rank; its loss alone is returned."""
+    model = Pair("ring_fp32", "a sum", "plain")
+    model.x.get_input_embeddings().register_forward_hook(lambda _module, _args, x: x + x.roll(1, dims=1))
+    try:
+        with hf_ring_attn.shard(tokens(23)) as sharded:
+            model(**sharded.inputs)
+    except RingAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_wrong_model_inside_is_found_though_the_loss_alone_is_returned(ranks: Ranks) -> None:
+    for error in ranks(2).run(rolled):
+        assert error.startswith("SelfCheckFailed")
