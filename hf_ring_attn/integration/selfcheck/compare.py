@@ -113,7 +113,7 @@ def spread(table: Tensor) -> float:
 
 
 def outputs_inside(model: nn.Module, call: Callable[[], Any]) -> list[Any]:
-    """What the transformers models inside a model return in a ``call`` of it, in order."""
+    """The outputs of the transformers models inside a model, in the order of a ``call`` of it."""
     outputs: list[Any] = []
     with ExitStack() as stack:
         for module in model.modules():
