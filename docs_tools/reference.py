@@ -19,22 +19,6 @@ from .numbers import FILED, status
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMMANDS = ("doctor", "plan", "verify", "bench", "autoload")
-IN_WORDS = (
-    "what",
-    "why",
-    "todo",
-    "reason",
-    "need",
-    "error",
-    "how",
-    "name",
-    "doing",
-    "use",
-    "variable",
-    "option",
-    "text",
-)
-"""Parameters that are words of a message: shown by their names."""
 TITLES: dict[ModuleType, str] = {
     batches: "Batches, masks, models and trainers",
     core: "Options, kernels and ranks",
@@ -55,15 +39,15 @@ def errors() -> str:
     return "\n".join(lines).strip()
 
 
-def _classes(module: ModuleType) -> list[tuple[str, type]]:
+def _classes(module: ModuleType) -> list[tuple[str, type[Exception]]]:
     """The classes that a file defines, in its order."""
     source = inspect.getsource(module)
     names = re.findall(r"^class (\w+)", source, re.MULTILINE)
     return [(name, getattr(module, name)) for name in names]
 
 
-def _message(kind: type) -> list[str]:
-    """The message as a quotation: with the names of its parameters where values stand."""
+def _message(kind: type[Exception]) -> list[str]:
+    """What the class is, and its message as a quotation."""
     about = inspect.getdoc(kind) if kind.__doc__ and "__doc__" in vars(kind) else None
     lines = [_plain(about), ""] if about and "``" not in about else []
     if "__init__" not in vars(kind):
@@ -75,16 +59,12 @@ def _plain(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
-def _text(kind: type) -> str:
-    """What an error says: the class made with values that are the names of its parameters."""
-    from tests.errors.test_texts import ARGUMENTS, VARIANTS
+def _text(kind: type[Exception]) -> str:
+    """An error's text, made with the first of its examples."""
+    from tests.errors import examples
 
-    given = {name: ARGUMENTS[name] for name in inspect.signature(kind).parameters if name in ARGUMENTS}
-    given |= {name: f"‹{name}›" for name in given if name in IN_WORDS and isinstance(given[name], str)}
-    given |= {name: ["‹reason›"] for name in given if name == "reasons" and isinstance(given[name], list)}
-    given |= next(iter(VARIANTS.get(kind.__name__, [{}])))
-    said = str(kind(**given)).replace("\n", "\n>\n> ")
-    return re.sub(r"<([\w. ]+ object at )0x\w+>", r"<\1...>", said)
+    given = examples.given(kind, list(inspect.signature(kind).parameters))[0]
+    return str(kind(**given)).replace("\n", "\n>\n> ")
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
