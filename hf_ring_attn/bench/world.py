@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def start_ranks(count: int, arguments: Sequence[str], seconds: float = math.inf)
                 if rank.poll() is None:
                     rank.kill()
         codes = [rank.wait() for rank in ranks]
-        sys.stderr.write(_cause(ended, errors))
+        sys.stderr.write(_cause(ended, errors) + _signals(ended))
         sys.stderr.flush()
     return next((code for code in codes if code), 0)
 
@@ -139,5 +140,15 @@ def _cause(codes: Sequence[int | None], errors: Mapping[int, IO[bytes]]) -> str:
         # A refusal or a verdict has no traceback: rank 0 prints its own, unless it waits for the others.
         is_alone = code is not None and (code < 0 or codes[0] is None)
         if is_alone or any(line.startswith("Traceback (") for line in lines):
-            return "".join(f"rank {rank}: {line}\n" for line in lines[-LAST_LINES:] or [f"exit code {code}"])
+            return "".join(f"rank {rank}: {line}\n" for line in lines[-LAST_LINES:])
     return ""
+
+
+def _signals(codes: Sequence[int | None]) -> str:
+    """A line for each rank that a signal ended; the system sends SIGKILL if it runs out of memory."""
+    hint = {-signal.SIGKILL: ": the host's memory was probably full"}
+    return "".join(
+        f"rank {rank}: ended by signal {-code}{hint.get(code, '')}\n"
+        for rank, code in enumerate(codes)
+        if code is not None and code < 0
+    )

@@ -175,9 +175,9 @@ class RopeOutsideRing(Refused):
 class TokensKept(Refused):
     def __init__(self, model: str, states: str, size: int, error: float, tolerance: float) -> None:
         super().__init__(
-            f"{model} keeps what it saw of tokens ({states}): a second forward of the self-check differs between one "
-            f"process and a ring of {size} by {error:.1e} (rounding: {tolerance:.1e}), since each rank would keep its "
-            "own tokens'. Reduce it over the ring where it is written (torch.distributed.all_reduce), or stop that."
+            f"{model} stores values that depend on tokens ({states}), and each rank would store other ones: a "
+            f"second forward of the self-check differs between one process and a ring of {size} by {error:.1e} "
+            f"(rounding: {tolerance:.1e}). all_reduce them over the ring where they are written, or do not store them."
         )
 
 
@@ -277,7 +277,7 @@ class PeerLost(RingAttentionError, RuntimeError):
 class NotSendable(Refused):
     def __init__(self, doing: str, text: str) -> None:
         super().__init__(
-            f"the process group's backend cannot send what this rank had when it {doing}: "
+            f"the process group's backend could not send this rank's tensors when it {doing}: "
             f"{text.splitlines()[0][:200]}. Use a dtype and a device that it knows: gloo sends no "
             "float8, NCCL nothing from the CPU."
         )

@@ -48,7 +48,7 @@ class MeshMismatch(Refused):
 class OneProcess(Refused):
     def __init__(self, found: str, variable: str) -> None:
         super().__init__(
-            f"a ring_fp32 model got a single process, but {found}: it would train without a ring. Use accelerate "
+            f"a ring_fp32 model runs in a single process, but {found}: it would train without a ring. Use accelerate "
             "launch and a config with distributed_type: MULTI_GPU or FSDP, as in recipes/accelerate (for MULTI_CPU or "
             f"use_cpu: true accelerate starts one process). For a single process unset {variable}."
         )
@@ -172,9 +172,9 @@ class HeadReadPastFsdp(Refused):
 class TiedByFsdp(Refused):
     def __init__(self, model: str, names: list[str]) -> None:
         super().__init__(
-            f"accelerate's FSDP2 tied weights of {model} that one process trains apart: {' and '.join(names)}. "
-            "Use DDP, or adapt neither embeddings nor head (modules_to_save), or untie them before "
-            "(tie_word_embeddings=False)."
+            f"accelerate's FSDP2 tied these weights of {model}, which one process trains separately: "
+            f"{' and '.join(names)}. Use DDP, or train neither embeddings nor head (modules_to_save), or untie them "
+            "before (tie_word_embeddings=False)."
         )
 
 
@@ -283,7 +283,7 @@ class UnknownModel(Refused):
     def __init__(self, name: str, why: str) -> None:
         super().__init__(
             f"the model {name!r} cannot be read ({why}). Name a causal language model of the Hub that this machine can "
-            "reach, a folder with its config.json, or a config file with model_type."
+            "reach (a gated one needs hf auth login), a folder with its config.json, or a config file with model_type."
         )
 
 
@@ -322,9 +322,10 @@ class PooledLoss(Refused):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"{what} cannot be computed exactly from one rank's tokens. Give targets of tokens as labels. If it pools "
-            "rows, put it into your model's forward, and set its loss_type='ForSequenceClassification' (the guide of "
-            "classification shows it); in your own loop pool by sharded.row_mean or sharded.last_token."
+            f"{what} cannot be computed exactly from one rank's tokens. If it compares tokens with targets, give the "
+            "targets as labels. If it pools rows, put it into your model's forward, and set "
+            "loss_type='ForSequenceClassification' there (the guide of classification shows it); in your own loop pool "
+            "by sharded.row_mean or sharded.last_token."
         )
 
 

@@ -232,8 +232,8 @@ def test_a_gradient_that_would_be_lost_is_refused(learned: bool) -> None:
         ring_attention(**qkv(), score_mod=hiding)
     assert str(error.value) == (
         "the score_mod test_a_gradient_that_would_be_lost_is_refused.<locals>.hiding uses a tensor of shape () that "
-        "requires a gradient inside something that cannot be looked into (compiled code, say), or not in every call. "
-        f"{NEED}"
+        "requires a gradient inside something that cannot be looked into (such as compiled code), or not in every "
+        f"call. {NEED}"
     )
 
 

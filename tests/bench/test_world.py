@@ -57,6 +57,16 @@ def test_only_what_rank_0_cannot_know_is_said(
     assert {line.partition(": ")[0] for line in lines if line.startswith("rank ")} == whose, lines
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ran_out_of_memory_is_said(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 said "exit code -9", and rank 0 nothing."""
+    monkeypatch.setattr(world, "GRACE_SECONDS", 0.2)
+    start(tmp_path, monkeypatch, {rank: "kill -9 $$", 1 - rank: "exec sleep 60"})
+    assert capfd.readouterr().err == f"rank {rank}: ended by signal 9: the host's memory was probably full\n"
+
+
 def test_a_rank_that_hangs_after_its_traceback_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,7 +113,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "TiedByFsdp": [{"names": ["model.embed_tokens.weight", "lm_head.weight"]}],
     "OtherAttention": [{"name": "flash_attention_2"}],
     "NoSuchProgram": [{"why": "there is no such file (looked in /home/me)"}],
-    "CheckpointNotSaved": [{"failures": {1: "OSError: [Errno 28] No space left on device"}}, {"complete": None}],
+    "CheckpointNotSaved": [
+        {"failures": {1: "OSError: [Errno 28] No space left on device"}, "complete": complete}
+        for complete in ("outputs/checkpoint-10", None)
+    ],
     "IncompleteCheckpoint": [{"complete": None}, {"complete": "outputs/checkpoint-10"}],
     "NotWritable": [{"where": "/usr/lib/python3/site-packages", "why": "Permission denied"}],
     "UnknownModel": [{"name": "meta-llama/Llama-3.1-8B", "why": "OSError: You are trying to access a gated repo."}],

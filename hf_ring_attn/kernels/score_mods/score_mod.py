@@ -199,7 +199,7 @@ class ScoreMod:
             if id(leaf) not in known:
                 raise BadScoreMod(
                     _name(self.function), f"uses a tensor of shape {tuple(leaf.shape)} that requires a gradient inside "
-                    "something that cannot be looked into (compiled code, say), or not in every call",
+                    "something that cannot be looked into (such as compiled code), or not in every call",
                 )  # fmt: skip
 
 

@@ -219,7 +219,7 @@ class Targeted(Rows):
 def test_a_loss_of_targets_of_another_name_is_refused_too(ranks: Ranks) -> None:
     for error, steps in ranks(2).run(refusal, Targets, Targeted(), label_names=["targets"]):
         assert error.startswith("PooledLoss: the loss of Targets.compute_loss (the self-check found "), error
-        assert "Give targets of tokens as labels" in error
+        assert "give the targets as labels" in error
         assert steps == 0
 
 

@@ -144,7 +144,7 @@ def test_a_state_of_a_ranks_tokens_is_refused(ranks: Ranks, where: str) -> None:
     for raised in ranks(2).run(refused_state, where):
         assert raised is not None, "not refused"
         assert raised[0] == "TokensKept"
-        assert raised[1].startswith(f"LlamaForCausalLM keeps what it saw of tokens {KEPT[where]}")
+        assert raised[1].startswith(f"LlamaForCausalLM stores values that depend on tokens {KEPT[where]}")
 
 
 def refused_change() -> tuple[str, str] | None:
