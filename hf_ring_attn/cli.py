@@ -26,12 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command")
     about = "show installed packages and GPUs, and which kernels can run; with --ranks, test a ring"
     doctor.add_arguments(commands.add_parser("doctor", help=about, description=about))
-    about = "measure time and memory of attention in a ring, on one device, and in other packages"
-    bench.add_arguments(commands.add_parser("bench", help=about, description=about))
     about = "forecast memory and seconds of a training step from the model's config"
     plan.add_arguments(commands.add_parser("plan", help=about, description=about))
     about = "compare a model in a ring with the same model on one device, and test that documents stay separate"
     verify.add_arguments(commands.add_parser("verify", help=about, description=about))
+    about = "measure time and memory of attention in a ring, on one device, and in other packages"
+    bench.add_arguments(commands.add_parser("bench", help=about, description=about))
     about = 'register "ring_fp32" in programs that do not import the package'
     autoload.add_arguments(commands.add_parser("autoload", help=about, description=about))
     parser.set_defaults(check=lambda _given: None)

@@ -34,30 +34,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows = f"length of the row, or several: 131072, 128K (default: {TOKENS['cuda']}, on a CPU {TOKENS['cpu']})"
     what.add_argument("--tokens", type=count(), nargs="+", help=rows)
     add_shape(what)
-    what.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; with --errors: bfloat16 and float16")
+    what.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the attention (default: bfloat16; with --errors: bfloat16 and float16)",
+    )
     what.add_argument("--window", type=count(), help="number of keys that a query attends to")
     what.add_argument("--document", type=count(), help="length of each packed document")
-    what.add_argument("--deterministic", action="store_true")
+    what.add_argument("--deterministic", action="store_true", help="require the same bits in every run")
     how = parser.add_argument_group("how")
     how.add_argument("--kernel", choices=("auto", *KERNEL_NAMES), default="auto", help="RingConfig(kernel=...)")
-    how.add_argument("--backward", nargs="+", choices=("ring", "gather"), default=["ring"])
-    how.add_argument("--traffic", nargs="+", choices=("auto", "messages", "pulls"), default=["auto"])
-    how.add_argument("--heads-per-gather", type=count(0), nargs="+", default=[0], help="0 (default): chosen by size")
+    how.add_argument(
+        "--backward", nargs="+", choices=("ring", "gather"), default=["ring"],
+        help="RingConfig(backward=...), one or both (default: ring)",
+    )  # fmt: skip
+    how.add_argument(
+        "--traffic", nargs="+", choices=("auto", "messages", "pulls"), default=["auto"],
+        help="RingConfig(traffic=...), one or several (default: auto)",
+    )  # fmt: skip
+    how.add_argument(
+        "--heads-per-gather", type=count(0), nargs="+", default=[0],
+        help="RingConfig(heads_per_gather=...), one or several (default: 0, chosen by size)",
+    )  # fmt: skip
     how.add_argument("--ring", type=count(), default=8, help="size of the simulated ring in one process (default: 8)")
     how.add_argument(
         "--against", nargs="+", choices=PEERS, default=[], help="also measure these packages (under torchrun)"
     )
     how.add_argument(
         "--errors", nargs="*", choices=errors.PARTS, metavar="PART",
-        help="measure errors, not speed: of rings, against one device and float64 (rings), of the case of "
-        "TransformerEngine PR 821 (pr821), or both (default)",
+        help="measure errors instead of time. rings: of rings and of one device, from float64; pr821: of the test in "
+        "TransformerEngine's PR 821 (default: both)",
     )  # fmt: skip
     how.add_argument(
         "--rings", type=count(), nargs="+", default=errors.SIZES, help="sizes of the simulated rings of --errors"
     )
     how.add_argument("--rounds", type=count(), default=5, help="number of measured rounds (default: 5)")
-    how.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="only draw these results.jsonl")
-    how.add_argument("--save", type=Path, metavar="FOLDER", help="save the raw numbers in results.jsonl of this folder")
+    how.add_argument(
+        "--plot",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: draw these results.jsonl as .svg files beside them",
+    )
+    how.add_argument("--save", type=Path, metavar="FOLDER", help="save the raw numbers as FOLDER/results.jsonl")
     parser.set_defaults(run=run, check=check)
 
 

@@ -15,15 +15,22 @@ from . import live
 from .report import report
 
 LIVE_SECONDS = 180.0
-FLAGS = ("softcap", "sinks", "deterministic")
+FLAGS = {
+    "softcap": "capped scores, as in Gemma 2",
+    "sinks": "attention sinks, as in gpt-oss",
+    "deterministic": "the same bits in every run",
+    "holes": "masks with gaps: padding, image blocks",
+}
+"""What a kernel must support, by option."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape(parser)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    for flag in FLAGS:
-        parser.add_argument(f"--{flag}", action="store_true")
-    parser.add_argument("--holes", action="store_true", help="masks with gaps: padding, image blocks")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="dtype of the attention (default: bfloat16)"
+    )
+    for flag, what in FLAGS.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=f"require {what}")
     parser.add_argument(
         "--ranks", type=count(), metavar="N",
         help="also start N ranks, and compare a small attention in a ring with one process",

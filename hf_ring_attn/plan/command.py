@@ -43,19 +43,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="lora",
         help="LoRA or QLoRA on all linear layers, or full fine-tuning (default: lora)",
     )
-    what.add_argument("--lora-rank", type=count(), default=16, help="default: 16")
-    what.add_argument("--dtype", choices=ITEMSIZES, default="bfloat16", help="default: bfloat16")
-    what.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
+    what.add_argument("--lora-rank", type=count(), default=16, help="rank of the adapters (default: 16)")
+    what.add_argument("--dtype", choices=ITEMSIZES, default="bfloat16", help="dtype of the model (default: bfloat16)")
+    what.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer (default: adamw)")
     where = parser.add_argument_group("where")
     where.add_argument("--gpus", type=count(), required=True, help="number of GPUs, of all nodes together")
-    where.add_argument("--gpus-per-node", type=count(), default=8, help="default: 8")
+    where.add_argument("--gpus-per-node", type=count(), default=8, help="GPUs of one node (default: 8)")
     where.add_argument("--ring", type=count(), help="number of GPUs that share a row (default: all)")
     where.add_argument("--gpu", choices=GPUS, default="h100", help="kind of GPU (default: h100)")
     where.add_argument("--memory", type=positive, metavar="GIB", help="memory of a GPU (default: that of --gpu)")
     where.add_argument(
         "--host-memory", type=positive, metavar="GIB", help="host memory for each GPU's process (default: no limit)"
     )
-    where.add_argument("--tflops", type=positive, help="peak of a GPU in 16 bits, from its data sheet")
+    where.add_argument(
+        "--tflops",
+        type=positive,
+        help="peak of a GPU in 16 bits, by its data sheet (default: that of --gpu, as for the speeds below)",
+    )
     where.add_argument("--bandwidth", type=positive, metavar="GB/S", help="bandwidth of a GPU's memory")
     where.add_argument(
         "--link", type=positive, metavar="GB/S", help="bandwidth between GPUs of a node, in one direction"
@@ -66,9 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--host-link", type=positive, metavar="GB/S", help="bandwidth between a GPU and host memory")
     how = parser.add_argument_group("how")
     how.add_argument(
-        "--shard", choices=SHARDS, default="fsdp2", help="shard weights over all GPUs, or copy them (default: fsdp2)"
+        "--shard",
+        choices=SHARDS,
+        default="fsdp2",
+        help="shard the weights over all GPUs, or replicate them (default: fsdp2)",
     )
-    how.add_argument("--no-checkpointing", action="store_true", help="save all activations; nothing is computed twice")
+    how.add_argument(
+        "--no-checkpointing",
+        action="store_true",
+        help="no activation checkpointing: save all activations, compute nothing twice",
+    )
     kernels = "attention kernel (default: flash4, as if installed, if the GPU supports it; else triton)"
     how.add_argument("--kernel", choices=KERNELS, default="auto", help=kernels)
     how.add_argument("--save-attention", action="store_true", help="RingConfig(save_attention=True)")

@@ -66,23 +66,23 @@ def _lines(plan: Plan) -> Iterator[str]:
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
         yield f"  {name:46s}{size / GIB:9.2f}"
     verdict = "fits" if one.fits else "does not fit"
-    yield f"  {'together':46s}{memory.total / GIB:9.2f}   {verdict} in {one.memory_gib:.1f}"
+    yield f"  {'total':46s}{memory.total / GIB:9.2f}   {verdict} in {one.memory_gib:.1f} GiB"
     if plan.kept_free:
-        words = "kept free: forecasts were at most that much too low"
-        yield f"  {100 * plan.kept_free:.0f} % {words}"
-    yield f"  {'of it in torch.cuda.max_memory_allocated':46s}{memory.allocated / GIB:9.2f}"
+        share = f"{100 * plan.kept_free:.0f} %"
+        yield f"  {share} stay free: measured steps took up to {share} more than their forecasts"
+    yield f"  {'as counted by torch.cuda.max_memory_allocated':46s}{memory.allocated / GIB:9.2f}"
     for name, size in memory.host.items():
         yield f"  {'in host memory, for each GPU: ' + name:46s}{size / GIB:9.2f}"
     if memory.host and (near := min(setup.gpus, setup.gpus_per_node)) > 1:
         of_node = near * sum(memory.host.values()) / GIB
-        yield f"  {f'in host memory, together for {near} GPUs of a node':46s}{of_node:9.2f}"
+        yield f"  {f'in host memory, for all {near} GPUs of a node':46s}{of_node:9.2f}"
     yield ""
     kernel = setup.kernel_of((model.key_width, model.value_width))
     yield f"{f'a step, attention in {kernel}':48s}{'seconds':>9s}"
     for name, part in sorted(seconds.parts.items(), key=lambda part: -part[1]):
         yield f"  {name:46s}{part:9.2f}"
     yield (
-        f"  {'together':46s}{seconds.total:9.2f}   {_speed(one):,.0f} tokens/s a GPU, "
+        f"  {'total':46s}{seconds.total:9.2f}   {_speed(one):,.0f} tokens/s a GPU, "
         f"MFU {_mfu(one):.0%}{'' if gpu == 'h200' else ' (speeds were measured on an H200)'}"
     )
     if lock := sum(memory.host.get(name, 0) for name in (CHECKPOINTS, SAVED)) / GIB / LOCKED_GIB_PER_SECOND:
@@ -101,16 +101,16 @@ def _unfit(plan: Plan) -> Iterator[str]:
     if not plan.others and not plan.longer:
         yield "no options that this command knows make it fit: take more GPUs, or a shorter row (--max-tokens)"
     if plan.asked:
-        yield "nothing was written, since it does not fit (--memory says how much a GPU has)"
+        yield "nothing was written, since it does not fit (if a GPU has more memory, give --memory GIB)"
 
 
 def _longer(plan: Plan, heading: str) -> Iterator[str]:
-    """Options for longer rows, and what all options take for granted."""
+    """Options for longer rows, and what all of them assume."""
     if plan.longer:
         yield heading
     yield from (f"  {other.setup.tokens:11,} tokens, {_option(other)}" for other in plan.longer)
     if any(other.memory.host for other in [*plan.others, *plan.longer]) and plan.one.setup.gpu.host_memory_gib == inf:
-        yield "host memory was taken to be enough: give --host-memory GIB, what a GPU's process may use"
+        yield "no limit of host memory was assumed: set that of each GPU's process with --host-memory GIB"
 
 
 def _option(other: Forecast) -> str:
@@ -123,7 +123,7 @@ def _option(other: Forecast) -> str:
 def _start(plan: Plan) -> Iterator[str]:
     run, files = launch.command(plan.one.setup), (launch.CONFIG, launch.PROGRAM)
     if plan.written is None:
-        yield f"start it with: {run}   (--write FOLDER writes {' and '.join(files)})"
+        yield f"to start it: --write FOLDER writes {' and '.join(files)}; run there: {run}"
         return
     yield f"written: {', '.join(str(plan.written / name) for name in files)}"
     names = " and ".join(to_replace(plan.source))

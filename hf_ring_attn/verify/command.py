@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=count(), default=2, help="number of ranks to start (default: 2); not used under a launcher"
     )
-    parser.add_argument("--layers", type=count(), help="use only the model's first layers")
+    parser.add_argument("--layers", type=count(), help="use only so many of the model's first layers")
     parser.add_argument("--device", type=device, help='"cuda" or "cpu"; default: a GPU if there is one')
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the model (default: float32)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 

@@ -137,12 +137,12 @@ def test_positions_beyond_the_model_are_said(plan: Any, entries: dict[str, Any],
 
 def test_the_longest_row_leaves_what_forecasts_missed(plan: Any) -> None:
     _, said, _ = plan(SMALL, "--max-tokens")
-    assert "7 % kept free: forecasts were at most that much too low" in said
+    assert "7 % stay free: measured steps took up to 7 % more than their forecasts" in said
     assert f"steps within {100 * KEPT_FREE:.0f} %" in numbers.forecast_words()
     found = json.loads(plan(SMALL, "--max-tokens", "--json")[1])["memory_bytes"]
     assert 0.92 < found["total"] / found["limit"] <= 0.93 and found["kept_free"] == KEPT_FREE
     given = plan(SMALL, "--max-tokens", "--memory", "79.1")[1]
-    assert "kept free" not in given, "the user's own number is all that there is"
+    assert "stay free" not in given, "the user's own number is all that there is"
     whole = json.loads(plan(SMALL, "--max-tokens", "--memory", "79.1", "--json")[1])["memory_bytes"]
     assert 0.99 < whole["total"] / whole["limit"] <= 1
 
