@@ -23,42 +23,43 @@ class RingConfig:
     """Options of a ring. None changes the answer beyond the order of float32 sums.
 
     Args:
-        kernel: "auto", or one of `KERNEL_NAMES`, which runs or refuses the call with its reasons. "auto" never takes
-            flash2, which rounds each contribution to a gradient.
-        backward: "ring" passes keys, values and float32 accumulators of their gradients around the ring; "gather"
-            gathers keys and values again and reduce-scatters float32 gradients (more memory, fewer steps).
-        heads_per_gather: key/value heads gathered at a time; memory of gathered keys and values is proportional to it.
-            None chooses by size, and lets layers that share keys and values (Gemma 3n, Gemma 4), compiled or not,
-            gather them once per forward: all their heads stay in memory from the first of these layers to the last,
-            one set per kind of mask. Any number bounds that memory: then each of these layers gathers by itself.
-        traffic: the transport. "messages" sends by NCCL or gloo; "pulls" makes P2P copies from the other GPUs' memory,
-            which is faster, but needs NVIDIA GPUs of one machine, and memory for two copies of a rank's keys and values
-            of one layer and for their float32 gradients; "auto" uses P2P copies if possible. All give the same bits.
-        loss: "chunked" computes each rank's share of the loss on its own tokens, a chunk of them at a time: logits are
-            made only when somebody reads them (``out.logits`` after a forward with labels), once more each time;
-            "sharded" makes the logits of the rank's tokens; "gathered" all-gathers them in order and computes the loss
-            on the whole row (S x V memory on every rank), which makes custom loss functions exact. "auto": chunked
-            where the head and the loss of the model allow it, else sharded, which the line at start says.
-        layout: how tokens are sharded. "zigzag": as in `hf_ring_attn.positions`, for every batch. "balanced":
-            if a zigzag would give a rank more than 1.1 times the mean work, ranks hold other chunks of packed rows;
-            only ``sharded.positions`` shows which; batches with images or sound, and those of
-            `maybe_context_parallel`, use the zigzag. "auto": balanced in Trainer and SFTTrainer, which do not index
-            by a token's position; the zigzag in other training loops, which may.
-        pad: pad rows to a multiple of 2 * ring size (up to 16 * ring size, if ``layout`` uses more chunks) with masked
-            tokens; False refuses other lengths.
+        kernel: "auto", "flash4", "triton", "flash2", "flex" or "reference". "auto" takes the first that can compute the
+            attention, but never flash2, which rounds each contribution to a gradient. A named kernel runs, or refuses
+            the call with its reasons.
+        backward: "ring" sends keys, values and float32 sums of their gradients around the ring. "gather" all-gathers
+            keys and values again and reduce-scatters float32 gradients: more memory, fewer steps.
+        heads_per_gather: key/value heads gathered at a time. The memory of gathered keys and values is proportional to
+            it. None chooses by size; then layers that share keys and values (Gemma 3n, Gemma 4) gather all their heads
+            once per forward, and hold them from the first of these layers to the last, one set per kind of mask. With a
+            number each of these layers gathers again, which takes less memory.
+        traffic: the transport. "messages" sends by NCCL or gloo. "pulls" makes peer-to-peer copies from the other GPUs'
+            memory. This is faster, but needs NVIDIA GPUs of one machine, and buffers for two copies of a rank's keys
+            and values of one layer and of their float32 gradients. "auto" makes copies if possible. All give the same
+            bits.
+        loss: "chunked" computes the loss of a rank's tokens one chunk at a time, without logits. If the program reads
+            ``out.logits``, they are computed then, again at each reading. "sharded" makes the logits of the rank's
+            tokens. "gathered" all-gathers them in order and computes the loss on whole rows. This makes custom loss
+            functions exact, and takes S x V memory on every rank. "auto": chunked if the head and the loss of the model
+            allow it, else sharded; the line at start says which.
+        layout: how tokens are sharded. "zigzag": as in `hf_ring_attn.positions`. "balanced": packed rows get other
+            chunks if a zigzag would give a rank more than 1.1 times the mean work; ``sharded.positions`` has them.
+            Batches with images or sound, and those of `maybe_context_parallel`, always use the zigzag. "auto": balanced
+            in Trainer and SFTTrainer, and the zigzag in other loops, which may index by a token's position.
+        pad: pad rows with masked tokens to a multiple of 2 * ring size (balanced: up to 16 * ring size). False refuses
+            other lengths.
         deterministic: require the same bits from run to run.
-        save_attention: under gradient checkpointing, save each layer's attention output and log-sum-exp, so that its
-            recompute neither gathers nor attends again; needs use_reentrant=False.
+        save_attention: with activation checkpointing, save each layer's attention output and log-sum-exp, so that the
+            backward neither gathers nor attends again. Needs use_reentrant=False.
         mlp_tokens: run each MLP (experts, too) and each norm of a decoder layer over chunks of so many tokens, forward
-            and backward, so that what it computes inside exists for one chunk at a time; weights' gradients of chunks
-            are added up in float32. The backward computes each chunk once more. None, or no fewer than a rank has: all
-            tokens at once. 16384 keeps a GPU busy. Each module is tried first; one that mixes tokens is refused.
-        offload_above: with gradient checkpointing, keep at most so many GiB of checkpoints (layer inputs, and what
-            save_attention saves) on each GPU, those of the last layers; the others wait in page-locked host memory,
-            copied beside the computation. 0: all of them wait there. None: none, unless transformers' own ``offload``
-            or accelerate's ``fsdp_activation_checkpointing_offload`` is on, which in a ring means 0.
+            and backward, so that its activations exist for one chunk at a time. The backward computes each chunk once
+            more, and adds the weights' gradients in float32. 16384 keeps a GPU busy. None: all tokens at once. Each
+            module is tested first; one that mixes tokens is refused.
+        offload_above: with activation checkpointing, the GiB of checkpoints (layer inputs, and what save_attention
+            saves) that may stay on each GPU: those of the last layers. The others wait in page-locked host memory; the
+            copies overlap with the computation. 0: none stay. None: all stay, unless transformers' ``offload`` or
+            accelerate's ``fsdp_activation_checkpointing_offload`` is on, which in a ring means 0.
         self_check: before the first step, run a short random row through the model unsharded and sharded, and refuse if
-            the results differ (`integration.selfcheck`); False trains an unchecked model at your own risk.
+            the results differ (`integration.selfcheck`). False trains an unchecked model at your own risk.
     """
 
     kernel: str = "auto"

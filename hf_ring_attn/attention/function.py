@@ -89,18 +89,19 @@ def ring_attention(
 
     Args:
         q: [B, T, H, D], this rank's queries: ``row[:, positions(S, rank=rank, world_size=W)]``.
-        k: [B, T, G, D], H a multiple of G; v: [B, T, G, Dv]; of q's dtype.
+        k: [B, T, G, D], this rank's keys, of q's dtype; H is a multiple of G.
+        v: [B, T, G, Dv], this rank's values, of q's dtype.
         group: the process group of the ring, or a mesh of one axis; None: the world, or this process alone if nothing
             is distributed.
         causal: a query sees no later key.
         window: (left, right): a query at p sees keys p - left to p + right; None means no bound on that side.
             transformers' ``sliding_window=w`` of a causal model is (w - 1, 0).
         documents: [B, S] or [S] integers for the whole row, the same on every rank: tokens see only tokens with the
-            same id. Ids are 0 or more; -1 marks tokens that see nothing and are not seen. Read on the host. No mask of
-            True and False. From cu_seqlens: ``repeat_interleave(arange(n), cu_seqlens.diff())``.
+            same id. Ids are 0 or more; -1 marks tokens that see nothing and are not seen. The host reads them. Booleans
+            are refused. From cu_seqlens: ``repeat_interleave(arange(n), cu_seqlens.diff())``.
         softcap: cap of the scores, as in Gemma 2.
-        sinks: [H], a logit a head that takes part in the softmax without a value, as in gpt-oss. Its gradient is this
-            rank's share, as that of any weight: add over ranks.
+        sinks: [H], one logit per head that takes part in the softmax without a value, as in gpt-oss. Its gradient is
+            this rank's share, as that of any weight: sum it over the ranks.
         score_mod: a function of a score, as in FlexAttention: ``score_mod(score, b, h, q_idx, kv_idx) -> score``, five
             scalars in, one out, made of torch functions; b is the batch row, h the query head, and on every rank q_idx
             and kv_idx count tokens from the start of the whole row. It is called for visible pairs only. Tensors that
@@ -126,10 +127,10 @@ def ring_attention(
         BadShape, BadOption: inputs that do not fit together.
         BadScoreMod: score_mod is not such a function, or would lose a gradient.
         ScoreModChanged: in the backward, if score_mod has changed.
-        RanksDiffer: on every rank, if ranks were called differently; RefusedElsewhere: another rank refused its call.
-            Both are detected only without ``length``.
-        UnsupportedTransform: inside forward-mode autograd or a gradient transform of torch.func. UnsupportedVmap:
-            inside torch.func.vmap over documents, over sinks without ``length``, or with a score_mod.
+        RanksDiffer: on every rank, if ranks were called differently. Detected only without ``length``.
+        RefusedElsewhere: another rank refused its call. Detected only without ``length``.
+        UnsupportedTransform: inside forward-mode autograd or a gradient transform of torch.func.
+        UnsupportedVmap: inside torch.func.vmap over documents, over sinks without ``length``, or with a score_mod.
         UnsupportedAttention: with every reason, if no kernel can compute this exactly.
         LeftHalfway: an error interrupted an earlier attention of this ring.
     """

@@ -21,7 +21,7 @@ FLAGS = {
     "deterministic": "the same bits in every run",
     "holes": "masks with gaps: padding, image blocks",
 }
-"""What a kernel must support, by option."""
+"""Demands on a kernel, by option."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -112,7 +112,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "UnclearScheduler": [{"why": "100 is a multiple of it, 7 is not"}],
     "TiedByFsdp": [{"names": ["model.embed_tokens.weight", "lm_head.weight"]}],
     "OtherAttention": [{"name": "flash_attention_2"}],
-    "NoSuchProgram": [{"why": "there is no such file (looked in /home/me)"}],
+    "NoSuchProgram": [{"why": "there is no such file (looked in /workspace)"}],
     "CheckpointNotSaved": [
         {"failures": {1: "OSError: [Errno 28] No space left on device"}, "complete": complete}
         for complete in ("outputs/checkpoint-10", None)

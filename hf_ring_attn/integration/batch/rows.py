@@ -11,13 +11,13 @@ from ..context.batch_context import BatchContext
 class RowReductions:
     """Sums, means, last values and cumulative sums of whole rows, from each rank's tokens.
 
-    Losses of whole sequences are made of these: preferences, rewards, pooled embeddings. Every rank of the ring calls
-    the method, in the same order. x: [B, T, ...], this rank's tokens, such as log-probabilities. mask: [B, T], of any
-    dtype; a token counts where it is not 0. A mask that belongs to the next token is shifted before it is sharded, so
-    that it crosses from one rank's tokens to another's. The ring's own padding never counts.
+    Losses of whole sequences are made of these: preferences, rewards, pooled embeddings. All ranks of the ring call the
+    same methods in the same order. ``x`` [B, T, ...] has this rank's tokens, such as log-probabilities. A token counts
+    where ``mask`` [B, T], of any dtype, is not 0. The ring's own padding never counts. Shift a mask of next tokens
+    on the whole row, before it is sharded: a token's next one may be on another rank.
 
-    All are differentiable once: if every rank computes a loss on the result, the mean of gradients over ranks is right,
-    as after `Sharded.gather`; so DDP, FSDP and `Sharded.reduce_gradients` give the gradient of one process.
+    The results are differentiable once. If every rank computes the same loss from them, DDP, FSDP and
+    `Sharded.reduce_gradients` give the gradient of one process.
 
     Raises:
         BadShape: x is not [B, T, ...], or mask is not [B, T].

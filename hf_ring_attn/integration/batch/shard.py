@@ -45,11 +45,12 @@ _NO_BACKWARD = (
 
 @dataclass(eq=False)
 class Sharded(RowReductions):
-    """This rank's share of a batch. See `shard`, and `RowReductions` for sums along its rows.
+    """This rank's share of a batch, as `shard` returns it, and reductions along its whole rows.
 
     Attributes:
         inputs: the model's inputs: ``model(**sharded.inputs)``.
-        ring: the ring that shares the batch. layout: the rank of each token.
+        ring: the ring that shares the batch.
+        layout: the rank of each token.
     """
 
     inputs: dict[str, Any]
@@ -66,12 +67,14 @@ class Sharded(RowReductions):
 
     @property
     def positions(self) -> Tensor:
-        """[T] int64: the place in the row of each token of ``inputs`` (with images: of the text model's inputs), in any
-        layout; places from S on are padding."""
+        """[T] int64: the place in the row of each token of ``inputs``, in any layout; from S on they are padding.
+
+        With images these are the places in the inputs of the text model.
+        """
         return self.layout.positions()
 
     def __enter__(self) -> Sharded:
-        """Activates the ring. Within itself it may be entered again: then the hooks of the outermost time serve."""
+        """Activates the ring. The context may be entered again inside itself."""
         again = bool(self._entered)
         entered = batch_context.activate(self.context) if again else ring_context(self.context)
         entered.__enter__()
@@ -83,8 +86,11 @@ class Sharded(RowReductions):
         self._entered.pop().__exit__(*error)
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """The mean of all ranks' losses, detached, the same on every rank: the whole batch's, of ``out.loss`` or of one
-        that a program computes of its share, divided by num_items_in_batch."""
+        """Averages a loss over the ranks, detached: the whole batch's loss, the same on every rank.
+
+        Args:
+            loss: ``out.loss``, or a sum of losses of this rank's tokens divided by ``inputs["num_items_in_batch"]``.
+        """
         self._refuse_unused("reduce")
         return replicas.mean_loss(loss.detach(), self.ring)
 
@@ -95,8 +101,8 @@ class Sharded(RowReductions):
             x: [B, T, ...], such as ``out.logits``.
 
         Returns:
-            [B, S, ...] without the ring's padding, the same on every rank. Differentiable: if every rank computes a
-            loss on it, the mean of gradients over ranks is right.
+            [B, S, ...] without the ring's padding, the same on every rank. It is differentiable. If every rank computes
+            the same loss from it, the mean of the gradients over ranks is that of one process.
         """
         if x.dim() < 2 or x.shape[1] != self.layout.local_length:
             raise errors.BadShape("x", tuple(x.shape), f"it must be [B, {self.layout.local_length}, ...]")
@@ -108,8 +114,9 @@ class Sharded(RowReductions):
         Call it after backward, before gradients are clipped and before optimizer.step().
 
         Raises:
-            GradientsChanged: weights changed since the forward (RefusedElsewhere on ranks where none did); or, on every
-                rank, ranks scaled a gradient by different factors. Only the smallest weight's gradient is checked.
+            GradientsChanged: weights changed since the forward; or ranks scaled a gradient by different factors (only
+                the smallest weight's gradient is checked).
+            RefusedElsewhere: weights changed since the forward on another rank.
         """
         check_type("model", model, (nn.Module, Tensor), "a torch.nn.Module, or a weight")
         self._refuse_unused("reduce_gradients")
@@ -136,16 +143,20 @@ def shard(
     >>> out.loss.backward()                       # DDP or FSDP averages gradients; else sharded.reduce_gradients(model)
     >>> print(out.loss)                           # of the whole batch, on every rank
 
-    Every entry of shape [B, S, ...] is padded to a multiple of 2 * W and cut to this rank's T tokens. Documents begin
-    where position_ids restart, if there is no attention_mask. With RingConfig(layout="balanced") ranks hold other
-    chunks if the zigzag is uneven (see `Sharded.positions`). A batch with images or sound keeps the zigzag, and is
-    sharded at the input of the inner text model; outside of that, ranks draw the same random numbers. With labels,
-    shift_labels are made from the whole row, and num_items_in_batch is the batch's or its number of labelled tokens,
-    over W: a sum of losses over it is this rank's share times W. It is a Python number, unless a ``model`` that FSDP2
-    does not shard is given. out.loss has the whole batch's value on every rank, and the gradient of that share.
+    Tokens: every entry of shape [B, S, ...] is padded to a multiple of 2 * W tokens and cut to this rank's T tokens, in
+    the zigzag layout. With RingConfig(layout="balanced") ranks hold other chunks if the zigzag is uneven;
+    `Sharded.positions` has them. Documents begin where position_ids restart, if there is no attention_mask.
 
-    Given a ``model`` that classifies rows, or labels for one of tokens (classes, masked words), the model below its
-    head computes sharded rows, and the head and its loss get whole ones: inputs, labels of any shape, and outputs.
+    Loss: shift_labels are made from the whole row. num_items_in_batch becomes the batch's, or its number of labelled
+    tokens, divided by W. So a sum of this rank's losses divided by it is W times this rank's share of the loss, and
+    the mean over ranks is the loss. out.loss has the value of the whole batch on every rank, and the gradient of W
+    times the share. num_items_in_batch is a tensor if a ``model`` is given that FSDP2 does not shard; else a number.
+
+    Heads of whole rows: if ``model`` classifies rows, or gets labels of token classes or masked words, its layers below
+    the head compute sharded rows, and the head and its loss get whole ones. Inputs, labels and outputs are then whole.
+
+    Images and sound: the batch is sharded at the input of the inner text model, in the zigzag layout. The layers before
+    it compute whole rows, with the same random numbers on every rank.
 
     Args:
         batch: the model's whole inputs: input_ids or inputs_embeds, and any of labels, shift_labels, attention_mask
@@ -153,11 +164,12 @@ def shard(
             the ring; it is not changed.
         group: the process group of the ring, or a mesh of one axis; None: accelerate's "cp" axis, else the world.
         config: options; None: those set on the model (`configure`), else the defaults.
-        model: the model that will run; needed if it is compiled as a whole, to prepare it without hooks, or if its
-            head gets whole rows.
+        model: the model that will run. Needed if it is compiled as a whole, or if its head gets whole rows.
 
     Raises:
-        BadBatch, UnevenLength: this rank's batch cannot be sharded exactly. RefusedElsewhere: another rank's cannot.
+        BadBatch: this rank's batch cannot be sharded exactly.
+        UnevenLength: with RingConfig(pad=False), if the row would need padding.
+        RefusedElsewhere: another rank's batch cannot be sharded.
         RanksDiffer: on every rank, if the ranks hold different batches.
         LeftHalfway: an error interrupted an earlier attention of this ring.
     """
