@@ -58,7 +58,10 @@ def kernels() -> str:
          "each part rounded to 16 bits, then float32 sums: the error grows with the ring"),
     ):  # fmt: skip
         lines.append(f"| `{words}` | {where} | {sums} | {_filed_speed(words)} |")
-    lines.append("| `flex` | GPUs, for any `score_mod` | each part rounded twice, then float32 sums | see biases |")
+    biases = "[biases]({home}/docs/guides/biases.md)"
+    lines.append(
+        f"| `flex` | GPUs, for most `score_mod`s | each part rounded twice, then float32 sums | see {biases} |"
+    )
     lines.append("| `reference` | everywhere; slow; the definition | float32 or float64 sums | |")
     return "\n".join([*lines, "", "Causal, bf16, 32K tokens, 32/8 heads of 128. " + _sources()])
 

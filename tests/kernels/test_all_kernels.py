@@ -356,7 +356,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("flash2", {"head_dim": 264, "value_dim": 264}, "heads are a multiple of 8 wide, 256 at most, got 264"),
     ("flash2", {"head_dim": 100, "value_dim": 100}, "heads are a multiple of 8 wide, 256 at most, got 100"),
     ("flash4", {"head_dim": 80, "value_dim": 80}, "heads are 64, 96, 128, 192/128, 256 wide (keys/values), got 80/80"),
-    ("flex", {"score_mod": False}, "it serves attention with a score_mod"),
+    ("flex", {"score_mod": False}, "it computes only attention with a score_mod"),
     ("flex", {"deterministic": True}, "it adds the gradients of what a score_mod uses in no fixed order"),
     *(
         (name, {"dtype": dtype}, f"got {dtype}")

@@ -262,7 +262,7 @@ def test_a_hole_is_noticed() -> None:
     [
         ({"device": "cpu"}, "needs a GPU, got tensors on cpu"),
         ({"dtype": torch.float64}, "computes in bfloat16, float16 or float32, got torch.float64"),
-        ({"score_mod": False}, "it serves attention with a score_mod"),
+        ({"score_mod": False}, "it computes only attention with a score_mod"),
         ({"deterministic": True}, "it adds the gradients of what a score_mod uses in no fixed order"),
         ({"holes": True}, "a document's keys must be one run, and here others or hidden keys are between them"),
         ({"head_dim": 8}, "heads of keys are 16 to 256 wide, got 8"),

@@ -104,7 +104,7 @@ class Flex(InOrder):
         if self._on_gpu and request.dtype not in (*HALVES, torch.float32):
             reasons.append(f"computes in bfloat16, float16 or float32, got {request.dtype}")
         if not request.score_mod:
-            reasons.append("it serves attention with a score_mod")
+            reasons.append("it computes only attention with a score_mod")
         if request.deterministic:
             reasons.append("it adds the gradients of what a score_mod uses in no fixed order")
         if request.holes:
