@@ -58,7 +58,7 @@ def kernels() -> str:
          "each part rounded to 16 bits, then float32 sums: the error grows with the ring"),
     ):  # fmt: skip
         lines.append(f"| `{words}` | {where} | {sums} | {_filed_speed(words)} |")
-    biases = "[biases]({home}/docs/guides/biases.md)"
+    biases = "[biases](../guides/biases.md)"
     lines.append(
         f"| `flex` | GPUs, for most `score_mod`s | each part rounded twice, then float32 sums | see {biases} |"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import accelerate  # noqa: F401  the fork server imports it once for all program
 import pytest
 import trl.trainer.sft_trainer  # noqa: F401  the fork server imports it once, too
 import yaml  # type: ignore[import-untyped]
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 from tests.helpers import programs
 from tests.helpers.blocks import PAGES, REPOSITORY, Block, blocks_of, tiny_models_of
@@ -18,6 +20,8 @@ from tests.helpers.blocks import PAGES, REPOSITORY, Block, blocks_of, tiny_model
 ACCELERATE = re.compile(r"^accelerate launch --config_file (\S+\.yaml) (\w+\.py)", re.MULTILINE)
 TORCHRUN = re.compile(r"^torchrun --nproc_per_node 8 (\w+\.py)", re.MULTILINE)
 RANKS = 2
+ANY_CONFIG = "recipes/accelerate/gpu_8_fsdp2.yaml"
+"""For a page that leaves the launch config to its reader."""
 ROWS = """from datasets import Dataset
 rows = Dataset.from_list([{"input_ids": [(7 * n + row) % 250 + 1 for n in range(50)]} for row in range(4)])
 """
@@ -68,6 +72,20 @@ def write_program(launch: Launch, folder: Path) -> Path:
 LAUNCHES = list(launches())
 
 
+def accelerate_commands() -> Iterator[Any]:
+    """Every `accelerate launch` of a page: its blocks and the arguments."""
+    for path in PAGES:
+        page = str(path.relative_to(REPOSITORY))
+        blocks = blocks_of(path.read_text(), page)
+        for block in blocks:
+            lines = block.code.replace("\\\n", " ").splitlines() if block.language == "bash" else []
+            for line in lines:
+                words = shlex.split(line, comments=True)
+                if "launch" in words[:3] and "accelerate" in words:
+                    arguments = words[words.index("launch") + 1 :]
+                    yield pytest.param(blocks, arguments, id=f"{page}:{block.line} {' '.join(arguments)}"[:120])
+
+
 def test_most_guides_are_launched() -> None:
     assert len({launch.page for launch in LAUNCHES}) >= 15
 
@@ -85,3 +103,16 @@ def test_a_program_of_a_page_starts_with_its_config(launch: Launch, tmp_path: Pa
         environment |= programs.launched_by(config)
     said = programs.start(tmp_path, script, ranks=RANKS, environment=environment).output()
     assert ("[hf_ring_attn] ring of 2: " if "transformers" in launch.program else "loss ") in said
+
+
+@pytest.mark.parametrize(("blocks", "arguments"), list(accelerate_commands()))
+def test_accelerate_takes_the_command_of_a_page(blocks: list[Block], arguments: list[str], tmp_path: Path) -> None:
+    """A command without a launch config was refused: `--use_parallelism_config` needs FSDP2 on the command line."""
+    given = launch_command_parser().parse_args(arguments)
+    if given.config_file and not Path(REPOSITORY, given.config_file).is_file():
+        shown = [block.code for block in blocks if block.language == "yaml" and given.config_file in block.code]
+        given.config_file = str(tmp_path / "shown.yaml")
+        Path(given.config_file).write_text((shown or [Path(REPOSITORY, ANY_CONFIG).read_text()])[0])
+    elif given.config_file:
+        given.config_file = str(REPOSITORY / given.config_file)
+    _validate_launch_command(given)

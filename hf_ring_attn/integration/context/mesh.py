@@ -85,6 +85,6 @@ _NOT_SHARED = (
 _WITHOUT_RING = (
     "a ring_fp32 model trains on {0} processes without a ring: each computes whole rows, as in plain data parallelism. "
     "The numbers are right, but no memory is saved. For a ring, give accelerate launch a config with "
-    "parallelism_config_cp_size (on a command line with --use_parallelism_config), or Accelerator a "
+    "parallelism_config_cp_size (the option alone has no effect), or Accelerator a "
     'ParallelismConfig(cp_size={0}, cp_backend="ring"), or shard each batch with hf_ring_attn.shard(batch).'
 )

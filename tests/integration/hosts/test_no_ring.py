@@ -152,7 +152,7 @@ def test_a_model_that_trains_without_a_ring_is_told_once(ranks: Ranks, ring: boo
         else:
             assert "trains on 2 processes without a ring" in text
             assert "plain data parallelism" in text
-            assert "--use_parallelism_config" in text
+            assert "the option alone has no effect" in text
 
 
 def backward_in_evaluation() -> list[str]:
