@@ -18,8 +18,8 @@ SAMPLE = 2**14
 """The most values of all buffers that a batch compares."""
 NAMED = 2
 TODO = (
-    "Each rank wrote what it saw of its own tokens: reduce it over the ring first (torch.distributed.all_reduce). "
-    "Of what no forward reads, such as a log, make the buffer with persistent=False."
+    "Each rank wrote values of its own tokens: reduce them over the ring first (torch.distributed.all_reduce). "
+    "If no forward reads the buffer (a log, for example), register it with persistent=False."
 )
 
 

@@ -62,8 +62,8 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
             name_of(model),
             [
                 f"its weights began to train after DDP wrapped it ({name}, ...): DDP averages the {averaged} weights "
-                "that trained then, and no gradients of others, without a ring either; let them train before train(), "
-                "with ddp_find_unused_parameters=True, or wrap anew"
+                "that trained then, and no others, without a ring too; let them require gradients before train(), with "
+                "ddp_find_unused_parameters=True, or wrap the model again"
             ],
         )
     _SEEN[wrapper] = before | trained
@@ -101,10 +101,10 @@ def _refuse_unaveraged(optimizer: torch.optim.Optimizer, *_given: Any) -> None:
             raise errors.UnsupportedModel(
                 name_of(wrapper),
                 [
-                    "its optimizer steps before DDP averaged all gradients: it awaits those of weights that were "
-                    f"frozen since it wrapped the model, or have no part in this loss{example}; set "
-                    "ddp_find_unused_parameters=True, or freeze before train(); no optimizer may step inside the "
-                    "backward"
+                    "its optimizer steps before DDP averaged all gradients: DDP waits for those of weights that were "
+                    f"frozen after it wrapped the model, or that this loss does not use{example}; set "
+                    "ddp_find_unused_parameters=True, or freeze them before train(), and let no optimizer step inside "
+                    "the backward"
                 ],
             ) from None
 

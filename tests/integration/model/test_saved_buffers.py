@@ -60,7 +60,7 @@ def test_a_buffer_that_ranks_write_differently_is_refused(ranks: Ranks) -> None:
         assert raised is not None, "not refused"
         assert raised[0] == "RanksDiffer"
         assert "the same buffers that the program writes (model.layers.0.mlp.shift)" in raised[1]
-        assert "reduce it over the ring first (torch.distributed.all_reduce)" in raised[1]
+        assert "reduce them over the ring first (torch.distributed.all_reduce)" in raised[1]
 
 
 @pytest.mark.parametrize(
