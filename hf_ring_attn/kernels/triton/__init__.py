@@ -62,7 +62,7 @@ class Triton(InOrder):
             reasons.append("triton is not installed")
         if request.dtype not in DTYPES:
             reasons.append(f"computes in bfloat16, float16 or float32, got {request.dtype}")
-        if request.device == "cpu" and request.dtype == torch.bfloat16:
+        if request.device == "cpu" and request.dtype == torch.bfloat16 and triton_is_interpreted():
             reasons.append("triton's interpreter cannot multiply bfloat16")
         widest = widest_head(request.device, request.dtype.itemsize)
         if max(request.head_dim, request.value_dim) > widest:
