@@ -50,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--gpus", type=count(), required=True, help="number of GPUs, of all nodes together")
     where.add_argument("--gpus-per-node", type=count(), default=8, help="GPUs of one node (default: 8)")
     where.add_argument("--ring", type=count(), help="number of GPUs that share a row (default: all)")
-    where.add_argument("--gpu", choices=GPUS, default="h100", help="kind of GPU (default: h100)")
+    where.add_argument(
+        "--gpu",
+        choices=GPUS,
+        default="h100",
+        help="kind of GPU (default: h100); for another, give its numbers as below",
+    )
     where.add_argument("--memory", type=positive, metavar="GIB", help="memory of a GPU (default: that of --gpu)")
     where.add_argument(
         "--host-memory", type=positive, metavar="GIB", help="host memory for each GPU's process (default: no limit)"
