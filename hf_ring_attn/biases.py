@@ -70,7 +70,8 @@ class RelativeBias(nn.Module):
     Args:
         heads: query heads (H).
         buckets: rows of the weight; even, at least 4 where ``bidirectional``.
-        max_distance: all pairs that are further apart share a bucket; more than the buckets for one distance each.
+        max_distance: all pairs that are further apart share a bucket. It must be larger than the number of buckets that
+            hold one distance each.
         bidirectional: half of the buckets are for later keys, as in encoders; else later keys share bucket 0.
 
     Attributes:

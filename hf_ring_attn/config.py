@@ -20,12 +20,12 @@ Arrangement = Literal["auto", "zigzag", "balanced"]
 
 @dataclass(frozen=True, kw_only=True)
 class RingConfig:
-    """Options of a ring. None changes the answer beyond the order of float32 sums.
+    """Options of a ring. Of these only a kernel may change the answer beyond the order of float32 sums.
 
     Args:
         kernel: "auto", "flash4", "triton", "flash2", "flex" or "reference". "auto" takes the first that can compute the
-            attention, but never flash2, which rounds each contribution to a gradient. A named kernel runs, or refuses
-            the call with its reasons.
+            attention, but never flash2. flash2 and flex round each contribution to a gradient; flex is for a score_mod.
+            A named kernel runs, or refuses the call with its reasons.
         backward: "ring" sends keys, values and float32 sums of their gradients around the ring. "gather" all-gathers
             keys and values again and reduce-scatters float32 gradients: more memory, fewer steps.
         heads_per_gather: key/value heads gathered at a time. The memory of gathered keys and values is proportional to

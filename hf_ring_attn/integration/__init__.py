@@ -31,10 +31,12 @@ CHANGES: list[changes.Change] = [
 
 
 def install() -> None:
-    """Registers "ring_fp32" and patches the hosts. Idempotent; `import hf_ring_attn` has called it already.
+    """Registers "ring_fp32", and patches transformers, accelerate and trl. `import hf_ring_attn` calls it.
+
+    A second call does nothing.
 
     Raises:
-        ChangedHost: a host library's function has other parameters than its patch needs.
+        ChangedHost: a function of these libraries has other parameters than its patch needs.
     """
     changes.install(CHANGES)
 
