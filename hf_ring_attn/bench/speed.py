@@ -129,8 +129,8 @@ def _rate(tflops: float) -> str:
 
 
 HEAD = (
-    f"{'tokens':>9} {'':26s} {'forward':>12} {'a device':>14} {'of one':>6} | {'with backward':>12} {'a device':>14} "
-    f"{'of one':>6} {'memory':>10} {'received':>14}"
+    f"{'tokens':>9} {'':26s} {'forward':>12} {'per device':>14} {'vs one':>6} | {'with backward':>12} "
+    f"{'per device':>14} {'vs one':>6} {'memory':>10} {'received':>14}"
 )
 
 
