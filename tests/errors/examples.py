@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 LLAMA = "LlamaForCausalLM"
+TAKES_NO_COUNT = "the loss of MyModel, which takes no num_items_in_batch,"
 
 ARGUMENTS: dict[str, Any] = {
     "made": [5, 5, 3, 3],
@@ -40,7 +41,15 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "ShardedMask": [{"kind": "blocks"}, {"kind": "documents"}, {"kind": "chunks"}],
-    "UnsupportedModel": [{"model": "RwkvForCausalLM", "reasons": ["its code has no attention of transformers"]}],
+    "UnsupportedModel": [
+        {
+            "model": "BloomForCausalLM",
+            "reasons": [
+                "its code does not use transformers' attention interface, so its attention would stay on each rank",
+                "no part of it takes position_ids, so each rank would number its own tokens from 0",
+            ],
+        }
+    ],
     "SelfCheckFailed": [{"where": ""}, {"where": "model.layers.0.self_attn"}],
     "SelfCheckRaised": [{"error": "IndexError: index 64 is out of bounds"}],
     "GradientDiffers": [{"own": False}, {"own": True}],
@@ -54,17 +63,17 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "UnsupportedArgument": [
         {
             "module": "a model", "name": "a cache", "call": "was called with",
-            "why": "it was made in a ring, so it holds one rank's tokens; call generate() with whole rows",
+            "why": "it was made in a ring, so it holds one rank's tokens; make it outside, from whole rows",
         }
     ],
     "OtherIgnoreIndex": [{"what": f"{LLAMA} was called in a ring with"}],
-    "LossNotSharded": [{"what": "the loss of MyModel", "gathers": False, "again": again} for again in (False, True)]
+    "LossNotSharded": [{"what": TAKES_NO_COUNT, "gathers": False, "again": again} for again in (False, True)]
     + [
         {"what": "label smoothing (label_smoothing_factor)", "gathers": True, "again": True},
         {"what": "the loss of MyTrainer", "gathers": False, "again": True, "own": True},
     ],
     "ShardedLoss": [{"name": "MyTrainer"}],
-    "LossNotChunked": [{"why": "its head is no linear layer"}],
+    "LossNotChunked": [{"why": "argmax() was called on the logits"}],
     "LogitsNotMade": [{"why": "FSDP2 has freed the weights of its head since the forward"}],
     "InputsNotHandedOn": [{"method": "_prepare_context_parallel_inputs"}],
     "UnsupportedOption": [
@@ -73,7 +82,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "UnknownOutput": [{"name": "image_hidden_states", "got": (1, 576, 4096)}],
     "BadShape": [{"name": "k", "got": (1, 512, 8), "need": "it must be [1, 512, G, 128] to go with q"}],
     "BadOption": [{"name": "mlp_tokens", "got": 0, "need": "a positive number of tokens, or None"}],
-    "BadScoreMod": [{"name": "my_bias", "what": "returned bool, not a floating-point number"}],
+    "BadScoreMod": [{"name": "my_bias", "what": "cannot be run for many scores at once (data-dependent control flow)"}],
     "ScoreModChanged": [{"name": "my_bias", "what": "a tensor of shape (32,) that it uses was written"}],
     "UnsupportedAttention": [
         {
@@ -105,7 +114,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "NoSmallerBatch": [{"text": "CUDA out of memory"}],
     "UntestedParallelism": [{"what": "tensor parallelism (tp_size=2)", "todo": "set tp_size=1"}],
     "TorchHandlerWithRing": [{"handler": type("TorchContextParallelConfig", (), {})()}],
-    "TorchContextParallelRefused": [{"reasons": ["Context parallelism needs FSDP2, got MULTI_GPU."]}],
+    "TorchContextParallelRefused": [
+        {"reasons": ["cp_size > 1 needs an fsdp_plugin (FSDP2), but distributed_type is MULTI_GPU"]}
+    ],
     "DispatchedBatches": [{"how": "a DataLoader was prepared with dispatch_batches=True"}],
     "BadBuffers": [{"got": "buffer 1 that requires a gradient", "needed": "it cannot be sharded in place"}],
     "UnclearCount": [{"got": 1000, "why": "it is neither"}],
