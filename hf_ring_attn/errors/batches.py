@@ -160,7 +160,7 @@ class GradientDiffers(Refused):
         super().__init__(
             f"the self-check tried a step of {model} on a random row, in one process and in a ring of {ring_size}: the "
             f"losses agree, but the gradients of {weight} differ by {error:.1e} (rounding: {tolerance:.1e}). "
-            f"{_OWN_TERM if own else 'Take hooks out that clip gradients. If there are none: p' + SELF_CHECK_TODO[1:]}"
+            f"{_OWN_TERM if own else 'Remove hooks that clip gradients. If there are none: p' + SELF_CHECK_TODO[1:]}"
         )
 
 

@@ -323,9 +323,9 @@ class PooledLoss(Refused):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"{what} cannot be computed exactly from one rank's tokens. If it compares tokens with targets, give the "
-            "targets as labels. If it pools rows, put it into your model's forward, and set "
-            "loss_type='ForSequenceClassification' there (the guide of classification shows it); in your own loop pool "
-            "by sharded.row_mean or sharded.last_token."
+            "targets as labels. If it pools rows, put it into your model's forward, and set its "
+            "loss_type='ForSequenceClassification' (the guide of classification shows it); in your own loop pool by "
+            "sharded.row_mean or sharded.last_token."
         )
 
 
