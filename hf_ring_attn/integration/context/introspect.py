@@ -112,6 +112,11 @@ def is_compiled(module: nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
 
 
+def compiled_part(model: nn.Module) -> nn.Module | None:
+    """The model, or one in its wrappers, that torch.compile was called on as a whole; None if there is none."""
+    return next((part for part in unwrapped(model) if is_compiled(part)), None)
+
+
 def is_unit(module: nn.Module) -> bool:
     """Returns True for a module that `fully_shard` was applied to; by name, so as not to import torch.distributed."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

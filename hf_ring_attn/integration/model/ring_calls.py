@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...comm.ring import Ring
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_compiled, loss_models_of, parameters_of, unwrapped
+from ..context.introspect import compiled_part, loss_models_of, parameters_of
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS, TOKENS
 from ..patching.compiler import uncompiled
@@ -29,15 +29,17 @@ from .chunked import lazy_heads
 
 
 @contextmanager
-def in_ring(model: nn.Module, running: bool = False) -> Iterator[None]:
+def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> Iterator[None]:
     """Inside, calls of ``model`` in a batch's context are as the module says, and its head makes no logits unless they
     are read (`chunked`).
 
     Args:
         running: the model is running already.
+        as_one: as if it was compiled as a whole: the loss that it returns has the value, not those that it computes.
     """
     # A compiler would trace hooks of a part of what it compiles, and compile anew for those of each batch.
-    whole = next((part for part in unwrapped(model) if is_compiled(part)), None)
+    compiled_whole = compiled_part(model)
+    whole = model if compiled_whole is None and as_one else compiled_whole
     owners = loss_models_of(model)  # several in a module of a program's own
     with lazy_heads(model), ExitStack() as undos:
         for called in owners if whole is None else [whole] * bool(owners):

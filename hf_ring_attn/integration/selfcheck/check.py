@@ -35,14 +35,15 @@ from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
 from ..model.ring_calls import in_ring
 from ..patching import changes
+from .across_ranks import AcrossRanks
 from .attempt import Attempt
-from .compare import ComparedTokens, Recorder, outputs_inside, relative, spread
+from .compare import ComparedTokens, Recorder, outputs_inside, relative
 from .placeholders import try_placeholders
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
 from .states import States
-from .tolerance import AMPLIFICATION, EXACT, LOSS, always_passes, dtypes_seen, rounded_anew, tolerance
-from .trial import GRADIENT, StepResult, distances, random_state, run_step, set_modes, watched_weights
+from .tolerance import AMPLIFICATION, EXACT, LOSS, always_passes, dtypes_seen, rounded_anew
+from .trial import GRADIENT, random_state, run_step, set_modes, watched_weights
 from .zeros import moved_from_zero
 
 T = TypeVar("T")
@@ -81,7 +82,8 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     if sample is None or torch.compiler.is_compiling():
         return
     inner, has_labels, loss = introspect.callable_inside(model), context.facts.has_labels, context.config.loss
-    sharding, batch = _sharding(record), (ring.name, has_labels, loss, context.whole_head)
+    as_one = introspect.compiled_part(model) is not None
+    sharding, batch = _sharding(record), (ring.name, has_labels, loss, context.whole_head, as_one)
     # Other rings, whose batches may be of another kind, take part in each forward if they hold shards of its weights.
     alone = sharding is None or sharding.ranks() <= ring.ranks()
     inputs, padding = (sample.inputs(), sample.padding()) if alone else ((), ())
@@ -97,7 +99,8 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
             name = introspect.class_of(inner)
             warn(f"{name} takes hidden states, so the self-check cannot run it: it runs in the ring unchecked.")
             return
-        job, modes = _Check(inner, context, sample, sample.device(model)), [x.training for x in inner.modules()]
+        job = _Check(inner, context, sample, sample.device(model), as_one)
+        modes = [x.training for x in inner.modules()]
         if case not in verdicts:
             with preserved(inner), moved_from_zero(inner):
                 state.verdict = verdicts[case] = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
@@ -116,13 +119,14 @@ def _sharding(record: ModelRecord) -> Ring | None:
 
 
 @dataclass
-class _Check:
+class _Check(AcrossRanks):
     """One self-check on one rank. Its turns depend on numbers that all ranks hold, so all ranks take the same."""
 
     model: nn.Module
     context: BatchContext
     sample: Sample
     device: torch.device
+    as_one: bool
 
     def __post_init__(self) -> None:
         self.ring = self.context.ring
@@ -207,10 +211,10 @@ class _Check:
         weights = watched_weights(self.model) if trains and self.sharding is None else {}
         set_modes(self.model, None if step.trains else modes if trains else [False] * len(modes))
         row = self._row(seed, rows, self.context.facts.has_labels or self.context.whole_head)
+        attempted = partial(run_step, step, self.model, weights=[*weights.values()], as_one=self.as_one)
         whole_step, ring_step = (
-            partial(self.states.run, partial(run_step, step, self.model, row, part, call, weights.values()), alone)
+            partial(self.states.run, partial(attempted, row, part, partial(self._call, *part)), alone)
             for alone, part in ((True, self._local(row, Ring(LOCAL))), (False, self._local(row, self.ring)))
-            for call in [partial(self._call, *part)]
         )
         with dtypes_seen() as dtypes:
             before = random_state(self.device)
@@ -244,7 +248,9 @@ class _Check:
             own = bool(step.name) and not (self.context.gathers_logits or self.context.whole_head)  # else on whole rows
             if found[0] > limits[0]:
                 numbers = f"{float(got.loss):.6g} in the ring, {float(want.loss):.6g} in one process"
-                what = f"the loss of {name} (the self-check found {numbers})"
+                within = self.as_one and self.model not in introspect.loss_models_of(self.model) and not step.name
+                compiled = ", compiled as a whole (compile the language model inside it)," if within else ""
+                what = f"the loss of {name}{compiled} (the self-check found {numbers})"
                 if not self.context.facts.has_labels and not self.context.whole_head:
                     return errors.PooledLoss(what) if step.name else errors.LossWithoutLabels(self.name)
                 again = own or not (step.name or self.context.whole_head)
@@ -284,7 +290,7 @@ class _Check:
         return self.states.run(partial(self._call, *mine))
 
     def _call(self, inputs: Mapping[str, Any], context: BatchContext) -> Any:
-        with batch_context.activate(context), in_ring(self.model):
+        with batch_context.activate(context), in_ring(self.model, as_one=self.as_one):
             return self.model(**self.sample.taken(self.model, inputs))
 
     def _whole(self, call: Callable[[], T], rows: int) -> T:
@@ -327,38 +333,6 @@ class _Check:
             raise errors.SelfCheckRaised(self.name, self.ring.size, text) from error
 
     # ---- comparisons ----
-
-    def _gathered(self, row: Tensor) -> Tensor:
-        """[W, ...] each rank's ``row``, on the CPU in float64."""
-        row = row.to(self.ring.small_device(self.device), torch.float64)
-        return self.ring.gather(row, "compared its part of the self-check").wait()[0].cpu()
-
-    def _everywhere(self, numbers: list[float]) -> Tensor:
-        """[n, ...] the numbers of each rank of this ring, and of all that shard its weights; some more than once."""
-        table = self._gathered(torch.tensor(numbers, dtype=torch.float64))
-        if self.sharding is None:
-            return table
-        rings = table.to(self.sharding.small_device(self.device))
-        return self.sharding.gather(rings, "compared its self-check").wait()[0].flatten(0, 1).cpu()
-
-    def _spread(self, mine: Tensor) -> float:
-        """The spread of the errors of all tokens, the largest of any ring; nan if one has nothing to compare."""
-        return float(self._everywhere([spread(self._gathered(mine))]).max())
-
-    def _tolerance(self, dtypes: set[torch.dtype]) -> float:
-        """The tolerance of a token's output, by the coarsest dtype that a module returned on any rank."""
-        spacing = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        return tolerance(float(self._everywhere([spacing]).max()), self.device)
-
-    def _mean(self, mine: StepResult) -> StepResult:
-        """The mean over the ring, as DDP makes it."""
-        device = self.ring.small_device(self.device)
-        loss, *gradients = self.ring.means([x.to(device) for x in (mine.loss, *mine.gradients)])
-        return StepResult(loss, [x.to(self.device) for x in gradients])
-
-    def _apart(self, got: StepResult, want: StepResult) -> list[float]:
-        """The relative distance of the loss and of each gradient, the largest on any rank."""
-        return [float(x) for x in self._everywhere(distances(got, want)).amax(0)]
 
     def _refuse_pooled(self, whole: Any, share: Any, compared: ComparedTokens, limit: float) -> None:
         """Refuses an output without tokens, if every token is right."""

@@ -41,19 +41,20 @@ class StepResult(NamedTuple):
 
 def run_step(
     step: TrialStep, model: nn.Module, row: Mapping[str, Any], local: LocalBatch, call: Callable[[], Any],
-    weights: Iterable[nn.Parameter],
+    weights: Iterable[nn.Parameter], as_one: bool,
 ) -> StepResult | None:  # fmt: skip
     """Computes the loss of a row's local batch and its gradients; None if there is no loss.
 
     Args:
         call: calls the model with the local batch, if the host does not compute the loss.
+        as_one: see `in_ring`.
     """
     weights = list(weights)
     # The program may be inside a checkpoint, or offload what is saved: its hooks must not see this graph.
     no_hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.set_grad_enabled(bool(weights)), no_hooks, _without_reentrant_checkpoints():
         # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
-        with batch_context.activate(local.context), in_ring(model):
+        with batch_context.activate(local.context), in_ring(model, as_one=as_one):
             loss = loss_of(call()) if step.loss is None else step.loss(model, row, local)
             gradients = differentiate(loss, weights) if isinstance(loss, Tensor) else []
         if not isinstance(loss, Tensor):

@@ -91,3 +91,42 @@ def rolled() -> str:
 def test_a_wrong_model_inside_is_found_though_the_loss_alone_is_returned(ranks: Ranks) -> None:
     for error in ranks(2).run(rolled):
         assert error.startswith("SelfCheckFailed")
+
+
+class Squared(nn.Module):
+    """One model. ``power``: of its loss, which is returned."""
+
+    def __init__(self, attention: str | None, power: int) -> None:
+        super().__init__()
+        self.inner, self.power = tiny("llama", attention), power
+
+    def forward(self, **inputs: Any) -> Any:
+        out = self.inner(**inputs)
+        return {"loss": out.loss**self.power, "logits": out.logits}
+
+
+def compiled_step(power: int, part: str) -> tuple[float, str]:
+    """The loss, and what is raised. ``part``: what torch.compile gets."""
+    model = Squared("ring_fp32", power)
+    called: Any = torch.compile(model, backend="eager") if part == "wrapped" else model
+    if part != "wrapped":
+        (model if part == "in place" else model.inner).compile(backend="eager")
+    try:
+        with hf_ring_attn.shard(tokens(23), model=called, config=RingConfig(loss="sharded")) as sharded:
+            return float(called(**sharded.inputs)["loss"]), ""
+    except RingAttentionError as error:
+        return 0.0, f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("part", ["wrapped", "in place", "inside"])
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_function_of_the_loss_that_is_compiled_with_its_model(ranks: Ranks, power: int, part: str) -> None:
+    """Wrapped, the square's mean over ranks was trained on, silently: the self-check ran what was not compiled."""
+    want = float(Squared(None, power)(**tokens(23), use_cache=False)["loss"])
+    for loss, error in ranks(2).run(compiled_step, power, part):
+        if power == 1 or part == "inside":
+            assert not error
+            assert loss == pytest.approx(want, rel=ONE_PROCESS)
+        else:
+            assert error.startswith("LossNotSharded")
+            assert part == "in place" or "compiled as a whole (compile the language model inside it)" in error

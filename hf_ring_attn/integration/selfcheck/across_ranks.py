@@ -1,0 +1,55 @@
+"""Numbers of the self-check that all ranks hold: those of a ring, and of all ranks that shard its model's weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...comm.ring import Ring
+from .compare import spread
+from .tolerance import tolerance
+from .trial import StepResult, distances
+
+
+class AcrossRanks:
+    """What ranks found, gathered or averaged. Every method sends messages, so all ranks call it.
+
+    Attributes:
+        ring: the ring that is checked. sharding: the ranks that shard the weights; None if each holds them all.
+    """
+
+    ring: Ring
+    sharding: Ring | None
+    device: torch.device
+
+    def _gathered(self, row: Tensor) -> Tensor:
+        """[W, ...] each rank's ``row``, on the CPU in float64."""
+        row = row.to(self.ring.small_device(self.device), torch.float64)
+        return self.ring.gather(row, "compared its part of the self-check").wait()[0].cpu()
+
+    def _everywhere(self, numbers: list[float]) -> Tensor:
+        """[n, ...] the numbers of each rank of this ring, and of all that shard its weights; some more than once."""
+        table = self._gathered(torch.tensor(numbers, dtype=torch.float64))
+        if self.sharding is None:
+            return table
+        rings = table.to(self.sharding.small_device(self.device))
+        return self.sharding.gather(rings, "compared its self-check").wait()[0].flatten(0, 1).cpu()
+
+    def _spread(self, mine: Tensor) -> float:
+        """The spread of the errors of all tokens, the largest of any ring; nan if one has nothing to compare."""
+        return float(self._everywhere([spread(self._gathered(mine))]).max())
+
+    def _tolerance(self, dtypes: set[torch.dtype]) -> float:
+        """The tolerance of a token's output, by the coarsest dtype that a module returned on any rank."""
+        spacing = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        return tolerance(float(self._everywhere([spacing]).max()), self.device)
+
+    def _mean(self, mine: StepResult) -> StepResult:
+        """The mean over the ring, as DDP makes it."""
+        device = self.ring.small_device(self.device)
+        loss, *gradients = self.ring.means([x.to(device) for x in (mine.loss, *mine.gradients)])
+        return StepResult(loss, [x.to(self.device) for x in gradients])
+
+    def _apart(self, got: StepResult, want: StepResult) -> list[float]:
+        """The relative distance of the loss and of each gradient, the largest on any rank."""
+        return [float(x) for x in self._everywhere(distances(got, want)).amax(0)]
