@@ -93,6 +93,7 @@ class Head:
         self.made: Tensor | None = None
         self.lazy: list[weakref.ref[LazyLogits]] = []
         self.losses = 0
+        self.wrapper_hooks: list[Callable[[Tensor], Any]] = []
         first, *weights = inputs = [leaf(x, x.requires_grad) for x in (self.rows[:1], *self.weights)]
         with graph_of_its_own(torch.is_grad_enabled()):
             sample = self.logits_of(first, weights)
@@ -181,6 +182,8 @@ class Head:
                     loss = loss / labels.ne(options.ignore_index).sum()
         self.state.losses += 1
         self.losses += 1
+        for hook in self.wrapper_hooks if loss.requires_grad else ():
+            loss.register_hook(hook)  # no gradient reaches the logits
         return loss
 
 
@@ -260,7 +263,8 @@ class LazyLogits(Tensor):
                 args = (lazy.made, *args[1:])
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if name in GRADIENT_HOOKS and _is_of_a_wrapper(args[1:]):  # FSDP2's only wants to know when the backward begins
+        if name in GRADIENT_HOOKS and _is_of_a_wrapper(args[1:]):  # FSDP2's gathers weights when the backward begins
+            args[0].head.wrapper_hooks += args[1:]
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         if name in GRADIENT_HOOKS and isinstance(lazy, LazyLogits) and lazy.head.losses:

@@ -42,7 +42,7 @@ class Step:
     """A step of a model of `tiny_models` or of `OTHERS`.
 
     ``lora``: what LoraConfig is given; None for a full fine-tuning. ``wrap``: "", "DDP", or a way of `sharded`.
-    ``change``: changes the model first. ``autocast``: to float16.
+    ``change``: changes the model first. ``autocast``: to float16. ``forwards``: whose losses are added up.
     """
 
     why: str
@@ -54,6 +54,7 @@ class Step:
     trains: bool = True
     change: Callable[[Any], None] | None = None
     autocast: bool = False
+    forwards: int = 1
 
 
 @dataclass
@@ -134,14 +135,14 @@ def step_of(step: Step, loss: Loss) -> Answer:
         batch = hf_ring_attn.shard(step.batch, config=RingConfig(loss=loss, self_check=False))
         half = torch.autocast("cpu", torch.float16, enabled=step.autocast)
         with batch, torch.set_grad_enabled(step.trains), half:
-            out = model(**batch.inputs)
+            loss_of_all = torch.stack([model(**batch.inputs).loss for _ in range(step.forwards)]).sum()
         state = batch.context.state(ChunkedLoss)
         if step.trains:
-            out.loss.backward()
+            loss_of_all.backward()
             if not step.wrap:
                 batch.reduce_gradients(model)
     gradients = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients_of(model).items()}
-    return Answer(out.loss.detach(), gradients, state.losses, max(made, default=0), state.why)
+    return Answer(loss_of_all.detach(), gradients, state.losses, max(made, default=0), state.why)
 
 
 def both(step: Step) -> tuple[Answer, Answer]:

@@ -55,6 +55,8 @@ SHARDED = [
     Step(why="FSDP2, tied weights", wrap="with the rest", config={"tie_word_embeddings": True}),
     Step(why="FSDP2, the head by itself", wrap="by itself"),
     Step(why="FSDP2, as accelerate wraps", wrap="tail"),
+    Step(why="FSDP2, as accelerate wraps, two forwards a step", wrap="tail", forwards=2),
+    Step(why="FSDP2, the head by itself, two forwards a step", wrap="by itself", forwards=2),
     Step(why="FSDP2, evaluation", wrap="by itself", trains=False),
     Step(why="FSDP2, a trained copy of the head", wrap="in parts", lora=SAVED),
 ]
