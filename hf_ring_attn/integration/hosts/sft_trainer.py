@@ -35,8 +35,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
                 num_items_in_batch = num_items_in_batch * group.size()
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         averaged = self.args.average_tokens_across_devices
-        counted = averaged and isinstance(self.accelerator, RingsCounted)  # then SFTTrainer multiplies by their number
-        ring_size = context.ring.size if group is None or counted else group.size()
+        is_trial = isinstance(self.accelerator, RingsCounted)  # of a whole row
+        ring_size = context.ring.size if group is None or is_trial else group.size()
         trainer.refuse_past_fused_head(self, context.config.loss)
         one_mean = not self.model.training  # in training all batches of a step have one mean
         if num_items_in_batch is None and (count := inputs.get("num_items_in_batch")) is not None:

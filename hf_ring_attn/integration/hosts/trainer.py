@@ -168,9 +168,11 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
         sharded, whole = Sharded(*local), dict(row)
         with preserved_trainer(trainer), _gathering(model, sharded):
             items = count(trainer, whole)
-            is_whole = local.context.ring.size == 1 and group_of(trainer) is not None
+            group = group_of(trainer) if local.context.ring.size == 1 else None
+            if group is not None and items is not None and not trainer.args.average_tokens_across_devices:
+                items = items * group.size()  # `_get_num_items_in_batch` gives a rank's part, and this row is whole
             # An override of compute_loss may multiply by the number of processes: whole rows have one for each ring.
-            counted = rings_as_processes(trainer, RingsCounted) if is_whole else nullcontext()
+            counted = nullcontext() if group is None else rings_as_processes(trainer, RingsCounted)
             with counted, trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
 
@@ -253,7 +255,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         # As with `shard`, a rank's loss is its share times W, and the mean over ranks is the loss of the whole batch. A
         # trainer that averages over devices multiplies losses by all ranks: so count and loss are divided by W here.
         # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
-        averaged, ring_size = self.args.average_tokens_across_devices, 1 if group is None else group.size()
+        averaged, is_trial = self.args.average_tokens_across_devices, isinstance(self.accelerator, RingsCounted)
+        ring_size = 1 if group is None or is_trial else group.size()
         size = 1 if context is None else context.ring.size
         if context is None and self.model.training:
             warn(WHOLE_ROWS.format(type(self).__name__))
@@ -261,7 +264,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         sharded = context is None or not (_gathers(context) or context.whole_head)
         with smoothed_in_model(self, context) if context is not None and sharded else smoothed(self, model):
             result = original(self, model, inputs, return_outputs, items / size if sharded else items)
-        times = 1 / ring_size if averaged and not isinstance(self.accelerator, RingsCounted) else 1
+        times = 1 / ring_size if averaged else 1
         return (result[0] * times, result[1]) if return_outputs else result * times
 
     return compute_loss

@@ -134,6 +134,49 @@ def test_also_with_several_batches_a_step(ranks: Ranks, use: str) -> None:
     compare(ranks, "of_inputs", use, steps=2)
 
 
+# ---- sums over a rank's labels ----------------------------------------------------------------------------------------
+
+
+def summed(times: str, averages: bool, mesh: Mesh) -> tuple[str, list[dict[str, float]]]:
+    """What a loss that adds up over labels is refused with, or what Trainer logged.
+
+    Args:
+        times: the loss is multiplied by the "processes". averages: average_tokens_across_devices.
+    """
+
+    class Own(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            out = model(**inputs)
+            labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+            told = inputs.get("shift_labels", labels) != -100
+            loss = (out.logits.logsumexp(-1) * told).sum() / num_items_in_batch
+            loss = loss * self.accelerator.num_processes if times else loss
+            return (loss, out) if return_outputs else loss
+
+    options = {"average_tokens_across_devices": averages, "eval_strategy": "no"}
+    with launched(mesh), a_folder(None) as folder:
+        trainer = trainer_of(replace(RUN, arguments={**RUN.arguments, **options}), mesh, folder, kind=Own)
+        error, _ = refusal_of(trainer)
+        return error, numbers(trainer.state.log_history)
+
+
+@pytest.mark.parametrize(("times", "averages"), [("", False), ("processes", True)])
+def test_a_sum_over_labels_is_that_of_all_ranks(ranks: Ranks, times: str, averages: bool) -> None:
+    _, log = ranks(1).run(summed, times, averages, Mesh())[0]
+    for error, got in ranks(2).run(summed, times, averages, Mesh(cp=2)):
+        assert not error
+        assert [pytest.approx(entry, rel=LOSS) for entry in log] == got
+
+
+@pytest.mark.parametrize(("times", "averages"), [("", True), ("processes", False)])
+def test_a_sum_times_another_number_of_processes_is_refused(ranks: Ranks, times: str, averages: bool) -> None:
+    """Without averaged counts the check's whole row was divided by a rank's count, too: the loss was doubled, silently."""
+    for error, _ in ranks(2).run(summed, times, averages, Mesh(cp=2)):
+        assert error.startswith("LossNotSharded"), error
+
+
 # ---- other labels ----------------------------------------------------------------------------------------------------
 
 
