@@ -23,7 +23,7 @@ from ..context.trial_step import TrialStep
 from ..log import warn
 from ..model import adapters, admission, fsdp, whole_heads
 from ..patching.changes import Patch
-from . import liger_arguments, prepare_override, trainer_overrides
+from . import between_batches, liger_arguments, prepare_override, trainer_overrides
 from .gathered_loss import gathered
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
@@ -229,6 +229,8 @@ def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         group = group_of(self)
         if shards(self):
             refuse_trainer(self)  # methods may have been set on it since
+        if group is not None:
+            between_batches.average_each_batch(self)
         if group is None or self.args.average_tokens_across_devices:
             return original(self, batch_samples, device)
         # transformers 5.17 divides by the ring size and drops the remainder, which is 0 for repeated batches.

@@ -1,0 +1,82 @@
+"""training_step and callbacks as people write them for one process, which see gradients between the batches of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback
+
+from tests.helpers.jobs.comparison import LOSS, Ranks
+from tests.helpers.jobs.kinds_jobs import under_fsdp2
+from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, trainer_of
+
+RUN = Run(why="", rows=Rows(shortest=9, pad_to="right", labelled="answers"))
+OPTIONS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "eval_strategy": "no"}
+
+
+class Clipping(Trainer):
+    """Clips after each batch."""
+
+    def training_step(self, model: Any, *given: Any, **named: Any) -> Tensor:
+        loss = super().training_step(model, *given, **named)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss
+
+
+class Adversarial(Trainer):
+    """Trains each batch once more, with embeddings moved along their gradient (FGM)."""
+
+    def training_step(self, model: Any, *given: Any, **named: Any) -> Tensor:
+        loss = super().training_step(model, *given, **named)
+        weight = self.accelerator.unwrap_model(model).get_input_embeddings().weight
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.add_(0.5 * weight.grad / weight.grad.norm())
+        super().training_step(model, *given, **named)
+        with torch.no_grad():
+            weight.copy_(before)
+        return loss
+
+
+class ClipsBetween(TrainerCallback):
+    def on_substep_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def trained(kind: type[Trainer], callbacks: list[TrainerCallback], mesh: Mesh, fsdp: bool) -> Any:
+    """What Trainer logged, and the weights afterwards."""
+    with launched(mesh), a_folder(None) as folder:
+        run = replace(RUN, arguments=OPTIONS)
+        trainer: Any = trainer_of(run, mesh, folder, kind=kind, callbacks=callbacks)
+        if fsdp:
+            under_fsdp2(trainer, {})
+        trainer.train()
+        weights = [x.detach() for x in trainer.model.parameters()]
+        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in weights]
+        return numbers(trainer.state.log_history), torch.cat([x.flatten() for x in whole])
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "fsdp"),
+    [
+        (Clipping, [], False),
+        (Clipping, [], True),
+        (Adversarial, [], False),
+        (Trainer, [ClipsBetween()], False),
+    ],
+    ids=["clips", "clips, FSDP2", "an adversary", "a callback"],
+)
+def test_gradients_between_batches_are_those_of_one_process(
+    ranks: Ranks, kind: type[Trainer], callbacks: list[TrainerCallback], fsdp: bool
+) -> None:
+    """DDP averaged those of a step's last batch alone, so each rank clipped its own tokens' gradients, silently."""
+    log, weights = ranks(1).run(trained, kind, callbacks, Mesh(), False)[0]
+    for got in ranks(2).run(trained, kind, callbacks, Mesh(cp=2), fsdp):
+        assert [pytest.approx(entry, rel=LOSS) for entry in log] == got[0]
+        torch.testing.assert_close(got[1], weights, rtol=1e-5, atol=1e-6)
