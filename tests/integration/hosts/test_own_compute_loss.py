@@ -134,7 +134,7 @@ def test_also_with_several_batches_a_step(ranks: Ranks, use: str) -> None:
     compare(ranks, "of_inputs", use, steps=2)
 
 
-# ---- sums over a rank's labels ----------------------------------------------------------------------------------------
+# ---- sums over a rank's labels ---------------------------------------------------------------------------------------
 
 
 def summed(times: str, averages: bool, mesh: Mesh) -> tuple[str, list[dict[str, float]]]:
@@ -172,7 +172,7 @@ def test_a_sum_over_labels_is_that_of_all_ranks(ranks: Ranks, times: str, averag
 
 @pytest.mark.parametrize(("times", "averages"), [("", True), ("processes", False)])
 def test_a_sum_times_another_number_of_processes_is_refused(ranks: Ranks, times: str, averages: bool) -> None:
-    """Without averaged counts the check's whole row was divided by a rank's count, too: the loss was doubled, silently."""
+    """Without averaged counts the check's whole row had a rank's count, too: the loss was doubled, silently."""
     for error, _ in ranks(2).run(summed, times, averages, Mesh(cp=2)):
         assert error.startswith("LossNotSharded"), error
 

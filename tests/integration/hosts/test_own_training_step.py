@@ -1,4 +1,4 @@
-"""training_step and callbacks as people write them for one process, which see gradients between the batches of a step."""
+"""training_step and callbacks as people write them for one process, which see gradients between a step's batches."""
 
 from __future__ import annotations
 
