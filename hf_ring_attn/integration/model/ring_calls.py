@@ -24,6 +24,7 @@ from ..context.introspect import compiled_part, loss_models_of, parameters_of
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS, TOKENS
 from ..patching.compiler import uncompiled
+from . import loss_gradients
 from .call_inputs import FilledIn
 from .chunked import lazy_heads
 
@@ -37,6 +38,7 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
         running: the model is running already.
         as_one: as if it was compiled as a whole: the loss that it returns has the value, not those that it computes.
     """
+    loss_gradients.finish()  # of the batch before, if no optimizer stepped since
     # A compiler would trace hooks of a part of what it compiles, and compile anew for those of each batch.
     compiled_whole = compiled_part(model)
     whole = model if compiled_whole is None and as_one else compiled_whole
@@ -107,15 +109,18 @@ def _fits(name: str, given: Mapping[str, Any], made: MadeInputs, context: BatchC
 
 
 class _OfBatch(torch.autograd.Function):
-    """A rank's loss with the mean over the ring as its value."""
+    """A rank's loss with the mean over the ring as its value. ``compared``: ranks compare its gradient."""
 
     @staticmethod
-    def forward(_ctx: Any, loss: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, ring: Ring, compared: bool) -> Tensor:
+        ctx.ring, ctx.compared = ring, compared
         return ring.mean(loss).clone()  # a program may change it in place, which a view refuses
 
     @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.compared:
+            loss_gradients.start(gradient, ctx.ring)
+        return gradient, None, None
 
 
 @uncompiled(_BY_HOST)
@@ -137,7 +142,7 @@ def _after(_model: nn.Module, _args: Any, output: Any) -> Any:
 
 
 def _of_batch(loss: Tensor, context: BatchContext) -> Tensor:
-    found: Tensor = _OfBatch.apply(loss, context.ring)  # type: ignore[no-untyped-call]
+    found: Tensor = _OfBatch.apply(loss, context.ring, context.config.self_check)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -130,7 +130,7 @@ class _Check(AcrossRanks):
 
     def __post_init__(self) -> None:
         self.ring = self.context.ring
-        self.config = replace(self.context.config, pad=True, mlp_tokens=None)
+        self.config = replace(self.context.config, pad=True, mlp_tokens=None, self_check=False)
         self.sharding = _sharding(latest_record(self.model))
         self.name = introspect.name_of(self.model)
         self.states = States(self.model, self.sharding is not None)

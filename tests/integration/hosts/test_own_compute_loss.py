@@ -13,6 +13,7 @@ from transformers import Trainer
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
 from tests.helpers.jobs.comparison import LOSS, Ranks
+from tests.helpers.jobs.kinds_jobs import under_fsdp2
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.self_check_jobs import lora
@@ -219,6 +220,62 @@ def test_labels_that_compute_loss_changes_are_refused(ranks: Ranks, change: str)
     for error, steps in ranks(2).run(refusal, change):
         assert error.startswith(("OtherInputs: LlamaForCausalLM was called in a ring", "LossNotSharded")), error
         assert steps == 0
+
+
+# ---- a rank's own tokens ---------------------------------------------------------------------------------------------
+
+
+def twice_if_special(inputs: Any, loss: Tensor) -> Tensor:
+    """Such a token is in few rows, and in none of the self-check's."""
+    return loss * 2 if bool((inputs["input_ids"] == 0).any()) else loss
+
+
+class Special(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        out = model(**inputs)
+        loss = twice_if_special(inputs, out.loss)
+        return (loss, out) if return_outputs else loss
+
+
+def by_a_token(host: str, steps: int = 1) -> tuple[str, bool]:
+    """What a loss that depends on a rank's own tokens is refused with; and if weights changed in the refused step."""
+    if host == "loop":
+        model: Any = tiny("llama", "ring_fp32")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = model.lm_head.weight.detach().clone()
+        batch = tokens(23)
+        batch["input_ids"] = batch["input_ids"].clamp(min=1)
+        batch["input_ids"][0, 0] = 0
+        sharded = hf_ring_attn.shard(batch, model=model)
+        with sharded:
+            loss = twice_if_special(sharded.inputs, model(**sharded.inputs).loss)
+        loss.backward()
+        sharded.reduce_gradients(model)
+        try:
+            optimizer.step()
+        except errors.RanksDiffer as error:
+            return str(error), not torch.equal(before, model.lm_head.weight)
+        return "", True
+    mesh, more = Mesh(cp=2), {"gradient_accumulation_steps": steps, "per_device_train_batch_size": 1}
+    with launched(mesh), a_folder(None) as folder:
+        run = replace(RUN, rows=Rows(), steps=6, arguments={**RUN.arguments, **more, "eval_strategy": "no"})
+        rows = run.rows.make()
+        rows[3]["input_ids"][5] = 0
+        trainer = trainer_of(run, mesh, folder, kind=Special, train_dataset=rows)
+        if host == "FSDP2":
+            under_fsdp2(trainer, {})
+        error, made = refusal_of(trainer)
+        return error, made == run.steps
+
+
+@pytest.mark.parametrize(("host", "steps"), [("Trainer", 1), ("Trainer", 2), ("FSDP2", 1), ("loop", 1)])
+def test_a_loss_that_depends_on_a_ranks_tokens_is_refused(ranks: Ranks, host: str, steps: int) -> None:
+    """One rank took twice the loss, and the other did not: the sum was that of no program, silently."""
+    for error, changed in ranks(2).run(by_a_token, host, steps):
+        assert "must hold the same gradient of the loss, but got rank 0: " in error
+        assert not changed
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
