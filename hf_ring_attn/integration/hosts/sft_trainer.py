@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from ..context import batch_context
+from ..context.local_batch import MadeInputs
 from ..context.whole_batch import IGNORED
+from ..model import ring_calls
 from ..model.experts import AuxiliaryLoss
 from ..patching.changes import Patch
 from . import prediction, trainer
@@ -39,8 +41,10 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         ring_size = context.ring.size if group is None or is_trial else group.size()
         trainer.refuse_past_fused_head(self, context.config.loss)
         one_mean = not self.model.training  # in training all batches of a step have one mean
-        if num_items_in_batch is None and (count := inputs.get("num_items_in_batch")) is not None:
-            # For a model with accepts_loss_kwargs=False: SFTTrainer would divide by this rank's count of labels.
+        made = {**context.state(MadeInputs), **inputs}
+        if num_items_in_batch is None and (count := made.get("num_items_in_batch")) is not None:
+            # For a model with accepts_loss_kwargs=False, and for a subclass that leaves the count out: SFTTrainer would
+            # divide by this rank's count of labels.
             num_items_in_batch, one_mean, ring_size = count * _multiplied(self), True, context.ring.size
         accelerator, tokens = self.accelerator, self._total_train_tokens
         steps = getattr(self, _STEPS, 1)  # none before the first training step
@@ -70,7 +74,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:  # no sum: each rank has that of the whole row
             self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] *= times / context.ring.size
-        return (result[0] * times, result[1]) if return_outputs else result * times
+        loss = ring_calls.of_batch((result[0] if return_outputs else result) * times, context)
+        return (loss, result[1]) if return_outputs else loss
 
     return compute_loss
 

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from ...comm.ring import Ring
 
 _TODO = (
-    "A program may use the model's loss in any way, but not by what its rank's tokens or labels are. Look at whole rows "
-    "in the collator, and give the batch what you found as another input."
+    "A program may use the loss in any way, but not by what its rank's tokens or labels are. Look at whole rows in the "
+    "collator, and give the batch what you found as another input."
 )
 _waiting: list[Callable[[], object]] = []
 """Ends of the comparisons since an optimizer's last step, or since the last batch."""

@@ -127,21 +127,22 @@ class _OfBatch(torch.autograd.Function):
 def _after(_model: nn.Module, _args: Any, output: Any) -> Any:
     """Gives the loss of a model's output the value of the batch's."""
     context = batch_context.current()
-    if context is None or context.ring.size == 1 or context.whole_head or context.gathers_logits:
-        return output
-    if not context.facts.has_labels:
+    if context is None:
         return output
     if isinstance(output, dict):
         if _is_loss(output.get("loss")):
-            output["loss"] = _of_batch(output["loss"], context)
+            output["loss"] = of_batch(output["loss"], context)
         return output
     if isinstance(output, tuple) and output and _is_loss(output[0]):
-        every = (_of_batch(output[0], context), *output[1:])
+        every = (of_batch(output[0], context), *output[1:])
         return output._make(every) if hasattr(output, "_make") else every
-    return _of_batch(output, context) if _is_loss(output) else output
+    return of_batch(output, context) if _is_loss(output) else output
 
 
-def _of_batch(loss: Tensor, context: BatchContext) -> Tensor:
+def of_batch(loss: Tensor, context: BatchContext) -> Tensor:
+    """Gives a rank's part of a loss the value of the batch's, unless it has that already."""
+    if context.ring.size == 1 or context.whole_head or context.gathers_logits or not context.facts.has_labels:
+        return loss
     found: Tensor = _OfBatch.apply(loss, context.ring, context.config.self_check)  # type: ignore[no-untyped-call]
     return found
 

@@ -227,20 +227,18 @@ def trained_parameters(sft: SFTTrainer) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
+# ---- subclasses as people write them -------------------------------------------------------------------------------
 
 
-class OwnLoss(SFTTrainer):
-    """Leaves out the count of labels, so that each rank takes a mean of its own."""
+class Uncounted(SFTTrainer):
+    """Leaves out the count of labels."""
 
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         parent: Any = super()
-        return parent.compute_loss(model, inputs)
+        return parent.compute_loss(model, inputs, return_outputs)
 
 
 class Penalised(SFTTrainer):
-    """A subclass as people write them."""
-
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         parent: Any = super()
         loss = parent.compute_loss(model, *args, **kwargs)
@@ -248,13 +246,25 @@ class Penalised(SFTTrainer):
         return loss + 0.01 * self.accelerator.unwrap_model(model).lm_head.weight.square().sum()
 
 
-def losses_of_a_subclass(case: Case, mesh: Mesh) -> list[float]:
+class Focal(SFTTrainer):
+    """Scales the loss by its own size."""
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        parent: Any = super()
+        loss = parent.compute_loss(model, *args, **kwargs)
+        return loss * (1 - (-loss).exp()) ** 20
+
+
+def losses_of_a_subclass(case: Case, mesh: Mesh, kind: type[SFTTrainer]) -> list[float]:
     """The loss, the gradient norm, the entropy and the accuracy of each step, and how many losses were counted."""
     with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
-        sft: Any = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa", kind=Penalised)
+        sft: Any = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa", kind=kind)
         sft.train()
         numbers = [entry[name] for entry in sft.state.log_history for name in NUMBERS if name in entry]
-        return [*numbers, sft.counted]
+        return [*numbers, sft.evaluate()["eval_loss"], getattr(sft, "counted", 0)]
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
 
 
 def half(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:

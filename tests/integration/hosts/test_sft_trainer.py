@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from trl.trainer.sft_trainer import SFTTrainer
 
 from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks, by_turns
 from tests.helpers.jobs.runs import Mesh
@@ -16,8 +17,10 @@ from tests.helpers.jobs.sft_jobs import (
     NUMBERS,
     STEPS,
     Case,
+    Focal,
     Outcome,
-    OwnLoss,
+    Penalised,
+    Uncounted,
     half,
     losses_of_a_subclass,
     one_step,
@@ -145,7 +148,6 @@ REFUSED: list[tuple[Case, dict[str, Any], str]] = [
     (Case("compute_loss_func"), {"compute_loss_func": half}, "LossNotSharded: compute_loss_func cannot be computed"),
     (Case("label smoothing", {"label_smoothing_factor": 0.1}), {}, r"LossNotSharded: label smoothing \(label_smooth"),
     (Case("the gathered loss"), {"gathered": True}, "NoLogits: loss='gathered' needs .*TRL's fused head.*'sharded'"),
-    (Case("a subclass's loss"), {"kind": OwnLoss}, "LossNotSharded: the loss of OwnLoss.compute_loss .the self-check"),
 ]
 
 
@@ -156,9 +158,12 @@ def test_it_is_refused_before_the_first_step(ranks: Ranks, case: Case, options: 
 
 
 @pytest.mark.parametrize("averaged", [True, False])
-def test_a_subclass_may_compute_its_loss_by_its_parent_s(ranks: Ranks, averaged: bool) -> None:
-    """It counts, and adds a penalty of its weights: neither moves by the trial step, and ranks agree on the latter."""
-    case = Case("a subclass", {"average_tokens_across_devices": averaged}).with_args(max_steps=2)
-    want = ranks(1).run(losses_of_a_subclass, case, Mesh())[0]
-    for got in ranks(2).run(losses_of_a_subclass, case, Mesh(cp=2)):
+@pytest.mark.parametrize("kind", [Penalised, Focal, Uncounted])
+def test_a_subclass_may_compute_its_loss_by_its_parent_s(ranks: Ranks, kind: type[SFTTrainer], averaged: bool) -> None:
+    """The first one counts, and adds a penalty of its weights: neither moves by the trial step, and ranks agree on the
+    latter. The loss was a rank's part, and without the count a mean of its own: the others were refused."""
+    options = {"average_tokens_across_devices": averaged, "gradient_accumulation_steps": 2}
+    case = Case("a subclass", options, rows="completion").with_args(max_steps=2)
+    want = ranks(1).run(losses_of_a_subclass, case, Mesh(), kind)[0]
+    for got in ranks(2).run(losses_of_a_subclass, case, Mesh(cp=2), kind):
         assert got == pytest.approx(want, rel=LOSS)
