@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from ...comm.ring import Ring
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import compiled_part, loss_models_of, parameters_of
+from ..context.introspect import compiled_part, loss_models_of, parameters_of, unwrapped
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS, TOKENS
 from ..patching.compiler import uncompiled
-from . import loss_gradients
+from . import loss_gradients, thawed
 from .call_inputs import FilledIn
 from .chunked import lazy_heads
 
@@ -42,22 +42,36 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
     # A compiler would trace hooks of a part of what it compiles, and compile anew for those of each batch.
     compiled_whole = compiled_part(model)
     whole = model if compiled_whole is None and as_one else compiled_whole
+    averaging = next((one for one in unwrapped(model) if type(one).__name__ == "DistributedDataParallel"), None)
+    wrapper = averaging if whole is None else None
     owners = loss_models_of(model)  # several in a module of a program's own
     with lazy_heads(model), ExitStack() as undos:
         for called in owners if whole is None else [whole] * bool(owners):
             # The call of a model that is running has begun, so only hooks see its loss.
             compiled = not running and called.__dict__.get("_compiled_call_impl") is not None
-            undos.callback(_around_compiled(called) if compiled else _hooked(called))
+            undos.callback(_around_compiled(called) if compiled else _hooked(called, wrapper))
         yield
 
 
-def _hooked(model: nn.Module) -> Callable[[], None]:
-    before = model.register_forward_pre_hook(_fill_in, with_kwargs=True)
-    after = model.register_forward_hook(_after, prepend=True)  # before FSDP2's, which hooks the loss's backward
+def _hooked(model: nn.Module, wrapper: nn.Module | None) -> Callable[[], None]:
+    """Hooks a model. ``wrapper``: the DDP around it."""
+
+    @uncompiled(_BY_HOST)
+    def note(_model: nn.Module, _args: Any) -> None:
+        context = batch_context.current()
+        if context is not None and context.ring.size > 1:
+            thawed.note_call(wrapper, context.ring)
+
+    hooks = [
+        model.register_forward_pre_hook(_fill_in, with_kwargs=True),
+        model.register_forward_hook(_after, prepend=True),  # before FSDP2's, which hooks the loss's backward
+    ]
+    if wrapper is not None:
+        hooks.append(model.register_forward_pre_hook(note))
 
     def undo() -> None:
-        before.remove()
-        after.remove()
+        for hook in hooks:
+            hook.remove()
 
     return undo
 

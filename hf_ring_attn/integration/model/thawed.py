@@ -25,8 +25,9 @@ from ..context.model_record import Visits, latest_record
 _SEEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 """The identities of the weights that trained in any batch of each DDP wrapper, which keeps them alive."""
 
-_LOCAL: weakref.WeakKeyDictionary[Any, Ring] = weakref.WeakKeyDictionary()
-"""The ring of each DDP wrapper whose last forward was in its ``no_sync``, until its weights' optimizer steps."""
+_LOCAL: weakref.WeakKeyDictionary[Any, tuple[Ring, str]] = weakref.WeakKeyDictionary()
+"""The ring of each DDP wrapper whose last forward was in its ``no_sync``, or past it, until its weights' optimizer steps;
+and what to do."""
 
 _hook: list[RemovableHandle] = []
 """The handle of the hook before each optimizer's step, once a model under DDP trained in a ring."""
@@ -46,7 +47,7 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
     if wrapper.require_backward_grad_sync:
         _LOCAL.pop(wrapper, None)
     else:
-        _LOCAL[wrapper] = context.ring
+        _LOCAL[wrapper] = context.ring, _NO_SYNC
     visit = context.state(Visits).get(latest_record(model))
     if visit is None:
         return
@@ -71,6 +72,12 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
         _hook.append(register_optimizer_step_pre_hook(_refuse_unaveraged))
 
 
+def note_call(wrapper: Any, ring: Ring) -> None:
+    """Notes a call of the model inside a DDP wrapper: past the wrapper no gradient is averaged."""
+    if torch.is_grad_enabled() and wrapper.training and type(wrapper)._active_ddp_module is not wrapper:
+        _LOCAL[wrapper] = ring, _PAST
+
+
 def _refuse_unaveraged(optimizer: torch.optim.Optimizer, *_given: Any) -> None:
     """Refuses a step while DDP has not averaged the gradients of its weights, unless the program has.
 
@@ -78,13 +85,13 @@ def _refuse_unaveraged(optimizer: torch.optim.Optimizer, *_given: Any) -> None:
         UnsupportedModel: with the name of the first weight that DDP awaits, if it is known.
         RanksDiffer: DDP was told not to average, and gradients differ.
     """
-    for wrapper, ring in list(_LOCAL.items()):
+    for wrapper, (ring, todo) in list(_LOCAL.items()):
         names = {id(x): name.removeprefix("module.") for name, x in wrapper.named_parameters()}
         mine = [x for group in optimizer.param_groups for x in group["params"] if id(x) in names]
         if mine:
             del _LOCAL[wrapper]
             norms = {f"gradient of {names[id(x)]} (its norm)": None if x.grad is None else x.grad.norm() for x in mine}
-            ring.agree(norms, ring.small_device(mine[0].device), _NO_SYNC)
+            ring.agree(norms, ring.small_device(mine[0].device), todo)
     for wrapper, seen in list(_SEEN.items()):
         try:
             wrapper.reducer._check_reducer_finalized()
@@ -113,6 +120,12 @@ _NO_SYNC = (
     "The last backward before the optimizer's step was in DDP's no_sync, which does not average gradients; Trainer "
     "does so if gradient_accumulation_steps changes while it trains. Leave no_sync for that backward, or average by "
     "hand."
+)
+
+
+_PAST = (
+    "The model inside DDP was called, so DDP did not average its gradients: call the model that compute_loss gets, not "
+    "self.model."
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import hf_ring_attn
 from tests.helpers.checks import Ranks
@@ -224,6 +224,40 @@ def test_a_step_after_no_sync_needs_gradients_that_were_averaged_by_hand(ranks: 
         assert said == ["RanksDiffer"] * 2 and weight == before
     (said, weight), other = ranks(2).run(outcomes_without_sync, True)
     assert said == ["", ""] and other == (said, weight) and weight != before
+
+
+class PastDDP(Trainer):
+    """Calls the model that it knows, not the one that it gets."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        out = self.model(**inputs)
+        return (out.loss, out) if return_outputs else out.loss
+
+
+class AlsoPastDDP(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        out = model(**inputs)
+        loss = out.loss + self.model(**inputs).loss
+        return (loss, out) if return_outputs else loss
+
+
+def step_past_ddp(kind: type[Trainer]) -> tuple[str, int]:
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        run = Run(why="", steps=2, arguments={"eval_strategy": "no", "ddp_find_unused_parameters": False})
+        return refusal_of(trainer_of(run, Mesh(cp=2), folder, tiny("llama", "ring_fp32"), kind=kind))
+
+
+def test_a_trainer_that_calls_the_model_inside_ddp_is_refused(ranks: Ranks) -> None:
+    """The first step was silently that of each rank's tokens; the second batch found weights that differ."""
+    for error, steps in ranks(2).run(step_past_ddp, PastDDP):
+        assert error.startswith("RanksDiffer: the ranks of one ring must hold the same gradient of "), error
+        assert "call the model that compute_loss gets, not self.model" in error
+        assert steps == 0
+    assert ranks(2).run(step_past_ddp, AlsoPastDDP) == [("", 2)] * 2
 
 
 class AccumulatesLater(TrainerCallback):
