@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...comm.ring import Ring
 
-_TODO = (
+TODO = (
     "A program may use the loss in any way, but not by what its rank's tokens or labels are. Look at whole rows in the "
     "collator, and give the batch what you found as another input."
 )
@@ -31,7 +31,7 @@ def start(gradient: Tensor, ring: Ring) -> None:
         _hook.append(register_optimizer_step_pre_hook(_finish_before_step))
     facts = {"gradient of the loss": gradient.detach()}
     doing = "compared the gradient of its loss"
-    _waiting.append(ring.start_agreement(facts, ring.small_device(gradient.device), _TODO, doing=doing))
+    _waiting.append(ring.start_agreement(facts, ring.small_device(gradient.device), TODO, doing=doing))
 
 
 def finish() -> None:

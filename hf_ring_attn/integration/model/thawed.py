@@ -26,8 +26,8 @@ _SEEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionar
 """The identities of the weights that trained in any batch of each DDP wrapper, which keeps them alive."""
 
 _LOCAL: weakref.WeakKeyDictionary[Any, tuple[Ring, str]] = weakref.WeakKeyDictionary()
-"""The ring of each DDP wrapper whose last forward was in its ``no_sync``, or past it, and what to do about it; until its
-weights' optimizer steps."""
+"""The ring of each DDP wrapper whose last forward was in its ``no_sync``, or past it, and what to do about that; until
+its weights' optimizer steps."""
 
 _hook: list[RemovableHandle] = []
 """The handle of the hook before each optimizer's step, once a model under DDP trained in a ring."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import CheckpointFunction
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..context import batch_context
 from ..context.local_batch import LocalBatch
 from ..context.trial_step import TrialStep
-from ..model import neftune
+from ..model import loss_gradients, neftune
 from ..model.ring_calls import in_ring
 
 VALUES = 1 << 16
@@ -56,6 +57,9 @@ def run_step(
         # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
         with batch_context.activate(local.context), in_ring(model, as_one=as_one):
             loss = loss_of(call()) if step.loss is None else step.loss(model, row, local)
+            if weights and isinstance(loss, Tensor):  # else a rank would wait for one that has no backward
+                facts = {"dependence of the loss on the model": "some" if _reaches_model(loss) else "none"}
+                local.context.ring.agree(facts, local.context.ring.small_device(loss.device), loss_gradients.TODO)
             gradients = differentiate(loss, weights) if isinstance(loss, Tensor) else []
         if not isinstance(loss, Tensor):
             return None
@@ -104,6 +108,20 @@ def loss_of(output: Any) -> Tensor | None:
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     loss = output.get("loss") if isinstance(output, Mapping) else first
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _reaches_model(loss: Tensor) -> bool:
+    """Returns True if the graph of a loss has a function written in Python, as those of the ring's attention are."""
+    seen: set[Any] = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, BackwardCFunction):
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return False
 
 
 def differentiate(loss: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -233,9 +233,9 @@ def trained_parameters(sft: SFTTrainer) -> dict[str, Tensor]:
 class Uncounted(SFTTrainer):
     """Leaves out the count of labels."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         parent: Any = super()
-        return parent.compute_loss(model, inputs, return_outputs)
+        return parent.compute_loss(model, inputs, kwargs.get("return_outputs", False))
 
 
 class Penalised(SFTTrainer):

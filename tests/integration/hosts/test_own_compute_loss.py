@@ -255,8 +255,8 @@ def by_a_token(host: str, steps: int = 1) -> tuple[str, bool]:
         sharded.reduce_gradients(model)
         try:
             optimizer.step()
-        except errors.RanksDiffer as error:
-            return str(error), not torch.equal(before, model.lm_head.weight)
+        except errors.RanksDiffer as refusal:
+            return str(refusal), not torch.equal(before, model.lm_head.weight)
         return "", True
     mesh, more = Mesh(cp=2), {"gradient_accumulation_steps": steps, "per_device_train_batch_size": 1}
     with launched(mesh), a_folder(None) as folder:
@@ -276,6 +276,30 @@ def test_a_loss_that_depends_on_a_ranks_tokens_is_refused(ranks: Ranks, host: st
     for error, changed in ranks(2).run(by_a_token, host, steps):
         assert "must hold the same gradient of the loss, but got rank 0: " in error
         assert not changed
+
+
+def skipped(how: str) -> tuple[str, int]:
+    class Own(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            loss = model(**inputs).loss
+            if bool((inputs["labels"] != -100).any()):
+                return loss
+            if how == "a constant":
+                return torch.zeros((), requires_grad=True)
+            return 0.0 * torch.stack([x.sum() for x in model.parameters()]).sum()
+
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        return refusal_of(trainer_of(RUN, Mesh(cp=2), folder, kind=Own))
+
+
+@pytest.mark.parametrize("how", ["a constant", "no attention"])
+def test_a_loss_without_the_model_on_one_rank_is_refused(ranks: Ranks, how: str) -> None:
+    """The other rank waited in its backward until the time-out."""
+    for error, steps in ranks(2).run(skipped, how):
+        assert error.startswith("RanksDiffer: the ranks of one ring must hold the same dependence of the loss"), error
+        assert steps == 0
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------

@@ -232,7 +232,8 @@ class PastDDP(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        out = self.model(**inputs)
+        known: Any = self.model
+        out = known(**inputs)
         return (out.loss, out) if return_outputs else out.loss
 
 
@@ -240,8 +241,8 @@ class AlsoPastDDP(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        out = model(**inputs)
-        loss = out.loss + self.model(**inputs).loss
+        out, known = model(**inputs), self.model
+        loss = out.loss + known(**inputs).loss  # type: ignore[misc]  # Trainer says that it may be None
         return (loss, out) if return_outputs else loss
 
 
