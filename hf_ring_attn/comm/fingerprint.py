@@ -73,14 +73,20 @@ def _number_of_options(options: RingConfig) -> int:
 
 
 def row_of(numbers: list[int | Tensor], device: torch.device) -> Tensor:
-    """Stacks numbers to int64 [N] on a device. Synchronizes only if a tensor is on another device."""
+    """Stacks numbers to int64 [N] on a device. Synchronizes if a tensor is on another device, or for new numbers."""
     if device.type == "cpu":
         return torch.tensor([int(number) for number in numbers])
-    row = torch.tensor([0 if isinstance(number, Tensor) else number for number in numbers], device=device)
+    row = _known_row(tuple(0 if isinstance(number, Tensor) else number for number in numbers), device).clone()
     for place, number in enumerate(numbers):
         if isinstance(number, Tensor):
             row[place] = number
     return row
+
+
+@lru_cache(maxsize=64)
+def _known_row(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """A row on a device. Kept, since the copy waits for the GPU, and most messages of a step have last step's numbers."""
+    return torch.tensor(numbers, device=device)
 
 
 def first_difference(name: str, value: object, gather: Callable[[object], list[Any]]) -> tuple[str, list[object]]:
