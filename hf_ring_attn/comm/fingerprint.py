@@ -74,8 +74,6 @@ def _number_of_options(options: RingConfig) -> int:
 
 def row_of(numbers: list[int | Tensor], device: torch.device) -> Tensor:
     """Stacks numbers to int64 [N] on a device. Synchronizes if a tensor is on another device, or for new numbers."""
-    if device.type == "cpu":
-        return torch.tensor([int(number) for number in numbers])
     row = _known_row(tuple(0 if isinstance(number, Tensor) else number for number in numbers), device).clone()
     for place, number in enumerate(numbers):
         if isinstance(number, Tensor):
@@ -85,7 +83,7 @@ def row_of(numbers: list[int | Tensor], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _known_row(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """A row on a device. Kept, since the copy waits for the GPU, and most messages of a step have last step's numbers."""
+    """A row on a device. Kept: copying it waits for a GPU, and most messages have the numbers of the step before."""
     return torch.tensor(numbers, device=device)
 
 
