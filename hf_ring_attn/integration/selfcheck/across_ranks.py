@@ -12,7 +12,7 @@ from .trial import StepResult, distances
 
 
 class AcrossRanks:
-    """What ranks found, gathered or averaged. Every method sends messages, so all ranks call it.
+    """Findings of all ranks, gathered or averaged. Every method sends messages, so all ranks call it.
 
     Attributes:
         ring: the ring that is checked. sharding: the ranks that shard the weights; None if each holds them all.
