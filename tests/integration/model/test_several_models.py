@@ -63,6 +63,7 @@ def alone(returns: str, first: str) -> tuple[float, list[Tensor]]:
     return loss.item(), [x.grad for x in model.parameters() if x.grad is not None]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("first", ["plain", "LoRA", "called twice"])
 @pytest.mark.parametrize("returns", RETURNS)
