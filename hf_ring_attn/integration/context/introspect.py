@@ -92,19 +92,30 @@ def is_stock_layer(module: nn.Module) -> bool:
 
 def loss_model_of(model: nn.Module) -> Any:
     """The transformers model inside wrappers, which computes the loss; None if there is none."""
-    return next(iter(loss_models_of(model)), None)
+    return next(_loss_models(model), None)
 
 
 def loss_models_of(model: nn.Module) -> list[Any]:
     """The transformers models inside a model that compute losses: mostly one. Not those that are a part of another."""
-    found: list[Any] = []
-    parts: set[nn.Module] = set()
-    for module in model.modules():
-        # By __dict__: a PEFT model forwards every attribute.
-        if "loss_type" in module.__dict__ and module not in parts:
-            found.append(module)
-            parts.update(module.modules())
+    found = list(_loss_models(model))
+    if len(found) > 1:  # a part of one may be registered beside it, too
+        parts = {part for one in found for part in one.modules() if part is not one}
+        found = [one for one in found if one not in parts]
     return found
+
+
+def _loss_models(model: nn.Module) -> Iterator[Any]:
+    """Looks into no model that it finds: a batch asks several times, and most modules are inside."""
+    to_visit, seen = [model], set[nn.Module]()
+    while to_visit:
+        module = to_visit.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if "loss_type" in module.__dict__:  # not by getattr: a PEFT model forwards every attribute
+            yield module
+        else:
+            to_visit += reversed([part for part in module._modules.values() if part is not None])
 
 
 def is_compiled(module: nn.Module) -> bool:
