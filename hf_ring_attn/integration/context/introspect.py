@@ -104,17 +104,28 @@ def loss_models_of(model: nn.Module) -> list[Any]:
     return found
 
 
+def values_around(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """The plain attributes of the modules around the models that compute losses: what a program's forward may ask."""
+    around = [module for module in _down_to_loss_models(model) if "loss_type" not in module.__dict__]
+    values = [(name, x) for module in around for name, x in vars(module).items()]
+    return tuple((name, repr(x)) for name, x in values if isinstance(x, (bool, int, float, str)))
+
+
 def _loss_models(model: nn.Module) -> Iterator[Any]:
-    """Looks into no model that it finds: a batch asks several times, and most modules are inside."""
+    # By __dict__: a PEFT model forwards every attribute.
+    return (module for module in _down_to_loss_models(model) if "loss_type" in module.__dict__)
+
+
+def _down_to_loss_models(model: nn.Module) -> Iterator[nn.Module]:
+    """Looks into no model that computes a loss: a batch asks several times, and most modules are inside."""
     to_visit, seen = [model], set[nn.Module]()
     while to_visit:
         module = to_visit.pop()
         if module in seen:
             continue
         seen.add(module)
-        if "loss_type" in module.__dict__:  # not by getattr: a PEFT model forwards every attribute
-            yield module
-        else:
+        yield module
+        if "loss_type" not in module.__dict__:
             to_visit += reversed([part for part in module._modules.values() if part is not None])
 
 

@@ -89,7 +89,9 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     inputs, padding = (sample.inputs(), sample.padding()) if alone else ((), ())
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
     trains = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
-    case, tried = (*batch, inputs, padding), ("step", *batch, inputs, trains, *step.key)
+    # What is compiled with a model may make another function of its loss when an attribute changes.
+    around = introspect.values_around(inner) if as_one else ()
+    case, tried = (*batch, inputs, padding), ("step", *batch, inputs, trains, *step.key, around)
     by_model = has_labels and not context.gathers_logits
     needs_step = (step.loss is not None or by_model) and tried not in verdicts  # a host's own loss may need no labels
     if case not in verdicts or needs_step:

@@ -131,3 +131,27 @@ def test_a_function_of_the_loss_that_is_compiled_with_its_model(ranks: Ranks, po
         else:
             assert error.startswith("LossNotSharded")
             assert part == "in place" or "compiled as a whole (compile the language model inside it)" in error
+
+
+def changed_between_batches() -> tuple[float, str]:
+    """The first loss, and what the second batch raises, in which the loss's square is returned."""
+    model = Squared("ring_fp32", 1)
+    called: Any = torch.compile(model, backend="eager")
+    with hf_ring_attn.shard(tokens(23), model=called, config=RingConfig(loss="sharded")) as sharded:
+        first = float(called(**sharded.inputs)["loss"])
+    model.power = 2
+    try:
+        with hf_ring_attn.shard(tokens(23), model=called, config=RingConfig(loss="sharded")) as sharded:
+            called(**sharded.inputs)
+    except RingAttentionError as error:
+        return first, f"{type(error).__name__}: {error}"
+    return first, ""
+
+
+def test_an_attribute_that_changes_what_is_compiled_is_tried_again(ranks: Ranks) -> None:
+    """The square's mean over ranks was trained on, silently: the first batch's loss had passed."""
+    want = float(Squared(None, 1)(**tokens(23), use_cache=False)["loss"])
+    for first, error in ranks(2).run(changed_between_batches):
+        assert first == pytest.approx(want, rel=ONE_PROCESS)
+        assert error.startswith("LossNotSharded")
+        assert "compile the language model inside it" in error
