@@ -30,8 +30,8 @@ def check_type(name: str, value: object, kind: type | tuple[type, ...], need: st
     check(isinstance(value, kind), name, value, need)
 
 
-def check_flag(name: str, value: object) -> None:
-    check(isinstance(value, bool), name, value, "True or False")
+def check_flag(name: str, value: object, need: str = "True or False") -> None:
+    check(isinstance(value, bool), name, value, need)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

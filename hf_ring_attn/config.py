@@ -49,7 +49,9 @@ class RingConfig:
             other lengths.
         deterministic: require the same bits from run to run.
         save_attention: with activation checkpointing, save each layer's attention output and log-sum-exp, so that the
-            backward neither gathers nor attends again. Needs use_reentrant=False.
+            backward neither gathers nor attends again. Needs use_reentrant=False. "auto": in a ring on GPUs, once a
+            step has shown that they fit and leave a tenth of the GPU's memory free; not for compiled layers, not with
+            checkpoints in host memory, and not with images or sound.
         mlp_tokens: run each MLP (experts, too) and each norm of a decoder layer over chunks of so many tokens, forward
             and backward, so that its activations exist for one chunk at a time. The backward computes each chunk once
             more, and adds the weights' gradients in float32. 16384 keeps a GPU busy. None: all tokens at once. Each
@@ -70,7 +72,7 @@ class RingConfig:
     layout: Arrangement = "auto"
     pad: bool = True
     deterministic: bool = False
-    save_attention: bool = False
+    save_attention: bool | Literal["auto"] = "auto"
     mlp_tokens: int | None = None
     offload_above: float | None = None
     self_check: bool = True
@@ -87,13 +89,15 @@ class RingConfig:
             whole_number("mlp_tokens", self.mlp_tokens, "a positive number of tokens, or None", 1)
         if self.offload_above is not None:
             number("offload_above", self.offload_above, "a number of GiB, at least 0, or None", least=0)
-        for name in ("pad", "deterministic", "save_attention", "self_check"):
+        for name in ("pad", "deterministic", "self_check"):
             check_flag(name, getattr(self, name))
+        if not isinstance(self.save_attention, str) or self.save_attention != "auto":
+            check_flag("save_attention", self.save_attention, "True, False or 'auto'")
 
     @property
     def saves_memory(self) -> bool:
         """True if an option is set that saves memory or time in one process, too, without a ring."""
-        asked = self.save_attention or self.loss == "chunked"
+        asked = self.save_attention is True or self.loss == "chunked"
         return asked or self.mlp_tokens is not None or self.offload_above is not None
 
 

@@ -54,34 +54,77 @@ class SavedResults:
         self.save = save
         self.saved: list[Saved] = []
 
-    def contexts(self) -> tuple[_Active, _Active]:
+    def contexts(self) -> tuple[Active, Active]:
         """The contexts of the checkpoint's forward and of its recomputes."""
-        return _Active(self, reuse=False), _Active(self, reuse=True)
+        return _Saves(self), _Reuses(self)
 
 
-class _Active:
-    """Within it, attentions of this thread are saved, or replaced by saved results."""
-
-    def __init__(self, saved: SavedResults, reuse: bool) -> None:
-        self.saved, self.reuse = saved, reuse
-        self.next = 0
+class Active:
+    """Within it, it computes the attentions of this thread."""
 
     def __enter__(self) -> None:
-        self.next = 0
         _stack().append(self)
 
     def __exit__(self, *_error: object) -> None:
         _stack().remove(self)
+
+    def attend(self, compute: Callable[[], Pair], q: Tensor) -> Pair:
+        """The results of one attention of queries ``q``, as `saved_or` returns them."""
+        raise NotImplementedError
+
+
+class Counts(Active):
+    """Calls a function with the results of each attention, and keeps none.
+
+    Args:
+        count: takes out and lse.
+    """
+
+    def __init__(self, count: Callable[[Tensor, Tensor], None]) -> None:
+        self.count = count
+
+    def attend(self, compute: Callable[[], Pair], q: Tensor) -> Pair:
+        out, lse = compute()
+        self.count(out, lse)
+        return out, lse
+
+
+class _Saves(Active):
+    def __init__(self, results: SavedResults) -> None:
+        self.results = results
+
+    def attend(self, compute: Callable[[], Pair], q: Tensor) -> Pair:
+        out, lse = compute()
+        self.results.saved.append(self.results.save(out, lse))
+        return out, lse
+
+
+class _Reuses(Active):
+    def __init__(self, results: SavedResults) -> None:
+        self.results = results
+        self.next = 0
+
+    def __enter__(self) -> None:
+        self.next = 0
+        super().__enter__()
+
+    def attend(self, compute: Callable[[], Pair], q: Tensor) -> Pair:
+        saved = self.results.saved
+        assert self.next < len(saved), _SAME
+        out, lse = saved[self.next].results()
+        self.next += 1
+        assert out.shape[:3] == q.shape[:3], _SAME
+        return out, lse
 
 
 _THREAD = threading.local()
 """The contexts that are active in each thread: autograd computes backwards in threads of its own."""
 
 
-def _stack() -> list[_Active]:
+def _stack() -> list[Active]:
     if not hasattr(_THREAD, "active"):
         _THREAD.active = []
-    found: list[_Active] = _THREAD.active
+    found: list[Active] = _THREAD.active
     return found
 
 
@@ -92,18 +135,7 @@ def saved_or(compute: Callable[[], Pair], q: Tensor) -> Pair:
         SavedAttentionChanged: a result was changed after the forward.
     """
     active = _stack()[-1] if _stack() else None
-    if active is None:
-        return compute()
-    saved = active.saved.saved
-    if not active.reuse:
-        out, lse = compute()
-        saved.append(active.saved.save(out, lse))
-        return out, lse
-    assert active.next < len(saved), _SAME
-    out, lse = saved[active.next].results()
-    active.next += 1
-    assert out.shape[:3] == q.shape[:3], _SAME
-    return out, lse
+    return compute() if active is None else active.attend(compute, q)
 
 
 _SAME = "a recompute calls the same attentions as the forward"

@@ -11,7 +11,7 @@ from .attention.masks import ring_mask
 from .context.introspect import NAME
 from .context.model_record import forget_models
 from .hosts import accelerate, checkpoints, prediction, random_states, sft_trainer, trainer, trainer_start
-from .model import loss_gradients, neftune, structure, thawed
+from .model import loss_gradients, neftune, optimizer_steps, structure, thawed
 from .patching import changes, hooks
 
 CHANGES: list[changes.Change] = [
@@ -45,6 +45,7 @@ def uninstall() -> None:
     """Undoes the registrations and every patch of transformers, accelerate and trl."""
     changes.uninstall()
     hooks.detach_all()
+    optimizer_steps.forget()
     thawed.forget()
     loss_gradients.forget()
     forget_models()

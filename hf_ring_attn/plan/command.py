@@ -14,7 +14,7 @@ from ..integration.model import admission, loading
 from . import launch, report
 from .hardware import GPUS, KEPT_FREE, Gpu
 from .notes import notes_on
-from .search import alternatives, forecast, longer_rows, most_tokens
+from .search import alternatives, decided, forecast, longer_rows, most_tokens
 from .setup import ITEMSIZES, KERNELS, LOSSES, METHODS, OPTIMIZERS, SHARDS, Setup
 from .shape import shape_of
 
@@ -87,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kernels = "attention kernel (default: flash4, as if installed, if the GPU supports it; else triton)"
     how.add_argument("--kernel", choices=KERNELS, default="auto", help=kernels)
-    how.add_argument("--save-attention", action="store_true", help="RingConfig(save_attention=True)")
+    saved = 'RingConfig(save_attention=...) (default: as "auto" decides)'
+    how.add_argument("--save-attention", action=argparse.BooleanOptionalAction, default=None, help=saved)
     how.add_argument("--loss", choices=LOSSES, default="chunked", help="RingConfig(loss=...) (default: chunked)")
     how.add_argument("--mlp-tokens", type=count(), metavar="TOKENS", help="RingConfig(mlp_tokens=...)")
     how.add_argument("--offload-above", type=float, metavar="GIB", help="RingConfig(offload_above=...); 0 offloads all")
@@ -144,6 +145,8 @@ def run(given: argparse.Namespace) -> int:
     if given.max_tokens:
         longest = most_tokens(model, lambda tokens: replace(setup, tokens=tokens), advised)
         setup = replace(setup, tokens=longest or 2 * setup.ring_size)
+    if given.save_attention is None:
+        setup = decided(model, setup)
     one = forecast(model, setup, setup.gpu.memory_gib)
     others = alternatives(model, one, advised)
     if not others and not one.fits:
@@ -166,7 +169,7 @@ def _setup(given: argparse.Namespace) -> Setup:
         gpus=given.gpus, tokens=given.tokens or 1, gpu=_gpu(given), gpus_per_node=given.gpus_per_node,
         ring=given.ring or given.gpus, method=given.method, lora_rank=given.lora_rank, shard=given.shard,
         dtype=given.dtype, optimizer=given.optimizer, checkpointing=not given.no_checkpointing,
-        save_attention=given.save_attention, loss=given.loss, mlp_tokens=given.mlp_tokens or 0,
+        save_attention=given.save_attention is True, loss=given.loss, mlp_tokens=given.mlp_tokens or 0,
         offload_above=given.offload_above, offload_params=given.offload_params, liger=given.liger, kernel=given.kernel,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..integration.model.auto_saving import KEPT_FREE as LEFT_FREE
 from .hardware import GIB
 from .memory import Memory, kept_bytes, memory_of
 from .seconds import Seconds, seconds_of
@@ -32,7 +33,7 @@ Changes = Sequence[tuple[str, dict[str, Any]]]
 
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--save-attention", {"save_attention": True}),
-    ("no --save-attention", {"save_attention": False}),
+    ("--no-save-attention", {"save_attention": False}),
     ("--loss chunked", {"loss": "chunked"}),
     ("checkpointing", {"checkpointing": True}),
     ("--no-checkpointing", {"checkpointing": False}),
@@ -68,6 +69,14 @@ def _fits(memory: Memory, setup: Setup, memory_gib: float) -> bool:
 
 def forecast(model: ModelShape, setup: Setup, memory_gib: float, changes: tuple[str, ...] = ()) -> Forecast:
     return Forecast(setup, memory_of(model, setup), seconds_of(model, setup), memory_gib, changes)
+
+
+def decided(model: ModelShape, setup: Setup) -> Setup:
+    """``setup``, with saved attention if save_attention="auto" turns it on."""
+    saved = replace(setup, save_attention=True)
+    possible = setup.checkpointing and setup.offload_above is None and setup.ring_size > 1
+    fits = possible and memory_of(model, saved).total <= (1 - LEFT_FREE) * setup.gpu.memory_gib * GIB
+    return saved if fits else setup
 
 
 def most_tokens(model: ModelShape, at: Callable[[int], Setup], memory_gib: float) -> int:

@@ -100,8 +100,10 @@ def parts() -> list[Run]:
         Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384"),
         Run("lora_512K", 512, "--liger --no-lora-casts --mlp-tokens 16384 --offload 0"),
         Run("own_fused_32K", 32, f"{SDPA} {FUSED}"),
-        Run("ring_fused_32K", 32, FUSED, "own_fused_32K"),
+        Run("ring_fused_32K", 32, f"{FUSED} --no-save-attention", "own_fused_32K"),
         Run("ring_saved_32K", 32, f"{FUSED} --save-attention", "own_fused_32K"),
+        Run("ring_auto_32K", 32, FUSED, "own_fused_32K"),
+        Run("ring_auto_128K", 128, SFT, "own_sft_128K"),
         Run("ring_chunks_32K", 32, f"{FUSED} --no-checkpointing --mlp-tokens 8192", "own_fused_32K"),
         Run("full_512K_window", 512, f"{long['full_1M'][1]} --offload 28 --window 4096", steps=2),
         # 224 GiB of host memory for two GPUs
@@ -118,8 +120,8 @@ def parts() -> list[Run]:
     for name, (thousands, options, stays) in long.items():
         found += [
             Run(f"{name}_window", thousands, f"{options}{stays} --window 4096"),
-            Run(f"{name}_layer", thousands, f"{options} --layers 1", steps=2),
-            Run(f"{name}_layers", thousands, f"{options} --layers 2", steps=2),
+            Run(f"{name}_layer", thousands, f"{options} --no-save-attention --layers 1", steps=2),
+            Run(f"{name}_layers", thousands, f"{options} --no-save-attention --layers 2", steps=2),
         ]
     return found
 

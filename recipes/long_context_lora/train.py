@@ -48,8 +48,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA matrices")
     parser.add_argument("--no-checkpointing", action="store_true", help="save all activations: the fastest that fits")
-    parser.add_argument("--save-attention", action="store_true",
-                        help="checkpointing keeps what attention computed (ring_fp32)")  # fmt: skip
+    parser.add_argument("--save-attention", action=argparse.BooleanOptionalAction, default=None,
+                        help="checkpointing keeps attention results (ring_fp32; default: if they fit)")  # fmt: skip
     parser.add_argument("--mlp-tokens", type=int, metavar="N",
                         help="MLPs and norms run over chunks of N tokens, such as 16384 (ring_fp32)")  # fmt: skip
     parser.add_argument("--offload", type=float, metavar="GIB",
@@ -73,7 +73,7 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.trainer == "sft" and options.loss != "auto":
         parser.error("SFTTrainer always computes its loss with TRL's fused head: leave --loss out")
-    chosen = options.save_attention or options.deterministic or options.loss != "auto"
+    chosen = options.save_attention is not None or options.deterministic or options.loss != "auto"
     chosen = chosen or options.mlp_tokens is not None or options.offload is not None
     if chosen and options.implementation != "ring_fp32":
         parser.error("--save-attention, --deterministic, --loss, --mlp-tokens and --offload are options of ring_fp32")
@@ -153,7 +153,8 @@ def make_trainer(options: argparse.Namespace) -> Any:
         import hf_ring_attn
 
         ring = hf_ring_attn.RingConfig(
-            save_attention=options.save_attention, deterministic=options.deterministic, loss=options.loss,
+            save_attention="auto" if options.save_attention is None else options.save_attention,
+            deterministic=options.deterministic, loss=options.loss,
             mlp_tokens=options.mlp_tokens, offload_above=options.offload,
         )  # fmt: skip
         hf_ring_attn.configure(model, ring)

@@ -16,6 +16,7 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.layers.host_memory import HostMemory
 from hf_ring_attn.testing import relative_error
+from tests.gpu.launch import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,3 +124,7 @@ def test_trls_offloading_keeps_the_bits_and_frees_memory(checkpointing: bool) ->
     assert torch.equal(got, loss)
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
     assert less < peak - INPUT, (peak, less)
+
+
+def test_attention_is_saved_once_a_step_has_shown_that_it_fits() -> None:
+    assert "4 runs, 0 wrong" in run_ranks("saving_ranks", 2, nccl=False)

@@ -219,7 +219,7 @@ def test_to_save_all_activations_is_advised_where_it_fits() -> None:
     """All of them, or with MLPs in chunks; beside it neither saved attention nor offloading has a use."""
     short = setup(tokens=8192, save_attention=True)
     fastest, *_ = alternatives(llama_8b(), forecast(llama_8b(), short, 139.8), 130.0)
-    assert fastest.changes == ("no --save-attention", "--no-checkpointing", "--liger")
+    assert fastest.changes == ("--no-save-attention", "--no-checkpointing", "--liger")
     assert fastest.seconds.total < 0.8 * seconds_of(llama_8b(), replace(short, liger=True)).total
     for tokens, memory in ((8192, 20.0), (2**17, 139.8)):
         row = setup(tokens=tokens, save_attention=True)

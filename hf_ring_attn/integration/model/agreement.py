@@ -20,7 +20,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import inside
 from ..context.mesh import mixed_precision
 from ..context.model_record import ModelRecord, Visits, configured, forget_model, latest_record
-from . import admission, saved_buffers
+from . import admission, auto_saving, saved_buffers
 from .saved_buffers import written_buffers
 
 SAMPLE = 2**14
@@ -98,19 +98,20 @@ def _agree(
     facts = _facts(model, weights, record, context)
     compared = model.training and context.config.self_check
     buffers = written_buffers(inside(model), record) if compared else {"no buffer": None}
-    device = weights[0].device
+    device = ring.small_device(weights[0].device)
     agree = ring.start_agreement(
-        {**facts, "structure": agreed.structure, **buffers, **_sample(model, weights, agreed, context)},
-        ring.small_device(device), _DRIFT, refusal, [ring.name not in agreed.rings], _DOING,
+        {**facts, "structure": agreed.structure, **buffers, **_sample(model, weights, agreed, context)}, device,
+        _DRIFT, refusal, [ring.name not in agreed.rings, auto_saving.offer(record, context, device)], _DOING,
     )  # fmt: skip
     if refusal is None:
         meanwhile()
     try:
-        (renewed,) = agree()
+        renewed, offers = agree()
     except errors.RanksDiffer:  # on all ranks: find a better name than the fingerprint's
-        ring.agree({**facts, **agreed.details}, ring.small_device(device), ALIKE, doing=_DOING)
-        ring.agree(buffers, ring.small_device(device), saved_buffers.TODO, doing=_DOING)
+        ring.agree({**facts, **agreed.details}, device, ALIKE, doing=_DOING)
+        ring.agree(buffers, device, saved_buffers.TODO, doing=_DOING)
         raise
+    auto_saving.decide(context, offers)
     return any(renewed) and ring.name in agreed.rings
 
 

@@ -2,6 +2,7 @@
 
 ``save_attention``: the output and log-sum-exp of each attention are saved, B x T x H x (Dv + 1 or 2) numbers a layer,
 so that a recompute neither gathers nor attends; all else is recomputed. Only non-reentrant checkpointing can do so.
+"auto" decides for each batch (`auto_saving`).
 ``offload_above``: inputs of layers, and their saved attention, wait in host memory (`offloading`).
 """
 
@@ -19,11 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...attention.saved_results import Saved, SavedResults, save_here
+from ...attention.saved_results import Saved, save_here
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.model_record import CHECKPOINT_FUNCTIONS, Visits, latest_record
 from ..log import warn
+from . import auto_saving
+from .auto_saving import Saving
 from .offloading import CheckpointedLayer, CheckpointedLayers, LayerCall, number
 
 
@@ -39,10 +42,14 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     visit = context.state(Visits).get(record)
     modules = record.modules() if visit is None else visit.checkpointing
     sites = _sites(modules)
-    if config.save_attention and _save_attention(model, sites):
-        context.log.features.add("attention saved")
     stock = "OffloadWrapper" in record.classes
     wanted = config.offload_above is not None or stock or any(_is_offloading(function) for *_, function in sites)
+    if config.save_attention is True and _save_attention(model, sites, warn):
+        context.log.features.add("attention saved")
+    if config.save_attention == "auto" and not wanted and model.training and torch.is_grad_enabled():
+        text_alone = context.text is None or context.whole_head  # images take memory by other numbers than tokens
+        possible = text_alone and not record.compiled and context.ring.size > 1
+        context.state(Saving).possible = possible and _save_attention(model, sites, lambda _text: None)
     layers = record.state(CheckpointedLayers)
     layers.clear()
     if wanted and sites:
@@ -74,10 +81,10 @@ def is_reentrant(model: nn.Module) -> bool:
 # ---- saved attention ----
 
 
-def _save_attention(model: nn.Module, sites: list[Site]) -> bool:
+def _save_attention(model: nn.Module, sites: list[Site], say: Callable[[str], None]) -> bool:
     """Gives checkpoints the policy that saves attention, unless they have another one. Returns True if all have it."""
     if not sites and model.training:
-        warn(
+        say(
             "save_attention=True has no effect: nothing checkpoints a layer of the model. Set "
             "gradient_checkpointing=True, or leave it out."
         )
@@ -86,11 +93,11 @@ def _save_attention(model: nn.Module, sites: list[Site]) -> bool:
         policy = inner.keywords.get("context_fn")
         if policy is not None:
             if policy is not contexts:
-                warn("save_attention=True has no effect beside another context_fn: leave one of them out.")
+                say("save_attention=True has no effect beside another context_fn: leave one of them out.")
                 return False
             continue
         if inner.keywords.get("use_reentrant") is not False:
-            warn(
+            say(
                 "save_attention=True has no effect under reentrant checkpointing, whose recompute gathers again: set "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
@@ -102,17 +109,19 @@ def _save_attention(model: nn.Module, sites: list[Site]) -> bool:
 
 def contexts(save: Callable[[Tensor, Tensor], Saved] = save_here) -> Any:
     """Makes the contexts that `torch.utils.checkpoint.checkpoint` takes as context_fn."""
-    if TracingContext.try_get() is not None:  # a compiler needs a policy, and pays for it once
-        return create_selective_checkpoint_contexts(_policy)
     context = batch_context.current()
-    if context is not None and not context.config.save_attention:  # a batch before this one asked for it
-        return nullcontext(), nullcontext()
-    return SavedResults(save).contexts()
+    if TracingContext.try_get() is not None:  # a compiler needs a policy, and pays for it once
+        return create_selective_checkpoint_contexts(_policy if context and auto_saving.saves(context) else _recompute)
+    return (context and auto_saving.contexts(context, save)) or (nullcontext(), nullcontext())
 
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     is_attention = op is torch.ops.hf_ring_attn.ring_flash_attn_fwd.default
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _recompute(_context: Any, _op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # ---- offloading ----
@@ -156,7 +165,7 @@ def _checkpointed(layer: CheckpointedLayer, function: Any, *args: Any, **kwargs:
         return function(*args, **kwargs)
     if getattr(function.func, "__code__", None) is not None and "save_on_cpu" in function.func.__code__.co_names:
         function = functools.partial(checkpoint, *function.args, **function.keywords)
-    saves = function.keywords.get("context_fn") is contexts
+    saves = function.keywords.get("context_fn") is contexts and auto_saving.saves(context)
     call = LayerCall(layer, limit, saves, context)
     if saves:
         function = functools.partial(function, context_fn=functools.partial(contexts, call.save))

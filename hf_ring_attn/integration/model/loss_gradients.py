@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import Optimizer
 
 from ...comm.ring import Ring
+from . import optimizer_steps
 
 TODO = (
     "A program may use the loss in any way, but not by what its rank's tokens or labels are. Look at whole rows in the "
@@ -24,14 +23,11 @@ TODO = (
 )
 _waiting: list[tuple[torch.device, Callable[[], object]]] = []
 """Devices and ends of the comparisons since an optimizer's last step, or since the last batch."""
-_hook: list[RemovableHandle] = []
-"""The handle of the hook before each optimizer's step, once a gradient was compared."""
 
 
 def start(gradient: Tensor, ring: Ring) -> None:
     """Starts the comparison of a gradient; the host does not wait."""
-    if not _hook:
-        _hook.append(register_optimizer_step_pre_hook(_finish_before_step))
+    optimizer_steps.before_each(_finish_before_step)
     facts = {"gradient of the loss": gradient.detach()}
     doing = "compared the gradient of its loss"
     device = ring.small_device(gradient.device)
@@ -65,12 +61,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _finish_before_step(*_given: Any) -> None:
+def _finish_before_step(_optimizer: Optimizer) -> None:
     finish()
 
 
 def forget() -> None:
-    """Removes the hook before optimizers' steps."""
-    while _hook:
-        _hook.pop().remove()
+    """Drops the comparisons that were started."""
     _waiting.clear()

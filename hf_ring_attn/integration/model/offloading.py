@@ -20,6 +20,7 @@ from ...layers.host_memory import HostMemory, Stored, host_memory
 from ..context.batch_context import BatchContext
 from ..context.model_record import ModelRecord
 from ..log import warn
+from .auto_saving import saves
 
 SMALLEST = 1 << 20
 """Bytes below which a tensor stays on a GPU."""
@@ -194,6 +195,6 @@ def _sizes(layers: Sequence[CheckpointedLayer], first: CheckpointedLayer, contex
     found, tokens = [], context.facts.rows * context.layout.local_length
     for layer in layers:
         each = [round(size * tokens) for size in layer.per_token or first.per_token]
-        if not layer.stays(each[0], context.config.offload_above or 0.0, context.config.save_attention):
+        if not layer.stays(each[0], context.config.offload_above or 0.0, saves(context)):
             found += [size for size in each if first.device.type == "cpu" or size >= SMALLEST]
     return found

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import Optimizer
 
 from ... import errors
 from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
 from ..context.introspect import name_of, unwrapped
 from ..context.model_record import Visits, latest_record
+from . import optimizer_steps
 
 _SEEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 """The identities of the weights that trained in any batch of each DDP wrapper, which keeps them alive."""
@@ -28,9 +28,6 @@ _SEEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionar
 _LOCAL: weakref.WeakKeyDictionary[Any, tuple[Ring, str]] = weakref.WeakKeyDictionary()
 """The ring of each DDP wrapper whose last forward was in its ``no_sync``, or past it, and what to do about that; until
 its weights' optimizer steps."""
-
-_hook: list[RemovableHandle] = []
-"""The handle of the hook before each optimizer's step, once a model under DDP trained in a ring."""
 
 
 def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
@@ -68,8 +65,7 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
             ],
         )
     _SEEN[wrapper] = before | trained
-    if not _hook:
-        _hook.append(register_optimizer_step_pre_hook(_refuse_unaveraged))
+    optimizer_steps.before_each(_refuse_unaveraged)
 
 
 def note_call(wrapper: Any, ring: Ring) -> None:
@@ -78,7 +74,7 @@ def note_call(wrapper: Any, ring: Ring) -> None:
         _LOCAL[wrapper] = ring, _PAST
 
 
-def _refuse_unaveraged(optimizer: torch.optim.Optimizer, *_given: Any) -> None:
+def _refuse_unaveraged(optimizer: Optimizer) -> None:
     """Refuses a step while DDP has not averaged the gradients of its weights, unless the program has.
 
     Raises:
@@ -130,8 +126,6 @@ _PAST = (
 
 
 def forget() -> None:
-    """Removes the hook before optimizers' steps."""
-    while _hook:
-        _hook.pop().remove()
+    """Forgets all wrappers."""
     _SEEN.clear()
     _LOCAL.clear()

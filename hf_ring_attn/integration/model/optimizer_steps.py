@@ -1,0 +1,41 @@
+"""Calls functions before each step of any optimizer, and counts the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+_called: list[Callable[[Optimizer], None]] = []
+_hook: list[RemovableHandle] = []
+"""The handle of the one hook, once a function is to be called."""
+_count = 0
+
+
+def before_each(function: Callable[[Optimizer], None]) -> None:
+    """Calls ``function`` with the optimizer before each step from now on; once, however often this is said."""
+    if function not in _called:
+        _called.append(function)
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_before))
+
+
+def count() -> int:
+    """The steps that began since the first function was to be called."""
+    return _count
+
+
+def _before(optimizer: Optimizer, *_given: Any) -> None:
+    global _count
+    _count += 1
+    for function in list(_called):
+        function(optimizer)
+
+
+def forget() -> None:
+    """Removes the hook and the functions."""
+    while _hook:
+        _hook.pop().remove()
+    _called.clear()

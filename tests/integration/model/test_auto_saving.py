@@ -1,0 +1,192 @@
+"""save_attention="auto": attention is saved once a step has shown that its results fit, on every rank of a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.attention.op import attentions
+from hf_ring_attn.integration import log
+from hf_ring_attn.integration.model import auto_saving
+from hf_ring_attn.integration.model.auto_saving import DeviceMemory
+from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.models.tiny_models import tiny
+
+GIB = 2**30
+PLENTY = DeviceMemory(usable=80 * GIB, allocated=GIB, peak=20 * GIB, beyond=0)
+
+
+class Run(NamedTuple):
+    """Steps of a run: of each whether it saved, and its loss and gradients; and the lines that were logged."""
+
+    saved: list[bool]
+    bits: list[list[torch.Tensor]]
+    lines: list[str]
+
+
+def run(
+    lengths: Sequence[int], save: Any = "auto", memory: Callable[[int], DeviceMemory | None] = lambda _rank: PLENTY,
+    steps_every: int = 1, prepare: Callable[[Any], Any] = lambda model: model, **options: Any,
+) -> Run:  # fmt: skip
+    """Trains on rows of these lengths.
+
+    Args:
+        memory: the counters of a rank. steps_every: batches of an optimizer's step. prepare: changes the model.
+    """
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = prepare(model)
+    hf_ring_attn.configure(model, RingConfig(save_attention=save, self_check=False, **options))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    found = Run([], [], [])
+
+    def counters(_device: torch.device) -> DeviceMemory | None:
+        return memory(torch.distributed.get_rank())
+
+    with (
+        mock.patch.object(auto_saving, "device_memory", counters),
+        mock.patch.object(log.logger, "info", found.lines.append),
+    ):
+        log._said.clear()
+        for place, length in enumerate(lengths, start=1):
+            before = attentions()
+            with (sharded := hf_ring_attn.shard(tokens(length, seed=place), model=model)):
+                loss = model(**sharded.inputs).loss
+            loss.backward()
+            sharded.reduce_gradients(model)
+            found.bits.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+            found.saved.append({1: True, 2: False}[(attentions() - before) / model.config.num_hidden_layers])
+            if place % steps_every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
+def saved(ranks: Ranks, *args: Any, **kwargs: Any) -> list[list[bool]]:
+    return [one.saved for one in ranks(2).run(run, *args, **kwargs)]
+
+
+def test_it_saves_from_the_second_step_on_with_the_same_bits(ranks: Ranks) -> None:
+    never, always = ranks(2).run(run, [24] * 3, save=False), ranks(2).run(run, [24] * 3, save=True)
+    for one, without, every in zip(ranks(2).run(run, [24] * 3), never, always, strict=True):
+        assert (one.saved, without.saved, every.saved) == ([False, True, True], [False] * 3, [True] * 3)
+        for got, want in zip(one.bits, without.bits, strict=True):
+            assert all(map(torch.equal, got, want))
+
+
+def test_the_line_at_start_comes_again_when_it_saves(ranks: Ranks) -> None:
+    lines = [line for line in ranks(2).run(run, [24] * 4)[0].lines if line.startswith("ring of 2")]
+    assert ["attention saved" in line for line in lines] == [False, True]
+
+
+def test_a_rank_without_the_memory_decides_for_all(ranks: Ranks) -> None:
+    full = PLENTY._replace(peak=72 * GIB)  # a tenth stays free
+    assert saved(ranks, [24] * 3, memory=Full(1, full)) == [[False] * 3] * 2
+
+
+class Full(NamedTuple):
+    """The counters of one rank, which travel to it; the others have plenty."""
+
+    rank: int
+    memory: DeviceMemory | None
+
+    def __call__(self, rank: int) -> DeviceMemory | None:
+        return self.memory if rank == self.rank else PLENTY
+
+
+def test_without_counters_it_never_saves(ranks: Ranks) -> None:
+    assert saved(ranks, [24] * 3, memory=Full(0, None)) == [[False] * 3] * 2
+
+
+def test_a_longer_row_is_measured_first(ranks: Ranks) -> None:
+    lengths = [24, 16, 32, 24, 32, 40]
+    assert saved(ranks, lengths) == [[False, True, False, True, True, False]] * 2
+
+
+def test_half_of_the_memory_is_enough_for_rows_of_half_the_length(ranks: Ranks) -> None:
+    config: Any = tiny("llama", "ring_fp32").config
+    per_token = config.num_hidden_layers * config.num_attention_heads * (config.head_dim + 1) * 4  # in float32
+    free = 24 * per_token // 2 + 8 * GIB
+    memory = Full(1, PLENTY._replace(peak=80 * GIB - free))  # of two rows with 12 tokens each on a rank
+    assert saved(ranks, [24, 24, 16, 12, 8], memory=memory) == [[False, False, False, True, True]] * 2
+
+
+def test_it_waits_for_the_states_of_an_optimizer(ranks: Ranks) -> None:
+    assert saved(ranks, [24] * 5, steps_every=3) == [[False] * 3 + [True] * 2] * 2
+
+
+class _Growing:
+    """Counters between which a step allocated something that stays."""
+
+    def __init__(self, states: int) -> None:
+        self.states, self.calls = states, 0
+
+    def __call__(self, _rank: int) -> DeviceMemory:
+        self.calls += 1
+        return PLENTY._replace(peak=40 * GIB, allocated=GIB if self.calls < 4 else GIB + self.states)
+
+
+@pytest.mark.parametrize(("states", "saves"), [(30, True), (33, False)])
+def test_states_made_after_the_peak_count(ranks: Ranks, states: int, saves: bool) -> None:
+    assert saved(ranks, [24] * 2, memory=_Growing(states * GIB)) == [[False, saves]] * 2
+
+
+class _Reset:
+    """Counters that the program resets after the first step."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, _rank: int) -> DeviceMemory:
+        self.calls += 1
+        during = self.calls in (2, 3)  # the layers of the first forward
+        reset = self.calls == 4
+        return PLENTY._replace(allocated=10 * GIB if during else GIB, peak=GIB if reset else 20 * GIB)
+
+
+def test_a_counter_that_was_reset_is_not_believed(ranks: Ranks) -> None:
+    assert saved(ranks, [24] * 3, memory=_Reset()) == [[False, False, True]] * 2
+
+
+def test_where_checkpoints_go_to_the_host_it_does_not_save(ranks: Ranks) -> None:
+    assert saved(ranks, [24] * 3, offload_above=0) == [[False] * 3] * 2
+
+
+class _Other(NamedTuple):
+    """Another kind of checkpointing."""
+
+    kind: str
+
+    def __call__(self, model: Any) -> Any:
+        if self.kind == "reentrant":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+            model.enable_input_require_grads()
+        elif self.kind == "own":
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": _nothing}
+            )
+        return model
+
+
+def _nothing() -> Any:
+    return nullcontext(), nullcontext()
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "own"])
+def test_other_checkpoints_stay_as_they_are_without_a_word(ranks: Ranks, kind: str) -> None:
+    with mock.patch.object(log.logger, "warning") as warning:
+        assert saved(ranks, [24] * 3, prepare=_Other(kind)) == [[False] * 3] * 2
+    assert not warning.called
+
+
+def test_a_process_alone_does_not_save(ranks: Ranks) -> None:
+    ((alone,),) = [[one.saved for one in ranks(1).run(run, [24] * 3)]]
+    assert alone == [False] * 3
