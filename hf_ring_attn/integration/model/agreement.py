@@ -99,9 +99,10 @@ def _agree(
     compared = model.training and context.config.self_check
     buffers = written_buffers(inside(model), record) if compared else {"no buffer": None}
     device = ring.small_device(weights[0].device)
+    computes = weights[0].device if weights[0].is_cuda else device  # FSDP2's weights may wait on the host
     agree = ring.start_agreement(
         {**facts, "structure": agreed.structure, **buffers, **_sample(model, weights, agreed, context)}, device,
-        _DRIFT, refusal, [ring.name not in agreed.rings, auto_saving.offer(record, context, device)], _DOING,
+        _DRIFT, refusal, [ring.name not in agreed.rings, auto_saving.offer(record, context, computes)], _DOING,
     )  # fmt: skip
     if refusal is None:
         meanwhile()
