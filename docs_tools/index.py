@@ -20,6 +20,7 @@ from .numbers import (
     H100_32B,
     H100_256K,
     H100_FLASH4,
+    H100_AUTO,
     H100_SHORT,
     H200_FULL,
     LONGEST,
@@ -275,6 +276,11 @@ ROWS = [
          ("ring_fused_32K", lambda: f"32K: {times(H100_SHORT, 'own_fused_32K', 'ring_fused_32K'):.2f} times with the same options"),
          ("ring_saved_32K", lambda: f"with `save_attention` {times(H100_SHORT, 'own_fused_32K', 'ring_saved_32K'):.2f} times, "
                                     f"and {times(H100_SHORT, 'own_32K', 'ring_saved_32K'):.2f} times its defaults")]),
+    Row("How fast are whole steps at 128K on two H100 with default options, beside accelerate's own?", H100_AUTO, "`whole_steps.py`, 2 GPUs",
+        [("ring_auto_128K", lambda: f"128K: {times(H100_AUTO, 'own_sft_128K', 'ring_auto_128K'):.2f} times as fast, "
+                                    f"{gib(H100_AUTO, 'ring_auto_128K')} GiB a GPU for {gib(H100_AUTO, 'own_sft_128K')}"),
+         ("ring_fast_8K", lambda: f"8K: {times(H100_AUTO, 'own_fast_8K', 'ring_fast_8K'):.2f} times with the same options, "
+                                  f"{times(H100_AUTO, 'own_sft_8K', 'ring_sft_8K'):.2f} by SFTTrainer")]),
     Row("How fast are whole steps at 256K on two H100, beside accelerate's own?", BESIDE_OWN, "`whole_steps.py`, 2 GPUs",
         [("ring_sft_256K", lambda: f"256K: {times(BESIDE_OWN, 'own_sft_256K', 'ring_sft_256K'):.2f} times as fast, "
                                    f"{gib(BESIDE_OWN, 'ring_sft_256K')} GiB a GPU for {gib(BESIDE_OWN, 'own_sft_256K')}")]),

@@ -218,6 +218,7 @@ H100, H100_FLASH4, H100_1M = "2026-11-25-two-h100", "2026-11-25-two-h100-flash4"
 H100_32B, H100_256K = "2026-11-26-two-h100-32b", "2026-11-26-two-h100-256k"
 H100_SHORT, H200_FULL = "2026-11-26-two-h100-short", "2026-11-26-one-h200-full"
 BESIDE_OWN = "2026-11-26-two-h100-beside-own"
+H100_AUTO = "2026-11-27-two-h100-auto"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "accelerate's own", AGAIN, "own_8K"),
@@ -260,6 +261,8 @@ STEPS = [
     ("128K", "4 x H200", "ring", FOUR, "s128"),
     ("128K", "4 x H200", "ring, `save_attention`", FOUR, "s128_saved"),
     ("256K", "2 x H200", "ring", LOSS, "chunked_256K"),
+    ("128K", "2 x H100", "accelerate's own, SFTTrainer, Liger, no LoRA casts", H100_AUTO, "own_sft_128K"),
+    ("128K", "2 x H100", "ring with its defaults, SFTTrainer, Liger, no LoRA casts", H100_AUTO, "ring_auto_128K"),
     ("256K", "2 x H100", "accelerate's own, SFTTrainer, Liger, no LoRA casts", BESIDE_OWN, "own_sft_256K"),
     (
         "256K",
@@ -416,10 +419,10 @@ VALUES: dict[str, Callable[[], str]] = {
     "8k_ring": lambda: f"{step(AGAIN, 'ring_fast_8K')['seconds_per_step']:.2f} s",
     "8k_own_compiled": lambda: f"{step(AGAIN, 'own_compiled_8K')['seconds_per_step']:.2f} s",
     "8k_ring_compiled": lambda: f"{step(AGAIN, 'ring_compiled_8K')['seconds_per_step']:.2f} s",
-    "128k_two_own": lambda: f"{seconds(AGAIN, 'own_fast_128K')} s",
-    "128k_two_own_gib": lambda: f"{gib(AGAIN, 'own_fast_128K')} GiB",
-    "128k_two_ring": lambda: f"{seconds(AGAIN, 'ring_fast_128K')} s",
-    "128k_two_ring_gib": lambda: f"{gib(AGAIN, 'ring_fast_128K')} GiB",
+    "128k_auto_own": lambda: f"{seconds(H100_AUTO, 'own_sft_128K')} s",
+    "128k_auto_own_gib": lambda: f"{gib(H100_AUTO, 'own_sft_128K')} GiB",
+    "128k_auto": lambda: f"{seconds(H100_AUTO, 'ring_auto_128K')} s",
+    "128k_auto_gib": lambda: f"{gib(H100_AUTO, 'ring_auto_128K')} GiB",
     "256k_own": lambda: f"{seconds(BESIDE_OWN, 'own_sft_256K')} s",
     "256k_own_gib": lambda: f"{gib(BESIDE_OWN, 'own_sft_256K')} GiB",
     "256k_ring": lambda: f"{seconds(BESIDE_OWN, 'ring_sft_256K')} s",

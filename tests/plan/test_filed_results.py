@@ -219,10 +219,18 @@ MEASURED_BESIDE_OWN = [
     Filed(BESIDE_OWN, "ring_sft_256K", AT_256K, gpu="h100"),
 ]
 
+AUTO = "2026-11-27-two-h100-auto"
+MEASURED_BY_DEFAULT = [
+    Filed(AUTO, "ring_fast_8K", {**AT_8K, "checkpointing": False}, gpu="h100"),
+    Filed(AUTO, "ring_sft_8K", {**AT_8K, "checkpointing": False}, False, gpu="h100"),
+    Filed(AUTO, "ring_auto_32K", {**AT_32K, **SAVED}, gpu="h100"),
+    Filed(AUTO, "ring_auto_128K", {**LIGER, **SAVED, "tokens": 131072}, gpu="h100"),
+]
+
 ALL = [
     *FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN,
     *MEASURED_BY_LAYERS, *MEASURED_ON_H100, *MEASURED_WITH_FLASH4, *MEASURED_AT_1M, *MEASURED_OF_32B,
-    *MEASURED_WHEN_MENDED, *MEASURED_SHORT_AND_FULL, *MEASURED_BESIDE_OWN,
+    *MEASURED_WHEN_MENDED, *MEASURED_SHORT_AND_FULL, *MEASURED_BESIDE_OWN, *MEASURED_BY_DEFAULT,
 ]  # fmt: skip
 
 
