@@ -104,8 +104,9 @@ def _in_a_ring(entry: Entry, row: Row, meeting: Any, defect: str) -> tuple[Outco
     Two refusals say what to leave out or put into the batch: that is done, and noted.
     """
     outcome = Outcome("exact")
-    # Odd rows with the self-check, which must not refuse what is exact; even ones without, which it would hide. What is
-    # refused by its structure is tried with it, since it decides on that.
+    # Odd rows with the self-check, which must not refuse what is exact; even ones without, which it would hide, in
+    # checkpointed layers that save their attention. What is refused by its structure is tried with it, since it
+    # decides on that.
     checks = row.length % 2 == 1
     while True:
         ended: tuple[str, str] | None = None
@@ -133,11 +134,14 @@ def _in_a_ring(entry: Entry, row: Row, meeting: Any, defect: str) -> tuple[Outco
 
 def _ring_answer(entry: Entry, row: Row, labelled: bool, numbered: bool, checks: bool, defect: str = "") -> Answer:
     dropped = {"sliding_window": OFF} if defect == "a window dropped" else {}
-    model = build(entry, "ring_fp32", **changes_of(entry, row), **dropped)
+    model: Any = build(entry, "ring_fp32", **changes_of(entry, row), **dropped)
     batch = row.batch(numbered)
     if not labelled:
         del batch["labels"]
-    sharded = hf_ring_attn.shard(batch, config=RingConfig(self_check=checks))
+    saves = row.length % 2 == 0 and model.supports_gradient_checkpointing
+    if saves:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    sharded = hf_ring_attn.shard(batch, config=RingConfig(self_check=checks, save_attention=saves))
     if defect == "positions of the shard":
         # Written past its count of changes: another tensor in its place would be refused.
         sharded.inputs["position_ids"].data[:] = torch.arange(sharded.layout.local_length)
