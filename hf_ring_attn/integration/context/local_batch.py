@@ -25,8 +25,9 @@ class MadeInputs(dict[str, Any]):
     labels = TrackedInput.of(None)
 
 
-MADE = ("position_ids", "attention_mask", "shift_labels", "num_items_in_batch")
-"""Inputs that are made for a batch that lacks them, and that a program for one process does not know of."""
+MADE = ("position_ids", "attention_mask", "shift_labels", "num_items_in_batch", "use_cache")
+"""Inputs that are made for a batch that lacks them, and that a program for one process does not know of. Recurrent
+layers refuse a cache, which most models make unless they are told not to."""
 
 
 class LocalBatch(NamedTuple):

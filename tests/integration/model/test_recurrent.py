@@ -209,6 +209,19 @@ def test_what_cannot_be_exact_is_refused_by_name(ranks: Ranks) -> None:
         assert "seq_idx and position_ids define different documents (first difference at token 8 of" in raised[4][1]
 
 
+def loss_of_a_call(model: str, *names: str) -> float:
+    """The loss of a call with these inputs; all of them, if none are named."""
+    hybrid = tiny(model, "ring_fp32").train()
+    with (sharded := hf_ring_attn.shard(tokens(23), model=hybrid)):
+        return float(hybrid(**{name: x for name, x in sharded.inputs.items() if not names or name in names}).loss)
+
+
+@pytest.mark.parametrize("model", sorted(HYBRIDS))
+def test_a_call_that_leaves_use_cache_out_makes_no_cache(ranks: Ranks, model: str) -> None:
+    run = ranks(2).run
+    assert run(loss_of_a_call, model, "input_ids", "labels") == run(loss_of_a_call, model)
+
+
 def test_an_unknown_recurrence_is_refused_for_packed_rows_in_a_ring_of_one_too() -> None:
     error, text = jobs.minimax(packed(9, 14)) or ("", "")
     assert error == "UnsupportedModel"
