@@ -2,9 +2,10 @@
 
     torchrun --nproc_per_node 2 recipes/benchmarks/host_time.py [--tokens 8192 16384 32768] [--profile] [--save FOLDER]
 
-Contenders in turns, forward and backward: the ring; the ring with its heads split as in long rows; and the same kernel
-on one device. While the GPU sleeps, the host queues some calls: that is the host's time. Then the GPU computes what is
-queued: that is the GPU's. Where the host's is the longer one, the GPU idles, unless work of other layers waits there.
+Contenders in turns, forward and backward: the ring; the ring with backward="gather"; the ring with its heads split as
+in long rows; and the same kernel on one device. While the GPU sleeps, the host queues some calls: that is the host's
+time. Then the GPU computes what is queued: that is the GPU's. Where the host's is the longer one, the GPU idles, unless
+work of other layers waits there.
 ``--profile``: the ring's Python functions by their own time. On CPUs (``--device cpu``) both are one.
 """
 
@@ -69,6 +70,7 @@ def compared(work: Workload, ring: Ring, kernel: str, rounds: int) -> list[dict[
     chosen = kernel_for(ring.name, kernel, work.request())
     by_name = {
         "ring": (contenders.in_ring(work, ring, chosen, RingOptions(chosen)), None),
+        "ring, gathers": (contenders.in_ring(work, ring, chosen, RingOptions(chosen, backward="gather")), None),
         "ring, heads split": (contenders.in_ring(work, ring, chosen, RingOptions(chosen)), 0),
         "one device": (contenders.one_device(work, chosen), None),
     }

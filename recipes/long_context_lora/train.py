@@ -44,6 +44,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--trainer", choices=("trainer", "sft"), default="trainer")
     parser.add_argument("--loss", choices=("auto", "chunked", "sharded"), default="auto",
                         help="sharded: all logits of a rank's tokens (ring_fp32, Trainer)")  # fmt: skip
+    parser.add_argument("--backward", choices=("ring", "gather"), default="ring",
+                        help="gather: keys and values are gathered again (ring_fp32)")  # fmt: skip
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA matrices")
@@ -74,9 +76,10 @@ def parsed() -> argparse.Namespace:
     if options.trainer == "sft" and options.loss != "auto":
         parser.error("SFTTrainer always computes its loss with TRL's fused head: leave --loss out")
     chosen = options.save_attention is not None or options.deterministic or options.loss != "auto"
+    chosen = chosen or options.backward != "ring"
     chosen = chosen or options.mlp_tokens is not None or options.offload is not None
     if chosen and options.implementation != "ring_fp32":
-        parser.error("--save-attention, --deterministic, --loss, --mlp-tokens and --offload are options of ring_fp32")
+        parser.error("--save-attention, --backward, --deterministic, --loss, --mlp-tokens, --offload are of ring_fp32")
     if options.no_checkpointing and (options.save_attention or options.offload is not None):
         parser.error("--save-attention and --offload are for checkpointing: leave --no-checkpointing out")
     if options.model is not None and (options.window or options.layers or options.qlora):
@@ -154,7 +157,7 @@ def make_trainer(options: argparse.Namespace) -> Any:
 
         ring = hf_ring_attn.RingConfig(
             save_attention="auto" if options.save_attention is None else options.save_attention,
-            deterministic=options.deterministic, loss=options.loss,
+            deterministic=options.deterministic, loss=options.loss, backward=options.backward,
             mlp_tokens=options.mlp_tokens, offload_above=options.offload,
         )  # fmt: skip
         hf_ring_attn.configure(model, ring)
