@@ -22,7 +22,7 @@ from ..context.batch_context import BatchContext
 from ..context.model_record import ModelRecord
 from . import optimizer_steps
 
-KEPT_FREE = 0.1
+LEFT_FREE = 0.1
 """The part of a GPU's memory that saving leaves free."""
 
 
@@ -109,7 +109,7 @@ class _Room:
             self.tried = 0
         elif one.results:
             states = max(0, memory.allocated - one.before)
-            free = memory.usable - memory.peak - states - max(int(KEPT_FREE * memory.usable), memory.beyond)
+            free = memory.usable - memory.peak - states - max(int(LEFT_FREE * memory.usable), memory.beyond)
             self.tokens = max(self.tokens, min(one.tokens, one.tokens * free // one.results))
 
 
