@@ -1,15 +1,17 @@
 """Saves what attention computed, for save_attention="auto", once a step has shown that the memory for it is free.
 
-A row that is longer than all before it runs without. Its step is measured: the most memory that torch's allocator held,
-and the bytes that would have been saved. After the optimizer has stepped, so that its states exist, rows of up to that
-length are saved if all of it would have fit, and a tenth of the GPU with it; else rows that are shorter in proportion.
-Ranks exchange their lengths with the agreement on the model, and the smallest one decides. The bits are the same.
+A batch of more tokens than all before runs without. Its step is measured: the most memory that torch's allocator held
+until the optimizer stepped, and the bytes that saving would have added, of all batches and models whose graphs lived at
+the same time. After the step, so that the optimizer's states exist, batches of up to that size are saved if all of it
+would have fit, and a tenth of the GPU with it; else smaller ones in proportion. Ranks exchange their sizes with the
+agreement on the model, and the smallest one decides. The bits are the same.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ...attention.saved_results import Counts, Saved, SavedResults
+from ...config import RingConfig
 from ..context.batch_context import BatchContext
 from ..context.model_record import ModelRecord
 from . import optimizer_steps
@@ -30,104 +33,145 @@ class DeviceMemory(NamedTuple):
     """The bytes of a device that this process can have, and those that torch's allocator holds.
 
     Args:
-        peak: the most at a time since the process began, or since the program reset this counter.
-        beyond: the most that were reserved, less ``peak``: lost between tensors, or only cached.
+        peak: the most allocated at a time since the process began, or since the program reset this counter.
+        reserved: the most that it had from the device: what is beyond ``peak`` is lost between tensors, or only cached.
     """
 
     usable: int
     allocated: int
     peak: int
-    beyond: int
+    reserved: int
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Reads the counters of a device; None if it has none, as a CPU."""
-    if device.type != "cuda":
+    """Reads the counters of a device; None if it has none, as a CPU, or an allocator from outside torch."""
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() == "pluggable":
         return None
     free, total = torch.cuda.mem_get_info(device)
+    counters = torch.cuda.memory_stats_as_nested_dict(device)
+    allocated, reserved = counters["allocated_bytes"]["all"], counters["reserved_bytes"]["all"]
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    usable = min(free + torch.cuda.memory_reserved(device), allowed)
-    peak = torch.cuda.max_memory_allocated(device)
-    return DeviceMemory(
-        usable, torch.cuda.memory_allocated(device), peak, torch.cuda.max_memory_reserved(device) - peak
-    )
+    usable = min(free + reserved["current"], allowed)
+    return DeviceMemory(usable, allocated["current"], allocated["peak"], reserved["peak"])
 
 
-@dataclass
+@dataclass(eq=False)
 class _Measurement:
-    """The measurement of one step.
+    """The measurement of all batches from one of more tokens than before until an optimizer steps.
 
     Args:
-        tokens: of each rank. steps: the optimizers' steps before it. before: bytes allocated before its forward.
-        results: bytes of its attention's results. highest: the most bytes that were seen allocated in its forward.
+        before: bytes allocated before its first forward.
+        tokens: the most of a rank in a batch whose backward began. per_token: bytes of the results that would have been
+            saved then, for each token of that batch; the most. peak, reserved: as in `DeviceMemory`, the most seen.
     """
 
-    tokens: int
     device: torch.device
-    steps: int
     before: int
-    results: int = 0
-    highest: int = 0
+    tokens: int = 0
+    per_token: float = 0.0
+    peak: int = 0
+    reserved: int = 0
+    stepped: bool = False
+
+    def look(self) -> None:
+        """Reads the peaks: the program may reset them between steps."""
+        memory = device_memory(self.device)
+        if memory is not None:
+            self.peak, self.reserved = max(self.peak, memory.peak), max(self.reserved, memory.reserved)
+
+
+_OPEN: weakref.WeakSet[_Measurement] = weakref.WeakSet()
+"""The measurements that have not ended, of all models."""
+
+
+class _Unsaved:
+    """The results of one checkpoint's attentions, which would be saved as long as its graph lives.
+
+    It is the context of the checkpoint's recomputes, which torch holds so long.
+
+    Args:
+        tokens: of a rank, in its batch.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.size = tokens, 0
+        _UNSAVED.add(self)
 
     def count(self, out: Tensor, lse: Tensor) -> None:
-        """Counts the results of an attention that are not saved."""
-        self.results += out.nbytes + lse.nbytes
-        memory = device_memory(self.device)
-        assert memory is not None, "it began with this device's counters"
-        self.highest = max(self.highest, memory.allocated)
+        """Counts the results of an attention."""
+        self.size += out.nbytes + lse.nbytes
+
+    def __enter__(self) -> None:
+        together = sum(one.size for one in _UNSAVED)
+        for one in list(_OPEN):
+            one.look()
+            one.tokens = max(one.tokens, self.tokens)
+            one.per_token = max(one.per_token, together / self.tokens)
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+
+_UNSAVED: weakref.WeakSet[_Unsaved] = weakref.WeakSet()
+"""Those of all graphs that live: of several batches, if their backwards come later, and of several models."""
+
+
+def _note_step(_optimizer: Optimizer) -> None:
+    for one in list(_OPEN):
+        one.look()
+        one.stepped = True
 
 
 class _Room:
     """The measurements of a model.
 
     Attributes:
-        tokens: rows of up to so many tokens of a rank fit with their results. tried: the most tokens measured so far.
+        tokens: batches of up to so many tokens of a rank fit with their results. tried: the most tokens so far.
     """
 
     def __init__(self) -> None:
         self.tokens = self.tried = 0
         self.measurement: _Measurement | None = None
 
-    def begin(self, tokens: int, device: torch.device) -> _Measurement | None:
-        """Begins the measurement of a longer row than all before."""
+    def begin(self, tokens: int, device: torch.device) -> None:
+        """Begins the measurement of a batch of more tokens than all before."""
         memory = device_memory(device)
         if memory is None:
-            return None
-        optimizer_steps.before_each(_nothing)
-        before = memory.allocated if self.measurement is None else self.measurement.before
-        self.tried, self.measurement = tokens, _Measurement(tokens, device, optimizer_steps.count(), before)
-        return self.measurement
+            return
+        optimizer_steps.before_each(_note_step)
+        self.tried = tokens
+        if self.measurement is None:
+            self.measurement = _Measurement(device, memory.allocated)
+            _OPEN.add(self.measurement)
 
     def end(self) -> None:
-        """Ends the measurement, if its optimizer has stepped."""
+        """Ends the measurement, if an optimizer has stepped."""
         one = self.measurement
-        if one is None or one.steps == optimizer_steps.count():
+        if one is None or not one.stepped:
             return
         self.measurement = None
+        self.tried = max(self.tokens, min(self.tried, one.tokens))  # a batch without a backward shows nothing
         memory = device_memory(one.device)
-        if memory is None or memory.peak < one.highest:  # the program has reset the counter: measure again
-            self.tried = 0
-        elif one.results:
+        if memory is not None and one.per_token:
             states = max(0, memory.allocated - one.before)
-            free = memory.usable - memory.peak - states - max(int(LEFT_FREE * memory.usable), memory.beyond)
-            self.tokens = max(self.tokens, min(one.tokens, one.tokens * free // one.results))
+            kept = max(int(LEFT_FREE * memory.usable), one.reserved - one.peak)
+            free = memory.usable - one.peak - states - kept
+            self.tokens = max(self.tokens, min(self.tried, int(free / one.per_token)))
 
 
-def _nothing(_optimizer: Optimizer) -> None:
-    """Lets `optimizer_steps` count."""
+class _Rooms(dict[tuple[int, RingConfig], _Room]):
+    """A model's measurements by the size of its ring and its options, on which memory depends."""
 
 
 class Saving:
     """The decision of a batch: does it save its attention's results?
 
     Attributes:
-        possible: "auto" was asked for, and the checkpoints of its model can save. on: they do.
-        measurement: counts the results, in a batch without.
+        possible: "auto" was asked for, and the checkpoints of the model admitted last can save. on: they do.
     """
 
     def __init__(self) -> None:
         self.possible = self.on = False
-        self.measurement: _Measurement | None = None
 
 
 def saves(context: BatchContext) -> bool:
@@ -137,21 +181,26 @@ def saves(context: BatchContext) -> bool:
 
 
 def offer(record: ModelRecord, context: BatchContext, device: torch.device) -> int:
-    """The most tokens of a rank with which the results of this model's attention fit on this rank; 0: not known."""
-    saving, room = context.state(Saving), record.state(_Room)
-    if not saving.possible:
-        return 0
+    """The most tokens of a rank with which the results of this model's attention fit on this rank; 0: not known.
+
+    -1: this model cannot save, or does not train.
+    """
+    if not context.state(Saving).possible:
+        return -1
+    room = record.state(_Rooms).setdefault((context.ring.size, context.config), _Room())
     tokens = _tokens(context)
     room.end()
     if tokens > room.tried:
-        saving.measurement = room.begin(tokens, device)
+        room.begin(tokens, device)
     return room.tokens
 
 
 def decide(context: BatchContext, offers: list[int]) -> None:
-    """Decides from all ranks' offers whether a batch saves."""
+    """Decides from all ranks' offers whether a batch saves; a model that cannot, as a teacher, leaves it as it is."""
+    if max(offers) < 0:
+        return
     saving = context.state(Saving)
-    saving.on = saving.possible and _tokens(context) <= min(offers)
+    saving.on = _tokens(context) <= min(offers)
     if saving.on:
         context.log.features.add("attention saved")
 
@@ -162,8 +211,11 @@ def contexts(
     """The contexts of a checkpoint's forward and recomputes in a batch; None: nothing is saved or counted."""
     if saves(context):
         return SavedResults(save).contexts()
-    measurement = context.state(Saving).measurement
-    return None if measurement is None else (Counts(measurement.count), nullcontext())
+    tokens = _tokens(context)
+    if not tokens or not _OPEN:
+        return None
+    unsaved = _Unsaved(tokens)
+    return Counts(unsaved.count), unsaved
 
 
 def _tokens(context: BatchContext) -> int:

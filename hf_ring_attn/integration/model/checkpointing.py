@@ -46,10 +46,10 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     wanted = config.offload_above is not None or stock or any(_is_offloading(function) for *_, function in sites)
     if config.save_attention is True and _save_attention(model, sites, warn):
         context.log.features.add("attention saved")
-    if config.save_attention == "auto" and not wanted and model.training and torch.is_grad_enabled():
-        text_alone = context.text is None or context.whole_head  # images take memory by other numbers than tokens
-        possible = text_alone and not record.compiled and context.ring.size > 1
-        context.state(Saving).possible = possible and _save_attention(model, sites, lambda _text: None)
+    text_alone = context.text is None or context.whole_head  # images take memory by other numbers than tokens
+    possible = config.save_attention == "auto" and text_alone and not wanted and not record.compiled
+    possible = possible and context.ring.size > 1 and model.training and torch.is_grad_enabled()
+    context.state(Saving).possible = possible and _save_attention(model, sites, lambda _text: None)
     layers = record.state(CheckpointedLayers)
     layers.clear()
     if wanted and sites:

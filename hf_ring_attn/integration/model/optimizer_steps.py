@@ -1,4 +1,4 @@
-"""Calls functions before each step of any optimizer, and counts the steps."""
+"""Calls functions before each step of any optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 _called: list[Callable[[Optimizer], None]] = []
 _hook: list[RemovableHandle] = []
 """The handle of the one hook, once a function is to be called."""
-_count = 0
 
 
 def before_each(function: Callable[[Optimizer], None]) -> None:
@@ -22,14 +21,7 @@ def before_each(function: Callable[[Optimizer], None]) -> None:
         _hook.append(register_optimizer_step_pre_hook(_before))
 
 
-def count() -> int:
-    """The steps that began since the first function was to be called."""
-    return _count
-
-
 def _before(optimizer: Optimizer, *_given: Any) -> None:
-    global _count
-    _count += 1
     for function in list(_called):
         function(optimizer)
 

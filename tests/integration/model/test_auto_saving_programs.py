@@ -1,0 +1,168 @@
+"""save_attention="auto" in programs beyond one batch, one backward, one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.attention.op import attentions
+from hf_ring_attn.integration.model import auto_saving
+from hf_ring_attn.integration.model.auto_saving import DeviceMemory
+from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.models.tiny_models import tiny
+from tests.integration.model.test_auto_saving import GIB, PLENTY, fits
+
+OPTIONS = RingConfig(self_check=False)
+
+
+def checkpointed() -> Any:
+    model: Any = tiny("llama", "ring_fp32").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    hf_ring_attn.configure(model, OPTIONS)
+    return model
+
+
+def loss_of(model: Any, length: int = 24) -> torch.Tensor:
+    """The loss of a batch of two rows."""
+    with (sharded := hf_ring_attn.shard(tokens(length), model=model)):
+        loss: torch.Tensor = model(**sharded.inputs).loss
+    return loss
+
+
+def layers_again(loss: torch.Tensor) -> int:
+    """How many layers attend again in the backward."""
+    before = attentions()
+    loss.backward()
+    return attentions() - before
+
+
+@contextmanager
+def stepping(memory: DeviceMemory, *models: Any, later: DeviceMemory | None = None) -> Iterator[Callable[[], None]]:
+    """A function that steps the models' optimizer, on a device with these counters, and others after the first step."""
+    optimizer = torch.optim.SGD([x for model in models for x in model.parameters()], lr=0.0)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        counters.return_value = later or memory
+
+    with mock.patch.object(auto_saving, "device_memory", return_value=memory) as counters:
+        yield step
+
+
+def two_batches(memory: DeviceMemory, at_once: bool) -> list[int]:
+    """Layers that attend again in each step: of two batches, whose graphs live at once, or one after the other."""
+    model, found = checkpointed(), []
+    with stepping(memory, model) as step:
+        for _ in range(2):
+            if at_once:
+                found.append(layers_again(loss_of(model) + loss_of(model, 20)))
+            else:
+                found.append(layers_again(loss_of(model)) + layers_again(loss_of(model, 20)))
+            step()
+    return found
+
+
+@pytest.mark.parametrize(("at_once", "room", "second"), [(True, 12, 4), (True, 30, 0), (False, 12, 0)])
+def test_results_of_batches_that_live_at_once_must_fit_together(
+    ranks: Ranks, at_once: bool, room: int, second: int
+) -> None:
+    assert ranks(2).run(two_batches, fits(room), at_once) == [[4, second]] * 2
+
+
+def two_models(memory: DeviceMemory) -> list[int]:
+    models, found = (checkpointed(), checkpointed()), []
+    with stepping(memory, *models) as step:
+        for _ in range(2):
+            found.append(layers_again(loss_of(models[0]) + loss_of(models[1])))
+            step()
+    return found
+
+
+@pytest.mark.parametrize(("room", "second"), [(12, 4), (24, 0)])
+def test_results_of_two_models_must_fit_together(ranks: Ranks, room: int, second: int) -> None:
+    assert ranks(2).run(two_models, fits(room)) == [[4, second]] * 2
+
+
+def with_teacher() -> list[int]:
+    """Layers that attend again; from the second step on a teacher is called between two calls of the model."""
+    model, teacher, found = checkpointed(), checkpointed().eval(), []
+    with stepping(PLENTY, model) as step:
+        for teaches in (False, True):
+            with (sharded := hf_ring_attn.shard(tokens(24), model=model)):
+                loss = model(**sharded.inputs).loss
+                if teaches:
+                    with torch.no_grad():
+                        teacher(**sharded.inputs)
+                loss = loss + model(**sharded.inputs).loss
+            found.append(layers_again(loss))
+            step()
+    return found
+
+
+def test_a_teacher_in_the_batch_does_not_change_its_decision(ranks: Ranks) -> None:
+    assert ranks(2).run(with_teacher) == [[4, 0]] * 2
+
+
+def reset_after_steps(peak: int) -> list[int]:
+    """Layers that attend again, where the program resets the counters after each step."""
+    model, found = checkpointed(), []
+    first = PLENTY._replace(peak=peak * GIB, reserved=72 * GIB)
+    with stepping(first, model, later=PLENTY._replace(reserved=72 * GIB)) as step:
+        for _ in range(2):
+            found.append(layers_again(loss_of(model)))
+            step()
+    return found
+
+
+@pytest.mark.parametrize(("peak", "second"), [(65, 0), (73, 2)])
+def test_counters_are_read_before_the_program_resets_them(ranks: Ranks, peak: int, second: int) -> None:
+    assert ranks(2).run(reset_after_steps, peak) == [[2, second]] * 2
+
+
+def skipped(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
+    """Layers that attend again in rows before and after one of 48 tokens without a backward."""
+    model, found = checkpointed(), list[int]()
+    with stepping(PLENTY, model) as step:
+        for length in (*before, 0, *after):
+            if length:
+                found.append(layers_again(loss_of(model, length)))
+                step()
+            else:
+                loss_of(model, 48)
+    return found
+
+
+def test_a_batch_without_a_backward_shows_nothing(ranks: Ranks) -> None:
+    """Its backward would have taken more memory."""
+    assert ranks(2).run(skipped, (), (24, 24, 48, 48)) == [[2, 0, 2, 0]] * 2
+    assert ranks(2).run(skipped, (24, 24), (16, 24, 48, 48)) == [[2, 0, 0, 0, 2, 0]] * 2
+
+
+def other_options() -> list[int]:
+    """Layers that attend again: with options that take more memory from the third step on, and the first ones again."""
+    model, found = checkpointed(), []
+    with stepping(PLENTY, model) as step:
+        for loss in ("chunked", "chunked", "sharded", "sharded", "chunked"):
+            hf_ring_attn.configure(model, replace(OPTIONS, loss=loss))
+            found.append(layers_again(loss_of(model)))
+            step()
+    return found
+
+
+def test_other_options_are_measured_anew(ranks: Ranks) -> None:
+    assert ranks(2).run(other_options) == [[2, 0, 2, 0, 0]] * 2
+
+
+def test_an_allocator_from_outside_torch_has_no_counters() -> None:
+    with mock.patch.object(torch.cuda, "get_allocator_backend", return_value="pluggable"):
+        assert auto_saving.device_memory(torch.device("cuda")) is None
