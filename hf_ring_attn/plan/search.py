@@ -72,11 +72,15 @@ def forecast(model: ModelShape, setup: Setup, memory_gib: float, changes: tuple[
 
 
 def decided(model: ModelShape, setup: Setup) -> Setup:
-    """``setup``, with saved attention if save_attention="auto" turns it on."""
+    """``setup``, with saved attention if save_attention="auto" turns it on: see `auto_saving`."""
     saved = replace(setup, save_attention=True)
-    possible = setup.checkpointing and setup.offload_above is None and setup.ring_size > 1
-    fits = possible and memory_of(model, saved).total <= (1 - LEFT_FREE) * setup.gpu.memory_gib * GIB
-    return saved if fits else setup
+    if not setup.checkpointing or setup.offload_above is not None or setup.ring_size == 1:
+        return setup
+    memory = memory_of(model, saved)
+    outside = sum(memory.outside.values())
+    usable = setup.gpu.memory_gib * GIB - outside
+    slack = memory.total - outside - memory.allocated
+    return saved if memory.allocated + max(LEFT_FREE * usable, slack) <= usable else setup
 
 
 def most_tokens(model: ModelShape, at: Callable[[int], Setup], memory_gib: float) -> int:

@@ -1,0 +1,25 @@
+"""What a plan takes save_attention="auto" to decide is what a step would, if the forecast were exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_ring_attn.integration.model.auto_saving import LEFT_FREE
+from hf_ring_attn.plan.hardware import GIB
+from hf_ring_attn.plan.memory import memory_of
+from hf_ring_attn.plan.search import decided
+from tests.plan.shapes import llama_8b
+from tests.plan.test_memory import setup
+
+
+@pytest.mark.parametrize("part", [0.98, 1.02])
+def test_saving_leaves_a_tenth_of_what_the_allocator_can_have(part: float) -> None:
+    """The CUDA context and NCCL's buffers are not in it, and what the allocator loses may be in the tenth."""
+    one = setup(tokens=2**17)
+    saved = memory_of(llama_8b(), replace(one, save_attention=True))
+    outside = sum(saved.outside.values())
+    usable = saved.allocated / (1 - LEFT_FREE) / part
+    one = replace(one, gpu=replace(one.gpu, memory_gib=(usable + outside) / GIB))
+    assert decided(llama_8b(), one).save_attention is (part < 1)
