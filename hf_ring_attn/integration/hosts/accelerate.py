@@ -23,7 +23,7 @@ from ..context.introspect import uses_ring
 from ..context.mesh import RING, ring_enabled
 from ..model import fsdp, liger, packed_weights
 from ..patching.changes import Patch
-from . import parallelism_config, schedulers
+from . import parallelism_config, schedulers, streams
 from .buffers import prepared, sharded_buffers
 from .gather_for_metrics import gather_once_per_ring
 from .parallelism_config import constructing_for, undecided
@@ -128,7 +128,7 @@ def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
         # accelerate dispatches an IterableDataset by default, and its dispatcher ignores the "cp" axis.
         options.dispatch_batches = False
         try:
-            return original(self, *args, **kwargs)
+            return streams.count_last_batch(original(self, *args, **kwargs))
         finally:
             options.dispatch_batches = None
 
@@ -193,6 +193,7 @@ _ACCELERATOR = "accelerate.accelerator:Accelerator."
 PATCHES = (
     *parallelism_config.PATCHES,
     *schedulers.PATCHES,
+    *streams.PATCHES,
     Patch("accelerate.state:AcceleratorState.__init__", _STATE, _state_init),
     Patch(_ACCELERATOR + "prepare", "(self, *args, device_placement=)", _prepare),
     Patch(_ACCELERATOR + "prepare_model", "(self, model, device_placement=, evaluation_mode=)", _prepare),

@@ -30,7 +30,7 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
 
     Returns:
         The same structure of tensors [rings * N, ...] in the order of data parallel ranks, on every rank; at the end of
-        a dataloader cut to the samples that are left.
+        a dataloader cut to the samples that are left. An object of one ring is returned as it is.
 
     Raises:
         RanksDiffer: the ranks of a ring hold different values, such as shards that were never gathered.
@@ -45,6 +45,8 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
         for values in rings:
             if not all(_same(value, values[0]) for value in values):
                 raise errors.RanksDiffer("values", values, _SAME_VALUES)
+        if len(rings) == 1:  # accelerate returns the object of one process as it is
+            return _cut(accelerator, data)
         return _cut(accelerator, [value for values in rings for value in values[0]])
 
     facts = {f"value {index}": _checked(tensor) for index, tensor in enumerate(tensors)}
@@ -106,4 +108,4 @@ def _cut(accelerator: Any, entries: Any) -> Any:
     """Drops the samples that were repeated to fill the last batch, by accelerate's count."""
     state = accelerator.gradient_state
     left = state.remainder if state.end_of_dataloader else 0
-    return entries[:left] if left > 0 else entries
+    return entries[:left] if left > 0 and not isinstance(entries, Mapping) else entries

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 from transformers import LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs import evaluation_jobs
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, by_turns, without_ring
-from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.jobs.runs import Mesh, Row, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, train, trainer_of
 
 FIVE = Rows(count=5, labelled="answers", length=23, seed=2)
@@ -143,6 +145,37 @@ def test_numbers_of_rows_are_predicted_once(ranks: Ranks, numbers_of_a_row: int)
     want = ranks(1).run(shapes_beside_logits, Mesh(), numbers_of_a_row)[0]
     assert want == [(5, 23, 97), (5, numbers_of_a_row)]
     assert ranks(2).run(shapes_beside_logits, Mesh(cp=2), numbers_of_a_row) == [want] * 2
+
+
+# ---- last batches ----------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Row]):
+    """Rows without a length."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows.make())
+
+
+def of_last_batches(mesh: Mesh, options: dict[str, Any]) -> list[dict[str, float]]:
+    """The numbers of an evaluation on a stream, or of one of listed rows if it gathers objects."""
+    rows = FIVE.make() if "eval_use_gather_object" in options else Stream(FIVE)
+    with launched(mesh), a_folder(None) as folder:
+        run = Run(why="", evaluated=FIVE, metrics="logits", arguments=options)
+        return numbers([trainer_of(run, mesh, folder, eval_dataset=rows).evaluate()])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accelerator_config": {"dispatch_batches": False}}, {"eval_use_gather_object": True}], ids=str
+)
+def test_the_rows_of_a_last_batch_count_as_in_one_process(ranks: Ranks, options: dict[str, Any]) -> None:
+    """A stream's last batch counted as a full one (a loss of 4.73 for 4.63), and gathered objects lost rows."""
+    want = ranks(1).run(of_last_batches, Mesh(), options)[0]
+    for got in ranks(2).run(of_last_batches, Mesh(cp=2), options):
+        assert got == [pytest.approx(entry, rel=1e-4) for entry in want]
 
 
 # ---- Seq2SeqTrainer --------------------------------------------------------------------------------------------------
