@@ -243,6 +243,8 @@ def _visited(model: nn.Module) -> Visit:
                     extend(code_of(hook) for hook in weight._backward_hooks.values() if not is_ours(hook))
                 if trains:
                     add_trained(weight)
+                    if after_grad := weight._post_accumulate_grad_hooks:
+                        extend(code_of(hook) for hook in after_grad.values() if not is_ours(hook))
         if after or before or back or pre_back:
             hooks = (*after.values(), *before.values(), *back.values(), *pre_back.values())
             extend(code_of(hook) for hook in hooks if not is_ours(hook))

@@ -56,16 +56,30 @@ PASSES: dict[str, Hook] = {
 }
 
 
-def hooked(hook: Hook | None, attention: str | None) -> Any:
+KINDS = ["", "accumulated"]
+
+
+def add_hook(model: Any, hook: Hook, kind: str) -> None:
+    """Adds a hook on the weight's gradient, or one on what the gradient was added to."""
+    weight = model.get_parameter(WEIGHT)
+
+    def accumulated(weight: Any) -> None:
+        changed = hook(weight.grad)
+        weight.grad = weight.grad if changed is None else changed
+
+    weight.register_post_accumulate_grad_hook(accumulated) if kind else weight.register_hook(hook)
+
+
+def hooked(hook: Hook | None, attention: str | None, kind: str = "") -> Any:
     model = tiny("llama", attention).train()
     if hook is not None:
-        model.get_parameter(WEIGHT).register_hook(hook)
+        add_hook(model, hook, kind)
     return model
 
 
-def gradient_in_ring(kind: str) -> tuple[Tensor, float]:
+def gradient_in_ring(kind: str, hooks: str) -> tuple[Tensor, float]:
     """The weight's gradient, and a random number drawn after it."""
-    model = hooked(PASSES[kind], "ring_fp32")
+    model = hooked(PASSES[kind], "ring_fp32", hooks)
     wrapped = DistributedDataParallel(model)
     torch.manual_seed(3)
     with (sharded := hf_ring_attn.shard(tokens(23))):
@@ -75,18 +89,19 @@ def gradient_in_ring(kind: str) -> tuple[Tensor, float]:
     return gradient, float(torch.rand(()))
 
 
+@pytest.mark.parametrize("hooks", KINDS)
 @pytest.mark.parametrize("kind", PASSES)
-def test_what_passes_through_an_average_is_exact(ranks: Ranks, kind: str) -> None:
-    model = hooked(PASSES[kind], None)
+def test_what_passes_through_an_average_is_exact(ranks: Ranks, kind: str, hooks: str) -> None:
+    model = hooked(PASSES[kind], None, hooks)
     model(**tokens(23)).loss.backward()
     random = float(torch.rand((), generator=torch.Generator().manual_seed(3)))
-    for gradient, drawn in ranks(2).run(gradient_in_ring, kind):
+    for gradient, drawn in ranks(2).run(gradient_in_ring, kind, hooks):
         assert relative_error(gradient, model.get_parameter(WEIGHT).grad) < 1e-5
         assert drawn == random
 
 
-def raised(kind: str) -> str:
-    model = hooked(CHANGES[kind], "ring_fp32")
+def raised(kind: str, hooks: str) -> str:
+    model = hooked(CHANGES[kind], "ring_fp32", hooks)
 
     def step() -> None:
         with (sharded := hf_ring_attn.shard(tokens(23))):
@@ -96,15 +111,49 @@ def raised(kind: str) -> str:
     return "" if error is None else ": ".join(error)
 
 
+@pytest.mark.parametrize("hooks", KINDS)
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_does_not_is_refused(ranks: Ranks, kind: str) -> None:
+def test_what_does_not_is_refused(ranks: Ranks, kind: str, hooks: str) -> None:
     """Each rank clipped the gradient of its own tokens, and training went on: no watched weight had the hook."""
-    for error in ranks(2).run(raised, kind):
+    for error in ranks(2).run(raised, kind, hooks):
         assert error.startswith("UnsupportedModel: LlamaForCausalLM"), error
         assert f"a hook on the gradient of {WEIGHT} (" in error
 
 
-def late() -> list[str]:
+def stepped(how: str) -> tuple[str, bool]:
+    """What an optimizer inside the backward is refused with; and if the weight has its value, and no gradient."""
+    model = tiny("llama", "ring_fp32").train()
+    weight = model.get_parameter(WEIGHT)
+    before, optimizer = weight.detach().clone(), torch.optim.SGD([weight], lr=0.1)
+
+    def by_optimizer(_weight: Any) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def by_data(weight: Any) -> None:
+        weight.data.add_(weight.grad, alpha=-0.1)
+
+    def takes(weight: Any) -> None:
+        weight.grad = None
+
+    weight.register_post_accumulate_grad_hook({f.__name__: f for f in (by_optimizer, by_data, takes)}[how])
+
+    def batch() -> None:
+        with (sharded := hf_ring_attn.shard(tokens(23))):
+            model(**sharded.inputs)
+
+    error = attempt(batch)
+    return "" if error is None else ": ".join(error), torch.equal(weight, before) and weight.grad is None
+
+
+@pytest.mark.parametrize("how", ["by_optimizer", "by_data", "takes"])
+def test_a_step_inside_the_backward_is_refused(ranks: Ranks, how: str) -> None:
+    for error, is_as_before in ranks(2).run(stepped, how):
+        assert f"a hook on the gradient of {WEIGHT} (" in error
+        assert is_as_before
+
+
+def late(hooks: str) -> list[str]:
     """The hook comes after the first batch."""
     model = hooked(None, "ring_fp32")
     said = []
@@ -116,12 +165,13 @@ def late() -> list[str]:
 
         error = attempt(step)
         said.append("" if error is None else error[0])
-        model.get_parameter(WEIGHT).register_hook(CHANGES["clamp"])
+        add_hook(model, CHANGES["clamp"], hooks)
     return said
 
 
-def test_a_hook_that_comes_later_is_called_then(ranks: Ranks) -> None:
-    assert ranks(2).run(late) == [["", "UnsupportedModel"]] * 2
+@pytest.mark.parametrize("hooks", KINDS)
+def test_a_hook_that_comes_later_is_called_then(ranks: Ranks, hooks: str) -> None:
+    assert ranks(2).run(late, hooks) == [["", "UnsupportedModel"]] * 2
 
 
 def collected() -> int:
