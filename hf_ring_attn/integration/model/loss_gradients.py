@@ -6,14 +6,17 @@ tokens (twice the loss, if one of them is special) has another on each, perhaps 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ... import errors
 from ...comm.ring import Ring
 from . import optimizer_steps
 
@@ -21,17 +24,36 @@ TODO = (
     "A program may use the loss in any way, but not by what its rank's tokens or labels are. Look at whole rows in the "
     "collator, and give the batch what you found as another input."
 )
+_DOUBLE, _LONG = struct.Struct("d"), struct.Struct("q")
+_FACTOR = "factor of the loss that the model's forward returns, by that of its loss function"
 _waiting: list[tuple[torch.device, Callable[[], object]]] = []
 """Devices and ends of the comparisons since an optimizer's last step, or since the last batch."""
 
 
-def start(gradient: Tensor, ring: Ring) -> None:
-    """Starts the comparison of a gradient; the host does not wait."""
+def start(gradient: Tensor, ring: Ring, factor: float | Tensor | None = None) -> None:
+    """Starts the comparison of a gradient; the host does not wait. ``factor``: compared among ranks that have one."""
     optimizer_steps.before_each(_finish_before_step)
     facts = {"gradient of the loss": gradient.detach()}
     doing = "compared the gradient of its loss"
     device = ring.small_device(gradient.device)
-    _waiting.append((device, ring.start_agreement(facts, device, TODO, doing=doing)))
+    known: list[Any] = [0, 0] if factor is None else [1, _bits(factor, device)]
+    end = ring.start_agreement(facts, device, TODO, collect=known, doing=doing)
+    _waiting.append((device, lambda: _refuse_factors(*end())))
+
+
+def _bits(x: float | Tensor, device: torch.device) -> int | Tensor:
+    """A number as an integer; on the device if it is a tensor, in float64."""
+    if isinstance(x, Tensor):
+        return x.to(device).view(torch.int64)
+    number: int = _LONG.unpack(_DOUBLE.pack(x))[0]
+    return number
+
+
+def _refuse_factors(known: list[int], bits: list[int]) -> None:
+    """Raises RanksDiffer, on every rank, if factors differ among the ranks that have one."""
+    factors: list[float] = torch.tensor(bits, dtype=torch.int64).view(torch.float64).tolist()
+    if len({factor for is_known, factor in zip(known, factors, strict=True) if is_known}) > 1:
+        raise errors.RanksDiffer(_FACTOR, list(factors), TODO)
 
 
 def finish() -> None:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from ...comm.ring import Ring
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import compiled_part, loss_models_of, parameters_of, unwrapped
+from ..context.introspect import compiled_part, is_compiled, loss_models_of, parameters_of, unwrapped
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS, TOKENS
 from ..patching.compiler import uncompiled
-from . import loss_gradients, thawed
+from . import loss_factor, loss_gradients, thawed
 from .call_inputs import FilledIn
 from .chunked import lazy_heads
 
@@ -49,12 +49,14 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
         for called in owners if whole is None else [whole] * bool(owners):
             # The call of a model that is running has begun, so only hooks see its loss.
             compiled = not running and called.__dict__.get("_compiled_call_impl") is not None
-            undos.callback(_around_compiled(called) if compiled else _hooked(called, wrapper))
+            traced = whole is not None or is_compiled(called)
+            undos.callback(_around_compiled(called) if compiled else _hooked(called, wrapper, traced))
         yield
 
 
-def _hooked(model: nn.Module, wrapper: nn.Module | None) -> Callable[[], None]:
-    """Hooks a model. ``wrapper``: the DDP around it."""
+def _hooked(model: nn.Module, wrapper: nn.Module | None, traced: bool) -> Callable[[], None]:
+    """Hooks a model. ``wrapper``: the DDP around it. ``traced``: a compiler traces its forward."""
+    computed = loss_factor.Computed()
 
     @uncompiled(_BY_HOST)
     def note(_model: nn.Module, _args: Any) -> None:
@@ -62,10 +64,21 @@ def _hooked(model: nn.Module, wrapper: nn.Module | None) -> Callable[[], None]:
         if context is not None and context.ring.size > 1:
             thawed.note_call(wrapper, context.ring)
 
-    hooks = [
-        model.register_forward_pre_hook(_fill_in, with_kwargs=True),
-        model.register_forward_hook(_after, prepend=True),  # before FSDP2's, which hooks the loss's backward
+    @uncompiled(_BY_HOST)
+    def before(model: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        computed.forget()
+        return _fill_in(model, args, given)
+
+    @uncompiled(_BY_HOST)
+    def after(_model: nn.Module, _args: Any, output: Any) -> Any:
+        return _after(output, computed)
+
+    hooks: list[Any] = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, prepend=True),  # before FSDP2's, which hooks the loss's backward
     ]
+    if not traced:
+        hooks.append(computed.watch(model))
     if wrapper is not None:
         hooks.append(model.register_forward_pre_hook(note))
 
@@ -81,7 +94,7 @@ def _around_compiled(model: nn.Module) -> Callable[[], None]:
 
     def call(*args: Any, **given: Any) -> Any:
         args, given = _fill_in(model, args, given) or (args, given)
-        return _after(model, args, compiled(*args, **given))
+        return _after(compiled(*args, **given), loss_factor.Computed())
 
     model.__dict__["_compiled_call_impl"] = call
     return lambda: model.__dict__.__setitem__("_compiled_call_impl", compiled)
@@ -123,41 +136,47 @@ def _fits(name: str, given: Mapping[str, Any], made: MadeInputs, context: BatchC
 
 
 class _OfBatch(torch.autograd.Function):
-    """A rank's loss with the mean over the ring as its value. ``compared``: ranks compare its gradient."""
+    """A rank's loss with the mean over the ring as its value.
+
+    Args:
+        compared: ranks compare its gradient, and ``factor``: see `loss_factor`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, ring: Ring, compared: bool) -> Tensor:
-        ctx.ring, ctx.compared = ring, compared
+    def forward(ctx: Any, loss: Tensor, ring: Ring, compared: bool, factor: float | Tensor | None) -> Tensor:
+        ctx.ring, ctx.compared, ctx.factor = ring, compared, factor
         return ring.mean(loss).clone()  # a program may change it in place, which a view refuses
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.compared:
-            loss_gradients.start(gradient, ctx.ring)
-        return gradient, None, None
+            loss_gradients.start(gradient, ctx.ring, ctx.factor)
+        return gradient, None, None, None
 
 
 @uncompiled(_BY_HOST)
-def _after(_model: nn.Module, _args: Any, output: Any) -> Any:
-    """Gives the loss of a model's output the value of the batch's."""
+def _after(output: Any, computed: loss_factor.Computed) -> Any:
+    """Gives the loss of a model's output the value of the batch's. ``computed``: the losses inside its forward."""
     context = batch_context.current()
     if context is None:
         return output
     if isinstance(output, dict):
         if _is_loss(output.get("loss")):
-            output["loss"] = of_batch(output["loss"], context)
+            output["loss"] = of_batch(output["loss"], context, computed)
         return output
     if isinstance(output, tuple) and output and _is_loss(output[0]):
-        every = (of_batch(output[0], context), *output[1:])
+        every = (of_batch(output[0], context, computed), *output[1:])
         return output._make(every) if hasattr(output, "_make") else every
-    return of_batch(output, context) if _is_loss(output) else output
+    return of_batch(output, context, computed) if _is_loss(output) else output
 
 
-def of_batch(loss: Tensor, context: BatchContext) -> Tensor:
+def of_batch(loss: Tensor, context: BatchContext, computed: loss_factor.Computed | None = None) -> Tensor:
     """Gives a rank's part of a loss the value of the batch's, unless it has that already."""
     if context.ring.size == 1 or context.whole_head or context.gathers_logits or not context.facts.has_labels:
         return loss
-    found: Tensor = _OfBatch.apply(loss, context.ring, context.config.self_check)  # type: ignore[no-untyped-call]
+    compared = context.config.self_check
+    factor = computed.factor_of(loss) if computed is not None and compared else None
+    found: Tensor = _OfBatch.apply(loss, context.ring, compared, factor)  # type: ignore[no-untyped-call]
     return found
 
 

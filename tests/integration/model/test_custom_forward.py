@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from types import MethodType
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM, LlamaModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_ring_attn
+from hf_ring_attn import errors
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import gradients_of, tokens
@@ -123,15 +126,22 @@ ELSE: dict[str, Callable[[Any], Any]] = {
 # ---- loops -----------------------------------------------------------------------------------------------------------
 
 
-def step(change: Callable[[Any], Any], attention: str | None) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of a step in a loop; without a ring if ``attention`` is None."""
-    model = change(tiny("llama", attention))
+def step(change: Callable[[Any], Any], attention: str | None, labels: str = "") -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of a step in a loop; without a ring if ``attention`` is None.
+
+    Args:
+        labels: "first": the first tokens alone have labels.
+    """
+    model, batch = change(tiny("llama", attention)), tokens(23)
     model.train()
+    if labels:
+        batch["labels"] = batch["input_ids"].clone()
+        batch["labels"][:, 4:] = -100
     if attention is None:
-        loss = model(**tokens(23)).loss
+        loss = model(**batch).loss
         loss.backward()
         return float(loss.detach()), gradients_of(model)
-    sharded = hf_ring_attn.shard(tokens(23))
+    sharded = hf_ring_attn.shard(batch)
     with sharded:
         loss = model(**sharded.inputs).loss
     loss.backward()
@@ -249,3 +259,109 @@ def by_forward(attention: str) -> tuple[float, dict[str, Tensor]]:
 
 def test_forward_may_be_called_directly(ranks: Ranks) -> None:
     assert_same_step(ranks(2).run(by_forward, "ring_fp32"), step(lambda model: model, None))
+
+
+# ---- a rank's own tokens ---------------------------------------------------------------------------------------------
+
+
+def times_two(loss: Tensor, _labels: Tensor) -> Tensor:
+    return loss * 2.0
+
+
+def in_place(loss: Tensor, _labels: Tensor) -> Tensor:
+    return loss.mul_(2.0)
+
+
+def left_out(loss: Tensor, _labels: Tensor) -> Tensor:
+    return loss * 0.0
+
+
+CHANGES = {f.__name__: f for f in (times_two, in_place, left_out)}
+
+
+def changed_if(model: Any, change: str, asks: Callable[[Tensor], bool]) -> Any:
+    """A forward that changes the loss of rows in which it finds something."""
+
+    def forward(self: Any, input_ids: Any = None, labels: Any = None, **inputs: Any) -> Any:
+        out = LlamaForCausalLM.forward(self, input_ids=input_ids, labels=labels, **inputs)
+        if out.loss is not None and asks(input_ids):
+            out.loss = CHANGES[change](out.loss, labels)
+        return out
+
+    return of_class(model, forward)
+
+
+def is_special(ids: Tensor) -> bool:
+    """Such a token is in few rows, and in none of the self-check's."""
+    return bool((ids == 0).any())
+
+
+def step_with_factor(change: str, special: bool, attention: str | None) -> Any:
+    """The error before an optimizer's step, or the gradients of the step."""
+    model = changed_if(tiny("llama", attention), change, is_special if special else lambda ids: True).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = tokens(23)
+    batch["input_ids"] = batch["input_ids"].clamp(min=1)
+    batch["input_ids"][0, 0] = 0
+    if attention is None:
+        model(**batch).loss.backward()
+        return gradients_of(model)
+    sharded = hf_ring_attn.shard(batch)
+    with sharded:
+        loss = model(**sharded.inputs).loss
+    loss.backward()
+    sharded.reduce_gradients(model)
+    found = gradients_of(model)
+    try:
+        optimizer.step()
+    except errors.RanksDiffer as error:
+        return str(error)
+    return found
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_factor_by_a_ranks_tokens_in_a_forward_is_refused(ranks: Ranks, change: str) -> None:
+    """One rank took twice the loss, or none of it, and training went on."""
+    for error in ranks(2).run(step_with_factor, change, True, "ring_fp32"):
+        assert "must hold the same factor of the loss that the model's forward returns" in error
+
+
+@pytest.mark.parametrize("change", ["times_two", "in_place"])
+def test_a_factor_in_a_forward_is_exact(ranks: Ranks, change: str) -> None:
+    want = step_with_factor(change, False, None)
+    for got in ranks(2).run(step_with_factor, change, False, "ring_fp32"):
+        assert all(relative_error(got[name], x) < 1e-4 for name, x in want.items())
+
+
+def without_labels(attention: str | None) -> tuple[float, dict[str, Tensor]]:
+    """A forward that calls no loss function where it sees no labels, as one rank does."""
+
+    def forward(self: Any, input_ids: Any, labels: Any = None, shift_labels: Any = None, **inputs: Any) -> Any:
+        given = {"shift_labels": shift_labels, "num_items_in_batch": inputs.pop("num_items_in_batch", None)}
+        logits = self.lm_head(self.model(input_ids=input_ids, **inputs).last_hidden_state)
+        if labels is None:
+            return CausalLMOutputWithPast(logits=logits)
+        if bool(((labels if shift_labels is None else shift_labels) != -100).any()):
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
+        else:
+            loss = logits.sum() * 0.0
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    return step(lambda model: of_class(model, forward), attention, "first")
+
+
+def test_a_rank_without_labels_may_leave_the_loss_function_out(ranks: Ranks) -> None:
+    assert_same_step(ranks(2).run(without_labels, "ring_fp32"), without_labels(None))
+
+
+def copied_inside() -> list[bool]:
+    """If a copy of a model, made while a batch runs, and the model itself have the loss function of its class."""
+    model = tiny("llama", "ring_fp32").train()
+    with (sharded := hf_ring_attn.shard(tokens(23), model=model)):
+        model(**sharded.inputs)
+        copied = copy.deepcopy(model)
+    return [one.loss_function is ForCausalLMLoss for one in (copied, model)]
+
+
+def test_a_copy_of_a_model_in_a_batch_has_its_loss_function(ranks: Ranks) -> None:
+    assert ranks(2).run(copied_inside) == [[True, True]] * 2

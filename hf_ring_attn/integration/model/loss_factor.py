@@ -1,0 +1,110 @@
+"""The factor by which a model's own forward changes the loss that its loss function computed.
+
+A forward may use this loss in any way, but not by what its rank's tokens are (twice the loss, if one of them is
+special): then each rank has another factor, perhaps on no row of the self-check. Ranks compare them in the backward
+(`loss_gradients`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..patching.compiler import uncompiled
+
+_ATTRIBUTE = "_loss_function"
+"""The attribute of a transformers model that its property ``loss_function`` reads first."""
+
+
+class _Loss(NamedTuple):
+    """A loss as its function returned it: a forward may write to it."""
+
+    value: Tensor
+    version: int
+    edge: GradientEdge
+
+
+class _Watch:
+    """A loss function that notes what it returns. ``model``: has it until `remove`."""
+
+    def __init__(self, model: nn.Module, noted: list[_Loss]) -> None:
+        before = model.__dict__.get(_ATTRIBUTE)
+        self.model, self.before, self.noted = model, before, noted
+        self.own = without_watch(before)
+        model.__dict__[_ATTRIBUTE] = self
+
+    @property
+    def replaced(self) -> Any:
+        """The loss function that the model has by itself."""
+        if self.own is not None:
+            return self.own
+        attributes: Any = self.model.__dict__
+        watch = attributes.pop(_ATTRIBUTE)
+        try:
+            return getattr(self.model, "loss_function")  # noqa: B009  a property of transformers' models
+        finally:
+            attributes[_ATTRIBUTE] = watch
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        loss = self.replaced(*args, **given)
+        self.note(loss)
+        return loss
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.replaced,)  # a copy of the model has its own function
+
+    @uncompiled("hf_ring_attn notes the loss that a model's loss function computes")
+    def note(self, loss: Any) -> None:
+        if isinstance(loss, Tensor) and loss.requires_grad and loss.dim() == 0:
+            self.noted.append(_Loss(loss, loss._version, get_gradient_edge(loss)))
+
+    def remove(self) -> None:
+        attributes = self.model.__dict__
+        if attributes.get(_ATTRIBUTE) is self:
+            del attributes[_ATTRIBUTE]
+            if self.before is not None:
+                attributes[_ATTRIBUTE] = self.before
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def without_watch(function: Any) -> Any:
+    """The loss function of a model, which may be watched in another batch."""
+    return function.replaced if isinstance(function, _Watch) else function
+
+
+class Computed:
+    """The losses that a model's loss function computed in its current call."""
+
+    def __init__(self) -> None:
+        self._noted: list[_Loss] = []
+
+    def watch(self, model: nn.Module) -> _Watch:
+        """Lets the loss function of ``model`` note what it returns, until the result's ``remove`` is called."""
+        return _Watch(model, self._noted)
+
+    def forget(self) -> list[_Loss]:
+        """Begins a call anew. Returns what was computed."""
+        noted, self._noted[:] = list(self._noted), []
+        return noted
+
+    def factor_of(self, loss: Tensor) -> float | Tensor | None:
+        """The derivative of the loss that the forward returns by these; None: unknown. Ends the call."""
+        noted = self.forget()
+        if not noted or not loss.requires_grad:
+            return None
+        if len(noted) == 1 and loss is noted[0].value and loss._version == noted[0].version:
+            return 1.0
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return None  # a checkpoint would run the forward again, to have what was saved
+        found = torch.autograd.grad(loss, [one.edge for one in noted], retain_graph=True, allow_unused=True)
+        factor = torch.zeros_like(loss, dtype=torch.float64)
+        for number, x in enumerate(found, start=1):
+            if x is not None:
+                factor += number * x
+        return factor
