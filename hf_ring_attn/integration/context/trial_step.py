@@ -19,9 +19,11 @@ class TrialStep:
         loss: called with the model, a whole row and a local batch of it, in its context; None: the model's loss.
         trains: the host sets the model to training mode first.
         name: the user's function that computes the loss, if any. key: identifies the step among steps of a model.
+        has_one_value: the self-check found the same loss on every rank, not a part of it on each.
     """
 
     loss: Callable[[nn.Module, Mapping[str, Any], LocalBatch], Any] | None = None
     trains: bool = False
     name: str = ""
     key: tuple[Any, ...] = ()
+    has_one_value: bool = False

@@ -15,7 +15,9 @@ from ... import errors
 from ..batch.shard import Sharded
 from ..context.introspect import CACHES
 from ..context.model_record import PooledOutputs, latest_record
+from ..context.trial_step import TrialStep
 from ..model.lazy_logits import ChunkedLoss, with_logits
+from ..model.replicas import mean_loss
 from ..patching.changes import Patch
 from .rings_as_processes import RingsAsProcesses
 from .trainer import TRAINER, count_over_all, group_of, shard_inputs, shards
@@ -113,7 +115,7 @@ def predict(
         else:
             loss, outputs = trainer.compute_loss(model, local, return_outputs=True, num_items_in_batch=num_items)
     if loss is not None:
-        loss = sharded.reduce(loss.detach().mean())
+        loss = mean_loss(loss.detach().mean(), sharded.ring, sharded.context.state(TrialStep).has_one_value)
     if prediction_loss_only:
         return loss, None, None
     if not isinstance(outputs, dict):

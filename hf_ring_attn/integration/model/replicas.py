@@ -22,6 +22,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import unwrapped
 from ..context.model_record import Visits, latest_record
 from ..log import warn
+from .loss_gradients import TODO
 
 SAME_WEIGHTS = (
     "Build or load the same model on every rank (seed before random initialisation, LoRA's too), or wrap it in DDP or "
@@ -191,8 +192,15 @@ def compare(model: nn.Module, context: BatchContext) -> None:
     latest_record(model).state(_Compared).add(ring.name)
 
 
-def mean_loss(loss: Tensor, ring: Ring) -> Tensor:
-    """The mean over the ring of each rank's ``loss``. Warns of a rank whose loss alone is not finite."""
+def mean_loss(loss: Tensor, ring: Ring, has_one_value: bool = False) -> Tensor:
+    """The mean over the ring of each rank's ``loss``. Warns of a rank whose loss alone is not finite.
+
+    Args:
+        has_one_value: it is no part of a loss, but the same on every rank.
+
+    Raises:
+        RanksDiffer: on every rank, if it has another value on one.
+    """
     if loss.numel() != 1 or ring.size == 1 or not loss.is_floating_point():
         return ring.mean(loss)
     bits = loss.double().view(torch.int64).reshape(())
@@ -204,6 +212,10 @@ def mean_loss(loss: Tensor, ring: Ring) -> Tensor:
         warn(
             f"the loss is {float(losses[odd])} on rank {odd}, not on rank {', '.join(others)}: look at its tokens first"
         )
+    elif (
+        has_one_value and all(finite) and float(losses.max() - losses.min()) > _SAME_FACTOR * float(losses.abs().max())
+    ):
+        raise errors.RanksDiffer("loss of a batch", losses.tolist(), TODO)
     return losses.mean().to(loss).reshape(loss.shape)
 
 

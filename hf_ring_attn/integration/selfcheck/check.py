@@ -63,6 +63,10 @@ class _Verdicts(dict[tuple[object, ...], str]):
     """The verdicts of a model's checks, by ring and kind of batch."""
 
 
+class _WithOneValue(set[tuple[object, ...]]):
+    """The trial steps whose loss was the same on every rank."""
+
+
 def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     """Checks an outermost model, once per model, ring and kind of batch.
 
@@ -110,6 +114,9 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
         if needs_step:
             with preserved(inner), moved_from_zero(inner):
                 verdicts[tried] = job.run(partial(job.try_step, step, trains, modes), job.rows_of_step())
+            if job.has_one_value:
+                record.state(_WithOneValue).add(tried)
+    step.has_one_value = tried in record.state(_WithOneValue)
     state.verdict = verdicts[case]
 
 
@@ -129,6 +136,8 @@ class _Check(AcrossRanks):
     sample: Sample
     device: torch.device
     as_one: bool
+    has_one_value: bool = False
+    """The latest trial step had the same loss on every rank."""
 
     def __post_init__(self) -> None:
         self.ring = self.context.ring
@@ -234,7 +243,8 @@ class _Check(AcrossRanks):
         assert share is not None, "a loss in one process"
         if type(share.loss).__name__ == "DTensor":
             raise errors.ShardedLoss(step.name or self.name)
-        got, least = self._mean(share), self._tolerance(dtypes)
+        losses, got, least = self._gathered(share.loss), self._mean(share), self._tolerance(dtypes)
+        self.has_one_value = bool((losses == losses[0]).all())
         found, want = self._apart(got, whole), whole
 
         def again() -> list[float]:

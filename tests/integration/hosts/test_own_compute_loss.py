@@ -278,6 +278,26 @@ def test_a_loss_that_depends_on_a_ranks_tokens_is_refused(ranks: Ranks, host: st
         assert not changed
 
 
+def evaluated(kind: str) -> str:
+    """What an evaluation of a row with such a token is refused with."""
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        rows = RUN.evaluated.make()
+        rows[2]["input_ids"][5] = 0
+        trainer = trainer_of(RUN, Mesh(cp=2), folder, kind={"own": Special, "": Trainer}[kind], eval_dataset=rows)
+        try:
+            trainer.evaluate()
+        except errors.RanksDiffer as refusal:
+            return str(refusal)
+        return ""
+
+
+def test_an_evaluation_that_depends_on_a_ranks_tokens_is_refused(ranks: Ranks) -> None:
+    """The mean of one rank's loss and twice the other's was logged, silently."""
+    for error in ranks(2).run(evaluated, "own"):
+        assert "must hold the same loss of a batch, but got rank 0: " in error
+    assert ranks(2).run(evaluated, "") == ["", ""]
+
+
 def skipped(how: str) -> tuple[str, int]:
     class Own(Trainer):
         def compute_loss(
