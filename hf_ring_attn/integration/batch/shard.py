@@ -128,6 +128,10 @@ class Sharded(RowReductions):
             raise errors.NotEntered(f"sharded.{method}() was called")
 
 
+class Told(list[list[int]]):
+    """Integers that hosts of all ranks sent with a batch: for each one, those of the ranks."""
+
+
 def shard(
     batch: Mapping[str, Any],
     group: ProcessGroup | DeviceMesh | None = None,
@@ -188,6 +192,7 @@ def shard_for(
     step: TrialStep | None = None,
     beside: Sequence[nn.Module] = (),
     head: bool = False,
+    told: Sequence[int] = (),
 ) -> Sharded:
     """`shard`, for hosts.
 
@@ -195,6 +200,7 @@ def shard_for(
         gathers_logits: the model gets no labels; the caller computes the gathered loss.
         step: the caller's loss, for the self-check; None: the model's. beside: other models that will get the batch.
         head: the model's head gets whole rows (`whole_heads`).
+        told: integers for all ranks of the ring, which get them as the state `Told` of the batch.
     """
     check_type("batch", batch, Mapping, "a dict of the model's inputs")
     check_type("model", model, (nn.Module, type(None)), "a torch.nn.Module, or None")
@@ -216,7 +222,7 @@ def shard_for(
     except errors.Refused as error:
         refusal = error
     agree = ring.start_agreement(
-        facts, ring.small_device(device), compared_inputs.todo(batch), refusal, [shared_kv.compiled_here()]
+        facts, ring.small_device(device), compared_inputs.todo(batch), refusal, [shared_kv.compiled_here(), *told]
     )
     visited = Visits()
     if refusal is None:  # while the message travels
@@ -224,7 +230,7 @@ def shard_for(
             visited.update([model_record.visit(model)])
         sharded = Sharded(*cut_batch(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     try:
-        (compiled,) = agree()
+        compiled, *everyone = agree()
     except errors.PeerLost as lost:
         if lacks_backward():
             lost.add_note(_NO_BACKWARD)
@@ -233,6 +239,7 @@ def shard_for(
         shared_kv.go_by_bits()
 
     context = sharded.context
+    context.state(Told)[:] = everyone
     context.state(Visits).update(visited)
     context.gathers_logits = gathers_logits
     if step is not None:

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdRef
 from ... import errors
 from ...comm.ring import Ring, world_size
 from ...config import RingConfig
-from ..batch.shard import Sharded, shard_for
+from ..batch.shard import Sharded, Told, shard_for
 from ..context import batch_context, introspect, model_record
 from ..context.local_batch import LocalBatch
 from ..context.mesh import ring_enabled, ring_group
@@ -23,7 +23,7 @@ from ..context.trial_step import TrialStep
 from ..log import warn
 from ..model import adapters, admission, fsdp, whole_heads
 from ..patching.changes import Patch
-from . import between_batches, liger_arguments, prepare_override, trainer_overrides
+from . import between_batches, liger_arguments, logged_numbers, prepare_override, trainer_overrides
 from .gathered_loss import gathered
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
@@ -143,7 +143,9 @@ def shard_inputs(
     head = _gives_whole_rows(trainer)
     step = _trial_step(trainer, trains, count) if has_loss else None
     gathers_logits = options.loss == "gathered" and not head
-    sharded = shard_for(whole, group_of(trainer), options, model, gathers_logits, step, head=head)
+    told = [logged_numbers.told(trainer)]
+    sharded = shard_for(whole, group_of(trainer), options, model, gathers_logits, step, head=head, told=told)
+    logged_numbers.compare(trainer, sharded.ring, *sharded.context.state(Told))
     local = _inputs(trainer, whole, sharded)
     return functools.partial(_step, trainer, model, sharded, local), local
 
