@@ -60,13 +60,14 @@ class _Measurement:
     """The measurement of all batches from one of more tokens than before until an optimizer steps.
 
     Args:
-        before: bytes allocated before its first forward.
+        before: bytes allocated before its first forward. start: before a forward, the most.
         tokens: the most of a rank in a batch whose backward began. per_token: bytes of the results that would have been
             saved then, for each token of that batch; the most. peak, reserved: as in `DeviceMemory`, the most seen.
     """
 
     device: torch.device
     before: int
+    start: int
     tokens: int = 0
     per_token: float = 0.0
     peak: int = 0
@@ -127,33 +128,36 @@ class _Room:
 
     Attributes:
         tokens: batches of up to so many tokens of a rank fit with their results. tried: the most tokens so far.
+        start: the most bytes that were allocated before a batch, as far as it is known.
     """
 
     def __init__(self) -> None:
-        self.tokens = self.tried = 0
+        self.tokens = self.tried = self.start = 0
         self.measurement: _Measurement | None = None
 
-    def begin(self, tokens: int, device: torch.device) -> None:
+    def begin(self, tokens: int, device: torch.device, memory: DeviceMemory) -> None:
         """Begins the measurement of a batch of more tokens than all before."""
-        memory = device_memory(device)
-        if memory is None:
-            return
         optimizer_steps.before_each(_note_step)
         self.tried = tokens
         if self.measurement is None:
-            self.measurement = _Measurement(device, memory.allocated)
+            self.measurement = _Measurement(device, memory.allocated, memory.allocated)
             _OPEN.add(self.measurement)
 
-    def end(self) -> None:
-        """Ends the measurement, if an optimizer has stepped."""
+    def at_batch(self, memory: DeviceMemory) -> None:
+        """Ends the measurement, if an optimizer has stepped. Forgets all if the program has taken memory since."""
         one = self.measurement
-        if one is None or not one.stepped:
+        if one is None:
+            if self.tried and memory.allocated - self.start > LEFT_FREE / 2 * memory.usable:
+                self.tokens = self.tried = 0
+            return
+        if not one.stepped:
+            one.start = max(one.start, memory.allocated)
             return
         self.measurement = None
         self.tried = max(self.tokens, min(self.tried, one.tokens))  # a batch without a backward shows nothing
-        memory = device_memory(one.device)
-        if memory is not None and one.per_token:
+        if one.per_token:
             states = max(0, memory.allocated - one.before)
+            self.start = one.start + states
             kept = max(int(LEFT_FREE * memory.usable), one.reserved - one.peak)
             free = memory.usable - one.peak - states - kept
             self.tokens = max(self.tokens, min(self.tried, int(free / one.per_token)))
@@ -187,11 +191,13 @@ def offer(record: ModelRecord, context: BatchContext, device: torch.device) -> i
     """
     if not context.state(Saving).possible:
         return -1
+    memory, tokens = device_memory(device), _tokens(context)
+    if memory is None:
+        return 0
     room = record.state(_Rooms).setdefault((context.ring.size, context.config), _Room())
-    tokens = _tokens(context)
-    room.end()
+    room.at_batch(memory)
     if tokens > room.tried:
-        room.begin(tokens, device)
+        room.begin(tokens, device, memory)
     return room.tokens
 
 

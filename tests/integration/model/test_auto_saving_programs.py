@@ -166,3 +166,26 @@ def test_other_options_are_measured_anew(ranks: Ranks) -> None:
 def test_an_allocator_from_outside_torch_has_no_counters() -> None:
     with mock.patch.object(torch.cuda, "get_allocator_backend", return_value="pluggable"):
         assert auto_saving.device_memory(torch.device("cuda")) is None
+
+
+def a_program_that_takes_memory(taken: int) -> list[int]:
+    """Layers that attend again in each step; after the second one the program takes GiB that it keeps."""
+    model, found, memory = checkpointed(), [], PLENTY
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(5):
+        if number == 2:
+            memory = grown(memory, taken)
+        with mock.patch.object(auto_saving, "device_memory", return_value=memory):
+            found.append(layers_again(loss_of(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def grown(memory: DeviceMemory, taken: int) -> DeviceMemory:
+    return memory._replace(allocated=memory.allocated + taken * GIB, peak=memory.peak + taken * GIB)
+
+
+@pytest.mark.parametrize(("taken", "again"), [(3, [0, 0, 0]), (5, [2, 0, 0]), (60, [2, 2, 2])])
+def test_memory_that_a_program_takes_later_is_measured(ranks: Ranks, taken: int, again: list[int]) -> None:
+    assert ranks(2).run(a_program_that_takes_memory, taken) == [[2, 0, *again]] * 2
