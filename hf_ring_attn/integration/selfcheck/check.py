@@ -244,7 +244,7 @@ class _Check(AcrossRanks):
         if type(share.loss).__name__ == "DTensor":
             raise errors.ShardedLoss(step.name or self.name)
         losses, got, least = self._gathered(share.loss), self._mean(share), self._tolerance(dtypes)
-        self.has_one_value = bool((losses == losses[0]).all())
+        self.has_one_value = bool((losses == losses[0]).all() and losses[0].any())  # parts may all be zero
         found, want = self._apart(got, whole), whole
 
         def again() -> list[float]:
