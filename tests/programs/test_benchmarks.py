@@ -260,7 +260,7 @@ def test_the_time_of_the_host_is_measured_by_ranks(tmp_path: Path) -> None:
     (saved,) = results.read(tmp_path / results.FILE)
     first, *rows = saved.rows
     assert saved.name == "host_2" and first["first_call_s"] > 0
-    assert [row["contender"] for row in rows] == ["ring", "ring, heads split", "one device"]
+    assert [row["contender"] for row in rows] == ["ring", "ring, gathers", "ring, heads split", "one device"]
     assert all(row["host_ms"] > 0 and len(row["rounds"]) == 2 for row in rows)
     assert "hf_ring_attn/traffic/messages.py" in done.stdout
 
