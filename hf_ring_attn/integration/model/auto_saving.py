@@ -155,9 +155,9 @@ class _Room:
             return
         self.measurement = None
         self.tried = max(self.tokens, min(self.tried, one.tokens))  # a batch without a backward shows nothing
+        states = max(0, memory.allocated - one.before)
+        self.start = one.start + states
         if one.per_token:
-            states = max(0, memory.allocated - one.before)
-            self.start = one.start + states
             kept = max(int(LEFT_FREE * memory.usable), one.reserved - one.peak)
             free = memory.usable - one.peak - states - kept
             self.tokens = max(self.tokens, min(self.tried, int(free / one.per_token)))
