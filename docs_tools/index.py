@@ -20,6 +20,7 @@ from .numbers import (
     H100_32B,
     H100_256K,
     H100_AUTO,
+    H100_DEFAULTS,
     H100_FLASH4,
     H100_SHORT,
     H200_FULL,
@@ -281,6 +282,12 @@ ROWS = [
                                     f"{gib(H100_AUTO, 'ring_auto_128K')} GiB a GPU for {gib(H100_AUTO, 'own_sft_128K')}"),
          ("ring_fast_8K", lambda: f"8K: {times(H100_AUTO, 'own_fast_8K', 'ring_fast_8K'):.2f} times with the same options, "
                                   f"{times(H100_AUTO, 'own_sft_8K', 'ring_sft_8K'):.2f} by SFTTrainer")]),
+    Row("How fast are whole steps at 32K with default options, and does \"auto\" save attention near a full GPU?", H100_DEFAULTS, "`whole_steps.py`, 2 GPUs",
+        [("ring_auto_32K", lambda: f"32K: {times(H100_DEFAULTS, 'own_fused_32K', 'ring_auto_32K'):.2f} times as fast, "
+                                   f"{gib(H100_DEFAULTS, 'ring_auto_32K')} GiB a GPU for {gib(H100_DEFAULTS, 'own_fused_32K')}"),
+         ("ring_fast_8K", lambda: f"8K: {times(H100_DEFAULTS, 'own_fast_8K', 'ring_fast_8K'):.2f} times with the same options, "
+                                  f"{times(H100_DEFAULTS, 'own_sft_8K', 'ring_sft_8K'):.2f} by SFTTrainer"),
+         a_step(H100_DEFAULTS, "ring_auto_160K", "160K:")]),
     Row("How fast are whole steps at 256K on two H100, beside accelerate's own?", BESIDE_OWN, "`whole_steps.py`, 2 GPUs",
         [("ring_sft_256K", lambda: f"256K: {times(BESIDE_OWN, 'own_sft_256K', 'ring_sft_256K'):.2f} times as fast, "
                                    f"{gib(BESIDE_OWN, 'ring_sft_256K')} GiB a GPU for {gib(BESIDE_OWN, 'own_sft_256K')}")]),

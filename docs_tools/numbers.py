@@ -218,7 +218,7 @@ H100, H100_FLASH4, H100_1M = "2026-11-25-two-h100", "2026-11-25-two-h100-flash4"
 H100_32B, H100_256K = "2026-11-26-two-h100-32b", "2026-11-26-two-h100-256k"
 H100_SHORT, H200_FULL = "2026-11-26-two-h100-short", "2026-11-26-one-h200-full"
 BESIDE_OWN = "2026-11-26-two-h100-beside-own"
-H100_AUTO = "2026-11-27-two-h100-auto"
+H100_AUTO, H100_DEFAULTS = "2026-11-27-two-h100-auto", "2026-11-27-two-h100-defaults"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "accelerate's own", AGAIN, "own_8K"),
@@ -247,6 +247,8 @@ STEPS = [
     ("32K", "2 x H100", "ring, Liger, no LoRA casts", H100_SHORT, "ring_fused_32K"),
     ("32K", "2 x H100", "ring, Liger, no LoRA casts, no checkpointing, MLPs in chunks", H100_SHORT, "ring_chunks_32K"),
     ("32K", "2 x H100", "ring, `save_attention`, Liger, no LoRA casts", H100_SHORT, "ring_saved_32K"),
+    ("32K", "2 x H100", "accelerate's own, Liger, no LoRA casts", H100_DEFAULTS, "own_fused_32K"),
+    ("32K", "2 x H100", "ring with its defaults, Liger, no LoRA casts", H100_DEFAULTS, "ring_auto_32K"),
     ("32K", "4 x H200", "accelerate's own", FOUR, "s32_own"),
     ("32K", "4 x H200", "ring", FOUR, "s32"),
     ("64K", "1 x H200", "one process, no option", ON_ONE, "plain_64K"),
@@ -263,6 +265,7 @@ STEPS = [
     ("256K", "2 x H200", "ring", LOSS, "chunked_256K"),
     ("128K", "2 x H100", "accelerate's own, SFTTrainer, Liger, no LoRA casts", H100_AUTO, "own_sft_128K"),
     ("128K", "2 x H100", "ring with its defaults, SFTTrainer, Liger, no LoRA casts", H100_AUTO, "ring_auto_128K"),
+    ("160K", "2 x H100", "ring with its defaults, SFTTrainer, Liger, no LoRA casts", H100_DEFAULTS, "ring_auto_160K"),
     ("256K", "2 x H100", "accelerate's own, SFTTrainer, Liger, no LoRA casts", BESIDE_OWN, "own_sft_256K"),
     (
         "256K",
@@ -409,10 +412,10 @@ VALUES: dict[str, Callable[[], str]] = {
     "ring_32k_gib": lambda: f"{gib(ON_TWO, 'ring_32K')} GiB",
     "own_32k": lambda: f"{step(ON_TWO, 'own_32K')['seconds_per_step']:.2f} s",
     "ring_32k": lambda: f"{step(ON_TWO, 'ring_32K')['seconds_per_step']:.2f} s",
-    "32k_saved": lambda: f"{step(H100_SHORT, 'ring_saved_32K')['seconds_per_step']:.2f} s",
-    "32k_saved_gib": lambda: f"{gib(H100_SHORT, 'ring_saved_32K')} GiB",
-    "32k_own_fused": lambda: f"{step(H100_SHORT, 'own_fused_32K')['seconds_per_step']:.2f} s",
-    "32k_own_fused_gib": lambda: f"{gib(H100_SHORT, 'own_fused_32K')} GiB",
+    "32k_auto": lambda: f"{step(H100_DEFAULTS, 'ring_auto_32K')['seconds_per_step']:.2f} s",
+    "32k_auto_gib": lambda: f"{gib(H100_DEFAULTS, 'ring_auto_32K')} GiB",
+    "32k_own_fused": lambda: f"{step(H100_DEFAULTS, 'own_fused_32K')['seconds_per_step']:.2f} s",
+    "32k_own_fused_gib": lambda: f"{gib(H100_DEFAULTS, 'own_fused_32K')} GiB",
     "8k_own_slow_host": lambda: f"{step(H100_SHORT, 'own_fast_8K-3')['seconds_per_step']:.2f} s",
     "8k_ring_slow_host": lambda: f"{step(H100_SHORT, 'ring_fast_8K-3')['seconds_per_step']:.2f} s",
     "8k_own": lambda: f"{step(AGAIN, 'own_fast_8K')['seconds_per_step']:.2f} s",

@@ -37,8 +37,12 @@ def test_a_program_of_a_page_on_ranks_that_share_a_gpu(launch: Launch, tmp_path:
     assert ("[hf_ring_attn] ring of 2: " if "transformers" in launch.program else "loss ") in said
 
 
-def test_qlora_and_merging_its_adapter(tmp_path: Path) -> None:
-    """In one process, three steps long, on a book of the standard library's text."""
+def test_qlora_and_merging_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, three steps long, on a book of the standard library's text.
+
+    It sees one GPU: where it sees more, Trainer takes them by nn.DataParallel, which SFTTrainer refuses.
+    """
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
     qlora, merge = program_of("docs/guides/qlora.md"), program_of("docs/guides/save-and-serve.md")
     tiny_models_of(qlora, tmp_path)
     (tmp_path / "book.txt").write_text(Path(os.__file__).read_text())

@@ -219,12 +219,14 @@ MEASURED_BESIDE_OWN = [
     Filed(BESIDE_OWN, "ring_sft_256K", AT_256K, gpu="h100"),
 ]
 
-AUTO = "2026-11-27-two-h100-auto"
+AUTO, DEFAULTS = "2026-11-27-two-h100-auto", "2026-11-27-two-h100-defaults"
 MEASURED_BY_DEFAULT = [
     Filed(AUTO, "ring_fast_8K", {**AT_8K, "checkpointing": False}, gpu="h100"),
     Filed(AUTO, "ring_sft_8K", {**AT_8K, "checkpointing": False}, False, gpu="h100"),
     Filed(AUTO, "ring_auto_32K", {**AT_32K, **SAVED}, gpu="h100"),
     Filed(AUTO, "ring_auto_128K", {**LIGER, **SAVED, "tokens": 131072}, gpu="h100"),
+    Filed(DEFAULTS, "ring_auto_32K", {**AT_32K, **SAVED}, gpu="h100"),
+    Filed(DEFAULTS, "ring_auto_160K", {**LIGER, **SAVED, "tokens": 163840}, gpu="h100"),
 ]
 
 ALL = [
