@@ -143,6 +143,19 @@ def test_states_made_after_the_peak_count(ranks: Ranks, states: int, saves: bool
     assert saved(ranks, [24] * 2, memory=_Growing(states * GIB)) == [[False, saves]] * 2
 
 
+def test_a_model_without_attention_in_its_checkpoints_is_measured_once() -> None:
+    """What the model and its optimizer hold is not taken for memory that the program took later."""
+    room, memory = auto_saving._Room(), PLENTY._replace(allocated=10 * GIB)
+    with mock.patch.object(auto_saving, "device_memory", return_value=memory):
+        room.begin(12, torch.device("cpu"), memory)
+        with auto_saving._Unsaved(12):  # a checkpoint is computed again, and counted no attention
+            pass
+        auto_saving._note_step(torch.optim.SGD([torch.zeros(1)]))
+    for _ in range(2):
+        room.at_batch(memory)
+        assert (room.measurement, room.tried, room.tokens) == (None, 12, 0)
+
+
 def test_where_checkpoints_go_to_the_host_it_does_not_save(ranks: Ranks) -> None:
     assert saved(ranks, [24] * 3, offload_above=0) == [[False] * 3] * 2
 
