@@ -262,10 +262,10 @@ STEPS = [
     ("128K", "4 x H200", "accelerate's own", FOUR, "s128_own"),
     ("128K", "4 x H200", "ring", FOUR, "s128"),
     ("128K", "4 x H200", "ring, `save_attention`", FOUR, "s128_saved"),
-    ("256K", "2 x H200", "ring", LOSS, "chunked_256K"),
     ("128K", "2 x H100", "accelerate's own, SFTTrainer, Liger, no LoRA casts", H100_AUTO, "own_sft_128K"),
     ("128K", "2 x H100", "ring with its defaults, SFTTrainer, Liger, no LoRA casts", H100_AUTO, "ring_auto_128K"),
     ("160K", "2 x H100", "ring with its defaults, SFTTrainer, Liger, no LoRA casts", H100_DEFAULTS, "ring_auto_160K"),
+    ("256K", "2 x H200", "ring", LOSS, "chunked_256K"),
     ("256K", "2 x H100", "accelerate's own, SFTTrainer, Liger, no LoRA casts", BESIDE_OWN, "own_sft_256K"),
     (
         "256K",
