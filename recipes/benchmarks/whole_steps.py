@@ -109,6 +109,8 @@ def parts() -> list[Run]:
         Run("full_512K_window", 512, f"{long['full_1M'][1]} --offload 28 --window 4096", steps=2),
         # 224 GiB of host memory for two GPUs
         Run("lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload 16", steps=1),
+        # 192 GiB of host memory
+        Run("full_1M", 1024, f"{long['full_1M'][1]} --offload 32", steps=1),
     ]
     for length in STEPS:
         # SFTTrainer: TRL's head makes no logits on either side. All that 256K of a ring save fit an H200 alone.
