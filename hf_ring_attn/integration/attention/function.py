@@ -23,6 +23,7 @@ from ...sharding.mask import Band
 from ...traffic import GatheredKV, LayerRole
 from ..context import batch_context
 from ..context.batch_context import MaskSpec
+from ..context.introspect import class_of, file_of
 from ..context.mesh import ring_group, warn_without_ring
 from ..log import say
 from ..model import replicas, temperature
@@ -235,10 +236,10 @@ def _local(
     if softcap is None and s_aux is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     # torch's sdpa has neither softcap nor sinks; the model's eager code has them.
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager = getattr(sys.modules[file_of(module)], "eager_attention_forward", None)
     if eager is None:
-        why = f"{type(module).__module__} has no eager_attention_forward to decode with"
-        raise errors.UnsupportedArgument(type(module).__name__, "softcap or sinks", why)
+        why = f"{file_of(module)} has no eager_attention_forward to decode with"
+        raise errors.UnsupportedArgument(class_of(module), "softcap or sinks", why)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     extra = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}

@@ -77,8 +77,18 @@ def class_of(module: nn.Module) -> str:
     return _class_of(module).__name__
 
 
+def file_of(module: nn.Module) -> str:
+    """The name of the Python module in which the class of ``module`` was written."""
+    return _class_of(module).__module__
+
+
+def place_of(name: str, module: nn.Module) -> str:
+    """A part of a model in words: "model.layers.0.conv (Conv1d)". ``name``: "" for the model itself."""
+    return f"{name or 'it'} ({class_of(module)})"
+
+
 def _class_of(module: nn.Module) -> type:
-    """Returns a module's class as its author wrote it: fully_shard makes a subclass."""
+    """Returns a module's class as its author wrote it: fully_shard makes a subclass, in a file of torch."""
     return next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
 
 
@@ -86,7 +96,7 @@ def is_stock_layer(module: nn.Module) -> bool:
     """Returns True for a decoder layer of transformers, if all classes in it are of transformers, torch or PEFT."""
     if not isinstance(module, GradientCheckpointingLayer):
         return False
-    owners = {_class_of(part).__module__.partition(".")[0] for part in module.modules()}
+    owners = {file_of(part).partition(".")[0] for part in module.modules()}
     return owners <= {"transformers", "torch", "peft"}
 
 
@@ -146,5 +156,5 @@ def is_unit(module: nn.Module) -> bool:
 
 def uses_interface(model: nn.Module) -> bool:
     """Returns True if the file of any transformers model in ``model`` refers to the attention interface."""
-    files = {type(module).__module__ for module in model.modules() if "config" in module.__dict__}
+    files = {file_of(module) for module in model.modules() if "config" in module.__dict__}
     return any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)

@@ -23,7 +23,7 @@ from ... import errors
 from ...layers.collectives import sum_over_ring
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import configs_of
+from ..context.introspect import configs_of, file_of
 from ..patching.changes import Patch, install, render
 from ..patching.compiler import uncompiled
 
@@ -90,7 +90,7 @@ def _answer(loss_of: Callable[[tuple[Tensor, ...]], Tensor], layers: Sequence[Te
 
 def _files(model: nn.Module) -> dict[str, Any]:
     """The function in each file of the transformers models inside ``model``."""
-    names = {type(module).__module__ for module in model.modules() if isinstance(module, PreTrainedModel)}
+    names = {file_of(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
     functions = {name: getattr(sys.modules.get(name), FUNCTION, None) for name in sorted(names)}
     return {name: function for name, function in functions.items() if function is not None}
 

@@ -23,7 +23,7 @@ from ... import errors
 from ...layers.halo import RowShare
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import configs_of, uses_interface
+from ..context.introspect import configs_of, place_of, uses_interface
 from ..context.model_record import latest_record
 from ..patching.changes import Patch, install, render
 from ..patching.compiler import uncompiled
@@ -120,8 +120,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields the first layer that carries state in an unknown way, where no self-check decides on it (`structure`)."""
     name = next(iter(recurrent_of(model).unknown), None)
     if name is not None and context.ring.size == 1 and context.facts.documents is not None:
-        where = f"{name or 'it'} ({type(model.get_submodule(name)).__name__})"
-        yield f"{where} carries state from one document of a packed row to the next"
+        yield f"{place_of(name, model.get_submodule(name))} carries state from one document of a packed row to the next"
 
 
 def prepare(model: nn.Module, _context: BatchContext) -> None:

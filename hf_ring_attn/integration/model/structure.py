@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ... import errors
 from ..context.batch_context import BatchContext
-from ..context.introspect import NAME, configs_of, uses_interface, uses_ring
+from ..context.introspect import NAME, configs_of, place_of, uses_interface, uses_ring
 from ..context.whole_batch import TOKENS
 from ..patching.changes import Patch
 from .recurrent import recurrent_of
@@ -41,7 +41,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
 
 def _token_reasons(model: nn.Module) -> Iterator[str]:
     for name, module in _searched(model):
-        where = _where(name, module)
+        where = place_of(name, module)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (option := _option_of_batches(module)):
             yield f"{where} has {option}, which looks at all tokens of a batch, and each rank has others: leave it out"
             break
@@ -59,10 +59,6 @@ def _searched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in text_modules(model):
         if not any(name.startswith(f"{layer}.") for layer in known):
             yield name, module
-
-
-def _where(name: str, module: nn.Module) -> str:
-    return f"{name or 'it'} ({type(module).__name__})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +107,10 @@ def suspicions(model: nn.Module, context: BatchContext) -> Iterator[Suspicion]:
             what = "reads other tokens than its own, which are on other ranks"
         else:
             continue
-        yield Suspicion(_where(name, module), what, module=weakref.ref(module))
+        yield Suspicion(place_of(name, module), what, module=weakref.ref(module))
     for name in recurrent.unknown:
         module = model.get_submodule(name)
-        yield Suspicion(_where(name, module), "carries state along the sequence", module=weakref.ref(module))
+        yield Suspicion(place_of(name, module), "carries state along the sequence", module=weakref.ref(module))
 
 
 def _option_of_batches(embedding: nn.Embedding | nn.EmbeddingBag) -> str:
@@ -137,8 +133,7 @@ def position_reasons(model: nn.Module, hidden: bool) -> Iterator[str]:
         by_tokens = "create_position_ids_from_input_ids" in code.co_names  # RoBERTa and kin: from pad_token_id + 1
         if by_tokens or ("cumsum" in code.co_names and hidden):  # OPT: by the padding mask
             how = "input_ids" if by_tokens else "the padding mask"
-            where = f"{name or 'it'} ({type(module).__name__})"
-            yield f"{where} numbers positions by {how}; put its position_ids into the batch"
+            yield f"{place_of(name, module)} numbers positions by {how}; put its position_ids into the batch"
 
 
 def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

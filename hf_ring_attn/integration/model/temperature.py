@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..context.batch_context import BatchContext, MaskSpec
+from ..context.introspect import place_of
 from ..patching.hooks import attach, attached
 
 _KEY = "temperature"
@@ -32,7 +33,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields the layers whose temperature tuning is unknown."""
     for name, module in _tuned(model) if context.ring.size > 1 else ():
         if not all(hasattr(module, attribute) for attribute in _NEEDS):
-            yield f"{name} ({type(module).__name__}) has a temperature tuning that is not Llama 4's"
+            yield f"{place_of(name, module)} has a temperature tuning that is not Llama 4's"
 
 
 def prepare(model: nn.Module, _context: BatchContext) -> None:

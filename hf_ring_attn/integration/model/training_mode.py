@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
+from ..context.introspect import class_of, place_of
 from ..context.model_record import latest_record
 from ..log import say
 from ..patching.compiler import uncompiled
@@ -89,7 +90,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
             attach(module, "mode", _called)
         elif why not in found:
             found.add(why)
-            yield f"{name or 'it'} ({type(module).__name__}) {why}"
+            yield f"{place_of(name, module)} {why}"
 
 
 # Not compiled: a graph would keep the first mode.
@@ -98,7 +99,7 @@ def _called(module: nn.Module, _args: object, _kwargs: object) -> None:
     context = batch_context.current()
     why = _why(module) if module.training else None
     if why is not None and context is not None and context.ring.size > 1 and not context.before_text:
-        raise errors.UnsupportedModel(type(module).__name__, [f"in training it {why}"])
+        raise errors.UnsupportedModel(class_of(module), [f"in training it {why}"])
 
 
 def say_dropout(model: nn.Module) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_ring_attn import RingConfig, errors, kernels, ring_attention
@@ -18,6 +21,7 @@ from hf_ring_attn.integration.attention.masks import ring_mask
 from hf_ring_attn.integration.context.batch_context import MaskSpec
 from hf_ring_attn.kernels import Request
 from hf_ring_attn.kernels.reference import Reference
+from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import packed, tokens, told
 from tests.helpers.models.tiny_models import tiny
 
@@ -140,6 +144,25 @@ def test_generate_is_that_of_transformers(model: str, way: str) -> None:
         scores.append(torch.stack(found.scores))
     assert torch.equal(*texts)
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
+
+
+def generated_by_units(prompt: Tensor) -> Tensor:
+    """The text of a model whose layers of attention FSDP2 shards each by itself."""
+    net: Any = tiny("gemma2", "ring_fp32")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*(layer.self_attn for layer in net.model.layers), net):
+        fully_shard(part, mesh=mesh)
+    text: Tensor = net.eval().generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return text
+
+
+def test_a_layer_of_attention_that_is_a_unit_of_fsdp2_decodes_by_its_own_file(ranks: Ranks) -> None:
+    """FSDP2 makes a subclass in a file of its own, which has no eager attention: softcap was refused."""
+    prompt = torch.randint(1, 97, (2, 9), generator=torch.Generator().manual_seed(3))
+    net: Any = tiny("gemma2")
+    want = net.eval().generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    for got in ranks(2).run(generated_by_units, prompt):
+        assert torch.equal(got, want)
 
 
 DOCUMENTS = packed(9, 14)
