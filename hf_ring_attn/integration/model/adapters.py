@@ -66,10 +66,9 @@ def head_read_past_fsdp(model: nn.Module) -> bool:
     each rank has the gradient of its own tokens. In other models the norm before the head gathers both. This looks at
     units, not at the weight, which the self-check's forward may have gathered.
     """
-    if not any(getattr(module, "peft_config", None) for module in model.modules()):
-        return False
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not any(map(introspect.is_unit, head.modules())):
         return False
     weight = getattr(head, "weight", None)
-    return weight is not None and bool(weight.requires_grad)
+    trains = weight is not None and weight.requires_grad
+    return trains and any(getattr(module, "peft_config", None) for module in model.modules())  # last: each step asks

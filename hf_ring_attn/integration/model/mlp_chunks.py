@@ -190,12 +190,13 @@ class _ChunkedForward:
         if _records_routers():
             raise errors.NotByToken(self.name, "was asked for its router's logits (output_router_logits=True)")
         rows, call = x.reshape(-1, x.shape[-1]), _Call(self)
-        tried, before = self.tried, [buffer._version for buffer in self.module.buffers()]
-        if not tried:
-            self._try(call, rows.detach())
-            self.tried = True
+        if self.tried:
+            return self._whole(run_in_chunks(call, rows, list(call.trained), most), x)
+        before = [buffer._version for buffer in self.module.buffers()]
+        self._try(call, rows.detach())
+        self.tried = True
         found = run_in_chunks(call, rows, list(call.trained), most)
-        if not tried and before != [buffer._version for buffer in self.module.buffers()]:
+        if before != [buffer._version for buffer in self.module.buffers()]:
             raise errors.NotByToken(self.name, "changes its buffers in each call")
         return self._whole(found, x)
 
