@@ -11,7 +11,7 @@ from .attention.masks import ring_mask
 from .context.introspect import NAME
 from .context.model_record import forget_models
 from .hosts import accelerate, checkpoints, prediction, random_states, sft_trainer, trainer, trainer_start
-from .model import loss_gradients, neftune, optimizer_steps, structure, thawed
+from .model import loss_gradients, neftune, optimizer_steps, replicas, structure, thawed
 from .patching import changes, hooks
 
 CHANGES: list[changes.Change] = [
@@ -42,10 +42,11 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes the registrations and every patch of transformers, accelerate and trl."""
+    """Undoes the registrations and every patch of transformers, accelerate and trl; removes our hooks on models."""
     changes.uninstall()
     hooks.detach_all()
     optimizer_steps.forget()
     thawed.forget()
     loss_gradients.forget()
+    replicas.forget()
     forget_models()

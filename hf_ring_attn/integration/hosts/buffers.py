@@ -32,6 +32,7 @@ from ..context.mesh import find_ring
 from ..context.tracked_input import TrackedInput, version_of
 from ..context.whole_batch import IGNORED
 from ..patching.compiler import uncompiled
+from ..patching.hooks import attach
 
 prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """ring_fp32 models returned by `Accelerator.prepare`."""
@@ -127,8 +128,6 @@ def sharded_buffers(
 
 _left: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Buffers that stay sharded (no_restore_buffers), with their version counters: one that is written since is another."""
-_guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models whose calls are refused with such buffers outside of the context."""
 _WHOLE = "it must be whole rows: a new batch, or buffers that are not among no_restore_buffers, which stay sharded"
 
 
@@ -140,9 +139,7 @@ def _leave_sharded(buffers: Collection[Tensor], models: Collection[nn.Module]) -
     """Notes the buffers that stay sharded: outside of the context a model would take their tokens for whole rows."""
     _left.update((buffer, version_of(buffer)) for buffer in buffers)
     for module in models if buffers else ():
-        if module not in _guarded:
-            _guarded.add(module)
-            module.register_forward_pre_hook(_refuse_left, with_kwargs=True)
+        attach(module, "buffers left sharded", _refuse_left)
 
 
 @uncompiled("hf_ring_attn refuses buffers that stayed sharded")

@@ -264,3 +264,11 @@ def warn_if_not_reduced() -> None:
             "sharded.reduce_gradients(module) was not called with it: each rank holds the gradient of its own tokens "
             "only, so the replicas drift apart. Call it after backward, once the gradients of a step are complete."
         )
+
+
+def forget() -> None:
+    """Forgets the models of the last batch, and removes the hooks on their weights."""
+    for watched in list(_GRADIENTS.values()):
+        watched.handle.remove()
+    _GRADIENTS.clear()
+    _last.clear()

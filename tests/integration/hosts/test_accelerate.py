@@ -24,13 +24,14 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import hf_ring_attn
 from hf_ring_attn import errors
 from hf_ring_attn.integration.context.mesh import ring_enabled, ring_group
 from hf_ring_attn.integration.hosts import accelerate as ours
-from hf_ring_attn.integration.hosts.buffers import prepared, shard_buffers_in_place
+from hf_ring_attn.integration.hosts.buffers import _leave_sharded, prepared, shard_buffers_in_place
 from hf_ring_attn.integration.hosts.parallelism_config import deferring_cp_checks, promote
 from hf_ring_attn.sharding.layout import Layout
 from tests.helpers.jobs.states import of_two_gpus
@@ -307,6 +308,19 @@ def test_buffers_are_restored_if_one_cannot_be_sharded(monkeypatch: pytest.Monke
     with pytest.raises(torch.OutOfMemoryError):
         shard_buffers_in_place([ids, large], [1, 1], Layout(8, 2, 0), no_restore={ids})
     assert torch.equal(ids, torch.arange(8)[None])
+
+
+def test_uninstall_removes_the_hook_that_refuses_buffers_left_sharded() -> None:
+    layer, ids = nn.Linear(2, 2), torch.ones(1, 2)
+    for _ in range(2):
+        _leave_sharded([ids], [layer])
+    with pytest.raises(errors.BadBuffers, match="stayed sharded"):
+        layer(ids)
+    assert len(layer._forward_pre_hooks) == 1
+    hf_ring_attn.uninstall()
+    hf_ring_attn.install()
+    layer(ids)
+    assert not layer._forward_pre_hooks
 
 
 def test_a_length_that_needs_padding_is_refused() -> None:

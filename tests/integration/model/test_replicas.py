@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import hf_ring_attn
 from tests.helpers.checks import Ranks
-from tests.helpers.jobs.plain_jobs import attempt, tokens
+from tests.helpers.jobs.plain_jobs import attempt, tokens, told
 from tests.helpers.models.tiny_models import tiny
 
 
@@ -168,3 +168,22 @@ def left_by_models_that_went(number: int) -> tuple[str, str] | None:
 
 def test_versions_of_weights_that_are_gone_are_not_those_of_others(ranks: Ranks) -> None:
     assert ranks(2).run(left_by_models_that_went, 6) == [None, None]
+
+
+def after_uninstall() -> tuple[list[str], list[str]]:
+    """The hooks left on the weights of a model that trained in a ring, and what a later batch logs."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    trained(model)
+    hf_ring_attn.uninstall()
+    hf_ring_attn.install()
+    left: list[str] = [name for name, x in model.named_parameters() if x._post_accumulate_grad_hooks]
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    return left, told(trained, tiny("llama", "ring_fp32").train())
+
+
+def test_uninstall_forgets_models_whose_gradients_nobody_averaged(ranks: Ranks) -> None:
+    """A hook stayed on a weight, which copied its gradient after each backward."""
+    for left, lines in ranks(2).run(after_uninstall):
+        assert left == []
+        assert not any("drift apart" in line for line in lines)
