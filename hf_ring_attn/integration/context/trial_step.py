@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -19,11 +19,16 @@ class TrialStep:
         loss: called with the model, a whole row and a local batch of it, in its context; None: the model's loss.
         trains: the host sets the model to training mode first.
         name: the user's function that computes the loss, if any. key: identifies the step among steps of a model.
-        has_one_value: the self-check found the same loss on every rank, not a part of it on each.
+        one_valued: of each model in it, if the self-check found the same loss on every rank, not a part of it on each.
     """
 
     loss: Callable[[nn.Module, Mapping[str, Any], LocalBatch], Any] | None = None
     trains: bool = False
     name: str = ""
     key: tuple[Any, ...] = ()
-    has_one_value: bool = False
+    one_valued: list[bool] = field(default_factory=list)
+
+    @property
+    def has_one_value(self) -> bool:
+        """The loss is the same on every rank; with a teacher as the model it may be so where a student's is not."""
+        return bool(self.one_valued) and all(self.one_valued)

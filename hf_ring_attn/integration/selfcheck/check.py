@@ -116,7 +116,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
                 verdicts[tried] = job.run(partial(job.try_step, step, trains, modes), job.rows_of_step())
             if job.has_one_value:
                 record.state(_WithOneValue).add(tried)
-    step.has_one_value = tried in record.state(_WithOneValue)
+    step.one_valued.append(tried in record.state(_WithOneValue))
     state.verdict = verdicts[case]
 
 

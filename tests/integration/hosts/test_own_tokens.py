@@ -88,6 +88,23 @@ class OfSpecials(Trainer):
         return (loss, out) if return_outputs else loss
 
 
+class Distilled(Trainer):
+    """A loss by a teacher's logits: as the model it gives the same loss as itself, so each rank's part is zero."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        out = model(**inputs)
+        with torch.no_grad():
+            teacher = TEACHER.setdefault("", tiny("llama", "ring_fp32", rms_norm_eps=0.1))(**inputs).logits
+        each = (out.logits.log_softmax(-1) - teacher.log_softmax(-1)).exp().sub(1).square().sum(-1)
+        apart = (each * (inputs["shift_labels"] != -100)).sum() / num_items_in_batch * self.accelerator.num_processes
+        return (out.loss + apart, out) if return_outputs else out.loss + apart
+
+
+TEACHER: dict[str, Any] = {}
+
+
 def evaluated(kind: str) -> str:
     """What an evaluation of a row with such a token is refused with."""
     with launched(Mesh(cp=2)), a_folder(None) as folder:
@@ -101,14 +118,15 @@ def evaluated(kind: str) -> str:
         return ""
 
 
-KINDS = {"own": Special, "specials": OfSpecials, "": Trainer}
+KINDS = {"own": Special, "specials": OfSpecials, "teacher": Distilled, "": Trainer}
 
 
 def test_an_evaluation_that_depends_on_a_ranks_tokens_is_refused(ranks: Ranks) -> None:
     """The mean of one rank's loss and twice the other's was logged, silently."""
     for error in ranks(2).run(evaluated, "own"):
         assert "must hold the same loss of a batch, but got rank 0: " in error
-    assert ranks(2).run(evaluated, "") == ranks(2).run(evaluated, "specials") == ["", ""]
+    for kind in ("", "specials", "teacher"):
+        assert ranks(2).run(evaluated, kind) == ["", ""]
 
 
 def skipped(how: str) -> tuple[str, int]:
