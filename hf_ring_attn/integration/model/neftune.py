@@ -20,7 +20,8 @@ from ..patching.compiler import uncompiled
 
 ALPHA = "neftune_noise_alpha"
 """The attribute of embeddings that have the hook."""
-_HOOKS: list[Callable[..., Any]] = []
+_MARK = "_hf_ring_attn_neftune"
+"""The attribute of our hook: it has the name and the module of transformers'."""
 
 
 def _hook(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +37,7 @@ def _hook(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         return output + noise(output, alpha / math.sqrt(tokens * output.shape[-1]), context.ring.rank)
 
-    _HOOKS.append(add_noise)
+    setattr(add_noise, _MARK, True)
     return add_noise
 
 
@@ -50,7 +51,7 @@ def is_local(module: nn.Module) -> bool | None:
     """True if ``module`` adds noise by a hook that does not know the whole row; None: it adds none."""
     if not module.__dict__.get(ALPHA):
         return None
-    return not any(hook in _HOOKS for hook in module._forward_hooks.values())
+    return not any(hasattr(hook, _MARK) for hook in module._forward_hooks.values())
 
 
 PATCHES = [Patch("transformers.integrations.neftune:neftune_post_forward_hook", "(module, input, output)", _hook)]
