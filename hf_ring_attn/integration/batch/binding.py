@@ -28,6 +28,7 @@ from ..context.shared_kv import SharedKV
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import TOKENS
 from ..model import agreement, call_inputs, embedded_inputs, liger, offloading, replicas, thawed
+from ..model.recurrent_ops import RUNNING
 from ..model.ring_calls import in_ring
 from ..patching.changes import Undo
 from ..patching.compiler import uncompiled
@@ -63,6 +64,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     with ExitStack() as undos:
         Binding(context, undos).start()
         undos.callback(context.state(SharedKV).clear)
+        undos.callback(RUNNING.clear)  # after Ctrl-C torch calls no hook that would
         random = None if context.text is None else context.text.random
         if random is not None:
             random.enter()

@@ -6,6 +6,7 @@ The sweep has every class of them, with rows of all kinds; here is what it does 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -227,6 +228,23 @@ def test_an_unknown_recurrence_is_refused_for_packed_rows_in_a_ring_of_one_too()
     assert error == "UnsupportedModel"
     assert "(MiniMaxLightningAttention) carries state from one document of a packed row to the next" in text
     assert jobs.minimax(tokens(23)) is None
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_layer_that_ctrl_c_interrupts_leaves_its_rows_to_no_other_model() -> None:
+    """torch calls no hook after it, so another model's functions took the documents of those rows (logits 4.3 off)."""
+    other: Any = tiny("mamba2").eval()
+    batch = {"input_ids": tokens(23)["input_ids"], "use_cache": False}
+    with torch.no_grad():
+        want = other(**batch).logits
+        model: Any = tiny("mamba2", "ring_fp32")
+        model.backbone.layers[1].mixer.norm.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt), (sharded := hf_ring_attn.shard(packed(9, 14))):
+            model(**sharded.inputs)
+        assert torch.equal(other(**batch).logits, want)
 
 
 def test_uninstall_leaves_the_functions_of_a_model_s_file_as_they_were(ranks: Ranks) -> None:
