@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +29,7 @@ _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Sets ``model`` to eval mode, without compiling and without a graph, and restores it on exit.
+    """Sets ``model`` to eval mode, without compiling, a graph or garbage collection, and restores it on exit.
 
     Restored: training flags, random generators, buffers, tensors and plain values in attributes of modules (the
     frequencies of dynamic RoPE, caches, counters), hooks (transformers notes in such a value that it set its own), and
@@ -37,6 +38,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(ring_random.preserved())
+        if gc.isenabled():  # the kernels that a first forward imports make many objects: a search takes half a second
+            gc.disable()
+            stack.callback(gc.enable)
         stack.enter_context(torch.no_grad())
         # torch before 2.13 would use casts made without a graph in the step that follows.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())

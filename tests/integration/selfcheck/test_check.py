@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 from unittest import mock
 
-import numpy
 import pytest
 import torch
 from transformers.masking_utils import create_causal_mask
@@ -17,7 +15,6 @@ import tests.helpers.jobs.self_check_jobs as jobs
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration import log
 from hf_ring_attn.integration.selfcheck.compare import spread
-from hf_ring_attn.integration.selfcheck.restore import preserved
 from hf_ring_attn.integration.selfcheck.row import Sample, row_length
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import plain_jobs, written_jobs
@@ -341,37 +338,6 @@ def test_the_line_at_start_tells(ranks: Ranks) -> None:
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_left_of_a_run_on_the_side() -> None:
-    module = written_jobs.Restless().train()
-    written, replaced, tensor, items = module.written, module.replaced, module.tensor, module.items
-    before = {name: x.clone() for name, x in module.state_dict().items()}
-    generators = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
-    with preserved(module):
-        torch.rand(1), random.random(), numpy.random.random()
-        assert not any(part.training for part in module.modules())
-        assert not module(torch.ones(5, 4)).requires_grad
-    assert all(part.training for part in module.modules())
-    assert torch.equal(torch.get_rng_state(), generators[0])
-    assert (random.getstate(), str(numpy.random.get_state())) == generators[1:]
-    assert torch.is_grad_enabled()
-    assert module.written is written and module.replaced is replaced and module.tensor is tensor
-    assert not tensor.any() and module.number == 0
-    assert module.items is items == [1] and module.table == {"a": 1}
-    assert "added" not in module._buffers and "cache" not in vars(module)
-    assert module.state_dict().keys() == before.keys()
-    assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
-
-
-def test_autocast_keeps_no_weight_without_a_graph() -> None:
-    """Weights that autocast casts in a run without gradients would be found again in the step, and get none."""
-    layer = torch.nn.Linear(4, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        with preserved(layer):
-            layer(torch.ones(1, 4))
-        layer(torch.ones(1, 4)).sum().backward()
-    assert layer.weight.grad is not None
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
