@@ -32,7 +32,7 @@ class TrackedInput:
         mine = self.value
         if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
             return False
-        return mine is other or _facts(mine) == _facts(other)
+        return mine is other or memory_of(mine) == memory_of(other)
 
     def equals(self, other: Any) -> bool:
         """Compares values. Synchronizes if they are on a GPU."""
@@ -41,7 +41,8 @@ class TrackedInput:
         return unwritten and mine.shape == other.shape and torch.equal(mine, other.to(mine.device, mine.dtype))
 
 
-def _facts(x: Tensor) -> tuple[Any, ...]:
+def memory_of(x: Tensor) -> tuple[Any, ...]:
+    """The memory of a tensor and how it is read, which are equal for a view of all of it."""
     return x.device, x.dtype, x.shape, x.stride(), x.data_ptr()
 
 

@@ -81,7 +81,7 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chosen_by_all(asked: Checkpoint, folder: str, by_fsdp: bool) -> Checkpoint:
-    """Calls `chosen`, and checks that all ranks of the job chose the same.
+    """Calls `checkpoint_to_resume`, and checks that all ranks of the job chose the same.
 
     Raises:
         OtherCheckpoint: FSDP is to read it, and did not write it.

@@ -10,9 +10,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ... import errors
+from ..context.tracked_input import version_of
 from ..patching.changes import installed
 
 NAME = "_prepare_context_parallel_inputs"
@@ -106,7 +107,7 @@ def _leaves(x: Any) -> Iterator[tuple[Any, int]]:
             yield str(key), 0
             yield from _leaves(x[key])
     else:
-        yield x, x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+        yield x, version_of(x)
 
 
 def _same(before: list[tuple[Any, int]], after: list[tuple[Any, int]]) -> bool:

@@ -31,6 +31,7 @@ from ...layers.chunked_loss import (
 )
 from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_unit
+from ..context.tracked_input import version_of
 from .parameter_slots import holding, slots_of
 
 Operation = Callable[[Tensor], Tensor]
@@ -145,7 +146,7 @@ class Head:
         return (x.numel() > 0 and x.untyped_storage().size() == 0 for x in self.weights)
 
     def _versions(self) -> list[int]:
-        return [0 if x.is_inference() else x._version for x in (self.hidden, *self.weights)]
+        return list(map(version_of, (self.hidden, *self.weights)))
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:

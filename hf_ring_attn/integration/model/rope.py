@@ -19,6 +19,7 @@ from ... import errors
 from ...traffic.gathered_kv import recomputing
 from ..context import batch_context
 from ..context.batch_context import BatchContext
+from ..context.tracked_input import memory_of
 from ..patching.compiler import uncompiled
 from ..patching.hooks import attach
 
@@ -63,16 +64,12 @@ def _remembered(module: nn.Module, position_ids: Tensor, of_batch: int | None) -
         known: int | None = _LONGEST[position_ids]
         return known
     for tensor, longest in _LONGEST.items():  # a reentrant checkpoint detaches its inputs
-        if _memory(tensor) == _memory(position_ids):
+        if memory_of(tensor) == memory_of(position_ids):
             found: int | None = longest
             return found
     if of_batch is None:
         raise errors.RopeOutsideRing(type(module).__name__)
     return of_batch
-
-
-def _memory(x: Tensor) -> tuple[Any, ...]:
-    return x.device, x.dtype, x.shape, x.stride(), x.data_ptr()
 
 
 def _show_longest(
