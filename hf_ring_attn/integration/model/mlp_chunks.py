@@ -38,8 +38,8 @@ TOLERANCE = {8: 1e-9, 4: 1e-3, 2: 5e-2}
 """The largest relative distance of a token in the trial, by bytes of a number: products round by their sizes."""
 
 
-class _Parts(list["_ChunkedForward"]):
-    """The replaced forwards of a model."""
+class _Parts(list[tuple["_ChunkedForward", bool]]):
+    """The replaced forwards of a model; True for one that must run whole."""
 
     found = False
 
@@ -68,15 +68,13 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         for name, part in _parts(model):
             forward = replace_forward(part, "mlp_tokens", partial(_ChunkedForward, name, part))
             forward.tried = forward.checked = False  # the part may have changed
-            if (hooked := _hooked_inside(part)) is None:
-                known.append(forward)
-            else:
-                forward.tokens = None
-                forward.is_whole = True
+            hooked = _hooked_inside(part)
+            known.append((forward, hooked is not None))
+            if hooked is not None:
                 warn(_HOOKED.format(f"{name}.{hooked}", name))
         known.found = True
-    for forward in known:
-        forward.tokens = tokens
+    for forward, is_whole in known:  # a hook may have come or gone since the batch before
+        forward.is_whole = is_whole
     if tokens is not None and tokens < context.facts.rows * context.layout.local_length:
         context.log.features.add(f"MLPs {tokens} tokens at a time")
 
@@ -156,7 +154,12 @@ def _takes_hidden_states_alone(module: nn.Module, most: int = 9) -> bool:
 
 
 class _ChunkedForward:
-    """A module's forward in chunks of tokens. ``replaced``: the one that the program set on this module, if any."""
+    """A module's forward in chunks of tokens. ``replaced``: the one that the program set on this module, if any.
+
+    Attributes:
+        tokens: the option of the latest batch in which it was called: a recompute may come after the batch.
+        is_whole: it must not run in chunks.
+    """
 
     def __init__(self, name: str, module: nn.Module, replaced: Any) -> None:
         self.name = f"{name} ({class_of(module)})"
@@ -177,8 +180,9 @@ class _ChunkedForward:
     @uncompiled("hf_ring_attn runs a module in chunks, whose number varies")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = batch_context.current()
-        tokens = self.tokens if context is None else context.config.mlp_tokens  # None: a recompute after the batch
-        inputs = [*args, *kwargs.values()]
+        if context is not None:
+            self.tokens = context.config.mlp_tokens
+        inputs, tokens = [*args, *kwargs.values()], self.tokens
         x = inputs[0] if inputs else None
         if tokens is None or self.is_whole or not isinstance(x, Tensor):
             return self.forward(*args, **kwargs)

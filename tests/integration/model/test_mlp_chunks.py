@@ -257,6 +257,33 @@ def test_every_mlp_and_norm_is_found() -> None:
     assert not [name for name in names(tiny("gemma3 vision")) if "vision" in name]
 
 
+def test_an_mlp_runs_in_chunks_again_once_its_hook_is_gone() -> None:
+    """It ran whole for ever, though the warning says that to remove the hook saves the memory."""
+    model: Any = tiny("llama", "ring_fp32")
+    seen: list[int] = []
+    jobs.note_tokens(model.model.layers[0].mlp.gate_proj, seen)
+    for hooked in (True, False, True, False):
+        hook = model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: None) if hooked else None
+        seen.clear()
+        jobs.run(model, mlp_tokens=3)
+        assert (max(seen) == 23) is hooked, hooked
+        if hook is not None:
+            hook.remove()
+
+
+def test_a_recompute_after_the_batch_is_as_the_forward_was() -> None:
+    """Whole forwards of a model that had changed, in its first batch without the option, were run again in chunks."""
+    model: Any = tiny("llama", "ring_fp32")
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    seen: list[int] = []
+    jobs.note_tokens(model.model.layers[0].mlp.gate_proj, seen)
+    jobs.run(model, mlp_tokens=3)
+    model.model.layers[0].mlp.gate_proj.weight.requires_grad_(False)
+    seen.clear()
+    jobs.run(model)
+    assert seen == [23, 23]
+
+
 def test_without_the_option_forwards_are_as_before() -> None:
     model: Any = tiny("llama", "ring_fp32")
     jobs.run(model, mlp_tokens=3)
