@@ -94,6 +94,8 @@ class Binding:
         """The hook before every module, while there is one."""
         self.leaving = ExitStack()
         """Removes the hooks that the model that runs has for this call."""
+        self.watched: weakref.WeakKeyDictionary[nn.Module, ExitStack] = weakref.WeakKeyDictionary()
+        """Removes the hooks that each model has until the end of the batch's context."""
 
     def start(self) -> None:
         """Watches the models that are known, and every module between their calls: it may be another model."""
@@ -135,10 +137,19 @@ class Binding:
 
     def watch(self, model: nn.Module, running: bool = False) -> None:
         """Watches a model's calls until the end of the batch's context."""
-        self.undos.enter_context(in_ring(model, running))
+        undos = self.watched[model] = self.undos.enter_context(ExitStack())
+        undos.enter_context(in_ring(model, running))
         watched = call_inputs.watch(model, self.context, self.paused, inside=running)
         for undo in [*watched, _note_failure(model, self.context), *embedded_inputs.free(model, running)]:
-            self.undos.callback(undo)
+            undos.callback(undo)
+
+    def forget_parts(self, model: nn.Module) -> None:
+        """Undoes what was bound of a model's parts, which a program called before it: the embeddings, say."""
+        log = self.context.log
+        inner = {id(module) for module in introspect.modules_of(model)} if [*log.models] else set()
+        for part in [part for part in log.models if id(introspect.inside(part)) in inner]:
+            log.models.remove(part)
+            self.watched.pop(part, ExitStack()).close()
 
     # Not compiled: a model that is compiled in place, and not given to `shard`, would trace them.
     @uncompiled(_NAME_IT)
@@ -187,15 +198,17 @@ class Binding:
         return "position_ids" in names and not names.isdisjoint(TOKENS)
 
     def _is_no_model(self, module: nn.Module) -> bool:
-        """Returns True for a module around a known model, and for one beside a host's, whose own loss was tried."""
-        models = list(self.context.log.models)
-        if any(part is model for part in introspect.modules_of(module) for model in models):
+        """Returns True for a module around a named model, and for one beside a host's, whose own loss was tried."""
+        log = self.context.log
+        if any(part is model for part in introspect.modules_of(module) for model in log.named):
             return True
-        return bool(models) and self.context.state(TrialStep).loss is not None and not introspect.uses_ring(module)
+        is_hosts = self.context.state(TrialStep).loss is not None
+        return bool([*log.models]) and is_hosts and not introspect.uses_ring(module)
 
     def _bind_running(self, module: nn.Module) -> bool:
         """Admits a model that begins to run. Returns True if all modules that it calls are known."""
         liger.refuse_running(module, self.context)
+        self.forget_parts(module)
         self.bind(module)
         others = model_record.latest_record(module).state(_Unregistered)
         for other in [other for reference in others if (other := reference()) is not None]:

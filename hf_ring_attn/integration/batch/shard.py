@@ -256,5 +256,6 @@ def shard_for(
     context.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, context)
     for one in [] if model is None else [model, *beside]:
         admit(one, context)
+        context.log.named.add(one)
     context.state(Visits).clear()  # the models may change until they are called
     return sharded

@@ -130,6 +130,10 @@ class Models:
         if all(model is not known for known in self):
             self._references.append(weakref.ref(model))
 
+    def remove(self, model: nn.Module) -> None:
+        """Removes a model."""
+        self._references = [reference for reference in self._references if reference() is not model]
+
     def __iter__(self) -> Iterator[nn.Module]:
         return (model for reference in self._references if (model := reference()) is not None)
 
@@ -143,7 +147,8 @@ class RunLog:
         before: attentions before this batch, or of another batch nested in its context.
         fused: TRL's fused head was asked for, which computes the loss in chunks of tokens.
         attends: False for a model that is known to have no attention.
-        models: the outermost models that were admitted, in order. configs: their transformers configs.
+        models: the outermost models that were admitted, in order. named: those given to `shard`.
+        configs: their transformers configs.
     """
 
     kernel: str = ""
@@ -156,6 +161,7 @@ class RunLog:
     fused: bool = False
     attends: bool = True
     models: Models = field(default_factory=Models)
+    named: Models = field(default_factory=Models)
     configs: list[Any] = field(default_factory=list)
 
 

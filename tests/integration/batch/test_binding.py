@@ -6,14 +6,14 @@ import gc
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
@@ -21,6 +21,7 @@ from hf_ring_attn.integration.batch import binding
 from hf_ring_attn.integration.batch.shard import shard_for
 from hf_ring_attn.integration.context import batch_context
 from hf_ring_attn.integration.context.trial_step import TrialStep
+from hf_ring_attn.integration.context.whole_batch import LOSS_INPUTS
 from tests.helpers.checks import Ranks
 from tests.helpers.contexts import alone
 from tests.helpers.jobs.plain_jobs import attempt, tokens
@@ -314,3 +315,34 @@ def test_a_model_without_a_ring_may_run_beside_a_hosts(ranks: Ranks) -> None:
     """The trial of the host's own loss shows if it is exact."""
     for got, want in ranks(2).run(loss_beside_a_host):
         assert got == want
+
+
+# ---- parts of a model that a program calls before it -----------------------------------------------------------------
+
+
+def step_after(part: str, attention: str | None) -> tuple[float, Tensor]:
+    """The square of a loss, and a gradient of it, after a call of a part of the model in the same batch."""
+    model: Any = tiny("llama", attention).train()
+    sharded = hf_ring_attn.shard(tokens(23)) if attention else None
+    with sharded or nullcontext():
+        inputs = {**(sharded.inputs if sharded else {**tokens(23), "use_cache": False})}
+        if part == "head":
+            model.lm_head(torch.ones_like(model.lm_head.weight[:1]))
+        if part == "body":
+            model.model(**{name: x for name, x in inputs.items() if name not in LOSS_INPUTS})
+        if part == "embeddings":
+            inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+        loss = model(**inputs).loss ** 2
+    loss.backward()
+    if sharded:
+        sharded.reduce_gradients(model)
+    return float(loss), model.lm_head.weight.grad
+
+
+@pytest.mark.parametrize("part", ["embeddings", "head", "body"])
+def test_a_model_is_admitted_though_a_part_of_it_was_called_before(ranks: Ranks, part: str) -> None:
+    """The model itself was not: its loss was that of a rank's part, silently, and no self-check ran."""
+    want, gradient = step_after(part, None)
+    for loss, got in ranks(2).run(step_after, part, "ring_fp32"):
+        assert loss == pytest.approx(want, rel=1e-6)
+        torch.testing.assert_close(got, gradient)
