@@ -47,7 +47,8 @@ class Support:
 
     Args:
         reasons: each yields, in words, why a model would not be exact in a batch.
-        prepare: each hooks modules or patches functions, idempotent and inert outside a sharded batch.
+        prepare: each hooks modules or patches functions, idempotent and inert outside a sharded batch; or it raises a
+            refusal of its own.
     """
 
     reasons: tuple[Callable[[nn.Module, BatchContext], Iterator[str]], ...]
@@ -61,17 +62,17 @@ ONCE = Support(
         checkpointing.unsupported, gradient_hooks.unsupported,
     ),
     (
-        recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, loss.prepare,
-        liger.prepare, packed_weights.prepare, wrapped_adapters.prepare,
+        recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, liger.prepare,
+        packed_weights.prepare, wrapped_adapters.prepare,
     ),
 )  # fmt: skip
 """Called once for each structure of a model and kind of batch."""
 
 EACH_BATCH = Support(
     (training_mode.unsupported, multimodal.unsupported),
-    (checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare),
+    (loss.refuse_unshared, checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare),
 )
-"""Called for every batch: a mode or a rate changes without a change of structure."""
+"""Called for every batch: a mode, a rate or a loss changes without a change of structure."""
 
 
 class _Admitted(set[tuple[object, ...]]):

@@ -25,7 +25,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
         yield f"it classifies a sequence by one token, which each rank would choose among its own; {todo}"
 
 
-def prepare(model: nn.Module, context: BatchContext) -> None:
+def refuse_unshared(model: nn.Module, context: BatchContext) -> None:
     """Raises LossNotSharded, or UnnamedModel, if labels make the model compute another loss than a causal one.
 
     A forward may compute another loss all the same: the self-check tries it.

@@ -79,6 +79,23 @@ def with_another_activation(model: Any) -> None:
     model.model.layers[1].mlp.act_fn = lambda x: nn.functional.silu(x + x.roll(1, 1))
 
 
+def local_mean(weight: float, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    """The mean over a rank's own tokens."""
+    return weight * nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def with_another_loss(model: Any) -> None:
+    model.loss_function = lambda **given: local_mean(1.0, **given)
+
+
+def with_a_partial_loss(model: Any) -> None:
+    model.loss_function = partial(local_mean, 1.0)
+
+
+def with_another_loss_type(model: Any) -> None:
+    model.loss_type = "ForMaskedLM"
+
+
 def configured(model: Any) -> None:
     model.config.is_encoder_decoder = True
 
@@ -92,6 +109,9 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "a partial in place of another": (hooked_by_another_partial, "SelfCheckFailed"),
     "an activation that is no module": (with_another_activation, "SelfCheckFailed"),
     "a forward of a class": (with_another_class, "SelfCheckFailed"),
+    "a loss": (with_another_loss, "LossNotSharded"),
+    "a loss that is a partial": (with_a_partial_loss, "LossNotSharded"),
+    "a type of loss": (with_another_loss_type, "UnnamedModel"),
     "a field of its config": (configured, "UnsupportedModel"),
 }
 
