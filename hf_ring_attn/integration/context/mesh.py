@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
+
+from accelerate.state import AcceleratorState
 
 from ...comm.ring import LOCAL, Ring, world_size
 from ...config import launched_processes
@@ -50,8 +51,7 @@ def mixed_precision() -> str:
 
 def _shared_state(name: str) -> Any:
     """A value of the `Accelerator` of this process; None if there is none."""
-    state = sys.modules.get("accelerate.state")
-    return None if state is None else state.AcceleratorState._shared_state.get(name)
+    return AcceleratorState._shared_state.get(name)
 
 
 def find_ring(group: ProcessGroup | DeviceMesh | None) -> Ring:

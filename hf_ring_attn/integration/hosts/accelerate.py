@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from ... import errors
@@ -32,7 +32,7 @@ from .parallelism_config import constructing_for, undecided
 def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
     """Stores a Trainer's ddp_timeout, since Trainer drops it on the CPU. The default of 30 minutes is ignored."""
     if accelerator.init_handler is None and timeout != timedelta(minutes=30):
-        accelerator.init_handler = sys.modules["accelerate.utils"].InitProcessGroupKwargs(timeout=timeout)
+        accelerator.init_handler = InitProcessGroupKwargs(timeout=timeout)
 
 
 def settle(accelerator: Any, *objects: object) -> None:
@@ -67,9 +67,10 @@ def settle(accelerator: Any, *objects: object) -> None:
 
 
 def _state_init(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(original).bind(self, *args, **kwargs)
-        given: Any = bound.arguments.get("parallelism_config")
+    signature = inspect.signature(original)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # also of each reference to the one state, often
+        given: Any = signature.bind(self, *args, **kwargs).arguments.get("parallelism_config")
         if not undecided(given) or parallelism_config.decide(given):
             original(self, *args, **kwargs)
         else:

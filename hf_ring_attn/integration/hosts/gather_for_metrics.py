@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from ... import errors
@@ -35,9 +37,6 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
     Raises:
         RanksDiffer: the ranks of a ring hold different values, such as shards that were never gathered.
     """
-    from accelerate.utils import gather_object
-    from accelerate.utils.operations import recursively_apply
-
     ring, tensors = Ring.of(accelerator.torch_device_mesh["cp"].get_group()), _tensors(data)
     if use_gather_object or tensors is None:
         everyone: list[Any] = gather_object([data])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
 from ... import errors
@@ -55,8 +56,6 @@ class RingsAsProcesses(RingsCounted):
         Raises:
             UnsupportedArgument: the reduction is not "sum", "mean" or "max".
         """
-        from accelerate.utils.operations import recursively_apply
-
         if reduction not in _REDUCTIONS:
             raise errors.UnsupportedArgument(
                 "Accelerator.reduce", f"reduction={reduction!r}", f"in a ring it may be {', '.join(_REDUCTIONS)}", "got"
@@ -84,8 +83,6 @@ def rings_as_processes(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses
 
 def once_per_ring(everyone: Any, ring_size: int) -> Any:
     """Takes each ring's first rank's rows out of those [ranks * n, ...] of all ranks, in nested tensors."""
-    from accelerate.utils.operations import recursively_apply
-
     rings = world_size() // ring_size
 
     def first_ranks(tensor: Tensor) -> Tensor:

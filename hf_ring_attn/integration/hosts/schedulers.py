@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from accelerate.state import AcceleratorState, PartialState
+
 from ... import errors
 from ..context import batch_context
 from ..context.mesh import ring_enabled
@@ -77,7 +79,7 @@ def mark(state: Any) -> None:
     """Turns num_processes of an `AcceleratorState`, and of its `PartialState`, into a `ProcessCount`."""
     ProcessCount.lost = False
     _write_as_plain_numbers()
-    for values in (sys.modules["accelerate.state"].PartialState._shared_state, vars(state)):
+    for values in (PartialState._shared_state, vars(state)):
         values["num_processes"] = ProcessCount(int.__int__(values["num_processes"]))
 
 
@@ -166,7 +168,7 @@ def _scheduler_made(original: Callable[..., None]) -> Callable[..., None]:
 
 def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        state = sys.modules["accelerate.state"].AcceleratorState()
+        state = AcceleratorState()
         config, linked = state.parallelism_config, self.step_with_optimizer and self.gradient_state.sync_gradients
         each = linked and not self.split_batches  # accelerate would step once per process
         if not ring_enabled(config):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from accelerate.utils import find_batch_size
 from torch.utils.data import IterableDataset
 
 from ...comm.ring import world_size
@@ -33,8 +34,6 @@ def _iter(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[
     """
 
     def __iter__(self: Any) -> Iterator[Any]:
-        from accelerate.utils import find_batch_size
-
         for batch in original(self):
             if self.end_of_dataloader and _COUNTED in vars(self) and 1 < ring_of_process().size == world_size():
                 self.remainder = find_batch_size(batch) or -1
