@@ -77,9 +77,9 @@ def class_of(module: nn.Module) -> str:
     return _class_of(module).__name__
 
 
-def file_of(module: nn.Module) -> str:
-    """The name of the Python module in which the class of ``module`` was written."""
-    return _class_of(module).__module__
+def file_of(x: object) -> str:
+    """The name of the Python module in which the class of a module, or of another object, was written."""
+    return _class_of(x).__module__
 
 
 def place_of(name: str, module: nn.Module) -> str:
@@ -87,9 +87,9 @@ def place_of(name: str, module: nn.Module) -> str:
     return f"{name or 'it'} ({class_of(module)})"
 
 
-def _class_of(module: nn.Module) -> type:
-    """Returns a module's class as its author wrote it: fully_shard makes a subclass, in a file of torch."""
-    return next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
+def _class_of(x: object) -> type:
+    """Returns the class of ``x`` as its author wrote it: fully_shard makes a subclass of a module's, in torch."""
+    return next(cls for cls in type(x).__mro__ if not cls.__name__.startswith("FSDP"))
 
 
 def is_stock_layer(module: nn.Module) -> bool:

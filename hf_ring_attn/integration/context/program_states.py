@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .introspect import file_of
+
 MOST = 1 << 16
 """The most entries of a collection, and numbers of a tensor, that are restored."""
 DEPTH, OBJECTS = 8, 20_000
@@ -79,7 +81,7 @@ class _Found:
             self.undos.append(_undo_draws(x))
         elif isinstance(x, type):
             return self._attributes(x, partial(setattr, x), partial(delattr, x)) if is_of_program(x.__module__) else []
-        elif is_of_program(type(x).__module__) or type(x).__module__.startswith("torch.nn.modules."):
+        elif is_of_program(file_of(x)) or file_of(x).startswith("torch.nn.modules."):
             return self._object(x)
         return []
 

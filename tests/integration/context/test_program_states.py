@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from hf_ring_attn.integration.context.program_states import is_of_program
+from hf_ring_attn.integration.context.program_states import is_of_program, preserved_objects
 
 
 @pytest.mark.parametrize("one_file", [True, False])
@@ -32,3 +33,28 @@ def test_a_package_that_pip_put_into_a_folder_is_not_the_programs(
 def test_installed_packages_and_this_one_are_not_the_programs() -> None:
     assert not any(map(is_of_program, ("transformers.models", "json", "hf_ring_attn.config", "pytest", None, "")))
     assert is_of_program("__main__") and is_of_program(__name__)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Counting(nn.Module):
+    """A program's module that counts its calls in an object of the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+
+def test_what_a_program_s_module_holds_is_restored_though_fully_shard_made_a_subclass_of_its_class() -> None:
+    """The subclass is in a file of torch, so the module was taken for an installed package's."""
+    module = Counting()
+    for name in ("Counting", "FSDPCounting"):
+        module.__class__ = type(
+            name, (Counting,), {"__module__": "torch.distributed.fsdp" if "FSDP" in name else __name__}
+        )
+        with preserved_objects([module], [module]):
+            module.counter.calls += 1
+        assert module.counter.calls == 0, name
