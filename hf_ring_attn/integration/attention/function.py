@@ -103,12 +103,12 @@ def ring_attention_forward(
         options = RingOptions.of(spec.config, _kernel(spec, trains, params, q, k, v))
         out, _ = attend(Call(q, k, v, spec.plan, params, options), _shared(spec, module, key, value, k.dtype))
     if out.requires_grad and not trains and not spec.in_batch and not torch.compiler.is_compiling():
-        out.register_hook(_trains_after_all)
+        out.register_hook(_warn_in_backward)
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
 
 
-def _trains_after_all(_gradient: Tensor) -> None:
-    """A program need not call model.train(), without which from_pretrained leaves it in evaluation."""
+def _warn_in_backward(_gradient: Tensor) -> None:
+    """Warns that a model in evaluation trains without a ring: a program need not call model.train()."""
     warn_without_ring()
 
 

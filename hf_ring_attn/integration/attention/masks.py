@@ -60,7 +60,7 @@ def ring_mask(
         if context is not None and compiled_masks.fits(
             context, config, batch_size, q_length, kv_length, q_offset, kv_offset
         ):
-            name = _ahead(*compiled_masks.band_of(mask_function))
+            name = _name_of_prepared(*compiled_masks.band_of(mask_function))
             if name:
                 spec: MaskSpec = getattr(context.compiled_masks, name)
                 return spec
@@ -72,7 +72,7 @@ def ring_mask(
 
 # A compiler runs it once per band, which it guards, and caches the name, under which each batch has its own mask.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _ahead(lo: int, hi: int) -> str:
+def _name_of_prepared(lo: int, hi: int) -> str:
     """The name of the current batch's prepared mask of this band; "" if it is refused."""
     context, band = batch_context.current(), Band(lo, hi)
     assert context is not None, "a compiler asks inside a batch"

@@ -128,8 +128,8 @@ class Sharded(RowReductions):
             raise errors.NotEntered(f"sharded.{method}() was called")
 
 
-class Told(list[list[int]]):
-    """Integers that hosts of all ranks sent with a batch: for each one, those of the ranks."""
+class SentNumbers(list[list[int]]):
+    """The numbers that hosts of all ranks sent with a batch: for each number, those of the ranks."""
 
 
 def shard(
@@ -192,7 +192,7 @@ def shard_for(
     step: TrialStep | None = None,
     beside: Sequence[nn.Module] = (),
     head: bool = False,
-    told: Sequence[int] = (),
+    numbers: Sequence[int] = (),
 ) -> Sharded:
     """`shard`, for hosts.
 
@@ -200,7 +200,7 @@ def shard_for(
         gathers_logits: the model gets no labels; the caller computes the gathered loss.
         step: the caller's loss, for the self-check; None: the model's. beside: other models that will get the batch.
         head: the model's head gets whole rows (`whole_heads`).
-        told: integers for all ranks of the ring, which get them as the state `Told` of the batch.
+        numbers: integers for all ranks of the ring, which get them as the state `SentNumbers` of the batch.
     """
     check_type("batch", batch, Mapping, "a dict of the model's inputs")
     check_type("model", model, (nn.Module, type(None)), "a torch.nn.Module, or None")
@@ -222,7 +222,7 @@ def shard_for(
     except errors.Refused as error:
         refusal = error
     agree = ring.start_agreement(
-        facts, ring.small_device(device), compared_inputs.todo(batch), refusal, [shared_kv.compiled_here(), *told]
+        facts, ring.small_device(device), compared_inputs.todo(batch), refusal, [shared_kv.compiled_here(), *numbers]
     )
     visited = Visits()
     if refusal is None:  # while the message travels
@@ -239,7 +239,7 @@ def shard_for(
         shared_kv.go_by_bits()
 
     context = sharded.context
-    context.state(Told)[:] = everyone
+    context.state(SentNumbers)[:] = everyone
     context.state(Visits).update(visited)
     context.gathers_logits = gathers_logits
     if step is not None:

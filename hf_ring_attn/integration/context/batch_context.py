@@ -247,6 +247,7 @@ class BatchContext:
         """Called for every mask made in this context; a placeholder context refuses."""
 
     def refuse_labels_of_bidirectional(self) -> None:
+        """Raises LossNotSharded if ranks would share the loss of a model whose tokens see later ones."""
         if self.facts.has_labels and self.ring.size > 1 and not self.whole_head:
             raise errors.LossNotSharded("the loss of a model with bidirectional attention (masked LM, encoders)")
 

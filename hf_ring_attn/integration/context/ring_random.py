@@ -25,16 +25,16 @@ from ..patching.compiler import uncompiled
 
 SEEDS = 1 << 31
 """Number of seeds that every generator accepts."""
-_APART = 0x9E3779B1
+_MULTIPLIER = 0x9E3779B1
 """Multiplier of the rank in a seed; odd, so that seeds differ for all ranks below `SEEDS`."""
 
 
-def apart(seed: int, rank: int) -> int:
+def seed_of_rank(seed: int, rank: int) -> int:
     """A rank's own seed, made of one that all have."""
-    return (seed + _APART * rank) % SEEDS
+    return (seed + _MULTIPLIER * rank) % SEEDS
 
 
-def drawn() -> int:
+def draw_seed() -> int:
     """Draws a seed from this rank's generator."""
     return int(torch.randint(SEEDS, (), device="cpu"))
 
@@ -44,9 +44,9 @@ def next_seed() -> int:
     global _peeked
     state = torch.get_rng_state()
     _peeked = (state, _peeked[1] + 1 if torch.equal(state, _peeked[0]) else 0)
-    seed = drawn()
+    seed = draw_seed()
     torch.set_rng_state(state)
-    return apart(seed, _peeked[1])
+    return seed_of_rank(seed, _peeked[1])
 
 
 _peeked: tuple[Tensor, int] = torch.empty(0, dtype=torch.uint8), 0
@@ -70,35 +70,35 @@ class RingRandomness:
 
     # Not compiled: a compiler would keep the traced state of generators.
     @uncompiled("generators are switched between graphs")
-    def apart(self) -> None:
+    def enter_text(self) -> None:
         """Enters the text model: each rank draws its own numbers."""
-        self._look()
+        self._note_draws()
         here, after = torch.randint(SEEDS, (2,), device="cpu").tolist()
         self._after.append(after)
-        self._seed(apart(here, self._rank))
+        self._seed(seed_of_rank(here, self._rank))
 
     @uncompiled("generators are switched between graphs")
-    def together(self) -> None:
+    def leave_text(self) -> None:
         """Leaves the text model, also after an error: all ranks draw the same again."""
         if self._after:
-            self._look()
+            self._note_draws()
             self._seed(self._after.pop())
 
     def leave(self) -> None:
         """Leaves the context and restores this rank's own generators; one number further if the model drew any."""
-        self._look()
+        self._note_draws()
         own, self._own = self._own, None
         self._after.clear()
         for source, state in zip(_sources(), own or (), strict=False):
             source.put(state)
         if self._drew:
-            drawn()
+            draw_seed()
 
     def _seed(self, seed: int) -> None:
         seed_all(seed)
         self._seeded = [source.get() for source in _sources()]
 
-    def _look(self) -> None:
+    def _note_draws(self) -> None:
         """Notes if numbers were drawn since the last seed."""
         now = zip(_sources(), self._seeded, strict=False)
         self._drew = self._drew or any(not source.same(source.get(), seeded) for source, seeded in now)
@@ -146,7 +146,7 @@ def preserved() -> Iterator[None]:
 
 
 @contextmanager
-def of_first_rank(ring: Ring) -> Iterator[None]:
+def as_first_rank(ring: Ring) -> Iterator[None]:
     """Inside, every rank draws what the ring's first rank draws; afterwards each goes on with its own generators."""
     sources = (*_HOST, _GPU) if torch.cuda.is_initialized() else _HOST
     states = ring.of_first(None if ring.rank > 0 else [source.get() for source in sources], _SENT)

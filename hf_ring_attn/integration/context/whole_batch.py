@@ -92,6 +92,11 @@ class WholeBatch:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> Tensor:
+    """The tokens of a batch: input_ids [B, S], else inputs_embeds [B, S, width].
+
+    Raises:
+        BadBatch, BadShape: it has neither, or of another shape, or it has inputs that cannot be sharded.
+    """
     foreign = sorted(name for name in FOREIGN if batch.get(name) is not None)
     if foreign:
         raise errors.BadBatch(

@@ -178,7 +178,7 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
     def _generate(self: Any, prompts: list[Any]) -> Any:
         ring = ring_of_process()
         # All ranks generate, since FSDP2 gathers weights from all; a rollout_func may give each something else.
-        with ring_random.of_first_rank(ring):
+        with ring_random.as_first_rank(ring):
             return ring.of_first(original(self, prompts), "sent its completions")
 
     return _generate

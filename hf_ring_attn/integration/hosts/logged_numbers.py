@@ -42,15 +42,15 @@ def _new(trainer: Any) -> list[dict[str, float]]:
     return [entry for entry in own if entry]
 
 
-def told(trainer: Any) -> int:
+def digest(trainer: Any) -> int:
     """One integer for the numbers logged since the last batch, as in `compare`."""
     entries = _new(trainer)
-    digest = hashlib.blake2b(repr([sorted(entry.items()) for entry in entries]).encode(), digest_size=7).digest()
-    return int.from_bytes(digest) if entries else 0
+    found = hashlib.blake2b(repr([sorted(entry.items()) for entry in entries]).encode(), digest_size=7).digest()
+    return int.from_bytes(found) if entries else 0
 
 
 def compare(trainer: Any, ring: Ring, everyone: list[int]) -> None:
-    """Warns, once, of numbers that differ between ranks, by name. ``everyone``: what `told` gave each rank."""
+    """Warns, once, of numbers that differ between ranks, by name. ``everyone``: the `digest` of each rank."""
     entries = _new(trainer)
     if _SEEN.get(trainer, 0) < 0:
         return

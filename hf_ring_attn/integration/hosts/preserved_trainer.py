@@ -16,7 +16,7 @@ LONGEST = 1000
 """The most entries of a container that is searched: longer ones are data, which a step does not change."""
 
 
-class _Alone:
+class _LocalAccelerator:
     """An `Accelerator` that sends nothing: it takes this process's values for those of all.
 
     Other rings may be at another place in their program.
@@ -50,7 +50,7 @@ def preserved_trainer(trainer: Any) -> Iterator[None]:
     for name, x in attributes[0][1].items():
         if isinstance(x, Tensor):
             vars(trainer)[name] = x.clone()
-    trainer.accelerator = _Alone(trainer.accelerator)
+    trainer.accelerator = _LocalAccelerator(trainer.accelerator)
     try:
         with preserved_objects(_objects_of(trainer), trainer.model.modules()):
             yield

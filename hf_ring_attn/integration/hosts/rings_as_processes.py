@@ -134,7 +134,7 @@ def shuffle(original: Callable[..., Any]) -> Callable[..., Any]:
     """Patches `shuffle_sequence_dict`: ranks of a ring shuffle their rows alike."""
 
     def shuffle_sequence_dict(seq_dict: Any) -> Any:
-        with ring_random.of_first_rank(ring_of_process()):
+        with ring_random.as_first_rank(ring_of_process()):
             return original(seq_dict)
 
     return shuffle_sequence_dict

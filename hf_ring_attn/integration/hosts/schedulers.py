@@ -105,20 +105,26 @@ def _numbers(x: Any, seen: dict[int, Any]) -> Iterator[int]:
     elif isinstance(x, list | tuple):
         parts = [*x]
     elif isinstance(x, functools.partial):
-        parts = [*x.args, _named(x.keywords)]
+        parts = [*x.args, _steps_of(x.keywords)]
     elif inspect.isfunction(x):
         holds = inspect.getclosurevars(x)
         globals_ = {name: value for name, value in holds.globals.items() if isinstance(value, int | float)}
-        parts = [_named(holds.nonlocals), _named(globals_), x.__defaults__, _named(x.__kwdefaults__ or {})]
+        parts = [
+            _steps_of(holds.nonlocals),
+            _steps_of(globals_),
+            x.__defaults__,
+            _steps_of(x.__kwdefaults__ or {}),
+        ]
     elif inspect.ismethod(x):
         parts = [x.__self__]
     elif (callable(x) and not inspect.isclass(x)) or any(kind.__module__ == _SCHEDULERS for kind in type(x).__mro__):
-        parts = [_named(getattr(x, "__dict__", {}))]
+        parts = [_steps_of(getattr(x, "__dict__", {}))]
     for part in parts:
         yield from _numbers(part, seen)
 
 
-def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+def _steps_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The named values that may be numbers of steps."""
     return {name: value for name, value in values.items() if name not in _NO_STEPS}
 
 

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdRef
 from ... import errors
 from ...comm.ring import Ring, world_size
 from ...config import RingConfig
-from ..batch.shard import Sharded, Told, shard_for
+from ..batch.shard import SentNumbers, Sharded, shard_for
 from ..context import batch_context, introspect, model_record
 from ..context.local_batch import LocalBatch
 from ..context.mesh import ring_enabled, ring_group
@@ -143,9 +143,9 @@ def shard_inputs(
     head = _gives_whole_rows(trainer)
     step = _trial_step(trainer, trains, count) if has_loss else None
     gathers_logits = options.loss == "gathered" and not head
-    told = [logged_numbers.told(trainer)]
-    sharded = shard_for(whole, group_of(trainer), options, model, gathers_logits, step, head=head, told=told)
-    logged_numbers.compare(trainer, sharded.ring, *sharded.context.state(Told))
+    numbers = [logged_numbers.digest(trainer)]
+    sharded = shard_for(whole, group_of(trainer), options, model, gathers_logits, step, head=head, numbers=numbers)
+    logged_numbers.compare(trainer, sharded.ring, *sharded.context.state(SentNumbers))
     local = _inputs(trainer, whole, sharded)
     return functools.partial(_step, trainer, model, sharded, local), local
 

@@ -76,7 +76,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     context.text.running = True
     if context.text.random is not None:
-        context.text.random.apart()
+        context.text.random.enter_text()
     named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
     local = local_inputs(module, named, context)
     return (), whole_heads.taken(module, local) if context.whole_head else local
@@ -88,7 +88,7 @@ def _leave(module: nn.Module, _args: Any, output: Any) -> Any:
         return None
     context.text.running = False
     if context.text.random is not None:
-        context.text.random.together()
+        context.text.random.leave_text()
     return whole_heads.whole(output, context) if context.whole_head and output is not None else None
 
 

@@ -43,7 +43,7 @@ def _hook(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def noise(x: Tensor, bound: float, rank: int) -> Tensor:
     """Uniform numbers within ``bound`` in the shape of ``x``, others on each rank, by the process's generator."""
-    generator = torch.Generator(x.device).manual_seed(ring_random.apart(ring_random.drawn(), rank))
+    generator = torch.Generator(x.device).manual_seed(ring_random.seed_of_rank(ring_random.draw_seed(), rank))
     return torch.zeros_like(x).uniform_(-bound, bound, generator=generator)
 
 

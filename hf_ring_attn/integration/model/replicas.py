@@ -137,15 +137,15 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
         watched.handle.remove()
         factor = watched.factor(weight)
     # The ranks' refusals and factors travel with the gradients, so that all ranks refuse, or none.
-    told = torch.zeros(2, ring.size, device=weight.device)
-    told[0, ring.rank] = float(refusal is not None)
-    told[1, ring.rank] = 1.0 if factor is None else factor
+    message = torch.zeros(2, ring.size, device=weight.device)
+    message[0, ring.rank] = float(refusal is not None)
+    message[1, ring.rank] = 1.0 if factor is None else factor
     # A rank without a gradient (of an unused expert) still takes part in the sum.
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
     lacking = [index for index, x in enumerate(trained) if x.grad is None]
     had = torch.tensor([float(x.grad is not None) for x in trained], device=weight.device)
-    *averaged, told, had = ring.means([*gradients, told, had])
-    refusals, factors = (told * ring.size).tolist()
+    *averaged, message, had = ring.means([*gradients, message, had])
+    refusals, factors = (message * ring.size).tolist()
     if any(refusals):
         ring.agree({}, ring.small_device(weight.device), failure=refusal, doing="averaged its gradients")
     each = [f for f in factors if f and math.isfinite(f)]

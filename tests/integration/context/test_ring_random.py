@@ -174,7 +174,7 @@ def own_numbers(batch: Batch, fails: bool) -> list[float]:
         assert fails
     numbers = [float(torch.rand(())), random.random(), float(numpy.random.rand())]
     seeded_otherwise()
-    ring_random.drawn()
+    ring_random.draw_seed()
     assert numbers == [float(torch.rand(())), random.random(), float(numpy.random.rand())]
     return found
 
