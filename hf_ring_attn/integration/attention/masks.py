@@ -245,11 +245,15 @@ def _pass_spec_through(original: Callable[..., Any]) -> Callable[..., Any]:
     return _preprocess_mask_arguments
 
 
-def needed_parameters(original: Callable[..., Any]) -> str:
+def needed_parameters(original: Callable[..., Any] | None) -> str:
     """The parameters that `_preprocess_mask_arguments` must have: its own, if they have what is read here."""
-    names = inspect.signature(original).parameters.keys()
+    names = set() if original is None else inspect.signature(original).parameters.keys()
     reads = {"config", "attention_mask", "position_ids"} <= names and not names.isdisjoint(CACHES)
-    return render(original) if reads else "(config, inputs_embeds, attention_mask, cache, position_ids, ...)"
+    return (
+        render(original)
+        if original is not None and reads
+        else "(config, inputs_embeds, attention_mask, cache, position_ids, ...)"
+    )
 
 
 def _refuse_share(given: Mapping[str, Any], cache: Any) -> None:
@@ -298,7 +302,11 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PREPROCESS = "_preprocess_mask_arguments"
-PATCHES = [Patch(f"{GenerationMixin.__module__}:GenerationMixin.generate", render(GenerationMixin.generate), _generate)]
-if hasattr(masking_utils, _PREPROCESS):
-    _TARGET = f"{masking_utils.__name__}:{_PREPROCESS}"
-    PATCHES.append(Patch(_TARGET, needed_parameters(getattr(masking_utils, _PREPROCESS)), _pass_spec_through))
+PATCHES = [
+    Patch(f"{GenerationMixin.__module__}:GenerationMixin.generate", render(GenerationMixin.generate), _generate),
+    Patch(
+        f"{masking_utils.__name__}:{_PREPROCESS}",
+        needed_parameters(getattr(masking_utils, _PREPROCESS, None)),
+        _pass_spec_through,
+    ),
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import re
 import sys
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -113,6 +114,8 @@ class Registration(_Target):
     name: str
     value: Any
 
+    signature: ClassVar[str] = "register(key, value) and the dict _global_mapping"
+
     @property
     def key(self) -> str:
         return f"{self.target}[{self.name}]"
@@ -121,7 +124,7 @@ class Registration(_Target):
         registry = getattr(module, self.target.partition(":")[2], None)
         has_dict = isinstance(getattr(registry, "_global_mapping", None), dict)
         if not (has_dict and callable(getattr(registry, "register", None))):
-            raise _changed(self.target, "no such registry", "register(key, value) and the dict _global_mapping")
+            raise _changed(self.target, "no such registry", self.signature)
 
     def apply(self, module: ModuleType) -> Undo:
         registry = getattr(module, self.target.partition(":")[2])
@@ -206,20 +209,32 @@ def install(changes: Iterable[Change]) -> None:
     """Makes changes to host modules that are imported, each once: all of them, or none if one does not fit its host.
 
     Raises:
-        ChangedHost: a host's function has other parameters than its patch needs.
+        ChangedHost: a host's function has other parameters than its patch needs, or its module is gone.
 
     Warns:
         UntestedHost: the version of an imported host is outside `TESTED`; once per host.
     """
     with _lock:
         done = installed()
-        ready = [(change, sys.modules[change.module]) for change in changes if change.module in sys.modules]
-        ready = [(change, module) for change, module in ready if change.key not in done]
+        new = [change for change in changes if change.key not in done]
+        for change in new:
+            if _is_gone(change.module):
+                raise _changed(change.target, "no such module", change.signature)
+        ready = [(change, sys.modules[change.module]) for change in new if change.module in sys.modules]
         for change, module in ready:
             change.check(module)
         for host in TESTED:
             warn_if_untested(host)  # first: a filter may turn it into an error
         _undos.extend((change.key, change.apply(module)) for change, module in ready)
+
+
+def _is_gone(module: str) -> bool:
+    """Returns True if an imported package has no such module: its first part that is not imported does not exist."""
+    parts = module.split(".")
+    names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    name = next((name for name in names if name not in sys.modules), module)
+    package = sys.modules.get(name.rpartition(".")[0])
+    return name not in sys.modules and hasattr(package, "__path__") and importlib.util.find_spec(name) is None
 
 
 def installed() -> list[str]:

@@ -152,6 +152,7 @@ def test_a_function_without_what_is_read_is_refused_by_its_patch() -> None:
     for known in (of_today, of_old, masking_utils._preprocess_mask_arguments):
         assert needed_parameters(known) == render(known)
     assert needed_parameters(renamed) != render(renamed)
+    assert needed_parameters(None) != "no such attribute"
 
 
 def test_cached_decoding_gets_an_ordinary_mask() -> None:

@@ -148,6 +148,8 @@ def test_a_module_that_is_not_imported_is_left_alone(host: Callable[[], Any]) ->
     [
         (Patch("oddhost.core:Thing.method", "(self, x)", plus(1)), r"found \(self, x, y=\), needed \(self, x\)"),
         (Patch("oddhost.core:Thing.gone", "(self)", plus(1)), r"found no such attribute, needed \(self\)"),
+        (Patch("oddhost.gone.core:Thing.method", "(self)", plus(1)), r"found no such module, needed \(self\)"),
+        (Registration("oddhost.gone:Registry", "ring", 1), r"found no such module, needed register\(key, value\)"),
         (Patch("oddhost.core:Gone.method", "(self)", plus(1)), r"found no Gone, needed \(self\)"),
         (Patch("oddhost.core:Thing.count", "(self)", plus(1)), r"found a int, needed \(self\)"),
         (Registration("oddhost.core:Thing", "ring", 1), "found no such registry, needed register"),
