@@ -17,6 +17,7 @@ from .numbers import (
     LONGEST,
     LOSS,
     WHOLE,
+    WHOLE_FULL,
     commit,
     gib,
     run,
@@ -66,6 +67,7 @@ RUNS = {
     ]
     + [
         Measured("524,288", "1 x H200", LLAMA, "all weights of 32 layers with a window of 4096, `offload_above=28`, the rest the same, no ring", H200_FULL, "full_512K_window"),
+        Measured("262,144", "2 x H100", LLAMA, "all weights of 32 layers, `offload_above=8`, the rest the same", WHOLE_FULL, "full_256K"),
     ],
     "long_context_lora": [
         Measured("32,768", "2 x H200", LLAMA, "LoRA, `--save-attention --liger`", WHOLE, "ring_liger_32K"),
@@ -81,7 +83,7 @@ MISSING = "Not measured: seconds a step, GiB a GPU and the first loss"
 TOY_ONLY = "This recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
     "lora-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
-    "full-1m": f"{MISSING} of a whole model. {TOY_ONLY} Measured were models of one layer and of two at full length, and the memory of all 32 layers on one GPU, each in its second step:",
+    "full-1m": f"{MISSING} of a whole model. {TOY_ONLY} Measured were models of one layer and of two at full length, the memory of all 32 layers on one GPU, and a whole model at 262,144 tokens, each in its second step:",
     "packed-chat": f"{MISSING}. {TOY_ONLY} No step with packed rows was measured on GPUs.",
     "extend-context": f"{MISSING} of Qwen3-8B. {TOY_ONLY} A small model was trained on one GPU: its losses are below.",
     "qlora-32b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",

@@ -1,8 +1,10 @@
 """Peak memory of a GPU in a training step, by part, counted tensor by tensor; nothing here is fitted.
 
-T: tokens of a rank; a "number" is one value per token. While a step runs, its states, checkpoints and saved attention
-are there all the time. On top of them comes one of three moments, the largest of which is the peak: the backward of an
-MLP, after its layer was recomputed; the backward (or gather) of a layer's attention; the loss.
+T: tokens of a rank; a "number" is one value per token. Weights and the optimizer's states are there all the time. On
+top of them comes one of these moments, the largest of which is the peak: the loss; in the last layer and in the first
+one the backward of the MLP, after its layer was recomputed, and the backward (or gather) of attention. A backward
+begins with the last layer: the checkpoints of all layers are there, and no gradients but the head's. In the first layer
+there is one checkpoint, and almost all gradients.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Memory:
     def parts(self) -> Parts:
         """All parts at the peak: their sum is what the GPU needs."""
         passing = {**self.moments[self.moment]}
-        moving = sum(passing.values()) + sum(self.always.get(name, 0.0) for name in (CHECKPOINTS, SAVED, ACTIVATIONS))
+        moving = sum(size for name, size in passing.items() if name != GRADIENTS)
         parts = {**self.always, **passing, "allocator slack": SLACK * moving, **self.outside}
         return {name: size for name, size in parts.items() if size}
 
@@ -68,45 +70,76 @@ class Memory:
 
 
 CHECKPOINTS, SAVED, ACTIVATIONS = "layer checkpoints", "saved attention", "activations of all layers"
+GRADIENTS, BUCKETS = "gradients", "gradient buckets"
 
 
-def memory_of(model: ModelShape, setup: Setup) -> Memory:
-    """Counts the memory of a step."""
+def memory_of(model: ModelShape, setup: Setup, accumulates: bool = False) -> Memory:
+    """Counts the memory of a step.
+
+    Args:
+        accumulates: the step has several batches, so that the gradients of the first are there all the time.
+    """
     states, of_host = _states(model, setup)
-    largest = max(model.layers, key=lambda layer: layer.parameters)
+    gradients = states.pop(GRADIENTS, 0.0)
+    layers = model.layers
+    largest = max(layers, key=lambda layer: layer.parameters)
     layer_weights, head_weights = _gathered(model, largest, setup)
-    checkpoint = checkpoint_bytes(model, setup)
-    count = len(model.layers)
-    always = {**states, CHECKPOINTS: 0.0, SAVED: 0.0, ACTIVATIONS: 0.0}
-    if not setup.checkpointing:
-        always[ACTIVATIONS] = float(sum(_saved_bytes(model, layer, setup) for layer in model.layers))
-    else:
-        away = offloaded_layers(model, setup)
-        saved = saved_attention_bytes(model, setup) if setup.save_attention else 0
-        # The last layers' stay, and are used first; then one is in use and one on its way back.
-        here = max(count - away, min(2, away))
-        always[CHECKPOINTS], always[SAVED] = float(here * checkpoint), float(here * saved)
-        of_host[CHECKPOINTS], of_host[SAVED] = float(away * checkpoint), float(away * saved)
-    widest = max(model.layers, key=lambda layer: mlp_bytes(layer, setup) + hidden_bytes(model, layer, setup))
+    away = offloaded_layers(model, setup) if setup.checkpointing else 0
+    if away:
+        kept = _kept(model, setup)
+        of_host[CHECKPOINTS], of_host[SAVED] = away * kept[CHECKPOINTS], away * kept[SAVED]
+    of_last, of_first = (gradients if accumulates else part * gradients for part in _made(model, setup))
+    # The last layers' checkpoints stay, and are used first; then one is in use and one on its way back.
+    at_last = {GRADIENTS: of_last, **_waiting(model, setup, max(len(layers) - away, min(2, away)))}
+    at_first = {GRADIENTS: of_first, **_waiting(model, setup, 1)}
+    widest = max(layers, key=lambda layer: mlp_bytes(layer, setup) + hidden_bytes(model, layer, setup))
     hidden = hidden_bytes(model, widest, setup)
     qkv = setup.tokens_per_rank * qkv_numbers(model, setup) * setup.itemsize
-    moments: dict[str, Parts] = {
-        "backward of an MLP": {
-            "hidden states of a layer": hidden, "queries, keys, values": qkv,
-            "MLP intermediates": mlp_bytes(widest, setup) + chunk_bytes(model, setup),
-            "gathered weights": layer_weights,
-        },
-        "backward of attention": {
-            "hidden states of a layer": hidden / 2, "queries, keys, values": qkv,
-            "attention buffers": attention_bytes(model, setup), "gathered weights": layer_weights,
-        },
-        "loss": {
-            "hidden states of the head": 5.0 * setup.tokens_per_rank * model.hidden * setup.itemsize,
-            "logits": logits_bytes(model, setup), "gathered weights": head_weights,
-        },
+    of_mlp = {
+        "hidden states of a layer": hidden, "queries, keys, values": qkv,
+        "MLP intermediates": mlp_bytes(widest, setup) + chunk_bytes(model, setup),
+        "gathered weights": layer_weights,
     }  # fmt: skip
+    of_attention = {
+        "hidden states of a layer": hidden / 2, "queries, keys, values": qkv,
+        "attention buffers": attention_bytes(model, setup), "gathered weights": layer_weights,
+    }  # fmt: skip
+    of_loss = {
+        "hidden states of the head": 5.0 * setup.tokens_per_rank * model.hidden * setup.itemsize,
+        "logits": logits_bytes(model, setup), "gathered weights": head_weights,
+    }  # fmt: skip
+    moments: dict[str, Parts] = {
+        "backward of the last layer's MLP": {**at_last, **of_mlp},
+        "backward of the last layer's attention": {**at_last, **of_attention},
+        "backward of the first layer's MLP": {**at_first, **of_mlp},
+        "backward of the first layer's attention": {**at_first, **of_attention},
+        "loss": {**at_last, GRADIENTS: of_last if accumulates else 0.0, **of_loss},
+    }
     outside = {"peer-to-peer buffers": peer_bytes(model, setup), "CUDA and NCCL": CONTEXT_GIB * GIB}
-    return Memory(always, moments, outside, {name: size for name, size in of_host.items() if size})
+    return Memory(states, moments, outside, {name: size for name, size in of_host.items() if size})
+
+
+def _made(model: ModelShape, setup: Setup) -> tuple[float, float]:
+    """The parts of all gradients that are there in the backward of the last layer, and of the first one."""
+    if setup.method != "full":  # of adapters: all but the layer's own
+        count = len(model.layers)
+        return 0.0, (count - 1) / count
+    later = sum(layer.parameters for layer in model.layers[1:])
+    return model.head / model.parameters, (model.head + model.others + later) / model.parameters
+
+
+def _waiting(model: ModelShape, setup: Setup, layers: int) -> Parts:
+    """Bytes that so many layers hold for their backwards."""
+    if setup.checkpointing:
+        return {name: float(layers * size) for name, size in _kept(model, setup).items()}
+    saved = sorted((_saved_bytes(model, layer, setup) for layer in model.layers), reverse=True)
+    return {ACTIVATIONS: float(sum(saved[:layers]))}
+
+
+def _kept(model: ModelShape, setup: Setup) -> Parts:
+    """Bytes that checkpointing keeps of one layer."""
+    saved = saved_attention_bytes(model, setup) if setup.save_attention else 0
+    return {CHECKPOINTS: checkpoint_bytes(model, setup), SAVED: saved}
 
 
 # ---- states ---------------------------------------------------------------------------------------------------------
@@ -140,12 +173,13 @@ def _states(model: ModelShape, setup: Setup) -> tuple[Parts, Parts]:
     states = trained * OPTIMIZERS[setup.optimizer]
     if setup.optimizer == "adamw":
         states = trained * 2 * _master_itemsize(setup)
-    buckets = gradients if setup.gpus > 1 and not setup.is_sharded else 0.0  # DDP reduces copies
+    found = {"weights": weights, GRADIENTS: gradients, "optimizer": states}
     if setup.offload_params:
-        return {}, {"weights": weights, "gradients": gradients, "optimizer": states}
-    if setup.optimizer.startswith("paged"):
-        return {"weights": weights, "gradients": gradients + buckets}, {"optimizer": states}
-    return {"weights": weights, "gradients": gradients + buckets, "optimizer": states}, {}
+        return {}, found
+    if setup.gpus > 1 and not setup.is_sharded:
+        found[BUCKETS] = gradients  # DDP reduces copies
+    of_host = {"optimizer": found.pop("optimizer")} if setup.optimizer.startswith("paged") else {}
+    return found, of_host
 
 
 def _gathered(model: ModelShape, layer: LayerShape, setup: Setup) -> tuple[float, float]:
@@ -173,7 +207,7 @@ def checkpoint_bytes(model: ModelShape, setup: Setup) -> int:
 
 def kept_bytes(model: ModelShape, setup: Setup) -> int:
     """A layer's checkpoint, with its saved attention: they are on the GPU or on the host together."""
-    return checkpoint_bytes(model, setup) + (saved_attention_bytes(model, setup) if setup.save_attention else 0)
+    return int(sum(_kept(model, setup).values()))
 
 
 def offloaded_layers(model: ModelShape, setup: Setup) -> int:

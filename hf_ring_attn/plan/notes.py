@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from ..integration.model.structure import text_modules
+from .hardware import GIB
+from .memory import memory_of
 from .setup import Setup
 from .shape import ModelShape
 
@@ -19,7 +21,8 @@ TABLE = "a longer table of positions, which has to be trained"
 def notes_on(config: Any, model: nn.Module, shape: ModelShape, setup: Setup) -> list[str]:
     """Returns a line for each fact of the model or the setup that its forecast does not show."""
     of_model = [*_other_class(config, model), *_towers(model), *_positions(config, model, setup.tokens)]
-    return [*of_model, *_chunks(setup), *_logits(setup), *_storage(setup), *_unmeasured(shape, setup)]
+    of_setup = [*_chunks(setup), *_logits(setup), *_storage(setup), *_accumulation(shape, setup)]
+    return [*of_model, *of_setup, *_unmeasured(shape, setup)]
 
 
 def _other_class(config: Any, model: nn.Module) -> Iterator[str]:
@@ -45,6 +48,12 @@ def _storage(setup: Setup) -> Iterator[str]:
     if setup.method == "qlora" and setup.is_sharded:
         storage = f'bnb_4bit_quant_storage="{setup.dtype}"'
         yield f"FSDP2 shards 4-bit weights only with {storage}; with bitsandbytes's default each GPU holds all of them"
+
+
+def _accumulation(shape: ModelShape, setup: Setup) -> Iterator[str]:
+    once, several = (memory_of(shape, setup, accumulates).allocated for accumulates in (False, True))
+    if (more := (several - once) / GIB) >= 1:
+        yield f"gradient accumulation takes {more:.1f} GiB more: the gradients of a step's first batch stay"
 
 
 def _unmeasured(shape: ModelShape, setup: Setup) -> Iterator[str]:

@@ -13,6 +13,7 @@ from hf_ring_attn.plan.hardware import GIB, GPUS
 from hf_ring_attn.plan.memory import (
     ACTIVATIONS,
     CHECKPOINTS,
+    GRADIENTS,
     SAVED,
     hidden_bytes,
     logits_bytes,
@@ -47,9 +48,9 @@ def test_parameters_are_counted_by_kind() -> None:
 def test_states_of_lora_by_fsdp2_and_by_ddp() -> None:
     sharded, replicated = (memory_of(llama_8b(), setup(shard=shard)).always for shard in ("fsdp2", "ddp"))
     assert sharded["weights"] == (2 * ALL + 4 * LORA) / 2
-    assert (sharded["gradients"], sharded["optimizer"]) == (2 * LORA, 4 * LORA)
+    assert sharded["optimizer"] == 4 * LORA and "gradient buckets" not in sharded
     assert replicated["weights"] == 2 * ALL + 4 * LORA
-    assert (replicated["gradients"], replicated["optimizer"]) == (8 * LORA, 8 * LORA)  # gradients, and DDP's buckets
+    assert (replicated["gradient buckets"], replicated["optimizer"]) == (4 * LORA, 8 * LORA)
 
 
 def test_states_of_qlora_and_of_full_training() -> None:
@@ -57,19 +58,33 @@ def test_states_of_qlora_and_of_full_training() -> None:
     four_bit = quantized * (0.5 + 1 / 64 + 4 / (64 * 256))
     assert weight_bytes(llama_8b(), setup(method="qlora")) == (ALL - quantized) * 2 + four_bit + 4 * LORA
     full = memory_of(llama_8b(), setup(method="full")).always  # accelerate's FSDP2 trains in float32
-    assert (full["weights"], full["gradients"], full["optimizer"]) == (2 * ALL, 2 * ALL, 4 * ALL)
+    assert (full["weights"], full["optimizer"]) == (2 * ALL, 4 * ALL)
     paged = memory_of(llama_8b(), setup(method="full", optimizer="paged_adamw_8bit", shard="ddp"))
     assert "optimizer" not in paged.always and paged.host["optimizer"] == ALL * (2 + 8 / 256)
     assert not {"weights", "optimizer"} & set(memory_of(llama_8b(), setup(offload_params=True)).always)
 
 
 def test_checkpoints_and_saved_attention() -> None:
-    always = memory_of(llama_8b(), setup(save_attention=True)).always
-    assert always[CHECKPOINTS] == 32 * 65536 * 4096 * 2
-    assert always[SAVED] == 32 * 65536 * (4096 * 2 + 32 * 4)
+    here = memory_of(llama_8b(), setup(save_attention=True)).moments["loss"]
+    assert here[CHECKPOINTS] == 32 * 65536 * 4096 * 2
+    assert here[SAVED] == 32 * 65536 * (4096 * 2 + 32 * 4)
     away = memory_of(llama_8b(), setup(offload_above=0.0))
-    assert away.always[CHECKPOINTS] == 2 * 65536 * 4096 * 2 and away.host[CHECKPOINTS] == 32 * 65536 * 4096 * 2
-    assert memory_of(llama_8b(), setup(checkpointing=False)).always[ACTIVATIONS] > 32 * 65536 * 4 * 14336 * 2
+    assert away.moments["loss"][CHECKPOINTS] == 2 * 65536 * 4096 * 2
+    assert away.host[CHECKPOINTS] == 32 * 65536 * 4096 * 2
+    assert memory_of(llama_8b(), setup(checkpointing=False)).moments["loss"][ACTIVATIONS] > 32 * 65536 * 4 * 14336 * 2
+
+
+def test_gradients_come_as_checkpoints_go() -> None:
+    """A backward begins with all checkpoints and the head's gradient, and ends with one and almost all gradients."""
+    model, head, layer = llama_8b(), 128256 * 4096, 65536 * 4096 * 2
+    memory = memory_of(model, setup(method="full"))
+    last, first = (memory.moments[f"backward of the {which} layer's MLP"] for which in ("last", "first"))
+    assert (last[GRADIENTS], last[CHECKPOINTS]) == pytest.approx((2 * head, 32 * layer))
+    rest = ALL - head - model.layers[0].parameters  # but the first layer's, and the embeddings'
+    assert (first[GRADIENTS], first[CHECKPOINTS]) == pytest.approx((2 * rest, layer))
+    again = memory_of(model, setup(method="full"), accumulates=True)
+    assert {moment[GRADIENTS] for moment in again.moments.values()} == {2 * ALL}
+    assert memory.allocated < again.allocated
 
 
 def test_norms_that_compute_again_save_no_normed_input() -> None:
@@ -93,8 +108,8 @@ def test_the_mlp_and_its_chunks() -> None:
     assert mlp_bytes(layer, setup()) == 6 * 65536 * 14336 * 2
     assert mlp_bytes(layer, setup(mlp_tokens=4096)) == 6 * 4096 * 14336 * 2
     assert mlp_bytes(layer, setup(shard="ddp")) == 8 * 65536 * 14336 * 2  # with PEFT's float32 copies
-    assert memory_of(llama_8b(), setup()).moment == "backward of an MLP"
-    assert memory_of(llama_8b(), setup(mlp_tokens=4096)).moment == "backward of attention"
+    assert memory_of(llama_8b(), setup()).moment == "backward of the last layer's MLP"
+    assert memory_of(llama_8b(), setup(mlp_tokens=4096)).moment == "backward of the last layer's attention"
 
 
 def test_one_chunk_is_none() -> None:
@@ -298,7 +313,8 @@ def test_saved_attention_is_in_the_budget_of_checkpoints() -> None:
     model, one = llama_8b(), 1 + 1 + 16 / 1024
     for budget, stay, away in ((None, 32, 0), (0.0, 2, 32), (8.0, 3, 29), (8 * one, 8, 24)):
         memory = memory_of(model, replace(saved, offload_above=budget))
-        assert memory.always["layer checkpoints"] + memory.always["saved attention"] == pytest.approx(stay * one * GIB)
+        here = memory.moments["loss"]
+        assert here["layer checkpoints"] + here["saved attention"] == pytest.approx(stay * one * GIB)
         assert sum(memory.host.values()) == pytest.approx(away * one * GIB)
     limited = replace(saved, gpu=replace(saved.gpu, host_memory_gib=40.0))
     found = alternatives(model, forecast(model, limited, 60.0), 60.0)
