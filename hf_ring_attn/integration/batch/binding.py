@@ -129,10 +129,10 @@ class Binding:
             self.handle.remove()
         self.leaving.close()
 
-    def bind(self, model: nn.Module) -> None:
-        """Admits a model that is being called, and watches it."""
+    def bind(self, model: nn.Module, running: bool = True) -> None:
+        """Admits a model that is being called, and watches it. ``running``: by a call, not by its ``forward``."""
         admit(model, self.context, partial(replicas.note_trained, model, self.context))
-        self.watch(model, running=True)
+        self.watch(model, running)
         self.context.state(Visits).clear()
 
     def watch(self, model: nn.Module, running: bool = False) -> None:
@@ -178,7 +178,7 @@ class Binding:
         if self.handle is not None and (searched or _holds_compiled(module)):
             self.handle.remove()
             self.handle = None
-        if known and self._is_text_part(module):
+        if self._is_text_part(module):
             for undo in call_inputs.watch(module, self.context, self.paused, inside=True):
                 self.leaving.callback(undo)
         self.leaving.callback(module.register_forward_hook(self.after, always_call=True).remove)
@@ -207,10 +207,11 @@ class Binding:
 
     def _bind_running(self, module: nn.Module) -> bool:
         """Admits a model that begins to run. Returns True if all modules that it calls are known."""
-        liger.refuse_running(module, self.context)
-        self.forget_parts(module)
-        self.bind(module)
-        others = model_record.latest_record(module).state(_Unregistered)
+        model = _forward_around(module) or module
+        liger.refuse_running(model, self.context)
+        self.forget_parts(model)
+        self.bind(model, running=model is module)
+        others = model_record.latest_record(model).state(_Unregistered)
         for other in [other for reference in others if (other := reference()) is not None]:
             self.bind(other)
         searched, others.searched = others.searched, True
@@ -223,6 +224,20 @@ class Binding:
         self.leaving.close()
         if self.handle is None and batch_context.is_active(self.context):  # a hook of the program may have left it
             self.watch_all()
+
+
+def _forward_around(module: nn.Module) -> nn.Module | None:
+    """The model whose ``forward`` a program called itself, past the hook before it, if that calls ``module``."""
+    found, frame = None, sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = frame.f_code.co_name
+        owner = frame.f_locals.get("self") if name in ("forward", "_call_impl") else None
+        if name == "_call_impl" and owner is found:  # a call, inside of which the batch is sharded
+            found = None
+        elif isinstance(owner, nn.Module) and owner is not module and "loss_type" in vars(owner):
+            found = owner if any(part is module for part in introspect.modules_of(owner)) else found
+    return found
 
 
 @cache

@@ -12,14 +12,13 @@ from ..context.batch_context import BatchContext
 from ..patching.changes import warn_if_untested
 
 EXACT = frozenset({
-    "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA",
-    "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA", "ROAD", "SHIRA",
-    "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT",
+    "ADALORA", "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA",
+    "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "RANDLORA",
+    "ROAD", "SHIRA", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT",
 })  # fmt: skip
 """PEFT's types whose loss and gradients in a ring are those of one process."""
 
 INEXACT = {
-    "ADALORA": "adds a penalty on its weights to every rank's loss, where trainers would count it once a rank",
     "LILY": "mixes its experts by the mean over the tokens of each rank",
     "POLY": "chooses its skills by task ids that are not sharded with the tokens",
     "PVERA": "draws other noise for the tokens of each rank than one process would",

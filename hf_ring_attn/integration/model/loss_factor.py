@@ -7,6 +7,7 @@ special): then each rank has another factor, perhaps on no row of the self-check
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +31,9 @@ class _Loss(NamedTuple):
 class _Watch:
     """A loss function that notes what it returns. ``model``: has it until `remove`."""
 
-    def __init__(self, model: nn.Module, noted: list[_Loss]) -> None:
+    def __init__(self, model: nn.Module, computed: Computed) -> None:
         before = model.__dict__.get(_ATTRIBUTE)
-        self.model, self.before, self.noted = model, before, noted
+        self.model, self.before, self.computed = model, before, computed
         self.own = without_watch(before)
         model.__dict__[_ATTRIBUTE] = self
 
@@ -49,6 +50,9 @@ class _Watch:
             attributes[_ATTRIBUTE] = watch
 
     def __call__(self, *args: Any, **given: Any) -> Any:
+        uncalled = self.computed.uncalled
+        if uncalled is not None and not self.computed.is_called:
+            return uncalled(self.replaced, args, given)
         loss = self.replaced(*args, **given)
         self.note(loss)
         return loss
@@ -59,7 +63,7 @@ class _Watch:
     @uncompiled("hf_ring_attn notes the loss that a model's loss function computes")
     def note(self, loss: Any) -> None:
         if isinstance(loss, Tensor) and loss.requires_grad and loss.dim() == 0:
-            self.noted.append(_Loss(loss, loss._version, get_gradient_edge(loss)))
+            self.computed.noted.append(_Loss(loss, loss._version, get_gradient_edge(loss)))
 
     def remove(self) -> None:
         attributes = self.model.__dict__
@@ -79,23 +83,35 @@ def without_watch(function: Any) -> Any:
 
 
 class Computed:
-    """The losses that a model's loss function computed in its current call."""
+    """The losses that a model's loss function computed in its current call.
 
-    def __init__(self) -> None:
-        self._noted: list[_Loss] = []
+    Args:
+        is_called: a call of the model runs; False in one of its ``forward``, which runs no hooks.
+        uncalled: calls the loss function in such a forward, with its arguments.
+    """
+
+    def __init__(self, is_called: bool = True, uncalled: Callable[[Any, Any, Any], Any] | None = None) -> None:
+        self.is_called, self.uncalled = is_called or uncalled is None, uncalled
+        self.noted: list[_Loss] = []
 
     def watch(self, model: nn.Module) -> _Watch:
         """Lets the loss function of ``model`` note what it returns, until the result's ``remove`` is called."""
-        return _Watch(model, self._noted)
+        return _Watch(model, self)
 
-    def forget(self) -> list[_Loss]:
-        """Begins a call anew. Returns what was computed."""
-        noted, self._noted[:] = list(self._noted), []
+    def begin(self) -> None:
+        """Begins a call."""
+        self.noted.clear()
+        self.is_called = True
+
+    def end(self) -> list[_Loss]:
+        """Ends a call. Returns what was computed."""
+        noted, self.noted[:] = list(self.noted), []
+        self.is_called = False
         return noted
 
     def factor_of(self, loss: Tensor) -> float | Tensor | None:
         """The derivative of the loss that the forward returns by these; None: unknown. Ends the call."""
-        noted = self.forget()
+        noted = self.end()
         if not noted or not loss.requires_grad:
             return None
         if len(noted) == 1 and loss is noted[0].value and loss._version == noted[0].version:

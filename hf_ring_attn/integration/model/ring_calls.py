@@ -50,13 +50,13 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
             # The call of a model that is running has begun, so only hooks see its loss.
             compiled = not running and called.__dict__.get("_compiled_call_impl") is not None
             traced = whole is not None or is_compiled(called)
-            undos.callback(_around_compiled(called) if compiled else _hooked(called, wrapper, traced))
+            is_called = running and called is model
+            undos.callback(_around_compiled(called) if compiled else _hooked(called, wrapper, traced, is_called))
         yield
 
 
-def _hooked(model: nn.Module, wrapper: nn.Module | None, traced: bool) -> Callable[[], None]:
-    """Hooks a model. ``wrapper``: the DDP around it. ``traced``: a compiler traces its forward."""
-    computed = loss_factor.Computed()
+def _hooked(model: nn.Module, wrapper: nn.Module | None, traced: bool, is_called: bool) -> Callable[[], None]:
+    """Hooks a model. ``wrapper``: the DDP around it. ``traced``: a compiler traces its forward. ``is_called``: now."""
 
     @uncompiled(_BY_HOST)
     def note(_model: nn.Module, _args: Any) -> None:
@@ -64,14 +64,24 @@ def _hooked(model: nn.Module, wrapper: nn.Module | None, traced: bool) -> Callab
         if context is not None and context.ring.size > 1:
             thawed.note_call(wrapper, context.ring)
 
+    def uncalled(*call: Any) -> Any:
+        if wrapper is not None:
+            note(model, None)
+        return _uncalled(*call)
+
+    computed = loss_factor.Computed(is_called, uncalled)
+
     @uncompiled(_BY_HOST)
     def before(model: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-        computed.forget()
+        computed.begin()
         return _fill_in(model, args, given)
 
     @uncompiled(_BY_HOST)
     def after(_model: nn.Module, _args: Any, output: Any) -> Any:
-        return _after(output, computed)
+        try:
+            return _after(output, computed)
+        finally:
+            computed.end()
 
     hooks: list[Any] = [
         model.register_forward_pre_hook(before, with_kwargs=True),
@@ -168,6 +178,20 @@ def _after(output: Any, computed: loss_factor.Computed) -> Any:
         every = (of_batch(output[0], context, computed), *output[1:])
         return output._make(every) if hasattr(output, "_make") else every
     return of_batch(output, context, computed) if _is_loss(output) else output
+
+
+@uncompiled(_BY_HOST)
+def _uncalled(loss_function: Callable[..., Any], args: Any, given: dict[str, Any]) -> Any:
+    """Computes the loss of a ``forward`` that a program called itself, past the hooks, as that of a call."""
+    context = batch_context.current()
+    if context is None or context.ring.size == 1 or context.whole_head or context.gathers_logits:
+        return loss_function(*args, **given)
+    made = context.state(MadeInputs)
+    labels = given.get("labels", args[1] if len(args) > 1 else None)
+    if made and labels is not None and made.labels.is_(labels) is True:
+        given = {**given, **{name: made[name] for name in LOSS_INPUTS[1:] if name in made and given.get(name) is None}}
+    loss = loss_function(*args, **given)
+    return of_batch(loss, context) if _is_loss(loss) else loss
 
 
 def of_batch(loss: Tensor, context: BatchContext, computed: loss_factor.Computed | None = None) -> Tensor:

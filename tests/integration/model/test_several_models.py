@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -92,6 +93,64 @@ def rolled() -> str:
 def test_a_wrong_model_inside_is_found_though_the_loss_alone_is_returned(ranks: Ranks) -> None:
     for error in ranks(2).run(rolled):
         assert error.startswith("SelfCheckFailed")
+
+
+class Inside(nn.Module):
+    """A module that asks a model's ``forward`` for its loss, by fewer names than `shard` gives."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **others: Any) -> Any:
+        places = {name: others.get(name) for name in ("attention_mask", "position_ids")}
+        return self.model.forward(input_ids=input_ids, labels=labels, **places)
+
+
+def step_by_forward(how: str, attention: str | None) -> tuple[float, Tensor]:
+    """The square of a loss that comes from a model's ``forward``, and a gradient of it."""
+    model: Any = tiny("llama", attention).train()
+    around: Any = Inside(model)
+    given = model if "named" in how else None
+    sharded = hf_ring_attn.shard(tokens(23), model=given) if attention else None
+    with sharded or nullcontext():
+        inputs = {**(sharded.inputs if sharded else {**tokens(23), "use_cache": False})}
+        call: Any = {"a module": around, "a module's forward": around.forward}.get(how, model.forward)
+        if "not shifted" in how:
+            inputs = {name: x for name, x in inputs.items() if name not in ("shift_labels", "num_items_in_batch")}
+        loss = call(**inputs).loss ** 2
+    loss.backward()
+    if sharded:
+        sharded.reduce_gradients(model)
+    return float(loss), model.lm_head.weight.grad
+
+
+FORWARDS = ["forward", "forward, named", "forward, not shifted", "a module", "a module's forward"]
+
+
+@pytest.mark.parametrize("how", FORWARDS)
+def test_a_loss_of_a_forward_past_the_call_is_the_batches(ranks: Ranks, how: str) -> None:
+    """It was that of a rank's part, silently, and labels that nobody had shifted were shifted on each rank."""
+    want, gradient = step_by_forward(how, None)
+    for loss, got in ranks(2).run(step_by_forward, how, "ring_fp32"):
+        assert loss == pytest.approx(want, rel=ONE_PROCESS)
+        torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-5)
+
+
+def places_missing() -> str:
+    """What a ``forward`` without positions is refused with, in a batch whose model nobody named."""
+    model: Any = tiny("llama", "ring_fp32")
+    with hf_ring_attn.shard(tokens(23)) as sharded:
+        try:
+            model.forward(**{name: x for name, x in sharded.inputs.items() if name != "position_ids"})
+        except RingAttentionError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_forward_past_the_call_without_positions_is_refused(ranks: Ranks) -> None:
+    for error in ranks(2).run(places_missing):
+        assert error.startswith("OtherInputs: LlamaModel was called in a ring without position_ids")
 
 
 class Squared(nn.Module):
