@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import itemgetter
@@ -126,7 +126,7 @@ class ModelRecord:
         self.configs = list(configs_of(visit.modules))
         self.values = _values(self.configs)
         self._by_id = {id(module): known for module, known in zip(visit.modules, self._modules, strict=True)}
-        self._states: dict[type, Any] = {}
+        self._states: dict[object, Any] = {}
 
     def modules(self) -> list[nn.Module]:
         """The model's modules; none of another one, and not its wrappers."""
@@ -161,6 +161,13 @@ class ModelRecord:
         found: S | None = self._states.get(kind)
         if found is None:
             found = self._states[kind] = kind()
+        return found
+
+    def once(self, find: Callable[[nn.Module], S], model: nn.Module) -> S:
+        """The result of ``find`` for the model, called once for this structure. It must not hold the model."""
+        if find not in self._states:
+            self._states[find] = find(model)
+        found: S = self._states[find]
         return found
 
     def matches(self, visit: Visit) -> bool:

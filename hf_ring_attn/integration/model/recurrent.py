@@ -13,7 +13,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recurrent:
     """The recurrent layers of one model.
 
@@ -83,24 +83,23 @@ class Recurrent:
         attends: False if all layers of the model are known recurrences.
     """
 
-    layers: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
-    attends: bool = True
-    found: bool = False
+    layers: dict[str, weakref.ref[nn.Module]]
+    unknown: list[str]
+    attends: bool
 
 
 def recurrent_of(model: nn.Module) -> Recurrent:
     """The recurrent layers of ``model``, found once for each structure."""
-    known = latest_record(model).state(Recurrent)
-    if not known.found:
-        layers = recurrent_layers(model)
-        known.layers = {name: weakref.ref(module) for name, module in layers.items()}
-        known.unknown = list(_unknown(model, layers))
-        types = [set(getattr(config, "layer_types", None) or ()) for config in configs_of(model)]
-        no_attention = any(types) and all(kinds <= {"linear_attention", "mamba"} for kinds in types)  # as in Mamba
-        known.attends = not (layers and not known.unknown and not uses_interface(model) and no_attention)
-        known.found = True
-    return known
+    return latest_record(model).once(_find, model)
+
+
+def _find(model: nn.Module) -> Recurrent:
+    layers = recurrent_layers(model)
+    unknown = list(_unknown(model, layers))
+    types = [set(getattr(config, "layer_types", None) or ()) for config in configs_of(model)]
+    no_attention = any(types) and all(kinds <= {"linear_attention", "mamba"} for kinds in types)  # as in Mamba
+    attends = not (layers and not unknown and not uses_interface(model) and no_attention)
+    return Recurrent({name: weakref.ref(module) for name, module in layers.items()}, unknown, attends)
 
 
 def _unknown(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -26,15 +26,8 @@ TODO = (
 class SavedBuffers:
     """The saved buffers of a model with its present structure, and which of them were written to since it was found."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._known: list[tuple[str, weakref.ref[nn.Module], str, weakref.ref[Tensor], int]] = []
-        self._found = False
-
-    def find(self, model: nn.Module) -> None:
-        """Notes the buffers and their versions."""
-        if self._found:
-            return
-        self._found = True
         for path, module in model.named_modules():
             for name, x in module._buffers.items():
                 if x is not None and x.is_floating_point() and name not in module._non_persistent_buffers_set:
@@ -60,6 +53,4 @@ class SavedBuffers:
 
 def written_buffers(model: nn.Module, record: ModelRecord) -> dict[str, object]:
     """A sample of the saved buffers that a program wrote to since the model's structure was found."""
-    saved = record.state(SavedBuffers)
-    saved.find(model)
-    return saved.written()
+    return record.once(SavedBuffers, model).written()

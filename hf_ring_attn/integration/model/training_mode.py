@@ -60,18 +60,14 @@ IN_TRAINING: list[tuple[Callable[[nn.Module], bool | None], str]] = [
 """(test, reason) pairs. True: inexact in training now; False: exact at its present rate; None: never inexact."""
 
 
-class _Suspects(list[tuple[str, weakref.ref[nn.Module]]]):
-    """The modules of a model that may be inexact in training, by name: so a batch need not visit all modules."""
-
-    found = False
+def _find_suspects(model: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
+    """The modules of a model that may be inexact in training, by name."""
+    found = (at for at in text_modules(model) if any(does(at[1]) is not None for does, _ in IN_TRAINING))
+    return [(name, weakref.ref(module)) for name, module in found]
 
 
 def _suspects(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    suspects = latest_record(model).state(_Suspects)
-    if not suspects.found:
-        all_ = (at for at in text_modules(model) if any(does(at[1]) is not None for does, _ in IN_TRAINING))
-        suspects[:] = [(name, weakref.ref(module)) for name, module in all_]
-        suspects.found = True
+    suspects = latest_record(model).once(_find_suspects, model)  # so a batch need not visit all modules
     return ((name, module) for name, known in suspects if (module := known()) is not None)
 
 
