@@ -15,22 +15,18 @@ _HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Every module that has hooks of ours."""
 
 
-def attach(
-    module: nn.Module, key: str, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
-) -> None:
-    """Adds a pair of forward hooks to ``module``, unless it has some under ``key``.
+def attach(module: nn.Module, key: str, before: Callable[..., Any], after: Callable[..., Any] | None = None) -> None:
+    """Adds a forward pre-hook, or a pair of hooks, to ``module``, unless it has some under ``key``.
 
     Args:
         before: (module, args, kwargs), as of a pre-hook with kwargs.
-        after: (module, args, output); called after an error, too.
+        after: (module, args, output); called after an error, too, but not after Ctrl-C.
     """
     _HOOKED.add(module)  # also a module that was copied with its hooks
     handles: dict[str, list[Any]] = module.__dict__.setdefault(_ATTRIBUTE, {})
     if key in handles:
         return
-    handles[key] = []
-    if before is not None:
-        handles[key].append(module.register_forward_pre_hook(before, with_kwargs=True))
+    handles[key] = [module.register_forward_pre_hook(before, with_kwargs=True)]
     if after is not None:
         handles[key].append(module.register_forward_hook(after, always_call=True))
 
