@@ -50,8 +50,8 @@ class RingConfig:
         deterministic: require the same bits from run to run.
         save_attention: with activation checkpointing, save each layer's attention output and log-sum-exp, so that the
             backward neither gathers nor attends again. Needs use_reentrant=False. "auto": in a ring on GPUs, once a
-            step has shown that they fit and leave a tenth of the GPU's memory free; not for compiled layers, not with
-            checkpoints in host memory, and not with images or sound.
+            step has shown that they fit and leave a tenth of the GPU's memory free, and with ``offload_above`` half of
+            the free host memory; not for compiled layers, and not with images or sound.
         mlp_tokens: run each MLP (experts, too) and each norm of a decoder layer over chunks of so many tokens, forward
             and backward, so that its activations exist for one chunk at a time. The backward computes each chunk once
             more, and adds the weights' gradients in float32. 16384 keeps a GPU busy. None: all tokens at once. Each

@@ -188,7 +188,7 @@ class HostMemoryFull(RingAttentionError, MemoryError):
         said = f" {said}." if said else ""
         super().__init__(
             f"offload_above needs {wanted / 2**30:.1f} GiB more of page-locked host memory, but {free / 2**30:.1f} GiB "
-            f"are free.{said} Raise offload_above, so that more checkpoints stay on the GPU, leave save_attention out, "
+            f"are free.{said} Raise offload_above, so that more checkpoints stay on the GPU, set save_attention=False, "
             "shard the sequence over more GPUs, or give the job more memory."
         )
 

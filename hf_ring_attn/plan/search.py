@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..integration.model.auto_saving import LEFT_FREE
+from ..integration.model.auto_saving import HOST_LEFT_FREE, LEFT_FREE
 from .hardware import GIB
 from .memory import Memory, kept_bytes, memory_of
 from .seconds import Seconds, seconds_of
@@ -72,11 +72,19 @@ def forecast(model: ModelShape, setup: Setup, memory_gib: float, changes: tuple[
 
 
 def decided(model: ModelShape, setup: Setup) -> Setup:
-    """``setup``, with saved attention if save_attention="auto" turns it on: see `auto_saving`."""
+    """``setup``, with saved attention if save_attention="auto" turns it on: see `auto_saving`.
+
+    With ``offload_above`` and a host memory that is not known, it does not.
+    """
     saved = replace(setup, save_attention=True)
-    if not setup.checkpointing or setup.offload_above is not None or setup.ring_size == 1:
+    if not setup.checkpointing or setup.ring_size == 1:
         return setup
     memory = memory_of(model, saved)
+    if setup.offload_above is not None:
+        there, more = (sum(one.host.values()) for one in (memory_of(model, setup), memory))
+        free = setup.gpu.host_memory_gib * GIB - there
+        if math.isinf(free) or more - there > (1 - HOST_LEFT_FREE) * free:
+            return setup
     outside = sum(memory.outside.values())
     usable = setup.gpu.memory_gib * GIB - outside
     slack = memory.total - outside - memory.allocated

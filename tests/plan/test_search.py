@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -23,3 +24,11 @@ def test_saving_leaves_a_tenth_of_what_the_allocator_can_have(part: float) -> No
     usable = saved.allocated / (1 - LEFT_FREE) / part
     one = replace(one, gpu=replace(one.gpu, memory_gib=(usable + outside) / GIB))
     assert decided(llama_8b(), one).save_attention is (part < 1)
+
+
+@pytest.mark.parametrize(("host", "saves"), [(50.0, True), (48.0, False), (math.inf, False)])
+def test_auto_saves_on_the_host_if_half_of_what_is_free_there_is_enough(host: float, saves: bool) -> None:
+    """Inputs take 16 GiB of a process's host memory, and results 16.25."""
+    one = setup(tokens=2**17, offload_above=0.0)
+    one = replace(one, gpu=replace(one.gpu, host_memory_gib=host))
+    assert decided(llama_8b(), one).save_attention is saves

@@ -3,13 +3,15 @@
 A batch of more tokens than all before runs without. Its step is measured: the most memory that torch's allocator held
 until the optimizer stepped, and the bytes that saving would have added, of all batches and models whose graphs lived at
 the same time. After the step, so that the optimizer's states exist, batches of up to that size are saved if all of it
-would have fit, and a tenth of the GPU with it; else smaller ones in proportion. Ranks exchange their sizes with the
-agreement on the model, and the smallest one decides. The bits are the same.
+would have fit, and a tenth of the GPU with it; else smaller ones. Where checkpoints wait in host memory, so do results
+beyond the budget: they may take half of what is free there. Ranks exchange their sizes with the agreement on the model,
+and the smallest one decides. The bits are the same.
 """
 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,13 +22,18 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ...attention.saved_results import Counts, Saved, SavedResults
-from ...config import RingConfig
+from ...config import RingConfig, ranks_of_machine
+from ...layers.free_memory import free_bytes
 from ..context.batch_context import BatchContext
 from ..context.model_record import ModelRecord
 from . import optimizer_steps
 
 LEFT_FREE = 0.1
 """The part of a GPU's memory that saving leaves free."""
+HOST_LEFT_FREE = 0.5
+"""The part of free host memory that it leaves free: a host gathers whole models there to save them."""
+IN_FLIGHT = 3
+"""The most layers whose results are on the GPU on their way to the host or back."""
 
 
 class DeviceMemory(NamedTuple):
@@ -53,6 +60,25 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     usable = min(free + reserved["current"], allowed)
     return DeviceMemory(usable, allocated["current"], allocated["peak"], reserved["peak"])
+
+
+class Budget(NamedTuple):
+    """The checkpoints of a batch of which some wait in host memory.
+
+    Args:
+        limit: bytes that stay on the GPU. inputs: bytes of all layers' inputs per token; 0: not known yet.
+        layers: the number of layers.
+    """
+
+    limit: float
+    inputs: float
+    layers: int
+
+    def takes(self, per_token: float, tokens: int) -> tuple[float, float]:
+        """Returns the bytes that saved results of ``per_token`` bytes take on the GPU, and in host memory."""
+        stay, more = (min(self.limit, each * tokens) for each in (self.inputs, self.inputs + per_token))
+        results = per_token * tokens
+        return more - stay + IN_FLIGHT * results / self.layers, results - (more - stay)
 
 
 @dataclass(eq=False)
@@ -143,7 +169,7 @@ class _Room:
             self.measurement = _Measurement(device, memory.allocated, memory.allocated)
             _OPEN.add(self.measurement)
 
-    def at_batch(self, memory: DeviceMemory) -> None:
+    def at_batch(self, memory: DeviceMemory, budget: Budget | None) -> None:
         """Ends the measurement, if an optimizer has stepped. Forgets all if the program has taken memory since."""
         one = self.measurement
         if one is None:
@@ -160,7 +186,23 @@ class _Room:
         if one.per_token:
             kept = max(int(LEFT_FREE * memory.usable), one.reserved - one.peak)
             free = memory.usable - one.peak - states - kept
-            self.tokens = max(self.tokens, min(self.tried, int(free / one.per_token)))
+            self.tokens = max(self.tokens, _most(self.tried, one.per_token, free, budget))
+
+
+def _most(tried: int, per_token: float, free: int, budget: Budget | None) -> int:
+    """The most tokens, up to ``tried``, whose results of ``per_token`` bytes fit into ``free`` bytes of the GPU."""
+    if budget is None:
+        return min(tried, int(free / per_token))
+    of_host = free_bytes()
+    if of_host is None or not budget.inputs:
+        return 0
+    free_there = (1 - HOST_LEFT_FREE) * of_host / ranks_of_machine()
+
+    def is_too_long(tokens: int) -> bool:
+        here, there = budget.takes(per_token, tokens)
+        return here > free or there > free_there
+
+    return bisect(range(1, tried + 1), False, key=is_too_long)
 
 
 class _Rooms(dict[tuple[int, RingConfig], _Room]):
@@ -172,10 +214,12 @@ class Saving:
 
     Attributes:
         possible: "auto" was asked for, and the checkpoints of the model admitted last can save. on: they do.
+        budget: of its checkpoints; None: all stay on the GPU.
     """
 
     def __init__(self) -> None:
         self.possible = self.on = False
+        self.budget: Budget | None = None
 
 
 def saves(context: BatchContext) -> bool:
@@ -189,13 +233,14 @@ def offer(record: ModelRecord, context: BatchContext, device: torch.device) -> i
 
     -1: this model cannot save, or does not train.
     """
-    if not context.state(Saving).possible:
+    saving = context.state(Saving)
+    if not saving.possible:
         return -1
     memory, tokens = device_memory(device), _tokens(context)
     if memory is None:
         return 0
     room = record.state(_Rooms).setdefault((context.ring.size, context.config), _Room())
-    room.at_batch(memory)
+    room.at_batch(memory, saving.budget)
     if tokens > room.tried:
         room.begin(tokens, device, memory)
     return room.tokens

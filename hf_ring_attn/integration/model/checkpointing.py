@@ -26,8 +26,8 @@ from ..context.batch_context import BatchContext
 from ..context.model_record import CHECKPOINT_FUNCTIONS, Visits, latest_record
 from ..log import warn
 from . import auto_saving
-from .auto_saving import Saving
-from .offloading import CheckpointedLayer, CheckpointedLayers, LayerCall, number
+from .auto_saving import Budget, Saving
+from .offloading import CheckpointedLayer, CheckpointedLayers, LayerCall, input_bytes, number
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
@@ -47,13 +47,14 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     if config.save_attention is True and _save_attention(model, sites, warn):
         context.log.features.add("attention saved")
     text_alone = context.text is None or context.whole_head  # images take memory by other numbers than tokens
-    possible = config.save_attention == "auto" and text_alone and not wanted and not record.compiled
+    possible = config.save_attention == "auto" and text_alone and not record.compiled
     possible = possible and context.ring.size > 1 and model.training and torch.is_grad_enabled()
-    context.state(Saving).possible = possible and _save_attention(model, sites, lambda _text: None)
-    layers = record.state(CheckpointedLayers)
+    saving, layers = context.state(Saving), record.state(CheckpointedLayers)
+    saving.possible = possible and _save_attention(model, sites, lambda _text: None)
     layers.clear()
     if wanted and sites:
         layers += _offload(modules, stock)
+        saving.budget = Budget((config.offload_above or 0.0) * 2**30, input_bytes(layers), len(layers))
         context.log.features.add(f"checkpoints above {config.offload_above or 0:g} GiB on the host")
     elif wanted and model.training:
         warn("offload_above has no effect: nothing checkpoints a layer. Set gradient_checkpointing=True.")

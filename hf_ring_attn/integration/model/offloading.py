@@ -35,7 +35,8 @@ class CheckpointedLayer:
     Attributes:
         order: all checkpointed layers in order, this one at ``index``; empty: unknown.
         saved: bytes of saved attention per byte of the layer's input; None: not known yet.
-        per_token: bytes of each tensor that could leave, per token of the text model's row; empty: not known.
+        per_token: bytes of each tensor that could leave, per token of the text model's row, of batches that save
+            attention (True) and that do not; empty: not known.
         device: of the layer's input (weights may be elsewhere).
     """
 
@@ -44,7 +45,7 @@ class CheckpointedLayer:
         self.order: Sequence[CheckpointedLayer] = ()
         self.index = 0
         self.saved: float | None = None
-        self.per_token: list[float] = []
+        self.per_token: dict[bool, list[float]] = {False: [], True: []}
         self.device = torch.device("cpu")
 
     def stays(self, size: int, limit: float, saves: bool) -> bool:
@@ -61,6 +62,13 @@ def number(layers: Sequence[CheckpointedLayer]) -> None:
     """Gives each layer its place in the order."""
     for index, layer in enumerate(layers):
         layer.order, layer.index = layers, index
+
+
+def input_bytes(layers: Sequence[CheckpointedLayer]) -> float:
+    """The bytes of all layers' inputs per token; 0: not known yet. A layer that never ran counts as the first."""
+    found = [layer.per_token[False][:1] for layer in layers]
+    known = next(filter(None, found), [0.0])
+    return sum(size for sizes in found for size in sizes or known)
 
 
 class StoredResults(NamedTuple):
@@ -131,10 +139,11 @@ class LayerCall:
 
     def end(self) -> None:
         """Notes the sizes, for other layers and for the next row."""
-        if self.sizes:
+        if self.sizes and self.saves:
             self.layer.saved = self.beside / self.sizes[0]
         tokens = self.context.facts.rows * self.context.layout.local_length
-        self.layer.per_token = [size / tokens for size in self.sizes] if self.of_row else []
+        each = [size / tokens for size in self.sizes] if self.of_row else []
+        self.layer.per_token[saves(self.context)] = each
         pending = self.context.state(_Pending)
         if pending.reserve is not None and self.of_row:
             reserve, pending.reserve = pending.reserve, None
@@ -172,14 +181,14 @@ def reserve(model: nn.Module, record: ModelRecord, context: BatchContext) -> Non
     layers = record.state(CheckpointedLayers)
     if not layers or not record.uses_ring() or not model.training or not torch.is_grad_enabled():
         return
-    if any(layer.per_token for layer in layers):
+    if any(layer.per_token[saves(context)] for layer in layers):
         _reserve(layers, context)
     else:
         context.state(_Pending).reserve = partial(_reserve, layers, context)
 
 
 def _reserve(layers: Sequence[CheckpointedLayer], context: BatchContext) -> None:
-    first, ring = next(layer for layer in layers if layer.per_token), context.ring
+    first, ring = next(layer for layer in layers if layer.per_token[saves(context)]), context.ring
     device = first.device
     memory = host_memory(device)
     failure, memory.full = memory.full, None
@@ -192,9 +201,9 @@ def _reserve(layers: Sequence[CheckpointedLayer], context: BatchContext) -> None
 
 def _sizes(layers: Sequence[CheckpointedLayer], first: CheckpointedLayer, context: BatchContext) -> list[int]:
     """Bytes of each tensor that layers will store; a layer that never ran counts as the ``first`` one that did."""
-    found, tokens = [], context.facts.rows * context.layout.local_length
+    found, tokens, saved = [], context.facts.rows * context.layout.local_length, saves(context)
     for layer in layers:
-        each = [round(size * tokens) for size in layer.per_token or first.per_token]
-        if not layer.stays(each[0], context.config.offload_above or 0.0, saves(context)):
+        each = [round(size * tokens) for size in layer.per_token[saved] or first.per_token[saved]]
+        if not layer.stays(each[0], context.config.offload_above or 0.0, saved):
             found += [size for size in each if first.device.type == "cpu" or size >= SMALLEST]
     return found

@@ -16,6 +16,7 @@ from hf_ring_attn.attention.op import attentions
 from hf_ring_attn.integration import log
 from hf_ring_attn.integration.model import auto_saving
 from hf_ring_attn.integration.model.auto_saving import DeviceMemory
+from hf_ring_attn.layers.host_memory import host_memory
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.models.tiny_models import tiny
@@ -25,45 +26,51 @@ PLENTY = DeviceMemory(usable=80 * GIB, allocated=GIB, peak=20 * GIB, reserved=20
 
 
 class Run(NamedTuple):
-    """Steps of a run: of each whether it saved, and its loss and gradients; and the lines that were logged."""
+    """Steps of a run: of each whether it saved, its loss and gradients, and the tensors for each layer that went to the
+    host; and the lines that were logged."""
 
     saved: list[bool]
     bits: list[list[torch.Tensor]]
     lines: list[str]
+    away: list[float]
 
 
 def run(
     lengths: Sequence[int], save: Any = "auto", memory: Callable[[int], DeviceMemory | None] = lambda _rank: PLENTY,
-    steps_every: int = 1, prepare: Callable[[Any], Any] = lambda model: model, **options: Any,
+    host: Sequence[int | None] = (100 * GIB, 100 * GIB), steps_every: int = 1,
+    prepare: Callable[[Any], Any] = lambda model: model, **options: Any,
 ) -> Run:  # fmt: skip
     """Trains on rows of these lengths.
 
     Args:
-        memory: the counters of a rank. steps_every: batches of an optimizer's step. prepare: changes the model.
+        memory: the counters of a rank. host: bytes of host memory that are free for each rank.
+        steps_every: batches of an optimizer's step. prepare: changes the model.
     """
     model: Any = tiny("llama", "ring_fp32").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = prepare(model)
     hf_ring_attn.configure(model, RingConfig(save_attention=save, self_check=False, **options))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    found = Run([], [], [])
+    found = Run([], [], [], [])
 
     def counters(_device: torch.device) -> DeviceMemory | None:
         return memory(torch.distributed.get_rank())
 
     with (
         mock.patch.object(auto_saving, "device_memory", counters),
+        mock.patch.object(auto_saving, "free_bytes", return_value=host[torch.distributed.get_rank()]),
         mock.patch.object(log.logger, "info", found.lines.append),
     ):
         log._said.clear()
         for place, length in enumerate(lengths, start=1):
-            before = attentions()
+            before, stored = attentions(), host_memory(torch.device("cpu")).stored
             with (sharded := hf_ring_attn.shard(tokens(length, seed=place), model=model)):
                 loss = model(**sharded.inputs).loss
             loss.backward()
             sharded.reduce_gradients(model)
             found.bits.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
             found.saved.append({1: True, 2: False}[(attentions() - before) / model.config.num_hidden_layers])
+            found.away.append((host_memory(torch.device("cpu")).stored - stored) / model.config.num_hidden_layers)
             if place % steps_every == 0:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -152,12 +159,41 @@ def test_a_model_without_attention_in_its_checkpoints_is_measured_once() -> None
             pass
         auto_saving._note_step(torch.optim.SGD([torch.zeros(1)]))
     for _ in range(2):
-        room.at_batch(memory)
+        room.at_batch(memory, None)
         assert (room.measurement, room.tried, room.tokens) == (None, 12, 0)
 
 
-def test_where_checkpoints_go_to_the_host_it_does_not_save(ranks: Ranks) -> None:
-    assert saved(ranks, [24] * 3, offload_above=0) == [[False] * 3] * 2
+AWAY = {0.0: [1, 3, 3, 1, 3, 3], 5000 / GIB: [0.5, 3, 1.5, 0.5, 3, 3], 1.0: [0, 1.5, 0, 0, 0, 0]}
+"""By GiB that may stay. The first batch that saves does not know yet how much, so its first layer leaves."""
+
+
+@pytest.mark.parametrize("gib", AWAY)
+def test_where_checkpoints_go_to_the_host_results_go_there_too_with_the_same_bits(ranks: Ranks, gib: float) -> None:
+    lengths = [24, 24, 16, 32, 24, 32]
+    never = ranks(2).run(run, lengths, save=False)
+    for one, without in zip(ranks(2).run(run, lengths, offload_above=gib), never, strict=True):
+        assert one.saved == [False, True, True, False, True, True]
+        assert one.away == AWAY[gib]
+        for got, want in zip(one.bits, without.bits, strict=True):
+            assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("free", [None, 1000])
+def test_a_rank_without_the_host_memory_decides_for_all(ranks: Ranks, free: int | None) -> None:
+    assert saved(ranks, [24] * 3, offload_above=0, host=(100 * GIB, free)) == [[False] * 3] * 2
+
+
+def test_host_memory_is_needed_for_what_waits_there() -> None:
+    """Of 32 layers with inputs of 1 GiB and results as large; 8 GiB may stay on the GPU."""
+    budget, each = auto_saving.Budget(8 * GIB, 32.0, 32), 32.0
+    assert budget.takes(each, GIB) == (3 * GIB, 32 * GIB)
+    assert auto_saving.Budget(40 * GIB, 32.0, 32).takes(each, GIB) == (11 * GIB, 24 * GIB)
+    with mock.patch.object(auto_saving, "free_bytes", return_value=64 * GIB):
+        assert auto_saving._most(GIB, each, 3 * GIB, budget) == GIB
+        assert auto_saving._most(GIB, each, 3 * GIB - 32, budget) == GIB - 11  # three layers are on their way
+        assert auto_saving._most(GIB, each, 3 * GIB, budget._replace(inputs=0.0)) == 0
+    with mock.patch.object(auto_saving, "free_bytes", return_value=32 * GIB):  # half of it stays free
+        assert auto_saving._most(GIB, each, 3 * GIB, budget) == GIB // 2
 
 
 class _Other(NamedTuple):
