@@ -1,8 +1,8 @@
 """Saved attention by free memory, for tests/gpu/test_activations_on_gpu.py: torchrun ... -m tests.gpu.saving_ranks
 
 A small model trains three steps in a ring on a GPU with plenty of memory: the first step measures, the others save what
-attention computed. Their losses and gradients have the bits of steps that never save. If the process may have little
-more memory than the first step took, no step saves.
+attention computed, also where checkpoints wait in host memory. Their losses and gradients have the bits of steps that
+never save. If the process may have little more memory than the first step took, no step saves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from tests.gpu.verdict import told
 TOKENS, LAYERS, STEPS = 16384, 4, 3
 
 
-def steps(device: torch.device, save: Any, fraction: float = 1.0) -> tuple[list[int], list[list[Tensor]]]:
+def steps(
+    device: torch.device, save: Any, fraction: float = 1.0, offload_above: float | None = None
+) -> tuple[list[int], list[list[Tensor]]]:
     """How often each step attended, a layer, and its loss and gradients. ``fraction``: of the GPU that may be used."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -34,7 +36,7 @@ def steps(device: torch.device, save: Any, fraction: float = 1.0) -> tuple[list[
     kind: Any = LlamaForCausalLM
     model = kind._from_config(config, attn_implementation="ring_fp32", dtype=torch.bfloat16).to(device).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    options = RingConfig(save_attention=save, deterministic=True)
+    options = RingConfig(save_attention=save, deterministic=True, offload_above=offload_above)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -60,11 +62,12 @@ def differences(device: torch.device) -> Iterator[str]:
     never, want = steps(device, False)
     peak = torch.cuda.max_memory_allocated(device)
     tight = 1.1 * peak / torch.cuda.get_device_properties(device).total_memory
-    for name, save, fraction, expected in (
-        ("never", False, 1.0, [2, 2, 2]), ("always", True, 1.0, [1, 1, 1]), ("auto", "auto", 0.5, [2, 1, 1]),
-        ("auto with little memory", "auto", tight, [2, 2, 2]),
+    for name, save, fraction, offload_above, expected in (
+        ("never", False, 1.0, None, [2, 2, 2]), ("always", True, 1.0, None, [1, 1, 1]),
+        ("auto", "auto", 0.5, None, [2, 1, 1]), ("auto with little memory", "auto", tight, None, [2, 2, 2]),
+        ("auto with checkpoints on the host", "auto", 0.5, 0.0, [2, 1, 1]),
     ):  # fmt: skip
-        ran, bits = (never, want) if name == "never" else steps(device, save, fraction)
+        ran, bits = (never, want) if name == "never" else steps(device, save, fraction, offload_above)
         if ran != expected:
             yield f"{name}: each step attended {ran} times, not {expected}"
         pairs = (pair for got, other in zip(bits, want, strict=True) for pair in zip(got, other, strict=True))
@@ -74,7 +77,7 @@ def differences(device: torch.device) -> Iterator[str]:
 
 def main() -> None:
     with world("cuda", may_share=True) as (ring, device):
-        failed = told(ring, list(differences(device)), "4 runs")
+        failed = told(ring, list(differences(device)), "5 runs")
     sys.exit(failed)
 
 
