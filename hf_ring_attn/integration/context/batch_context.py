@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ... import errors
 from ...attention.op import attentions
@@ -85,12 +85,21 @@ class MaskSpec(Opaque):
         self.mask = mask
         self.layout = layout
         self.places = layout.positions()
+        self._places: dict[torch.device, Tensor] = {}
         self.seen = seen
         self.config = config
         self.in_batch = context is not None
         # A given number of heads per gather bounds memory: then layers share nothing.
         shares = context is not None and context.ring.size > 1 and config.heads_per_gather is None
         self.shared = context.state(SharedKV) if context is not None and shares else None
+
+    def places_on(self, device: torch.device) -> Tensor:
+        """`places` on a device, to which they are copied once, since a copy waits for a GPU."""
+        if torch.compiler.is_compiling():
+            return self.places.to(device)
+        if device not in self._places:
+            self._places[device] = self.places.to(device)
+        return self._places[device]
 
     def contiguous(self) -> MaskSpec:
         """Returns itself: generate() with a static cache calls this on every prepared mask."""

@@ -60,7 +60,7 @@ def scaled(module: Any, query: Tensor, spec: MaskSpec) -> Tensor:
     """Scales queries [B, H, T, D] of a layer that is tuned, as in one process; returns others unchanged."""
     if not getattr(module, _TURNED_OFF, False):
         return query
-    places = spec.places.to(query.device)
+    places = spec.places_on(query.device)
     steps = torch.floor((places.float() + 1.0) / module.floor_scale)
     factors = torch.log1p(steps) * module.attn_scale + 1.0
     tuned: Tensor = (query * factors[:, None]).to(query.dtype)

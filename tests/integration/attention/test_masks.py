@@ -129,6 +129,13 @@ def test_a_block_that_crosses_documents_is_refused() -> None:
         made(create_causal_mask, "ring_fp32", block_sequence_ids=BLOCKS, position_ids=PACKED)
 
 
+def test_places_are_copied_to_a_device_once() -> None:
+    """In each layer whose queries are scaled by place they were copied again, and the host waited for the GPU."""
+    spec, meta = made(create_causal_mask, "ring_fp32"), torch.device("meta")
+    assert spec.places_on(meta) is spec.places_on(meta)
+    assert torch.equal(spec.places_on(torch.device("cpu")), spec.places)
+
+
 def test_one_spec_for_all_layers_of_a_kind() -> None:
     """Tables of tiles are made once: the next batch of the same shape finds them again."""
     first, second = (made(create_causal_mask, "ring_fp32") for _ in range(2))
