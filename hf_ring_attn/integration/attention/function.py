@@ -204,6 +204,8 @@ def _chosen(scoped: bool, trains: bool, ring: str, name: str, *facts: Any) -> st
 def _note(scoped: bool, trains: bool, kernel: str, request: Request) -> None:
     """Records the kernel for the log line at the start."""
     context = batch_context.current()
+    if not scoped and context is not None and context.before_text:
+        return  # a tower, which reads images on every rank
     if not scoped:
         say(f"{'no ring active' if ring_group() is None else 'whole rows on every rank'}; kernel {kernel}")
         if trains:

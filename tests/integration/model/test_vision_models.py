@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+import hf_ring_attn
+from hf_ring_attn.integration.attention import function
 from hf_ring_attn.testing import relative_error
 from tests.helpers.hosts import LLAMA_4_FAILS
 from tests.helpers.jobs.comparison import Ranks
@@ -79,3 +82,20 @@ def test_a_trainer_trains_a_family(ranks: Ranks, name: str) -> None:
 def test_its_images_matter(name: str) -> None:
     other = vision_models.alone(name, flipped=True)[0]
     assert relative_error(other, alone(name)[0]) > 1e-2
+
+
+def warnings_of(name: str) -> int:
+    """How often a family that trains in a ring is said to train without one."""
+    made: Any = vision_models.build(KINDS[name], "ring_fp32").train()
+    with mock.patch.object(function, "warn_without_ring") as warned:
+        sharded = hf_ring_attn.shard(vision_models.labelled(vision_models.batch_of(KINDS[name])))
+        with sharded:
+            loss = made(**sharded.inputs).loss
+        loss.backward()
+    return warned.call_count
+
+
+@pytest.mark.parametrize("name", ["Gemma 4, images both ways", "Idefics 3"])
+def test_a_tower_that_makes_masks_is_in_a_ring(ranks: Ranks, name: str) -> None:
+    """A warning said that the model trained without one."""
+    assert ranks(2).run(warnings_of, name) == [0, 0]
