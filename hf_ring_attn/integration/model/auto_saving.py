@@ -74,11 +74,16 @@ class Budget(NamedTuple):
     inputs: float
     layers: int
 
-    def takes(self, per_token: float, tokens: int) -> tuple[float, float]:
-        """Returns the bytes that saved results of ``per_token`` bytes take on the GPU, and in host memory."""
-        stay, more = (min(self.limit, each * tokens) for each in (self.inputs, self.inputs + per_token))
-        results = per_token * tokens
-        return more - stay + IN_FLIGHT * results / self.layers, results - (more - stay)
+    def takes(self, per_token: float, tokens: int, calls: int) -> tuple[float, float]:
+        """Returns the bytes that saved results of ``per_token`` bytes take on the GPU, and in host memory.
+
+        Args:
+            calls: of checkpointed layers whose graphs live at once. Each batch may keep ``limit`` bytes on the GPU.
+        """
+        batches = max(1.0, calls / self.layers)
+        inputs, results, limit = batches * self.inputs * tokens, per_token * tokens, batches * self.limit
+        here = min(limit, inputs + results) - min(limit, inputs)
+        return here + IN_FLIGHT * results / max(calls, self.layers), results - here
 
 
 @dataclass(eq=False)
@@ -88,7 +93,8 @@ class _Measurement:
     Args:
         before: bytes allocated before its first forward. start: before a forward, the most.
         tokens: the most of a rank in a batch whose backward began. per_token: bytes of the results that would have been
-            saved then, for each token of that batch; the most. peak, reserved: as in `DeviceMemory`, the most seen.
+            saved then, for each token of that batch; the most. calls: the most checkpointed layers whose graphs lived
+            then. peak, reserved: as in `DeviceMemory`, the most seen.
     """
 
     device: torch.device
@@ -96,6 +102,7 @@ class _Measurement:
     start: int
     tokens: int = 0
     per_token: float = 0.0
+    calls: int = 0
     peak: int = 0
     reserved: int = 0
     stepped: bool = False
@@ -134,6 +141,7 @@ class _Unsaved:
             one.look()
             one.tokens = max(one.tokens, self.tokens)
             one.per_token = max(one.per_token, together / self.tokens)
+            one.calls = max(one.calls, len(_UNSAVED))
 
     def __exit__(self, *_error: object) -> None:
         pass
@@ -186,20 +194,20 @@ class _Room:
         if one.per_token:
             kept = max(int(LEFT_FREE * memory.usable), one.reserved - one.peak)
             free = memory.usable - one.peak - states - kept
-            self.tokens = max(self.tokens, _most(self.tried, one.per_token, free, budget))
+            self.tokens = max(self.tokens, _most(self.tried, one, free, budget))
 
 
-def _most(tried: int, per_token: float, free: int, budget: Budget | None) -> int:
-    """The most tokens, up to ``tried``, whose results of ``per_token`` bytes fit into ``free`` bytes of the GPU."""
+def _most(tried: int, shown: _Measurement, free: int, budget: Budget | None) -> int:
+    """The most tokens, up to ``tried``, whose results fit into ``free`` bytes of the GPU."""
     if budget is None:
-        return min(tried, int(free / per_token))
+        return min(tried, int(free / shown.per_token))
     of_host = free_bytes()
     if of_host is None or not budget.inputs:
         return 0
     free_there = (1 - HOST_LEFT_FREE) * of_host / ranks_of_machine()
 
     def is_too_long(tokens: int) -> bool:
-        here, there = budget.takes(per_token, tokens)
+        here, there = budget.takes(shown.per_token, tokens, shown.calls)
         return here > free or there > free_there
 
     return bisect(range(1, tried + 1), False, key=is_too_long)

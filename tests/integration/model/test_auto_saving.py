@@ -185,15 +185,17 @@ def test_a_rank_without_the_host_memory_decides_for_all(ranks: Ranks, free: int 
 
 def test_host_memory_is_needed_for_what_waits_there() -> None:
     """Of 32 layers with inputs of 1 GiB and results as large; 8 GiB may stay on the GPU."""
-    budget, each = auto_saving.Budget(8 * GIB, 32.0, 32), 32.0
-    assert budget.takes(each, GIB) == (3 * GIB, 32 * GIB)
-    assert auto_saving.Budget(40 * GIB, 32.0, 32).takes(each, GIB) == (11 * GIB, 24 * GIB)
+    budget, each, calls = auto_saving.Budget(8 * GIB, 32.0, 32), 32.0, 32
+    assert budget.takes(each, GIB, calls) == (3 * GIB, 32 * GIB)  # three layers' results are on their way
+    assert budget._replace(limit=40 * GIB).takes(each, GIB, calls) == (11 * GIB, 24 * GIB)
+    assert budget._replace(limit=40 * GIB).takes(2 * each, GIB, 2 * calls) == (19 * GIB, 48 * GIB)  # two batches
+    shown = auto_saving._Measurement(torch.device("cpu"), 0, 0, per_token=each, calls=calls)
     with mock.patch.object(auto_saving, "free_bytes", return_value=64 * GIB):
-        assert auto_saving._most(GIB, each, 3 * GIB, budget) == GIB
-        assert auto_saving._most(GIB, each, 3 * GIB - 32, budget) == GIB - 11  # three layers are on their way
-        assert auto_saving._most(GIB, each, 3 * GIB, budget._replace(inputs=0.0)) == 0
+        assert auto_saving._most(GIB, shown, 3 * GIB, budget) == GIB
+        assert auto_saving._most(GIB, shown, 3 * GIB - 32, budget) == GIB - 11
+        assert auto_saving._most(GIB, shown, 3 * GIB, budget._replace(inputs=0.0)) == 0
     with mock.patch.object(auto_saving, "free_bytes", return_value=32 * GIB):  # half of it stays free
-        assert auto_saving._most(GIB, each, 3 * GIB, budget) == GIB // 2
+        assert auto_saving._most(GIB, shown, 3 * GIB, budget) == GIB // 2
 
 
 class _Other(NamedTuple):
