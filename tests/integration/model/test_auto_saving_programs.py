@@ -83,7 +83,11 @@ def offloaded_at_once(host: int) -> list[int]:
     """Layers that attend again in steps of two batches at once, whose checkpoints wait in host memory."""
     model, found = checkpointed(), []
     hf_ring_attn.configure(model, replace(OPTIONS, offload_above=0.0))
-    with stepping(PLENTY, model) as step, mock.patch.object(auto_saving, "free_bytes", return_value=host):
+    with (
+        stepping(PLENTY, model) as step,
+        mock.patch.object(auto_saving, "free_bytes", return_value=host),
+        mock.patch.object(auto_saving, "ranks_of_machine", return_value=2),
+    ):
         for _ in range(2):
             found.append(layers_again(loss_of(model) + loss_of(model, 20)))
             step()
@@ -94,9 +98,9 @@ def offloaded_at_once(host: int) -> list[int]:
 def test_results_of_batches_that_live_at_once_must_fit_the_host_together(
     ranks: Ranks, part: float, second: int
 ) -> None:
-    """Of rows with 12 and 10 tokens on a rank, each as if all had its share; half of the host's memory stays free."""
+    """Of rows with 12 and 10 tokens on a rank, each as if all had its share. Two ranks share half of the memory."""
     results = fits(0).peak - fits(12 + 10).peak
-    assert ranks(2).run(offloaded_at_once, int(2 * part * results)) == [[4, second]] * 2
+    assert ranks(2).run(offloaded_at_once, int(4 * part * results)) == [[4, second]] * 2
 
 
 def two_models(memory: DeviceMemory) -> list[int]:
