@@ -149,6 +149,9 @@ class Meter(TrainerCallback):
             "mfu": self.flops / seconds / (world * peak) if peak else None,
             "mfu_formula": "flops_per_step / seconds_per_step / (ranks x dense bf16 peak); see measure.flops_per_step",
             "peak_memory_GiB": memory,
+            # of this rank: what torch's allocator had from the GPU, and what of it was lost between tensors
+            "peak_reserved_GiB": torch.cuda.max_memory_reserved() / 2**30 if gpu else None,
+            "peak_split_GiB": torch.cuda.memory_stats()["inactive_split_bytes.all.peak"] / 2**30 if gpu else None,
             "profile": self._profile(),
             "fullest_moment": self.fullest,
             "versions": {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()},
