@@ -167,6 +167,9 @@ class Binding:
             return
         if not known and self._is_no_model(module):
             return
+        if self._is_before_images_model(module):
+            replicas.note_trained(module, self.context)
+            return
         self.running = module
         try:
             searched = known or self._bind_running(module)
@@ -193,9 +196,7 @@ class Binding:
         inner, context = introspect.inside(module), self.context
         if context.text is not None or any(introspect.inside(model) is inner for model in context.log.models):
             return False
-        model = next((one for one in introspect.modules_of(inner) if isinstance(one, PreTrainedModel)), None)
-        names = set() if model is None else {*introspect.parameters_of(model)}
-        return "position_ids" in names and not names.isdisjoint(TOKENS)
+        return _takes_tokens(inner)
 
     def _is_no_model(self, module: nn.Module) -> bool:
         """Returns True for a module around a named model, and for one beside a host's, whose own loss was tried."""
@@ -204,6 +205,12 @@ class Binding:
             return True
         is_hosts = self.context.state(TrialStep).loss is not None
         return bool([*log.models]) and is_hosts and not introspect.uses_ring(module)
+
+    def _is_before_images_model(self, module: nn.Module) -> bool:
+        """Returns True for embeddings or a tower that are called before any model: of whole rows, on every rank."""
+        context = self.context
+        is_first = not [*context.log.models] and context.before_text and not context.whole_head
+        return is_first and not _takes_tokens(module)
 
     def _bind_running(self, module: nn.Module) -> bool:
         """Admits a model that begins to run. Returns True if all modules that it calls are known."""
@@ -224,6 +231,13 @@ class Binding:
         self.leaving.close()
         if self.handle is None and batch_context.is_active(self.context):  # a hook of the program may have left it
             self.watch_all()
+
+
+def _takes_tokens(module: nn.Module) -> bool:
+    """Returns True if the transformers model that ``module`` is, or holds, reads text."""
+    model = next((one for one in introspect.modules_of(module) if isinstance(one, PreTrainedModel)), None)
+    names = set() if model is None else {*introspect.parameters_of(model)}
+    return "position_ids" in names and not names.isdisjoint(TOKENS)
 
 
 def _forward_around(module: nn.Module) -> nn.Module | None:

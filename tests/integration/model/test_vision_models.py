@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -99,3 +100,24 @@ def warnings_of(name: str) -> int:
 def test_a_tower_that_makes_masks_is_in_a_ring(ranks: Ranks, name: str) -> None:
     """A warning said that the model trained without one."""
     assert ranks(2).run(warnings_of, name) == [0, 0]
+
+
+def after_a_part(name: str, part: str, attention: str) -> float:
+    """The square of a family's loss, where a program calls its embeddings or its tower before it."""
+    made: Any = vision_models.build(KINDS[name], attention).train()
+    batch = vision_models.labelled(vision_models.batch_of(KINDS[name]))
+    sharded = hf_ring_attn.shard(batch) if attention == "ring_fp32" else None
+    with torch.no_grad(), sharded or nullcontext():
+        if part == "embeddings":
+            made.get_input_embeddings()(batch["input_ids"])
+        else:
+            made.get_image_features(**{key: x for key, x in batch.items() if "pixel" in key or "grid" in key})
+        return float(made(**(sharded.inputs if sharded else {**batch, "use_cache": False})).loss ** 2)
+
+
+@pytest.mark.parametrize("part", ["embeddings", "tower"])
+@pytest.mark.parametrize("name", ["InternVL", "Qwen2-VL"])
+def test_a_part_may_be_called_before_the_family(ranks: Ranks, name: str, part: str) -> None:
+    """It was refused: the part alone has no text model."""
+    want = after_a_part(name, part, "eager")
+    assert ranks(2).run(after_a_part, name, part, "ring_fp32") == pytest.approx([want, want], rel=1e-5)
