@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..context.introspect import file_of
 from ..context.program_states import TORCHS_OWN, is_of_program
 from ..context.tensor_tree import tensors_of
 from ..context.tracked_input import version_of
@@ -45,7 +46,7 @@ class States:
     written: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        owners = [type(module).__module__ for module in self.model.modules()]
+        owners = [file_of(module) for module in self.model.modules()]
         owners += [str(getattr(hook, "__module__", "")) for hook in hooks_of(self.model.modules())]
         self._has_others = any(map(is_of_program, owners))  # in objects of the program, which are not watched
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hf_ring_attn
 from tests.helpers.jobs.comparison import Ranks
@@ -42,6 +44,25 @@ class Scaled(nn.Module):
             self.value = float(now)
         else:
             self.outside["value"] = float(now)
+        return found
+
+
+class Largest:
+    """An object of the program."""
+
+    value = 1.0
+
+
+class ScaledByObject(nn.Module):
+    """Divides by the largest value of earlier forwards, which an object beside the model holds."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp, self.largest = mlp, Largest()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.mlp(x / self.largest.value)
+        self.largest.value = float(found.detach().abs().max())
         return found
 
 
@@ -145,6 +166,27 @@ def test_a_state_of_a_ranks_tokens_is_refused(ranks: Ranks, where: str) -> None:
         assert raised is not None, "not refused"
         assert raised[0] == "TokensKept"
         assert raised[1].startswith(f"LlamaForCausalLM stores values that depend on tokens {KEPT[where]}")
+
+
+def refused_object(is_sharded: bool) -> tuple[str, str] | None:
+    model = of_one_layer(ScaledByObject)
+    if is_sharded:
+        for part in (model.model.layers[0].mlp, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+    def run() -> None:
+        with hf_ring_attn.shard(tokens(23), model=model) as sharded:
+            model(**sharded.inputs)
+
+    return attempt(run)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "FSDP2"])
+def test_a_state_in_an_object_of_the_program_is_refused(ranks: Ranks, is_sharded: bool) -> None:
+    """fully_shard gives a module a class of torch's, so that the program's module was not seen."""
+    for raised in ranks(2).run(refused_object, is_sharded):
+        assert raised is not None, "not refused"
+        assert raised[0] == "TokensKept" and "(in an object of the program)" in raised[1]
 
 
 def refused_change() -> tuple[str, str] | None:
