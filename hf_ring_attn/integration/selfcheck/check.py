@@ -41,6 +41,7 @@ from .compare import ComparedTokens, Recorder, outputs_inside, relative
 from .placeholders import try_placeholders
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
+from .stand_in import stand_in
 from .states import States
 from .tolerance import AMPLIFICATION, EXACT, LOSS, always_passes, dtypes_seen, rounded_anew
 from .trial import GRADIENT, random_state, run_step, set_modes, watched_weights
@@ -105,7 +106,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
             name = introspect.class_of(inner)
             warn(f"{name} takes hidden states, so the self-check cannot run it: it runs in the ring unchecked.")
             return
-        job = _Check(inner, context, sample, sample.device(model), as_one)
+        job = _Check(inner, context, sample, sample.device(model), as_one, stand_in(model, inner))
         modes = [x.training for x in inner.modules()]
         if case not in verdicts:
             with preserved(inner), moved_from_zero(inner):
@@ -136,6 +137,8 @@ class _Check(AcrossRanks):
     sample: Sample
     device: torch.device
     as_one: bool
+    given: nn.Module
+    """What a program's loss gets as its model."""
     has_one_value: bool = False
     """The latest trial step had the same loss on every rank."""
 
@@ -222,7 +225,7 @@ class _Check(AcrossRanks):
         weights = watched_weights(self.model) if trains and self.sharding is None else {}
         set_modes(self.model, None if step.trains else modes if trains else [False] * len(modes))
         row = self._row(seed, rows, self.context.facts.has_labels or self.context.whole_head)
-        attempted = partial(run_step, step, self.model, weights=[*weights.values()], as_one=self.as_one)
+        attempted = partial(run_step, step, self.model, self.given, weights=[*weights.values()], as_one=self.as_one)
         whole_step, ring_step = (
             partial(self.states.run, partial(attempted, row, part, partial(self._call, *part)), alone)
             for alone, part in ((True, self._local(row, Ring(LOCAL))), (False, self._local(row, self.ring)))

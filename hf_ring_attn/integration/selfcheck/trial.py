@@ -41,12 +41,13 @@ class StepResult(NamedTuple):
 
 
 def run_step(
-    step: TrialStep, model: nn.Module, row: Mapping[str, Any], local: LocalBatch, call: Callable[[], Any],
-    weights: Iterable[nn.Parameter], as_one: bool,
+    step: TrialStep, model: nn.Module, given: nn.Module, row: Mapping[str, Any], local: LocalBatch,
+    call: Callable[[], Any], weights: Iterable[nn.Parameter], as_one: bool,
 ) -> StepResult | None:  # fmt: skip
     """Computes the loss of a row's local batch and its gradients; None if there is no loss.
 
     Args:
+        given: what the host's loss gets as its model.
         call: calls the model with the local batch, if the host does not compute the loss.
         as_one: see `in_ring`.
     """
@@ -56,7 +57,8 @@ def run_step(
     with torch.set_grad_enabled(bool(weights)), no_hooks, _without_reentrant_checkpoints():
         # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
         with batch_context.activate(local.context), in_ring(model, as_one=as_one):
-            loss = loss_of(call()) if step.loss is None else step.loss(model, row, local)
+            given.training = model.training
+            loss = loss_of(call()) if step.loss is None else step.loss(given, row, local)
             if weights and isinstance(loss, Tensor):  # else a rank would wait for one that has no backward
                 facts = {"dependence of the loss on the model": "some" if _reaches_model(loss) else "none"}
                 local.context.ring.agree(facts, local.context.ring.small_device(loss.device), loss_gradients.TODO)

@@ -177,6 +177,42 @@ def test_a_sum_times_another_number_of_processes_is_refused(ranks: Ranks, times:
         assert error.startswith("LossNotSharded"), error
 
 
+# ---- names of weights ------------------------------------------------------------------------------------------------
+
+
+def near_the_first_weights(mesh: Mesh) -> tuple[list[dict[str, float]], Tensor]:
+    """What Trainer logged, and the weights, where a loss keeps them near those of its first call, which it finds by
+    their names."""
+
+    class Own(Trainer):
+        first: dict[str, Tensor] | None = None
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            if self.first is None:
+                self.first = {name: x.detach().clone() for name, x in model.named_parameters()}
+            far = sum((x - self.first[name]).square().sum() for name, x in model.named_parameters())
+            config = self.accelerator.unwrap_model(model).config
+            out = model(**inputs)
+            loss = out.loss + config.initializer_range * far
+            return (loss, out) if return_outputs else loss
+
+    run = replace(RUN, arguments={**RUN.arguments, "eval_strategy": "no"})  # Trainer evaluates the model inside DDP
+    with launched(mesh), a_folder(None) as folder:
+        trainer: Any = trainer_of(run, mesh, folder, kind=Own)
+        trainer.train()
+        return numbers(trainer.state.log_history), torch.cat([x.detach().flatten() for x in trainer.model.parameters()])
+
+
+def test_a_loss_may_know_weights_by_the_names_in_its_wrapper(ranks: Ranks) -> None:
+    """The self-check of a later step called it with the model inside DDP, whose names it did not know."""
+    log, weights = ranks(1).run(near_the_first_weights, Mesh())[0]
+    for got in ranks(2).run(near_the_first_weights, Mesh(cp=2)):
+        assert [pytest.approx(entry, rel=1e-5) for entry in log] == got[0]
+        torch.testing.assert_close(got[1], weights, rtol=1e-5, atol=1e-6)
+
+
 # ---- other labels ----------------------------------------------------------------------------------------------------
 
 
