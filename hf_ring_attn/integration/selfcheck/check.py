@@ -138,7 +138,7 @@ class _Check(AcrossRanks):
     device: torch.device
     as_one: bool
     given: nn.Module
-    """What a program's loss gets as its model."""
+    """The model for a program's loss: see `stand_in`."""
     has_one_value: bool = False
     """The latest trial step had the same loss on every rank."""
 

@@ -1,4 +1,4 @@
-"""What a program's loss gets as its model in a trial step: under DDP a wrapper with its names, which sends nothing.
+"""The model that a program's loss gets in a trial step: under DDP a wrapper with its names, which sends nothing.
 
 A program may know weights by DDP's names ("module.model..."), or take the model out of its wrapper. DDP itself would
 send buffers, and record a forward for a backward that never comes.

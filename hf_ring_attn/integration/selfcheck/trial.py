@@ -47,7 +47,7 @@ def run_step(
     """Computes the loss of a row's local batch and its gradients; None if there is no loss.
 
     Args:
-        given: what the host's loss gets as its model.
+        given: the model that the host's loss gets.
         call: calls the model with the local batch, if the host does not compute the loss.
         as_one: see `in_ring`.
     """
