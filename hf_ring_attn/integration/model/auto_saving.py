@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ...attention.saved_results import Counts, Saved, SavedResults
-from ...config import RingConfig, ranks_of_machine
+from ...config import RingConfig, has_expandable_segments, ranks_of_machine
 from ...layers.free_memory import free_bytes
 from ..context.batch_context import BatchContext
 from ..context.model_record import ModelRecord
+from ..log import warn
 from . import optimizer_steps
 
 LEFT_FREE = 0.1
@@ -34,6 +35,11 @@ HOST_LEFT_FREE = 0.5
 """The part of free host memory that it leaves free: a host gathers whole models there to save them."""
 IN_FLIGHT = 3
 """The most layers whose results are on the GPU on their way to the host or back."""
+
+LOST = (
+    'save_attention="auto" saves less than might fit: torch\'s allocator held {:.1f} GiB beyond its tensors, which may be '
+    "lost between them. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids that."
+)
 
 
 class DeviceMemory(NamedTuple):
@@ -192,9 +198,12 @@ class _Room:
         states = max(0, memory.allocated - one.before)
         self.start = one.start + states
         if one.per_token:
-            kept = max(int(LEFT_FREE * memory.usable), one.reserved - one.peak)
-            free = memory.usable - one.peak - states - kept
-            self.tokens = max(self.tokens, _most(self.tried, one, free, budget))
+            kept, lost = int(LEFT_FREE * memory.usable), one.reserved - one.peak
+            free = memory.usable - one.peak - states
+            fitting = _most(self.tried, one, free - max(kept, lost), budget)
+            if fitting < _most(self.tried, one, free - kept, budget) and not has_expandable_segments():
+                warn(LOST.format(lost / 2**30), everywhere=False)
+            self.tokens = max(self.tokens, fitting)
 
 
 def _most(tried: int, shown: _Measurement, free: int, budget: Budget | None) -> int:

@@ -14,6 +14,7 @@ import torch
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.attention.op import attentions
+from hf_ring_attn.integration import log
 from hf_ring_attn.integration.model import auto_saving
 from hf_ring_attn.integration.model.auto_saving import DeviceMemory
 from tests.helpers.jobs.comparison import Ranks
@@ -151,6 +152,28 @@ def reset_after_steps(peak: int) -> list[int]:
 @pytest.mark.parametrize(("peak", "second"), [(65, 0), (73, 2)])
 def test_counters_are_read_before_the_program_resets_them(ranks: Ranks, peak: int, second: int) -> None:
     assert ranks(2).run(reset_after_steps, peak) == [[2, second]] * 2
+
+
+def lost_between_tensors(peak: int, told: str) -> list[str]:
+    """Warnings of a run whose allocator holds all of 80 GiB."""
+    model = checkpointed()
+    with (
+        stepping(PLENTY._replace(peak=peak * GIB, reserved=80 * GIB), model) as step,
+        mock.patch.dict("os.environ", {"PYTORCH_CUDA_ALLOC_CONF": told}),
+        mock.patch.object(log.logger, "warning") as warning,
+    ):
+        for _ in range(2):
+            layers_again(loss_of(model))
+            step()
+    return [call.args[0] for call in warning.call_args_list if "auto" in call.args[0]]
+
+
+@pytest.mark.parametrize(("peak", "told", "lines"), [(35, "", 1), (35, "expandable_segments:True", 0), (73, "", 0)])
+def test_what_the_allocator_loses_is_told_if_it_decides(ranks: Ranks, peak: int, told: str, lines: int) -> None:
+    """At 35 GiB results would fit, but for 45 GiB that are lost; at 73 GiB they would not fit anyhow."""
+    first, *others = ranks(2).run(lost_between_tensors, peak, told)
+    assert len(first) == lines and others == [[]]
+    assert all("allocator held 45.0 GiB beyond its tensors" in line for line in first)
 
 
 def skipped(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
