@@ -37,8 +37,8 @@ IN_FLIGHT = 3
 """The most layers whose results are on the GPU on their way to the host or back."""
 
 LOST = (
-    'save_attention="auto" saves less than might fit: torch\'s allocator held {:.1f} GiB beyond its tensors, which may be '
-    "lost between them. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids that."
+    'save_attention="auto" saves less than might fit: torch\'s allocator held {:.1f} GiB beyond its tensors, which may '
+    "be lost between them. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids that."
 )
 
 
