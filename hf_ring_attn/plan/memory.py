@@ -84,10 +84,8 @@ def memory_of(model: ModelShape, setup: Setup, accumulates: bool = False) -> Mem
     layers = model.layers
     largest = max(layers, key=lambda layer: layer.parameters)
     layer_weights, head_weights = _gathered(model, largest, setup)
-    away = offloaded_layers(model, setup) if setup.checkpointing else 0
-    if away:
-        kept = _kept(model, setup)
-        of_host[CHECKPOINTS], of_host[SAVED] = away * kept[CHECKPOINTS], away * kept[SAVED]
+    away = offloaded_layers(model, setup)
+    of_host.update({name: float(away * size) for name, size in _kept(model, setup).items()})
     of_last, of_first = (gradients if accumulates else part * gradients for part in _made(model, setup))
     # The last layers' checkpoints stay, and are used first; then one is in use and one on its way back.
     at_last = {GRADIENTS: of_last, **_waiting(model, setup, max(len(layers) - away, min(2, away)))}

@@ -247,13 +247,11 @@ def _pass_spec_through(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def needed_parameters(original: Callable[..., Any] | None) -> str:
     """The parameters that `_preprocess_mask_arguments` must have: its own, if they have what is read here."""
-    names = set() if original is None else inspect.signature(original).parameters.keys()
-    reads = {"config", "attention_mask", "position_ids"} <= names and not names.isdisjoint(CACHES)
-    return (
-        render(original)
-        if original is not None and reads
-        else "(config, inputs_embeds, attention_mask, cache, position_ids, ...)"
-    )
+    if original is not None:
+        names = inspect.signature(original).parameters.keys()
+        if {"config", "attention_mask", "position_ids"} <= names and not names.isdisjoint(CACHES):
+            return render(original)
+    return "(config, inputs_embeds, attention_mask, cache, position_ids, ...)"
 
 
 def _refuse_share(given: Mapping[str, Any], cache: Any) -> None:

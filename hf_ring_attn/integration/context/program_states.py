@@ -25,6 +25,7 @@ DEPTH, OBJECTS = 8, 20_000
 """How far other objects are followed from one, and how many."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
 TORCHS_OWN = frozenset(nn.Module().__dict__)
+"""torch's own attributes of every module, parameters among them: FSDP2 exchanges them in a forward."""
 COLLECTIONS = {list, dict, set, deque, defaultdict, OrderedDict, Counter}
 """Exact types: a subclass, such as a model's output, may refuse to be changed."""
 

@@ -201,7 +201,8 @@ class _Room:
             kept, lost = int(LEFT_FREE * memory.usable), one.reserved - one.peak
             free = memory.usable - one.peak - states
             fitting = _most(self.tried, one, free - max(kept, lost), budget)
-            if fitting < _most(self.tried, one, free - kept, budget) and not has_expandable_segments():
+            may_be_told = lost > kept and not has_expandable_segments()
+            if may_be_told and fitting < _most(self.tried, one, free - kept, budget):
                 warn(LOST.format(lost / 2**30), everywhere=False)
             self.tokens = max(self.tokens, fitting)
 

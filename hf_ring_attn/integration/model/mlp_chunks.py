@@ -24,6 +24,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import class_of, configs_of, is_unit
 from ..context.model_record import latest_record
+from ..context.tracked_input import version_of
 from ..log import warn
 from ..patching.compiler import uncompiled
 from ..patching.hooks import is_ours, replace_forward
@@ -196,11 +197,11 @@ class _ChunkedForward:
         rows, call = x.reshape(-1, x.shape[-1]), _Call(self)
         if self.tried:
             return self._whole(run_in_chunks(call, rows, list(call.trained), most), x)
-        before = [buffer._version for buffer in self.module.buffers()]
+        before = list(map(version_of, self.module.buffers()))
         self._try(call, rows.detach())
         self.tried = True
         found = run_in_chunks(call, rows, list(call.trained), most)
-        if before != [buffer._version for buffer in self.module.buffers()]:
+        if before != list(map(version_of, self.module.buffers())):
             raise errors.NotByToken(self.name, "changes its buffers in each call")
         return self._whole(found, x)
 

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..context import ring_random
-from ..context.program_states import is_of_program
+from ..context.program_states import TORCHS_OWN, is_of_program
 from ..log import warn
 from .states_outside import preserved_states
 
 BYTES_COPIED = 1 << 22
 """The largest buffers that the run gets as copies; larger ones (tables of RoPE, of masks) are only watched."""
 
-_OWN = frozenset(nn.Module().__dict__)
-"""torch's own attributes of every module, parameters among them: FSDP2 exchanges them in a forward."""
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -64,7 +62,7 @@ def restored(model: nn.Module) -> Iterator[None]:
         (x, x.copy())
         for own in attributes
         for name, x in own.items()
-        if name not in _OWN and type(x) in (list, dict, set)
+        if name not in TORCHS_OWN and type(x) in (list, dict, set)
     ]
     hooks = [(module.__dict__[name], set(module.__dict__[name])) for module in modules for name in _HOOKS]
     copies: dict[int, Tensor] = {}

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-_OWN = frozenset(nn.Module().__dict__)
+from ..context.program_states import TORCHS_OWN
 
 
 class _StandIn(DistributedDataParallel):
@@ -19,7 +19,7 @@ class _StandIn(DistributedDataParallel):
 
     def __init__(self, original: DistributedDataParallel) -> None:
         nn.Module.__init__(self)
-        self.__dict__.update({name: x for name, x in vars(original).items() if name not in _OWN})
+        self.__dict__.update({name: x for name, x in vars(original).items() if name not in TORCHS_OWN})
         self.module = original.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

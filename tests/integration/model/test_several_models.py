@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
 from tests.helpers.jobs.comparison import Ranks
-from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.jobs.self_check_jobs import lora
 from tests.helpers.models.tiny_models import tiny
 from tests.integration.model.test_own_losses import ONE_PROCESS
@@ -78,21 +78,26 @@ def test_losses_of_several_calls_are_the_batches(ranks: Ranks, returns: str, fir
             torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5)
 
 
-def rolled() -> str:
+def refused(call: Callable[..., Any], without: str = "") -> tuple[str, str] | None:
+    """What a call in a ring is refused with. ``without``: an input that it does not get."""
+
+    def run() -> None:
+        with hf_ring_attn.shard(tokens(23)) as sharded:
+            call(**{name: x for name, x in sharded.inputs.items() if name != without})
+
+    return attempt(run)
+
+
+def rolled() -> tuple[str, str] | None:
     """A model whose tokens also see the one before, of the same rank; its loss alone is returned."""
     model = Pair("ring_fp32", "a sum", "plain")
     model.x.get_input_embeddings().register_forward_hook(lambda _module, _args, x: x + x.roll(1, dims=1))
-    try:
-        with hf_ring_attn.shard(tokens(23)) as sharded:
-            model(**sharded.inputs)
-    except RingAttentionError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return refused(model)
 
 
 def test_a_wrong_model_inside_is_found_though_the_loss_alone_is_returned(ranks: Ranks) -> None:
     for error in ranks(2).run(rolled):
-        assert error.startswith("SelfCheckFailed")
+        assert error is not None and error[0] == "SelfCheckFailed"
 
 
 class Inside(nn.Module):
@@ -137,20 +142,16 @@ def test_a_loss_of_a_forward_past_the_call_is_the_batches(ranks: Ranks, how: str
         torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-5)
 
 
-def places_missing() -> str:
+def places_missing() -> tuple[str, str] | None:
     """What a ``forward`` without positions is refused with, in a batch whose model nobody named."""
     model: Any = tiny("llama", "ring_fp32")
-    with hf_ring_attn.shard(tokens(23)) as sharded:
-        try:
-            model.forward(**{name: x for name, x in sharded.inputs.items() if name != "position_ids"})
-        except RingAttentionError as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
+    return refused(model.forward, without="position_ids")
 
 
 def test_a_forward_past_the_call_without_positions_is_refused(ranks: Ranks) -> None:
     for error in ranks(2).run(places_missing):
-        assert error.startswith("OtherInputs: LlamaModel was called in a ring without position_ids")
+        assert error is not None and error[0] == "OtherInputs"
+        assert error[1].startswith("LlamaModel was called in a ring without position_ids")
 
 
 class Squared(nn.Module):
