@@ -69,7 +69,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 class Budget(NamedTuple):
-    """The checkpoints of a batch of which some wait in host memory.
+    """A batch's checkpoints, some of which wait in host memory.
 
     Args:
         limit: bytes that stay on the GPU. inputs: bytes of all layers' inputs per token; 0: not known yet.
