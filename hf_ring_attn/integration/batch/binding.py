@@ -30,7 +30,6 @@ from ..context.whole_batch import TOKENS
 from ..model import agreement, call_inputs, embedded_inputs, liger, offloading, replicas, thawed
 from ..model.recurrent_ops import RUNNING
 from ..model.ring_calls import in_ring
-from ..patching.changes import Undo
 from ..patching.compiler import uncompiled
 from ..selfcheck.suspected import check_suspected
 from .announce import announce
@@ -139,9 +138,9 @@ class Binding:
         """Watches a model's calls until the end of the batch's context."""
         undos = self.watched[model] = self.undos.enter_context(ExitStack())
         undos.enter_context(in_ring(model, running))
-        watched = call_inputs.watch(model, self.context, self.paused, inside=running)
-        for undo in [*watched, _note_failure(model, self.context), *embedded_inputs.free(model, running)]:
-            undos.callback(undo)
+        call_inputs.watch(model, self.context, undos, self.paused, inside=running)
+        _note_failure(model, self.context, undos)
+        embedded_inputs.free(model, running, undos)
 
     def forget_parts(self, model: nn.Module) -> None:
         """Undoes what was bound of a model's parts, which a program called before it: the embeddings, say."""
@@ -182,9 +181,8 @@ class Binding:
             self.handle.remove()
             self.handle = None
         if self._is_text_part(module):
-            for undo in call_inputs.watch(module, self.context, self.paused, inside=True):
-                self.leaving.callback(undo)
-        self.leaving.callback(module.register_forward_hook(self.after, always_call=True).remove)
+            call_inputs.watch(module, self.context, self.leaving, self.paused, inside=True)
+        self.leaving.enter_context(module.register_forward_hook(self.after, always_call=True))
 
     def _is_known(self, module: nn.Module) -> bool:
         """Returns True for an admitted model, in wrappers or not, and for a part of one."""
@@ -263,8 +261,8 @@ def _silence_compiled_modules() -> None:
     warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
 
 
-def _note_failure(model: nn.Module, context: BatchContext) -> Undo:
-    """Hooks ``model`` to note a forward that an error ends, though the program may catch it. Returns the undo."""
+def _note_failure(model: nn.Module, context: BatchContext, hooks: ExitStack) -> None:
+    """Hooks ``model`` to note a forward that an error ends, though the program may catch it, until ``hooks`` closes."""
 
     @uncompiled(_NAME_IT)
     def after(_model: nn.Module, _args: Any, output: Any) -> None:
@@ -276,13 +274,10 @@ def _note_failure(model: nn.Module, context: BatchContext) -> Undo:
         if error is not None and alone and not ended:
             interruption_guard(context.ring).abandon()
 
-    if (
-        "_compiled_call_impl" in model.__dict__
-        or context.ring.size == 1
-        or not model_record.latest_record(model).uses_ring()
-    ):
-        return lambda: None
-    return model.register_forward_hook(after, always_call=True, prepend=True).remove
+    if "_compiled_call_impl" in model.__dict__ or context.ring.size == 1:
+        return
+    if model_record.latest_record(model).uses_ring():
+        hooks.enter_context(model.register_forward_hook(after, always_call=True, prepend=True))
 
 
 def _holds_compiled(model: nn.Module) -> bool:

@@ -121,8 +121,8 @@ def sharded_buffers(
         calls = _Calls(accelerator, wholes, length)
         stack.callback(calls.leave, None)
         for module in models:
-            stack.callback(module.register_forward_pre_hook(calls.before, with_kwargs=True, prepend=True).remove)
-            stack.callback(module.register_forward_hook(calls.after, always_call=True).remove)
+            stack.enter_context(module.register_forward_pre_hook(calls.before, with_kwargs=True, prepend=True))
+            stack.enter_context(module.register_forward_hook(calls.after, always_call=True))
         yield
 
 

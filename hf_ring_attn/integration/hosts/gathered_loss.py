@@ -49,12 +49,8 @@ def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
             )
         return type(output)(**fields)
 
-    handles = (
+    with (
         model.register_forward_pre_hook(before, with_kwargs=True),
         model.register_forward_hook(after, with_kwargs=True),
-    )
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

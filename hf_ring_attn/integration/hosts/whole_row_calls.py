@@ -8,7 +8,7 @@ a thousand times as much. If every rank computes the loss, the mean of gradients
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -79,15 +79,13 @@ def whole_row_calls(
             found.__exit__(error, None, None)
         return found
 
-    handles = []
-    for model in {id(model): model for model in models if model is not None}.values():
-        handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
     try:
-        yield
+        with ExitStack() as hooks:
+            for model in {id(model): model for model in models if model is not None}.values():
+                hooks.enter_context(model.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(model.register_forward_hook(after, with_kwargs=True, always_call=True))
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         if running:  # Ctrl-C ended a call, after which torch calls no hook
             leave(RuntimeError)
 

@@ -7,8 +7,7 @@ score_mod, and some compute a loss from other inputs than labels, which are not 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from ..context.introspect import modules_of, name_of, parameters_of
 from ..context.model_record import latest_record
 from ..context.tracked_input import TrackedInput
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
-from ..patching.changes import Undo
 from ..patching.compiler import uncompiled
 from . import replicas
 
@@ -144,14 +142,16 @@ _BY_HOST = "hf_ring_attn checks the inputs of a model's call"
 
 
 def watch(
-    model: nn.Module, context: BatchContext, unwatched: Callable[[], AbstractContextManager[None]], inside: bool = False
-) -> list[Undo]:
+    model: nn.Module, context: BatchContext, hooks: ExitStack, unwatched: Callable[[], AbstractContextManager[None]],
+    inside: bool = False,
+) -> None:  # fmt: skip
     """Hooks ``model`` to check its calls after they ran, so that a call in progress is checked, too.
 
     Refused: missing or changed inputs, a score_mod that some attention did not get, and a loss though the batch has no
-    labels. Returns functions that remove the hooks.
+    labels.
 
     Args:
+        hooks: removes the hooks.
         unwatched: a context without the hook before every module.
         inside: the model is running already.
     """
@@ -190,7 +190,8 @@ def watch(
             return output
 
         model.__dict__["_compiled_call_impl"] = call
-        return [partial(model.__dict__.__setitem__, "_compiled_call_impl", compiled)]
+        hooks.callback(model.__dict__.__setitem__, "_compiled_call_impl", compiled)
+        return
     # First: in accelerate's loop a later hook leaves the context, which removes these hooks.
-    first = model.register_forward_hook(after, with_kwargs=True, prepend=True)
-    return [model.register_forward_pre_hook(before).remove, first.remove]
+    hooks.enter_context(model.register_forward_hook(after, with_kwargs=True, prepend=True))
+    hooks.enter_context(model.register_forward_pre_hook(before))

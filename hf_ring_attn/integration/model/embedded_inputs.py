@@ -8,13 +8,13 @@ though its checkpoint is on the host.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..context.model_record import latest_record
-from ..patching.changes import Undo
 from ..patching.compiler import uncompiled
 from .checkpointing import is_reentrant
 from .offloading import CheckpointedLayers
@@ -24,17 +24,21 @@ HOSTS_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 _BY_HOST = "hf_ring_attn frees the embeddings of a row whose checkpoints are on the host"
 
 
-def free(model: nn.Module, running: bool) -> list[Undo]:
-    """Hooks the embeddings of ``model`` whose gradient nobody can read. Returns functions that remove the hooks.
+def free(model: nn.Module, running: bool, hooks: ExitStack) -> None:
+    """Hooks the embeddings of ``model`` whose gradient nobody can read, until ``hooks`` closes.
 
     Args:
         running: the model is running already.
     """
-    record = latest_record(model)
+    record, calls = latest_record(model), _Calls(running)
     if not record.state(CheckpointedLayers) or is_reentrant(model):
-        return []
+        return
     embeddings = list(_unread(record.modules()))
-    return _Calls(running).watch(model, embeddings) if embeddings else []
+    if embeddings:
+        hooks.enter_context(model.register_forward_pre_hook(calls.before))
+        hooks.enter_context(model.register_forward_hook(calls.after, always_call=True))
+    for module in embeddings:
+        hooks.enter_context(module.register_forward_hook(calls.embedded))
 
 
 def _unread(modules: list[nn.Module]) -> Iterator[nn.Module]:
@@ -59,13 +63,6 @@ class _Calls:
 
     def __init__(self, running: bool) -> None:
         self.running = running
-
-    def watch(self, model: nn.Module, embeddings: list[nn.Module]) -> list[Undo]:
-        return [
-            model.register_forward_pre_hook(self.before).remove,
-            model.register_forward_hook(self.after, always_call=True).remove,
-            *(module.register_forward_hook(self.embedded).remove for module in embeddings),
-        ]
 
     @uncompiled(_BY_HOST)
     def before(self, _model: nn.Module, _inputs: Any) -> None:

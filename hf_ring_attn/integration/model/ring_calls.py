@@ -51,12 +51,19 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
             compiled = not running and called.__dict__.get("_compiled_call_impl") is not None
             traced = whole is not None or is_compiled(called)
             is_called = running and called is model
-            undos.callback(_around_compiled(called) if compiled else _hooked(called, wrapper, traced, is_called))
+            if compiled:
+                undos.callback(_around_compiled(called))
+            else:
+                _hook(called, wrapper, traced, is_called, undos)
         yield
 
 
-def _hooked(model: nn.Module, wrapper: nn.Module | None, traced: bool, is_called: bool) -> Callable[[], None]:
-    """Hooks a model. ``wrapper``: the DDP around it. ``traced``: a compiler traces its forward. ``is_called``: now."""
+def _hook(model: nn.Module, wrapper: nn.Module | None, traced: bool, is_called: bool, hooks: ExitStack) -> None:
+    """Hooks a model, until ``hooks`` closes.
+
+    Args:
+        wrapper: the DDP around it. traced: a compiler traces its forward. is_called: now.
+    """
 
     @uncompiled(_BY_HOST)
     def note(_model: nn.Module, _args: Any) -> None:
@@ -83,20 +90,12 @@ def _hooked(model: nn.Module, wrapper: nn.Module | None, traced: bool, is_called
         finally:
             computed.end()
 
-    hooks: list[Any] = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, prepend=True),  # before FSDP2's, which hooks the loss's backward
-    ]
+    hooks.enter_context(model.register_forward_pre_hook(before, with_kwargs=True))
+    hooks.enter_context(model.register_forward_hook(after, prepend=True))  # before FSDP2's, which hooks the backward
     if not traced:
-        hooks.append(computed.watch(model))
+        hooks.callback(computed.watch(model).remove)
     if wrapper is not None:
-        hooks.append(model.register_forward_pre_hook(note))
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return undo
+        hooks.enter_context(model.register_forward_pre_hook(note))
 
 
 def _around_compiled(model: nn.Module) -> Callable[[], None]:

@@ -118,8 +118,8 @@ def outputs_inside(model: nn.Module, call: Callable[[], Any]) -> list[Any]:
     with ExitStack() as stack:
         for module in model.modules():
             if module is not model and "loss_type" in module.__dict__:
-                hook = module.register_forward_hook(lambda _module, _args, output: outputs.append(output))
-                stack.callback(hook.remove)
+                after = module.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+                stack.enter_context(after)
         call()
     return outputs
 
@@ -152,8 +152,8 @@ class Recorder:
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 before, after = self._before(name), self._after
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+                stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(after, with_kwargs=True))
             yield self
 
     def _before(self, name: str) -> Any:

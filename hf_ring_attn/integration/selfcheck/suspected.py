@@ -69,9 +69,9 @@ def _ran_in_ring(model: nn.Module, suspected: Suspicions) -> Iterator[set[Suspic
 
         return before
 
-    with ExitStack() as undos:
+    with ExitStack() as hooks:
         for one in suspected:
             module = model if one.module is None else one.module()
             if module is not None:
-                undos.callback(module.register_forward_pre_hook(note(one)).remove)
+                hooks.enter_context(module.register_forward_pre_hook(note(one)))
         yield ran

@@ -61,11 +61,8 @@ def outputs(see: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
             return see(output)
         return None
 
-    handle = torch.nn.modules.module.register_module_forward_hook(after)
-    try:
+    with torch.nn.modules.module.register_module_forward_hook(after):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
