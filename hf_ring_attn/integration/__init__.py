@@ -12,7 +12,7 @@ from .context.introspect import NAME
 from .context.model_record import forget_models
 from .hosts import accelerate, checkpoints, prediction, random_states, sft_trainer, trainer, trainer_start
 from .model import loss_gradients, neftune, optimizer_steps, replicas, structure, thawed
-from .patching import changes, hooks
+from .patching import changes, modules
 
 CHANGES: list[changes.Change] = [
     changes.Registration("transformers.modeling_utils:AttentionInterface", NAME, ring_attention_forward),
@@ -42,9 +42,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes the registrations and every patch of transformers, accelerate and trl; removes our hooks on models."""
+    """Undoes the registrations and every patch of transformers, accelerate and trl; takes what is ours off modules."""
     changes.uninstall()
-    hooks.detach_all()
+    modules.remove_all()
     optimizer_steps.forget()
     thawed.forget()
     loss_gradients.forget()

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import errors
 from ...arguments import check_type
 from ...config import RingConfig
-from ..patching.hooks import is_ours
+from ..patching.modules import is_ours, programs_own
 from .introspect import NAME, configs_of, inside, is_compiled, modules_of
 
 S = TypeVar("S")
@@ -257,8 +257,7 @@ def _visited(model: nn.Module) -> Visit:
             extend(code_of(hook) for hook in hooks if not is_ours(hook))
         add(id(own["config"]) if "config" in own else None)
         if "forward" in own:
-            forward = own["forward"]
-            forward = getattr(forward, "replaced", None) if is_ours(forward) else forward
+            forward = programs_own(own["forward"])
             if forward is not None:
                 extend((id(forward), code_of(forward)))
                 visit.forwards.append(forward)

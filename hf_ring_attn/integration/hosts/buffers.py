@@ -32,7 +32,7 @@ from ..context.mesh import find_ring
 from ..context.tracked_input import TrackedInput, version_of
 from ..context.whole_batch import IGNORED
 from ..patching.compiler import uncompiled
-from ..patching.hooks import attach
+from ..patching.modules import attach
 
 prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """ring_fp32 models returned by `Accelerator.prepare`."""

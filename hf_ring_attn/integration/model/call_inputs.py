@@ -21,6 +21,7 @@ from ..context.model_record import latest_record
 from ..context.tracked_input import TrackedInput
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
 from ..patching.compiler import uncompiled
+from ..patching.modules import Replaced
 from . import replicas
 
 PLACES = ("position_ids", "attention_mask")
@@ -189,8 +190,7 @@ def watch(
             after(model, args, given, output)
             return output
 
-        model.__dict__["_compiled_call_impl"] = call
-        hooks.callback(model.__dict__.__setitem__, "_compiled_call_impl", compiled)
+        hooks.enter_context(Replaced(model, "_compiled_call_impl", call))
         return
     # First: in accelerate's loop a later hook leaves the context, which removes these hooks.
     hooks.enter_context(model.register_forward_hook(after, with_kwargs=True, prepend=True))

@@ -6,7 +6,7 @@ The head's own forward is replaced while a batch runs. So wrappers of the head (
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,38 +18,36 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import is_compiled, is_unit, loss_model_of, name_of, unwrapped
 from ..context.model_record import latest_record
+from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
 
 
 @contextmanager
 def lazy_heads(model: nn.Module) -> Iterator[None]:
     """Inside, the head of ``model`` returns lazy logits where the batch that runs asks for them."""
-    owner, replaced = loss_model_of(model), []
+    owner = loss_model_of(model)
     # A compiled part would trace what differs from call to call.
     parts = [*unwrapped(model), *(latest_record(model).modules() if latest_record(model).compiled else [])]
     compiled = [part for part in parts if is_compiled(part)]
-    for module in [] if owner is None else heads_of(owner):
-        own = module.__dict__.get("forward")
-        if not isinstance(own, _LazyForward) and not any(module in part.modules() for part in compiled):
-            module.__dict__["forward"] = _LazyForward(module, own)
-            replaced.append((module, own))
-    hooks = [owner.register_forward_hook(_check, prepend=True)] if replaced else []  # before FSDP2 frees weights
-    try:
+    heads = [] if owner is None else heads_of(owner)
+    heads = [head for head in heads if not any(head in part.modules() for part in compiled) and not _is_lazy(head)]
+    with ExitStack() as handles:
+        for head in heads:
+            handles.enter_context(Replaced(head, "forward", _LazyForward(head)))
+        if heads:
+            handles.enter_context(owner.register_forward_hook(_check, prepend=True))  # before FSDP2 frees weights
         yield
-    finally:
-        for module, own in replaced:
-            del module.__dict__["forward"]
-            if own is not None:
-                module.__dict__["forward"] = own
-        for hook in hooks:
-            hook.remove()
+
+
+def _is_lazy(head: nn.Module) -> bool:
+    return isinstance(head.__dict__.get("forward"), _LazyForward)
 
 
 class _LazyForward:
     """A head's forward while a batch runs. ``replaced``: the one that the program set on this module, if any."""
 
-    def __init__(self, module: nn.Module, replaced: Any) -> None:
-        self.module, self.forward, self.replaced = module, module.forward, replaced
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.forward, self.replaced = module, module.forward, module.__dict__.get("forward")
 
     def real(self, *args: Any, **kwargs: Any) -> Tensor:
         logits: Tensor = self.forward(*args, **kwargs)

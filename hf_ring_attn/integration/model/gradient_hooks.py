@@ -18,7 +18,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import modules_of
 from ..context.model_record import code_of
 from ..context.program_states import preserved_objects
-from ..patching.hooks import is_ours
+from ..patching.modules import is_ours
 
 SIZES = (1e4, 1e-6, 1e-4, 1e-2, 1.0, 1e2)
 """Sizes of gradients. The first two show a hook that changes nothing, which is then called no more: it may log."""

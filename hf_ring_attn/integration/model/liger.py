@@ -14,7 +14,7 @@ from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import loss_model_of, name_of, parameters_of
-from ..patching.hooks import attach, attached
+from ..patching.modules import attach, attached
 
 OPTION = "skip_logits"
 """The parameter that these forwards have, and transformers' do not."""

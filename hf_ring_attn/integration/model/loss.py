@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForSeque
 from ... import errors
 from ..context.batch_context import BatchContext
 from ..context.introspect import class_of, loss_models_of
-from .loss_factor import without_watch
+from ..patching.modules import programs_own
 from .whole_heads import body_of
 
 
@@ -42,7 +42,7 @@ def _check(model: nn.Module, head: Any, context: BatchContext) -> None:
         if body_of(model) is not None:
             raise errors.UnnamedModel(class_of(head))
         raise errors.LossNotSharded(f"the loss of {class_of(head)}, which is no causal language model's,")
-    function = without_watch(head.loss_function)  # a user or a class may replace it
+    function = programs_own(head.loss_function)  # a user or a class may replace it
     if not context.gathers_logits and function is not ForCausalLMLoss:
         name = getattr(function, "__qualname__", type(function).__name__)
         raise errors.LossNotSharded(f"the loss of {class_of(head)}, whose loss_function is {name},", gathers=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..patching.compiler import uncompiled
+from ..patching.modules import Replaced, programs_own
 
 _ATTRIBUTE = "_loss_function"
 """The attribute of a transformers model that its property ``loss_function`` reads first."""
@@ -29,13 +30,11 @@ class _Loss(NamedTuple):
 
 
 class _Watch:
-    """A loss function that notes what it returns. ``model``: has it until `remove`."""
+    """A loss function of ``model`` that notes what it returns."""
 
     def __init__(self, model: nn.Module, computed: Computed) -> None:
-        before = model.__dict__.get(_ATTRIBUTE)
-        self.model, self.before, self.computed = model, before, computed
-        self.own = without_watch(before)
-        model.__dict__[_ATTRIBUTE] = self
+        self.model, self.computed = model, computed
+        self.own = programs_own(model.__dict__.get(_ATTRIBUTE))
 
     @property
     def replaced(self) -> Any:
@@ -65,21 +64,9 @@ class _Watch:
         if isinstance(loss, Tensor) and loss.requires_grad and loss.dim() == 0:
             self.computed.noted.append(_Loss(loss, loss._version, get_gradient_edge(loss)))
 
-    def remove(self) -> None:
-        attributes = self.model.__dict__
-        if attributes.get(_ATTRIBUTE) is self:
-            del attributes[_ATTRIBUTE]
-            if self.before is not None:
-                attributes[_ATTRIBUTE] = self.before
-
 
 def _itself(x: Any) -> Any:
     return x
-
-
-def without_watch(function: Any) -> Any:
-    """The loss function of a model, which may be watched in another batch."""
-    return function.replaced if isinstance(function, _Watch) else function
 
 
 class Computed:
@@ -94,9 +81,9 @@ class Computed:
         self.is_called, self.uncalled = is_called or uncalled is None, uncalled
         self.noted: list[_Loss] = []
 
-    def watch(self, model: nn.Module) -> _Watch:
-        """Lets the loss function of ``model`` note what it returns, until the result's ``remove`` is called."""
-        return _Watch(model, self)
+    def watch(self, model: nn.Module) -> Replaced:
+        """Lets the loss function of ``model`` note what it returns, until the handle is removed."""
+        return Replaced(model, _ATTRIBUTE, _Watch(model, self))
 
     def begin(self) -> None:
         """Begins a call."""

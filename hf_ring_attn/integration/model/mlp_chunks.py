@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +26,7 @@ from ..context.model_record import latest_record
 from ..context.tracked_input import version_of
 from ..log import warn
 from ..patching.compiler import uncompiled
-from ..patching.hooks import is_ours, replace_forward
+from ..patching.modules import attached, is_ours, replace
 from .parameter_slots import Slot, holding, slots_of
 from .structure import text_modules
 
@@ -67,7 +66,9 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     tokens, known = context.config.mlp_tokens, latest_record(model).state(_Parts)
     if tokens is not None and not known.found:
         for name, part in _parts(model):
-            forward = replace_forward(part, "mlp_tokens", partial(_ChunkedForward, name, part))
+            if not attached(part, "forward"):
+                replace(part, "forward", _ChunkedForward(name, part))
+            forward = attached(part, "forward")[0].value
             forward.tried = forward.checked = False  # the part may have changed
             hooked = _hooked_inside(part)
             known.append((forward, hooked is not None))
@@ -162,9 +163,9 @@ class _ChunkedForward:
         is_whole: it must not run in chunks.
     """
 
-    def __init__(self, name: str, module: nn.Module, replaced: Any) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
         self.name = f"{name} ({class_of(module)})"
-        self.module, self.replaced = module, replaced
+        self.module, self.replaced = module, module.__dict__.get("forward")
         self.tokens: int | None = None
         self.tried = self.checked = self.is_whole = False
 

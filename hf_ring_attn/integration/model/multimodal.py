@@ -23,7 +23,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext, MaskSpec
 from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import LOSS_INPUTS, TOKENS, mask_facts, padding_of, text_positions
-from ..patching.hooks import attach
+from ..patching.modules import attach
 from . import structure, whole_heads
 from .call_inputs import CACHED
 

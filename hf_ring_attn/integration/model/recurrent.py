@@ -27,7 +27,7 @@ from ..context.introspect import configs_of, place_of, uses_interface
 from ..context.model_record import latest_record
 from ..patching.changes import Patch, install, render
 from ..patching.compiler import uncompiled
-from ..patching.hooks import attach
+from ..patching.modules import attach
 from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERATIONS, RUNNING, known, replaceable
 
 LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe"}

@@ -24,6 +24,7 @@ from ..context.introspect import compiled_part, is_compiled, loss_models_of, par
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS, TOKENS
 from ..patching.compiler import uncompiled
+from ..patching.modules import Replaced
 from . import loss_factor, loss_gradients, thawed
 from .call_inputs import FilledIn
 from .chunked import lazy_heads
@@ -45,16 +46,16 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
     averaging = next((one for one in unwrapped(model) if type(one).__name__ == "DistributedDataParallel"), None)
     wrapper = averaging if whole is None else None
     owners = loss_models_of(model)  # several in a module of a program's own
-    with lazy_heads(model), ExitStack() as undos:
+    with lazy_heads(model), ExitStack() as handles:
         for called in owners if whole is None else [whole] * bool(owners):
             # The call of a model that is running has begun, so only hooks see its loss.
             compiled = not running and called.__dict__.get("_compiled_call_impl") is not None
             traced = whole is not None or is_compiled(called)
             is_called = running and called is model
             if compiled:
-                undos.callback(_around_compiled(called))
+                handles.enter_context(_around_compiled(called))
             else:
-                _hook(called, wrapper, traced, is_called, undos)
+                _hook(called, wrapper, traced, is_called, handles)
         yield
 
 
@@ -93,20 +94,19 @@ def _hook(model: nn.Module, wrapper: nn.Module | None, traced: bool, is_called: 
     hooks.enter_context(model.register_forward_pre_hook(before, with_kwargs=True))
     hooks.enter_context(model.register_forward_hook(after, prepend=True))  # before FSDP2's, which hooks the backward
     if not traced:
-        hooks.callback(computed.watch(model).remove)
+        hooks.enter_context(computed.watch(model))
     if wrapper is not None:
         hooks.enter_context(model.register_forward_pre_hook(note))
 
 
-def _around_compiled(model: nn.Module) -> Callable[[], None]:
+def _around_compiled(model: nn.Module) -> Replaced:
     compiled = model.__dict__["_compiled_call_impl"]
 
     def call(*args: Any, **given: Any) -> Any:
         args, given = _fill_in(model, args, given) or (args, given)
         return _after(compiled(*args, **given), loss_factor.Computed())
 
-    model.__dict__["_compiled_call_impl"] = call
-    return lambda: model.__dict__.__setitem__("_compiled_call_impl", compiled)
+    return Replaced(model, "_compiled_call_impl", call)
 
 
 _BY_HOST = "hf_ring_attn completes the inputs of a model's call, and its loss"

@@ -21,7 +21,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.tracked_input import memory_of
 from ..patching.compiler import uncompiled
-from ..patching.hooks import attach
+from ..patching.modules import attach
 
 _LONGEST = WeakIdKeyDictionary()
 """The longest position of the batch of each tensor of position_ids that a module got; None outside of a ring."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..context.batch_context import BatchContext, MaskSpec
 from ..context.introspect import place_of
-from ..patching.hooks import attach, attached
+from ..patching.modules import attach, attached
 
 _KEY = "temperature"
 _TURNED_OFF = "_hf_ring_attn_turned_off"

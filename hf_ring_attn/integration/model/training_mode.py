@@ -20,7 +20,7 @@ from ..context.introspect import class_of, place_of
 from ..context.model_record import latest_record
 from ..log import say
 from ..patching.compiler import uncompiled
-from ..patching.hooks import attach
+from ..patching.modules import attach
 from . import neftune
 from .structure import text_modules
 

@@ -27,7 +27,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import loss_model_of, parameters_of
 from ..context.whole_batch import OF_HEADS
 from ..patching.compiler import uncompiled
-from ..patching.hooks import attach
+from ..patching.modules import attach
 
 OF_TOKENS = (ForTokenClassification, ForMaskedLMLoss)
 OF_ROWS = (ForSequenceClassificationLoss, ForQuestionAnsweringLoss)

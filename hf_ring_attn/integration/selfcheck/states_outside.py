@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..context.program_states import PLAIN, TORCHS_OWN, is_of_program, preserved_objects
-from ..patching.hooks import is_ours
+from ..patching.modules import is_ours
 
 KINDS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 

@@ -20,7 +20,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 import hf_ring_attn
 from hf_ring_attn.integration.context import model_record
 from hf_ring_attn.integration.model import admission
-from hf_ring_attn.integration.patching import changes, hooks
+from hf_ring_attn.integration.patching import changes, modules
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import compile_jobs
 from tests.helpers.jobs.balanced_jobs import BALANCED, chunks_forced
@@ -256,7 +256,7 @@ def kept(count: int) -> tuple[int, list[int]]:
     del model, sharded
     gc.collect()
     registries: tuple[Any, ...] = (
-        changes._undos, hooks._HOOKED, model_record._OPTIONS, model_record._RECORDS,
+        changes._undos, modules._HOLDING, model_record._OPTIONS, model_record._RECORDS,
     )  # fmt: skip
     return len(alive), [len(registry) for registry in registries]
 

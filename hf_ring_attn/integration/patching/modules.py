@@ -1,0 +1,101 @@
+"""Hooks and attributes of ours on the modules of a user's model: put there, recognized, and taken off again.
+
+Each has a handle, whose ``remove`` does nothing the second time. Some stay for a scope, such as a batch's context: a
+handle is a context manager, for an `ExitStack`. So it comes off after an error and after Ctrl-C, too, after which torch
+calls no hook. Others stay until `remove_all`, and are inert outside a ring. docs/project/design.md lists them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+_ATTRIBUTE = "_hf_ring_attn_hooks"
+"""The attribute with the handles that stay, by key; a copy of a module has its own."""
+_PACKAGE = __name__.partition(".")[0]
+
+_HOLDING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Every module that has such handles."""
+
+
+class Replaced:
+    """An attribute of a module itself that has another value until `remove`. Like torch's handle of a hook.
+
+    Attributes:
+        value: of ours. before: the program's; None if there was none, or if the module's class has it.
+    """
+
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        self.module, self.name, self.value = module, name, value
+        self.before = module.__dict__.get(name)
+        module.__dict__[name] = value
+
+    def remove(self) -> None:
+        """Brings back what was there before, unless the program has replaced the value since."""
+        own = self.module.__dict__
+        if own.get(self.name) is self.value:
+            del own[self.name]
+            if self.before is not None:
+                own[self.name] = self.before
+
+    def __enter__(self) -> Replaced:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.remove()
+
+
+def attach(module: nn.Module, key: str, before: Callable[..., Any], after: Callable[..., Any] | None = None) -> None:
+    """Adds a forward pre-hook, or a pair of hooks, to ``module`` until `remove_all`, unless it has some under ``key``.
+
+    Args:
+        before: (module, args, kwargs), as of a pre-hook with kwargs.
+        after: (module, args, output); called after an error, too, but not after Ctrl-C.
+    """
+    if not attached(module, key):
+        handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
+        if after is not None:
+            handles.append(module.register_forward_hook(after, always_call=True))
+        _keep(module, key, handles)
+
+
+def replace(module: nn.Module, name: str, value: Any) -> None:
+    """Replaces an attribute of ``module`` itself until `remove_all`. A value that was put there so before comes off."""
+    for handle in attached(module, name):
+        handle.remove()
+    _keep(module, name, [Replaced(module, name, value)])
+
+
+def attached(module: nn.Module, key: str) -> list[Any]:
+    """The handles of ``module`` under a key of `attach`, or under a name of `replace`."""
+    handles: dict[str, list[Any]] | None = module.__dict__.get(_ATTRIBUTE)
+    if handles is None:
+        return []
+    _HOLDING.add(module)  # it may be a copy
+    return handles.get(key, [])
+
+
+def remove_all() -> None:
+    """Removes all that `attach` and `replace` put on modules."""
+    while _HOLDING:
+        for handles in _HOLDING.pop().__dict__.pop(_ATTRIBUTE, {}).values():
+            for handle in handles:
+                handle.remove()
+
+
+def is_ours(x: Any) -> bool:
+    """Returns True for a hook, or for an attribute's value, of this package."""
+    return str(getattr(x, "__module__", "")).partition(".")[0] == _PACKAGE
+
+
+def programs_own(x: Any) -> Any:
+    """An attribute's value as the program set it: of one of ours what it ``replaced``, None if there was nothing."""
+    return getattr(x, "replaced", x) if is_ours(x) else x
+
+
+def _keep(module: nn.Module, key: str, handles: list[Any]) -> None:
+    _HOLDING.add(module)
+    module.__dict__.setdefault(_ATTRIBUTE, {})[key] = handles
