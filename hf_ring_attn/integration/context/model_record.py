@@ -24,7 +24,8 @@ S = TypeVar("S")
 DEFAULT = RingConfig()
 _OPTIONS = WeakIdKeyDictionary()
 """Options by the identity of a model's config: mask functions get the config, whose JSON must not hold them."""
-_CARRIED = "_hf_ring_attn_options"
+_CARRIED = "_ring_fp32_options"
+"""The attribute in which a copy of a module has them. The program set them, so `uninstall` leaves it."""
 
 
 class _Carried:

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...sharding.plan import Plan
 from ...traffic import ComparedKV, GatheredKV, LayerRole
 from ...traffic.gathered_kv import LAST, MAKES, TAKES, recomputing, small
+from ..patching.modules import replace
 
 ROLE = "_hf_ring_attn_role"
 """Our attribute of attention modules: a tensor [1], since a compiler makes a new graph for each number."""
@@ -35,9 +36,9 @@ def mark_layers(model: nn.Module, _context: object) -> None:
     takers = [module for module in layers if getattr(module, _TAKES)]
     for module in layers if takers else []:
         if module in takers:
-            vars(module)[ROLE] = small(LAST if module is takers[-1] else TAKES)
+            replace(module, ROLE, small(LAST if module is takers[-1] else TAKES))
         elif getattr(module, _MAKES):
-            vars(module)[ROLE] = small(MAKES)
+            replace(module, ROLE, small(MAKES))
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.model_record import CHECKPOINT_FUNCTIONS, Visits, latest_record
 from ..log import warn
+from ..patching.modules import replace
 from . import auto_saving
 from .auto_saving import Budget, Saving
 from .offloading import CheckpointedLayer, CheckpointedLayers, LayerCall, input_bytes, number
@@ -104,7 +105,7 @@ def _save_attention(model: nn.Module, sites: list[Site], say: Callable[[str], No
             )
             return False
         selective = functools.partial(inner.func, *inner.args, **inner.keywords, context_fn=contexts)
-        module.__dict__[name] = selective if around is None else functools.partial(_checkpointed, around, selective)
+        replace(module, name, selective if around is None else functools.partial(_checkpointed, around, selective))
     return bool(sites)
 
 
@@ -135,7 +136,7 @@ def _offload(modules: list[nn.Module], stock: bool) -> list[CheckpointedLayer]:
         layer, _ = _split(function)
         if layer is None:
             layer = CheckpointedLayer(stock or _is_offloading(function))
-            module.__dict__[name] = functools.partial(_checkpointed, layer, function)
+            replace(module, name, functools.partial(_checkpointed, layer, function))
         runs = module.__dict__.get("gradient_checkpointing", True) if name != "checkpoint_fn" else True
         layer.order = ()
         if runs and (name == "checkpoint_fn" or isinstance(module, GradientCheckpointingLayer)):

@@ -13,9 +13,11 @@ from typing import Any
 
 from torch import nn
 
-_ATTRIBUTE = "_hf_ring_attn_hooks"
-"""The attribute with the handles that stay, by key; a copy of a module has its own."""
 _PACKAGE = __name__.partition(".")[0]
+_PREFIX = f"_{_PACKAGE}_"
+"""The beginning of the names of our attributes."""
+_ATTRIBUTE = _PREFIX + "handles"
+"""The attribute with the handles that stay, by key; a copy of a module has its own."""
 
 _HOLDING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Every module that has such handles."""
@@ -79,11 +81,13 @@ def attached(module: nn.Module, key: str) -> list[Any]:
 
 
 def remove_all() -> None:
-    """Removes all that `attach` and `replace` put on modules."""
+    """Removes all that `attach` and `replace` put on modules, and what hooks noted there in attributes of ours."""
     while _HOLDING:
-        for handles in _HOLDING.pop().__dict__.pop(_ATTRIBUTE, {}).values():
-            for handle in handles:
-                handle.remove()
+        own = _HOLDING.pop().__dict__
+        for handle in [handle for handles in own.pop(_ATTRIBUTE, {}).values() for handle in handles]:
+            handle.remove()
+        for name in [name for name in own if name.startswith(_PREFIX)]:
+            del own[name]
 
 
 def is_ours(x: Any) -> bool:
