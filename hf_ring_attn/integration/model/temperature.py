@@ -44,13 +44,14 @@ def prepare(model: nn.Module, _context: BatchContext) -> None:
 
 
 def _turn_off(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _turn_on(module)  # if Ctrl-C ended the call before
     specs = [x for x in (*args, *kwargs.values()) if isinstance(x, MaskSpec)]
     if module.attn_temperature_tuning and any(spec.layout.world_size > 1 for spec in specs):
         module.attn_temperature_tuning = False
         setattr(module, _TURNED_OFF, True)
 
 
-def _turn_on(module: Any, _args: Any, _output: Any) -> None:
+def _turn_on(module: Any, *_call: Any) -> None:
     if getattr(module, _TURNED_OFF, False):
         module.attn_temperature_tuning = True
         setattr(module, _TURNED_OFF, False)

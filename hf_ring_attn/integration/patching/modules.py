@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -55,13 +55,23 @@ def attach(module: nn.Module, key: str, before: Callable[..., Any], after: Calla
 
     Args:
         before: (module, args, kwargs), as of a pre-hook with kwargs.
-        after: (module, args, output); called after an error, too, but not after Ctrl-C.
+        after: (module, args, output); called after an error, too. After Ctrl-C it is not called before `remove_all`.
     """
     if not attached(module, key):
-        handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
+        handles: list[Any] = [module.register_forward_pre_hook(before, with_kwargs=True)]
         if after is not None:
-            handles.append(module.register_forward_hook(after, always_call=True))
+            handles += [module.register_forward_hook(after, always_call=True), _End(module, after)]
         _keep(module, key, handles)
+
+
+class _End(NamedTuple):
+    """The end of a call that Ctrl-C may have cut off."""
+
+    module: nn.Module
+    after: Callable[..., Any]
+
+    def remove(self) -> None:
+        self.after(self.module, (), None)
 
 
 def replace(module: nn.Module, name: str, value: Any) -> None:

@@ -74,3 +74,32 @@ def test_no_batch_is_compared_after_a_forward_that_ran_out_of_memory(
 def test_other_errors_count_from_the_first_attention_on(ranks: Ranks) -> None:
     assert ranks(2).run(failed_in, "an MLP", Failing, False) == [(0, "LeftHalfway")] * 2
     assert ranks(2).run(failed_in, "before attention", Failing, False) == [(1, None)] * 2
+
+
+def interrupted_in_llama4(uninstalls: bool) -> bool:
+    """Returns True if a model that Ctrl-C ended in a ring still tunes its temperature, with another attention."""
+    model: Any = tiny("llama4", "ring_fp32")
+    ids, armed = tokens(23)["input_ids"], False
+
+    def interrupt(*_: Any) -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(interrupt)
+    for armed in (False, True):  # noqa: B007  the hook reads it
+        with suppress(KeyboardInterrupt), torch.no_grad(), hf_ring_attn.shard(tokens(23)) as sharded:
+            model(**sharded.inputs)
+    armed = False
+    if uninstalls:
+        hf_ring_attn.uninstall()
+    model.set_attn_implementation("sdpa")
+    try:
+        return torch.equal(model(ids).logits, tiny("llama4", "sdpa")(ids).logits)
+    finally:
+        hf_ring_attn.install()
+
+
+@pytest.mark.parametrize("uninstalls", [False, True])
+def test_a_temperature_is_tuned_again_after_ctrl_c(ranks: Ranks, uninstalls: bool) -> None:
+    """torch calls no hook after it, so the layer stayed without: the next answer was wrong, or every one."""
+    assert ranks(2).run(interrupted_in_llama4, uninstalls) == [True] * 2
