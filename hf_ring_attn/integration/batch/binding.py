@@ -63,11 +63,14 @@ def ring_context(context: BatchContext) -> Iterator[None]:
     with ExitStack() as undos:
         Binding(context, undos).start()
         undos.callback(context.state(SharedKV).clear)
-        undos.callback(RUNNING.clear)  # after Ctrl-C torch calls no hook that would
-        random = None if context.text is None else context.text.random
-        if random is not None:
-            random.enter()
-            undos.callback(random.leave)
+        # After Ctrl-C torch calls no hook that would do the following.
+        undos.callback(RUNNING.clear)
+        text = context.text
+        if text is not None:
+            undos.callback(setattr, text, "running", False)
+        if text is not None and text.random is not None:
+            text.random.enter()
+            undos.callback(text.random.leave)
         with batch_context.activate(context):
             yield
     announce(context)

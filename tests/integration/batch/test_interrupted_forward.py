@@ -15,6 +15,7 @@ from hf_ring_attn.comm.ring import Ring
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.models.tiny_models import tiny
+from tests.integration.model.test_vision import with_images
 
 
 class Failing(Exception):
@@ -103,3 +104,26 @@ def interrupted_in_llama4(uninstalls: bool) -> bool:
 def test_a_temperature_is_tuned_again_after_ctrl_c(ranks: Ranks, uninstalls: bool) -> None:
     """torch calls no hook after it, so the layer stayed without: the next answer was wrong, or every one."""
     assert ranks(2).run(interrupted_in_llama4, uninstalls) == [True] * 2
+
+
+def losses_around_ctrl_c() -> list[float]:
+    """The losses of a batch with images, before Ctrl-C ended a call of its text model and after that."""
+    model: Any = tiny("gemma3 vision", "ring_fp32")
+    armed, losses = False, []
+
+    def interrupt(*_: Any) -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    model.get_decoder().layers[1].mlp.register_forward_pre_hook(interrupt)
+    sharded = hf_ring_attn.shard(with_images("gemma3 vision"), model=model)
+    for armed in (False, True, False):  # noqa: B007  the hook reads it
+        with suppress(KeyboardInterrupt), sharded:
+            losses.append(float(sharded.reduce(model(**sharded.inputs).loss)))
+    return losses
+
+
+def test_a_batch_with_images_is_entered_again_after_ctrl_c(ranks: Ranks) -> None:
+    """Its tower counted as a part of the text model, and was refused."""
+    for before, after in ranks(2).run(losses_around_ctrl_c):
+        assert after == before
