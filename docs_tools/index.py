@@ -15,6 +15,7 @@ from .numbers import (
     EIGHT,
     FILED,
     FOUR,
+    FULL_1M,
     H100,
     H100_1M,
     H100_32B,
@@ -292,6 +293,8 @@ ROWS = [
     Row("How fast are whole steps at 256K on two H100, beside accelerate's own?", BESIDE_OWN, "`whole_steps.py`, 2 GPUs",
         [("ring_sft_256K", lambda: f"256K: {times(BESIDE_OWN, 'own_sft_256K', 'ring_sft_256K'):.2f} times as fast, "
                                    f"{gib(BESIDE_OWN, 'ring_sft_256K')} GiB a GPU for {gib(BESIDE_OWN, 'own_sft_256K')}")]),
+    Row("Full fine-tuning of a whole model at 1M on two GPUs; \"auto\" with checkpoints in host memory", FULL_1M, "long_context_lora, 2 GPUs",
+        [a_step(FULL_1M, "full_1M", "all weights, 1M (first step):"), a_step(FULL_1M, "full_256K_auto", "256K:")]),
     Row("Full fine-tuning of a whole model at 256K; \"auto\" with torch's default allocator; where a first step's time goes", WHOLE_FULL, "long_context_lora, 2 GPUs",
         [a_step(WHOLE_FULL, "full_256K", "all weights, 256K:"), a_step(WHOLE_FULL, "native_160K", "LoRA, 160K, default allocator:")]),
     Row("How much memory does full fine-tuning take with 524,288 tokens a GPU?", H200_FULL, "`whole_steps.py`, 1 GPU",

@@ -219,7 +219,7 @@ H100_32B, H100_256K = "2026-11-26-two-h100-32b", "2026-11-26-two-h100-256k"
 H100_SHORT, H200_FULL = "2026-11-26-two-h100-short", "2026-11-26-one-h200-full"
 BESIDE_OWN = "2026-11-26-two-h100-beside-own"
 H100_AUTO, H100_DEFAULTS = "2026-11-27-two-h100-auto", "2026-11-27-two-h100-defaults"
-WHOLE_FULL = "2026-11-27-full-and-first-steps"
+WHOLE_FULL, FULL_1M = "2026-11-27-full-and-first-steps", "2026-11-27-full-1m"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "accelerate's own", AGAIN, "own_8K"),
@@ -400,9 +400,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "h100_512k_seconds": lambda: f"{seconds(H100_FLASH4, 'lora_512K')} s",
     "h100_512k_gib": lambda: f"{gib(H100_FLASH4, 'lora_512K')} GiB",
     "h100_qlora70_gib": lambda: f"{gib(H100_FLASH4, 'qlora70_128K')} GiB",
-    "full_1m_layer": lambda: f"{step(LONGEST, 'full_1M_layer')['seconds_per_step']:.1f} s",
-    "full_1m_layers": lambda: f"{step(LONGEST, 'full_1M_layers')['seconds_per_step']:.1f} s",
-    "full_1m_whole": lambda: f"{by_layers('full_1M', 32):,.0f} s",
+    "full_1m": lambda: f"{step(FULL_1M, 'full_1M')['seconds_per_step']:,.0f} s and {gib(FULL_1M, 'full_1M')} GiB",
     "two_128k_median": lambda: f"{share(EIGHT, 'speed', RING, 128 * K)[0]:.1f} %",
     "two_128k_ulysses": lambda: f"{share(EIGHT, 'speed', ULYSSES, 128 * K)[0]:.1f} %",
     "spread_32k": lambda: f"{spread(32 * K):.0f}",
@@ -417,6 +415,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "full_256k": lambda: (
         f"{step(WHOLE_FULL, 'full_256K')['seconds_per_step']:.1f} s and {gib(WHOLE_FULL, 'full_256K')} GiB"
     ),
+    "full_256k_auto": lambda: f"{step(FULL_1M, 'full_256K_auto')['seconds_per_step']:.1f} s",
     "native_160k": lambda: f"{step(WHOLE_FULL, 'native_160K')['seconds_per_step']:.1f} s",
     "auto_160k": lambda: f"{step(H100_DEFAULTS, 'ring_auto_160K')['seconds_per_step']:.1f} s",
     "32k_auto": lambda: f"{step(H100_DEFAULTS, 'ring_auto_32K')['seconds_per_step']:.2f} s",

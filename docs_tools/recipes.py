@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from .numbers import (
     FOUR,
+    FULL_1M,
     H100,
     H100_1M,
     H100_32B,
@@ -62,12 +63,11 @@ RUNS = {
         Measured("57,344", "1 x H200", LARGE, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q70_56K"),
     ],
     "full-1m": [
-        Measured("1,048,576", "2 x H200", LLAMA, f"all weights of {layers}, `mlp_tokens=16384`, Liger, `adamw_torch_8bit`", LONGEST, name)
-        for layers, name in (("one layer", "full_1M_layer"), ("two layers", "full_1M_layers"))
-    ]
-    + [
-        Measured("524,288", "1 x H200", LLAMA, "all weights of 32 layers with a window of 4096, `offload_above=28`, the rest the same, no ring", H200_FULL, "full_512K_window"),
-        Measured("262,144", "2 x H100", LLAMA, "all weights of 32 layers, `offload_above=8`, the rest the same", WHOLE_FULL, "full_256K"),
+        Measured("1,048,576", "2 x H200", LLAMA, "all weights, `mlp_tokens=16384`, `offload_above=32`, Liger, `adamw_torch_8bit`", FULL_1M, "full_1M"),
+        Measured("1,048,576", "2 x H200", LLAMA, "all weights of two layers, no `offload_above`, the rest the same", LONGEST, "full_1M_layers"),
+        Measured("524,288", "1 x H200", LLAMA, "all weights with a window of 4096, `offload_above=28`, the rest the same, no ring", H200_FULL, "full_512K_window"),
+        Measured("262,144", "2 x H200", LLAMA, "all weights, `offload_above=8`, attention saved (by \"auto\"), the rest the same", FULL_1M, "full_256K_auto"),
+        Measured("262,144", "2 x H100", LLAMA, "all weights, `offload_above=8`, attention not saved, the rest the same", WHOLE_FULL, "full_256K"),
     ],
     "long_context_lora": [
         Measured("32,768", "2 x H200", LLAMA, "LoRA, `--save-attention --liger`", WHOLE, "ring_liger_32K"),
@@ -83,7 +83,7 @@ MISSING = "Not measured: seconds a step, GiB a GPU and the first loss"
 TOY_ONLY = "This recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
     "lora-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
-    "full-1m": f"{MISSING} of a whole model. {TOY_ONLY} Measured were models of one layer and of two at full length, the memory of all 32 layers on one GPU, and a whole model at 262,144 tokens, each in its second step:",
+    "full-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
     "packed-chat": f"{MISSING}. {TOY_ONLY} No step with packed rows was measured on GPUs.",
     "extend-context": f"{MISSING} of Qwen3-8B. {TOY_ONLY} A small model was trained on one GPU: its losses are below.",
     "qlora-32b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",
