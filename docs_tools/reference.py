@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_ring_attn import cli
 from hf_ring_attn.bench import results
-from hf_ring_attn.errors import batches, core, hosts
+from hf_ring_attn.errors import batches, core, hosts, losses
 
 from .numbers import FILED, status
 
@@ -22,6 +22,7 @@ COMMANDS = ("doctor", "plan", "verify", "bench", "autoload")
 TITLES: dict[ModuleType, str] = {
     batches: "Batches, masks, models and trainers",
     core: "Options, kernels and ranks",
+    losses: "Losses and logits",
     hosts: "Launchers, accelerate and commands",
 }
 

@@ -6,6 +6,7 @@ from .base import *  # noqa: F403  each class is listed once, in its file
 from .batches import *  # noqa: F403  of batches, masks, models and trainers
 from .core import *  # noqa: F403  of options, kernels and ranks
 from .hosts import *  # noqa: F403  of accelerate, patches and command lines
+from .losses import *  # noqa: F403  of losses and logits
 
 for _class in [value for value in globals().values() if isinstance(value, type)]:
     if _class.__module__.startswith(f"{__name__}."):  # what the files import stays as it is

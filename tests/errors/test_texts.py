@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from hf_ring_attn.errors import batches, core, hosts
+from hf_ring_attn.errors import batches, core, hosts, losses
 from tests.errors import examples
 
-FILES: list[ModuleType] = [batches, core, hosts]
+FILES: list[ModuleType] = [batches, core, hosts, losses]
 """The files of errors that are held to this."""
 
 MOST_WORDS = 60

@@ -19,10 +19,12 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import modules_of, name_of, parameters_of
 from ..context.model_record import latest_record
 from ..context.tracked_input import TrackedInput
+from ..context.trial_step import TrialStep
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
 from . import replicas
+from .chunked import hand_out
 
 PLACES = ("position_ids", "attention_mask")
 """Inputs that a model must get unchanged from `shard`."""
@@ -171,6 +173,10 @@ def watch(
         if looks and batch_context.current() is context:  # else the self-check's row, or another batch
             _refuse_others(model, args, given, context, _has_loss(output))
             _mark_caches(output)
+            if (
+                not context.gathers_logits and context.state(TrialStep).loss is None
+            ):  # else the self-check tries the loss
+                hand_out(output, context)
         by_share = context.ring.size > 1 and not context.whole_head
         if by_share and not context.facts.has_labels and _has_loss(output):
             raise errors.LossWithoutLabels(name_of(model))

@@ -5,7 +5,7 @@ The head's own forward is replaced while a batch runs. So wrappers of the head (
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..context.introspect import is_compiled, is_unit, loss_model_of, name_of, u
 from ..context.model_record import latest_record
 from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
+from .local_logits import LocalLogits
 
 
 @contextmanager
@@ -113,3 +114,12 @@ def reasons(head: nn.Module) -> Iterator[str]:
             yield "its head has parts that FSDP2 shards each by itself"
     if functional.cross_entropy.__module__ != functional.__name__:  # it may be given to a kernel, which sees no values
         yield f"torch.nn.functional.cross_entropy is {functional.cross_entropy.__module__}'s"
+
+
+def hand_out(output: Any, context: BatchContext) -> None:
+    """Marks the logits [B, T, V] in a model's output as those of one rank's tokens (`local_logits`)."""
+    logits = output.get("logits") if isinstance(output, MutableMapping) and not context.whole_head else None
+    if isinstance(logits, LazyLogits):
+        logits.head.handed_out = True
+    elif type(logits) is Tensor and logits.dim() == 3 and logits.shape[1] == context.layout.local_length:
+        output["logits"] = LocalLogits.of(logits, logits.shape[-1])

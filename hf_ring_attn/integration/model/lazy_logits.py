@@ -32,6 +32,7 @@ from ...layers.chunked_loss import (
 from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_unit
 from ..context.tracked_input import version_of
+from . import local_logits
 from .parameter_slots import holding, slots_of
 
 Operation = Callable[[Tensor], Tensor]
@@ -93,7 +94,7 @@ class Head:
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.made: Tensor | None = None
         self.lazy: list[weakref.ref[LazyLogits]] = []
-        self.losses = 0
+        self.losses, self.handed_out = 0, False  # to a program whose loss the self-check does not try
         self.wrapper_hooks: list[Callable[[Tensor], Any]] = []
         first, *weights = inputs = [leaf(x, x.requires_grad) for x in (self.rows[:1], *self.weights)]
         with graph_of_its_own(torch.is_grad_enabled()):
@@ -264,17 +265,23 @@ class LazyLogits(Tensor):
                 args = (lazy.made, *args[1:])
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if name in GRADIENT_HOOKS and _is_of_a_wrapper(args[1:]):  # FSDP2's gathers weights when the backward begins
+        of_wrapper = any(str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in args[1:])
+        if name in GRADIENT_HOOKS and of_wrapper:  # FSDP2's gathers weights when the backward begins
             args[0].head.wrapper_hooks += args[1:]
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         if name in GRADIENT_HOOKS and isinstance(lazy, LazyLogits) and lazy.head.losses:
             raise errors.LogitsNotMade(f"{name}() needs their gradient, which a loss in chunks does not compute")
+        local = lazy if isinstance(lazy, LazyLogits) and lazy.head.handed_out else None
+        if local is not None:
+            local_logits.refuse(local, local.head.vocabulary, function, args, kwargs)
         if isinstance(lazy, LazyLogits) and lazy.made is None:
             found = _recorded(lazy, function, name, args[1:], kwargs)
             if found is not None:
                 return found
-        return function(*tree_map(lambda x: _ordinary(x, name), args), **tree_map(lambda x: _ordinary(x, name), kwargs))
+        args, kwargs = tree_map(lambda x: _ordinary(x, name), (args, kwargs))
+        result = function(*args, **kwargs)
+        return result if local is None else local_logits.still_local(result, function, local, local.head.vocabulary)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub has no class
@@ -286,10 +293,6 @@ class LazyLogits(Tensor):
             return LazyLogits.bare(lazy.head, lazy.chain, lazy.shape, lazy.dtype)
         values = tree_map(lambda x: x.values() if isinstance(x, LazyLogits) else x, (args, kwargs or {}))
         return function(*values[0], **values[1])
-
-
-def _is_of_a_wrapper(hooks: Sequence[Any]) -> bool:
-    return any(str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks)
 
 
 def _ordinary(x: Any, user: str) -> Any:

@@ -156,7 +156,7 @@ def left_by_a_late_loss(wrap: str) -> tuple[str, str]:
         for weight in model.parameters():
             weight.mul_(0.5)
     try:
-        nn.functional.cross_entropy(logits.flatten(0, 1), batch.inputs["shift_labels"].flatten())
+        nn.functional.cross_entropy(logits.flatten(0, 1), batch.inputs["shift_labels"].flatten(), reduction="sum")
     except hf_ring_attn.RingAttentionError as error:
         return type(error).__name__, type(model.lm_head.weight).__name__
     return "", ""

@@ -1,0 +1,105 @@
+"""Errors of losses that one rank's tokens do not determine."""
+
+from __future__ import annotations
+
+from .base import Refused
+
+OWN_TERM = (
+    "Each term of compute_loss must add up over ranks: a sum over shift_labels / num_items_in_batch * "
+    "accelerator.num_processes; another model's loss: other(**inputs, num_items_in_batch=num_items_in_batch).loss * "
+    "accelerator.num_processes."
+)
+_OWN_LOOP = "in your own loop leave labels out of the batch, and compute the loss on sharded.gather(out.logits)."
+
+
+class LossNotSharded(Refused):
+    """``gathers``: `loss="gathered"` can compute it, for a causal language model.
+
+    ``again``: it could, if the loss were a separate function: the model's forward computes it. ``own``: a trainer's own
+    compute_loss does, from one rank's tokens.
+    """
+
+    def __init__(self, what: str, gathers: bool = False, again: bool = False, own: bool = False) -> None:
+        trainer = "No trainer can train it in a ring yet"
+        if again:
+            trainer = (
+                "Give it to transformers.Trainer as compute_loss_func, a function of whole rows' logits, with "
+                "hf_ring_attn.configure(model, RingConfig(loss='gathered'))"
+            )
+        if own:
+            trainer = "A loss of whole rows is a compute_loss_func, with RingConfig(loss='gathered')"
+        if gathers:
+            trainer = (
+                "Use the gathered loss: hf_ring_attn.configure(model, RingConfig(loss='gathered')) with "
+                "transformers.Trainer (SFTTrainer makes no logits)"
+            )
+        todo = f"{OWN_TERM} {trainer}." if own else f"{trainer}; {_OWN_LOOP}"
+        super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {todo}")
+
+
+class ShardedLoss(Refused):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the loss of {name} is a DTensor: a term of it, as a penalty on weights, was computed from the parameters "
+            "that FSDP2 shards. Use parameter.full_tensor() there, or the optimizer's weight_decay."
+        )
+
+
+class UnnamedModel(Refused):
+    """A model whose head needs whole rows, for which its batch was not sharded."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"the loss of {model}, which is no causal language model's, cannot be computed exactly from one rank's "
+            "tokens: its head needs whole rows. Name the model when you shard, hf_ring_attn.shard(batch, model=model), "
+            "or use transformers.Trainer."
+        )
+
+
+class LossNotChunked(Refused):
+    def __init__(self, model: str, why: str) -> None:
+        super().__init__(
+            f"loss='chunked' makes no logits, but {model} made them all: {why}. Use RingConfig(loss='auto'), which "
+            "computes the loss in chunks where it can, or 'sharded', which never does."
+        )
+
+
+class LogitsNotMade(Refused):
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            "the loss was computed in chunks, so the logits of this batch were not made, and now they cannot be: "
+            f"{why}. Read them earlier, or have them made in the forward: "
+            "hf_ring_attn.configure(model, RingConfig(loss='sharded'))."
+        )
+
+
+_SUM_SHIFTED = (
+    "Sum over sharded.inputs['shift_labels'], which were shifted on the whole row (reduction='sum'), and divide by "
+    "sharded.inputs['num_items_in_batch']; or compute the loss of whole rows, sharded.gather(out.logits)."
+)
+
+
+class ShiftedByHand(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "the logits of one rank were shifted: [:, :-1] or [:, 1:] took all tokens but one. The label of a chunk's "
+            f"last token is on another rank. {_SUM_SHIFTED}"
+        )
+
+
+class MeanOfOneRank(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "cross_entropy took the mean over the labels of one rank. Ranks hold different numbers of labels, so the "
+            f"mean of their means is not that of the row. {_SUM_SHIFTED}"
+        )
+
+
+class LossWithoutLabels(Refused):
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model} returned a loss, but the batch has no labels. It was computed from one rank's tokens and other "
+            "inputs (such as start_positions), and the mean of such losses is not the whole row's. Give a causal "
+            "language model the targets as labels [B, S]; else compute the loss from whole sequences: "
+            "sharded.gather(out.logits)."
+        )

@@ -1,0 +1,112 @@
+"""Logits of one rank's tokens, as a program gets them: it may neither shift them nor average over them by hand.
+
+A rank has no label for the last token of a chunk: that is in the next chunk, on another rank. And ranks hold different
+numbers of labels, so the mean of their means is not the mean of the row. Neither fails: the loss is a little off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from ... import errors
+
+
+class LocalLogits(Tensor):
+    """Logits of one rank's tokens, or what was computed of each: a tensor of no memory, which holds another one.
+
+    A subclass with memory would not do: compiled functions fail at such inputs (torch 2.13).
+    """
+
+    held: Tensor
+    vocabulary: int
+
+    @staticmethod
+    def of(x: Tensor, vocabulary: int) -> LocalLogits:
+        """Makes them of an ordinary tensor. Gradients reach it through either."""
+        local: LocalLogits = _Hold.apply(x)  # type: ignore[no-untyped-call]
+        local.held, local.vocabulary = x, vocabulary
+        return local
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, LocalLogits)), None)
+        if given is not None:
+            refuse(given.held, given.vocabulary, function, args, kwargs)
+        args, kwargs = tree_map(_held, (args, kwargs))
+        result = function(*args, **kwargs)
+        return result if given is None else still_local(result, function, given.held, given.vocabulary)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub has no class
+        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """For code that calls torch below `__torch_function__`."""
+        args, kwargs = tree_map(lambda x: _held(x).detach() if isinstance(x, LocalLogits) else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _held(x: Any) -> Any:
+    # Its own attribute, read past `__torch_function__`.
+    return vars(x)["held"] if isinstance(x, LocalLogits) else x
+
+
+class _Hold(torch.autograd.Function):
+    """A tensor -> one of no memory in its graph."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        made: Tensor = Tensor._make_wrapper_subclass(
+            LocalLogits, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device
+        )
+        return made
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def still_local(result: Any, function: Any, logits: Tensor, vocabulary: int) -> Any:
+    """A result of logits: logits of the same tokens again, if it has as many numbers as they had."""
+    if type(result) is not Tensor or result.numel() != logits.numel() or not result.is_floating_point():
+        return result
+    # Not an attribute, nor what a compiler traces, nor what an autograd function returns, which has no graph yet.
+    if function.__name__ == "__get__" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return result
+    return LocalLogits.of(result, vocabulary)
+
+
+def refuse(logits: Tensor, vocabulary: int, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses a shift of a rank's logits, and a mean over its labels.
+
+    Args:
+        logits: [..., T, V] or [..., V, T]; vocabulary: V. function, args, kwargs: what is called with them.
+    """
+    if function is Tensor.__getitem__ and _shifts(logits.shape, vocabulary, args[1]):
+        raise errors.ShiftedByHand()
+    if function is functional.cross_entropy and logits.requires_grad:
+        given = dict(zip(("weight", "size_average", "ignore_index", "reduce", "reduction"), args[2:], strict=False))
+        if {**given, **kwargs}.get("reduction", "mean") == "mean":
+            raise errors.MeanOfOneRank()
+
+
+def _shifts(shape: torch.Size, vocabulary: int, index: Any) -> bool:
+    """Returns True if an index takes all tokens but the last one, or all but the first."""
+    entries = [entry for entry in (index if isinstance(index, tuple) else (index,)) if entry is not None]
+    if len(shape) < 2 or not all(entry is Ellipsis or isinstance(entry, (slice, int)) for entry in entries):
+        return False
+    if Ellipsis in entries:
+        at = entries.index(Ellipsis)
+        entries[at : at + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
+    tokens = len(shape) - (2 if shape[-1] == vocabulary else 1)
+    taken = entries[tokens] if tokens < len(entries) else slice(None)
+    length = shape[tokens]
+    return isinstance(taken, slice) and taken.indices(length) in ((0, length - 1, 1), (1, length, 1))
