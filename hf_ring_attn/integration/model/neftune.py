@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from ..context import batch_context, ring_random
 from ..log import say
-from ..patching.changes import Patch
+from ..patching.changes import Patch, is_patch
 from ..patching.compiler import uncompiled
 
 ALPHA = "neftune_noise_alpha"
 """The attribute of embeddings that have the hook."""
-_MARK = "_hf_ring_attn_neftune"
-"""The attribute of our hook: it has the name and the module of transformers'."""
 
 
 def _hook(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +35,6 @@ def _hook(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         return output + noise(output, alpha / math.sqrt(tokens * output.shape[-1]), context.ring.rank)
 
-    setattr(add_noise, _MARK, True)
     return add_noise
 
 
@@ -51,7 +48,7 @@ def is_local(module: nn.Module) -> bool | None:
     """True if ``module`` adds noise by a hook that does not know the whole row; None: it adds none."""
     if not module.__dict__.get(ALPHA):
         return None
-    return not any(hasattr(hook, _MARK) for hook in module._forward_hooks.values())
+    return not any(map(is_patch, module._forward_hooks.values()))
 
 
 PATCHES = [Patch("transformers.integrations.neftune:neftune_post_forward_hook", "(module, input, output)", _hook)]

@@ -25,7 +25,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import configs_of, place_of, uses_interface
 from ..context.model_record import latest_record
-from ..patching.changes import Patch, install, render
+from ..patching.changes import Patch, install, is_patch, render
 from ..patching.compiler import uncompiled
 from ..patching.modules import attach
 from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERATIONS, RUNNING, known, replaceable
@@ -134,20 +134,14 @@ def prepare(model: nn.Module, _context: BatchContext) -> None:
 def _patches(name: str, file: dict[str, Any]) -> Iterator[Patch]:
     for function, make in {MASK: _mask, **MAKERS}.items():
         if function in file:
-            yield Patch(f"{name}:{function}", render(file[function]), functools.partial(_marked, make))
-
-
-def _marked(make: Callable[[Any], Any], original: Any) -> Any:
-    made = make(original)
-    setattr(made, _MARK, True)
-    return made
+            yield Patch(f"{name}:{function}", render(file[function]), make)
 
 
 def _replaced(module: nn.Module) -> str | None:
     """The first function of the layer's file that was replaced after our patch; None if none was."""
     file = _forward(module).__globals__
     used = sorted(names_of(module) & {CONVOLUTION, *FUSED, *OPERATIONS})
-    return next((name for name in used if not hasattr(file.get(name), _MARK)), None)
+    return next((name for name in used if not is_patch(file.get(name))), None)
 
 
 @uncompiled(BY_HOST)

@@ -26,9 +26,7 @@ from ..patching.modules import attach
 _LONGEST = WeakIdKeyDictionary()
 """The longest position of the batch of each tensor of position_ids that a module got; None outside of a ring."""
 _SHOWS = "_hf_ring_attn_shows_longest"
-"""The attribute of a module that is True while its position_ids have one more."""
-_RAN = "_hf_ring_attn_rope_ran"
-"""The attribute of a module that ran in a ring."""
+"""The attribute of a module that ran in a ring; True while its position_ids have one more."""
 
 
 def prepare(model: nn.Module, _context: BatchContext) -> None:
@@ -44,13 +42,9 @@ def _longest(module: nn.Module, position_ids: Tensor) -> int | None:
     """The longest position of the batch of these position_ids; None outside of a ring."""
     context = batch_context.current()
     found = None if context is None or context.ring.size == 1 else context.facts.max_position
-    if found is not None:
-        setattr(module, _RAN, True)
-        if torch.compiler.is_dynamo_compiling():  # a recompute of a graph is in the graph
-            return found
-    elif not getattr(module, _RAN, False):
-        return None
-    return _remembered(module, position_ids, found)
+    if found is not None and torch.compiler.is_dynamo_compiling():  # a recompute of a graph is in the graph
+        return found
+    return _remembered(module, position_ids, found) if found is not None or hasattr(module, _SHOWS) else None
 
 
 # Not compiled: a compiler's tensors have no identity.
@@ -77,7 +71,8 @@ def _show_longest(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     by_name = "position_ids" in kwargs
     longest = _longest(module, kwargs["position_ids"] if by_name else args[1])
-    setattr(module, _SHOWS, longest is not None)
+    if longest is not None or hasattr(module, _SHOWS):
+        setattr(module, _SHOWS, longest is not None)
     if longest is None:
         return None
     if by_name:

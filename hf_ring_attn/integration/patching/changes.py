@@ -30,6 +30,8 @@ NEWEST_ON_GPUS = {"torch": "2.11"}
 """The newest minor version of a host that was tested on GPUs, where newer ones were tested on CPUs."""
 
 _ABSENT: Any = object()
+_MARK = "_hf_ring_attn_patch"
+"""The attribute of our functions: they have the name and the module of the host's."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Patch(_Target):
         replacement = self.make(original)
         if inspect.isfunction(replacement) and callable(original):
             functools.update_wrapper(replacement, original)
+            setattr(replacement, _MARK, True)
         setattr(owner, attribute, replacement)
 
         def undo() -> None:
@@ -141,6 +144,11 @@ class Registration(_Target):
 
 
 Change = Patch | Registration
+
+
+def is_patch(function: Any) -> bool:
+    """Returns True for a function that a `Patch` put in a host's place, or a wrapper with its attributes."""
+    return hasattr(function, _MARK)
 
 
 def render(function: Callable[..., Any]) -> str:
