@@ -23,6 +23,7 @@ from ..context.introspect import uses_ring
 from ..context.mesh import RING, ring_enabled
 from ..model import fsdp, liger, packed_weights
 from ..patching.changes import Patch
+from ..patching.modules import Replaced
 from . import parallelism_config, schedulers, streams
 from .buffers import prepared, sharded_buffers
 from .gather_for_metrics import gather_once_per_ring
@@ -75,11 +76,8 @@ def _state_init(original: Callable[..., None]) -> Callable[..., None]:
             original(self, *args, **kwargs)
         else:
             # cp_enabled only triggers refusals of torch's context parallelism here; the mesh comes later.
-            backend, given.cp_backend = given.cp_backend, RING
-            try:
+            with Replaced(given, "cp_backend", RING):
                 original(self, *args, **kwargs)
-            finally:
-                given.cp_backend = backend
         if given is not None and given.cp_size > 1:
             parallelism_config.refuse_mismatch(given, self.num_processes)
             if not constructing_for:  # a Trainer steps its own scheduler
@@ -127,11 +125,8 @@ def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
         if options.dispatch_batches is not None:
             return original(self, *args, **kwargs)
         # accelerate dispatches an IterableDataset by default, and its dispatcher ignores the "cp" axis.
-        options.dispatch_batches = False
-        try:
+        with Replaced(options, "dispatch_batches", False):
             return streams.count_last_batch(original(self, *args, **kwargs))
-        finally:
-            options.dispatch_batches = None
 
     return prepare_data_loader
 

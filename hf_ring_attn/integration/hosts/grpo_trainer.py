@@ -23,6 +23,7 @@ from ..context.whole_batch import IGNORED
 from ..log import say, warn
 from ..model import admission
 from ..patching.changes import Patch
+from ..patching.modules import Replaced
 from . import prediction, prepare_override, trainer, trainer_overrides, vllm_generation
 from . import rings_as_processes as rings
 from .whole_row_calls import log_probs_of_rows, whole_row_calls
@@ -189,11 +190,9 @@ def _rewards(original: Callable[..., Any]) -> Callable[..., Any]:
         # A reward may cost money, or be random: a ring asks for it once. Models may be sharded over all ranks.
         functions = self.reward_funcs
         if ring_of_process().rank > 0:
-            self.reward_funcs = [one if isinstance(one, nn.Module) else _no_reward for one in functions]
-        try:
+            functions = [one if isinstance(one, nn.Module) else _no_reward for one in functions]
+        with Replaced(self, "reward_funcs", functions):
             return original(self, *args, **kwargs)
-        finally:
-            self.reward_funcs = functions
 
     return _calculate_rewards
 

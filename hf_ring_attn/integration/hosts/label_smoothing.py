@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from ..context import introspect
 from ..context.batch_context import BatchContext
 from ..model.experts import AuxiliaryLoss
 from ..model.lazy_logits import ChunkedLoss
+from ..patching.modules import Replaced
 
 
 @contextmanager
@@ -28,16 +29,15 @@ def smoothed_in_model(trainer: Any, context: BatchContext) -> Iterator[None]:
         with smoothed(trainer, trainer.model):
             yield
         return
-    state, auxiliary = context.state(ChunkedLoss), context.state(AuxiliaryLoss)
-    trainer.label_smoother, state.smoothing, before, auxiliary.factor = None, smoother.epsilon, auxiliary.factor, 0.0
-    try:
+    with (
+        Replaced(trainer, "label_smoother", None),
+        Replaced(context.state(ChunkedLoss), "smoothing", smoother.epsilon),
+        Replaced(context.state(AuxiliaryLoss), "factor", 0.0),
+    ):
         yield
-    finally:
-        trainer.label_smoother, state.smoothing, auxiliary.factor = smoother, 0.0, before
 
 
-@contextmanager
-def smoothed(trainer: Any, model: nn.Module) -> Iterator[None]:
+def smoothed(trainer: Any, model: nn.Module) -> AbstractContextManager[object]:
     """Lets the trainer smooth shifted labels of a wrapped causal language model, too.
 
     It recognizes such models by the name of their class, which `fully_shard` and torch.compile change.
@@ -45,10 +45,5 @@ def smoothed(trainer: Any, model: nn.Module) -> Iterator[None]:
     smoother, head = trainer.label_smoother, introspect.loss_model_of(model)
     shifted = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if smoother is None or head is None or introspect.class_of(head) not in shifted:
-        yield
-        return
-    trainer.label_smoother = functools.partial(smoother, shift_labels=True)
-    try:
-        yield
-    finally:
-        trainer.label_smoother = smoother
+        return nullcontext()
+    return Replaced(trainer, "label_smoother", functools.partial(smoother, shift_labels=True))

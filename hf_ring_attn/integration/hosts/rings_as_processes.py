@@ -5,8 +5,8 @@ Ranks of a ring hold the same rows. A host that numbers processes, or gathers a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accelerate.utils.operations import recursively_apply
@@ -16,6 +16,7 @@ from ... import errors
 from ...comm.ring import world_rank, world_size
 from ..context import ring_random
 from ..context.mesh import ring_of_process
+from ..patching.modules import Replaced
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rings: rings.sum(0),
@@ -67,18 +68,11 @@ class RingsAsProcesses(RingsCounted):
         return recursively_apply(reduced, tensor, error_on_other_type=True)
 
 
-@contextmanager
-def rings_as_processes(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses) -> Iterator[None]:
+def rings_as_processes(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses) -> AbstractContextManager[object]:
     """Lets a trainer count rings in place of processes, or, with `RingsCounted`, know their number alone."""
     accelerator = trainer.accelerator
-    if isinstance(accelerator, RingsCounted):
-        yield
-        return
-    trainer.accelerator = kind(accelerator)
-    try:
-        yield
-    finally:
-        trainer.accelerator = accelerator
+    is_counted = isinstance(accelerator, RingsCounted)
+    return nullcontext() if is_counted else Replaced(trainer, "accelerator", kind(accelerator))
 
 
 def once_per_ring(everyone: Any, ring_size: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..context.whole_batch import IGNORED
 from ..model import ring_calls
 from ..model.experts import AuxiliaryLoss
 from ..patching.changes import Patch
+from ..patching.modules import Replaced
 from . import prediction, trainer
 from .gather_for_metrics import gather_sums_per_ring
 from .rings_as_processes import RingsCounted
@@ -47,23 +49,20 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             # divide by this rank's count of labels.
             num_items_in_batch, one_mean, ring_size = count * _multiplied(self), True, context.ring.size
         accelerator, tokens = self.accelerator, self._total_train_tokens
-        steps = getattr(self, _STEPS, 1)  # none before the first training step
-        if context.ring.size > 1:  # entropy and accuracy are sums over tokens, and a ring's tokens are one row's
-            accelerator.gather_for_metrics = functools.partial(gather_sums_per_ring, accelerator)
-        if one_mean:  # then the trainer divides the whole loss, or nothing, by the batches of a step
-            setattr(self, _STEPS, 1)
         # SFTTrainer clamps a count to at least 1, so it gets the whole count, and its loss is multiplied here.
         shared = num_items_in_batch is not None and not averaged
         times = context.ring.size if shared else 1
         context.state(AuxiliaryLoss).factor = 1 / times
-        try:
-            count = num_items_in_batch
-            if count is not None and (shared or context.ring.size != ring_size):  # else the trial step's whole row
-                count = count * ring_size / (1 if shared else context.ring.size)
+        count = num_items_in_batch
+        if count is not None and (shared or context.ring.size != ring_size):  # else the trial step's whole row
+            count = count * ring_size / (1 if shared else context.ring.size)
+        with ExitStack() as replaced:
+            if context.ring.size > 1:  # entropy and accuracy are sums over tokens, and a ring's tokens are one row's
+                gather = functools.partial(gather_sums_per_ring, accelerator)
+                replaced.enter_context(Replaced(accelerator, "gather_for_metrics", gather))
+            if one_mean:  # then the trainer divides the whole loss, or nothing, by the batches of a step
+                replaced.enter_context(Replaced(self, _STEPS, 1))
             result = original(self, model, inputs, return_outputs, count)
-        finally:
-            vars(accelerator).pop("gather_for_metrics", None)
-            setattr(self, _STEPS, steps)
         if self.model.training and getattr(self, "_is_vlm", True):
             # With images each rank counted whole rows; other rings' batches may have none.
             mask = inputs.get("attention_mask")

@@ -23,6 +23,7 @@ from ..context.trial_step import TrialStep
 from ..log import warn
 from ..model import adapters, admission, fsdp, whole_heads
 from ..patching.changes import Patch
+from ..patching.modules import Replaced
 from . import between_batches, liger_arguments, logged_numbers, prepare_override, trainer_overrides
 from .gathered_loss import gathered
 from .label_smoothing import smoothed, smoothed_in_model
@@ -200,18 +201,10 @@ def _gathering(model: nn.Module, sharded: Sharded) -> AbstractContextManager[Non
     return gathered(model, sharded) if is_gathered else nullcontext()
 
 
-@contextmanager
-def prepared(trainer: Any, local: dict[str, Any]) -> Iterator[None]:
+def prepared(trainer: Any, local: dict[str, Any]) -> Replaced:
     """Keeps the trainer from preparing ``local`` again: a subclass might number each rank's tokens anew."""
-    own, prepare = vars(trainer), trainer._prepare_inputs
-    before = own.get("_prepare_inputs")
-    trainer._prepare_inputs = lambda inputs: inputs if inputs is local else prepare(inputs)
-    try:
-        yield
-    finally:
-        del trainer._prepare_inputs
-        if before is not None:
-            trainer._prepare_inputs = before
+    prepare = trainer._prepare_inputs
+    return Replaced(trainer, "_prepare_inputs", lambda inputs: inputs if inputs is local else prepare(inputs))
 
 
 def _count_once(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..context.model_record import latest_record
 from ..context.tracked_input import version_of
 from ..log import warn
 from ..patching.compiler import uncompiled
-from ..patching.modules import attached, is_ours, replace
+from ..patching.modules import Replaced, attached, is_ours, replace
 from .parameter_slots import Slot, holding, slots_of
 from .structure import text_modules
 
@@ -231,22 +232,18 @@ class _ChunkedForward:
         Raises:
             NotByToken: they differ, for each of three choices of tokens: a router may flip by rounding.
         """
-        modes, weights = [(part, part.training) for part in self.module.modules()], list(call.trained)
-        try:
-            for part, _ in modes:
-                part.training = False
-            with torch.no_grad():
-                for begin in (0, len(rows) // 3, len(rows) // 2):
-                    few = rows[begin : begin + 2 * SLICE]
-                    half = -(-len(few) // 2)
-                    once = call.run(few.clone(), weights)
-                    twice = zip(*(call.run(x.clone(), weights) for x in few.split(half)), strict=True)
-                    pairs = zip(twice, once, strict=True)
-                    if max(_distance(torch.cat(parts), want) for parts, want in pairs) <= 1:
-                        return
-        finally:
-            for part, mode in modes:
-                part.training = mode
+        weights = list(call.trained)
+        with torch.no_grad(), ExitStack() as modes:
+            for part in self.module.modules():
+                modes.enter_context(Replaced(part, "training", False))
+            for begin in (0, len(rows) // 3, len(rows) // 2):
+                few = rows[begin : begin + 2 * SLICE]
+                half = -(-len(few) // 2)
+                once = call.run(few.clone(), weights)
+                twice = zip(*(call.run(x.clone(), weights) for x in few.split(half)), strict=True)
+                pairs = zip(twice, once, strict=True)
+                if max(_distance(torch.cat(parts), want) for parts, want in pairs) <= 1:
+                    return
         raise errors.NotByToken(self.name, "mixes tokens: some of them alone have other results than with the rest")
 
 

@@ -1,4 +1,4 @@
-"""Hooks and attributes of ours on the modules of a user's model: put there, recognized, and taken off again.
+"""Hooks and attributes of ours on a user's modules, and on other objects: put there, recognized, and taken off again.
 
 Each has a handle, whose ``remove`` does nothing the second time. Some stay for a scope, such as a batch's context: a
 handle is a context manager, for an `ExitStack`. So it comes off after an error and after Ctrl-C, too, after which torch
@@ -24,23 +24,23 @@ _HOLDING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Replaced:
-    """An attribute of a module itself that has another value until `remove`. Like torch's handle of a hook.
+    """An attribute of a module or another object that has another value until `remove`. Like torch's handle of a hook.
 
     Attributes:
-        value: of ours. before: the program's; None if there was none, or if the module's class has it.
+        value: ours. before: the object's own; ``...`` if it had none, but perhaps its class.
     """
 
-    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
-        self.module, self.name, self.value = module, name, value
-        self.before = module.__dict__.get(name)
-        module.__dict__[name] = value
+    def __init__(self, owner: object, name: str, value: Any) -> None:
+        self.owner, self.name, self.value = owner, name, value
+        self.before = vars(owner).get(name, ...)
+        vars(owner)[name] = value
 
     def remove(self) -> None:
         """Brings back what was there before, unless the program has replaced the value since."""
-        own = self.module.__dict__
-        if own.get(self.name) is self.value:
+        own = vars(self.owner)
+        if own.get(self.name, ...) is self.value:
             del own[self.name]
-            if self.before is not None:
+            if self.before is not ...:
                 own[self.name] = self.before
 
     def __enter__(self) -> Replaced:
