@@ -36,15 +36,13 @@ from ..model.replicas import SAME_WEIGHTS
 from ..model.ring_calls import in_ring
 from ..patching import changes
 from .across_ranks import AcrossRanks
-from .attempt import Attempt
 from .compare import ComparedTokens, Recorder, outputs_inside, relative
 from .placeholders import try_placeholders
 from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
-from .stand_in import stand_in
 from .states import States
-from .tolerance import AMPLIFICATION, EXACT, LOSS, always_passes, dtypes_seen, rounded_anew
-from .trial import GRADIENT, random_state, run_step, set_modes, watched_weights
+from .tolerance import AMPLIFICATION, EXACT, LOSS, Attempt, always_passes, dtypes_seen, rounded_anew
+from .trial import GRADIENT, random_state, run_step, set_modes, stand_in, watched_weights
 from .zeros import moved_from_zero
 
 T = TypeVar("T")

@@ -19,8 +19,7 @@ from ..context.introspect import file_of
 from ..context.program_states import TORCHS_OWN, is_of_program
 from ..context.tensor_tree import tensors_of
 from ..context.tracked_input import version_of
-from .restore import restored
-from .states_outside import hooks_of, preserved_states
+from .restore import hooks_of, preserved_states, restored
 
 T = TypeVar("T")
 

@@ -1,14 +1,16 @@
-"""Tolerances of the self-check: rounding, and its amplification by the model."""
+"""Tolerances of the self-check: rounding, and its amplification by the model; an attempt that they judge."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ... import errors
 from ...kernels import in_score_mod
 
 EXACT = 1e-4
@@ -84,3 +86,37 @@ def rounded_anew(device: torch.device) -> Iterator[None]:
 
     with outputs(see):
         yield
+
+
+@dataclass
+class Attempt:
+    """The relative distances of two runs of one row, the largest on any rank, and their limits.
+
+    Args:
+        precise: no module's output was coarser than float32.
+        again: the distances between the whole run and another one.
+        refusal: the error, given the limits; it may raise a more precise one.
+        fine: limits up to ``limits``; a distance between both passes if rounding explains it.
+    """
+
+    found: list[float]
+    limits: list[float]
+    precise: bool
+    again: Callable[[], list[float]]
+    refusal: Callable[[list[float]], errors.Refused]
+    fine: list[float]
+
+    def agrees(self, device: torch.device) -> bool:
+        """Returns True if the runs agree. Unless they clearly do, limits are set by what the model amplifies first."""
+        if self._within(self.fine):
+            return True
+        with rounded_anew(device):
+            own = self.again()
+        self.limits = [
+            max(least, min(limit, ROUNDING * error), AMPLIFICATION * error)
+            for least, limit, error in zip(self.fine, self.limits, own, strict=True)
+        ]
+        return self._within(self.limits)
+
+    def _within(self, limits: list[float]) -> bool:
+        return all(error <= limit for error, limit in zip(self.found, limits, strict=True))

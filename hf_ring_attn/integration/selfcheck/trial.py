@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..context import batch_context
 from ..context.local_batch import LocalBatch
+from ..context.program_states import TORCHS_OWN
 from ..context.trial_step import TrialStep
 from ..model import loss_gradients, neftune
 from ..model.ring_calls import in_ring
@@ -76,6 +78,32 @@ def _without_reentrant_checkpoints() -> Iterator[None]:
         yield
     finally:
         del CheckpointFunction.apply  # the inherited one again
+
+
+class _StandIn(DistributedDataParallel):
+    """Calls the model inside. It has no hooks, and of DDP the attributes alone.
+
+    A program may know weights by DDP's names ("module.model..."), or take the model out of its wrapper. DDP itself
+    would send buffers, and record a forward for a backward that never comes.
+    """
+
+    def __init__(self, original: DistributedDataParallel) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update({name: x for name, x in vars(original).items() if name not in TORCHS_OWN})
+        self.module = original.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+_StandIn.__name__ = DistributedDataParallel.__name__
+
+
+def stand_in(model: nn.Module, inner: nn.Module) -> nn.Module:
+    """Returns the model that a program's loss gets for the outermost ``model``: ``inner``, or a wrapper around it."""
+    if isinstance(model, DistributedDataParallel) and model.module is inner:
+        return _StandIn(model)
+    return inner
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 
 import tests.helpers.jobs.self_check_jobs as jobs
 from hf_ring_attn import errors
-from hf_ring_attn.integration.selfcheck.attempt import Attempt
 from hf_ring_attn.integration.selfcheck.check import _Check
+from hf_ring_attn.integration.selfcheck.tolerance import Attempt
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.models.remote_models import remote
 
