@@ -11,7 +11,6 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from ..context.model_record import latest_record
 from ..context.tracked_input import version_of
 from ..log import warn
 from ..patching.compiler import uncompiled
-from ..patching.modules import Replaced, attached, is_ours, replace
+from ..patching.modules import Replaced, attached, hooks_of, replace
 from .parameter_slots import Slot, holding, slots_of
 from .structure import text_modules
 
@@ -86,9 +85,6 @@ _HOOKED = (
     "a hook on {0}, or its own forward, would see chunks of tokens, and no gradients: mlp_tokens has no effect on {1}, "
     "which runs whole. Remove the hook to save that memory."
 )
-_HOOKS = tuple(
-    attrgetter(kind) for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-)
 _HOSTS = {"transformers", "accelerate", "peft", "liger_kernel", "bitsandbytes"}
 """Packages whose hooks and forwards inside an MLP compute each token by itself."""
 
@@ -97,11 +93,9 @@ def _hooked_inside(part: nn.Module) -> str | None:
     """The name of a module in ``part`` with hooks or a forward of a program; those of ``part`` itself see all."""
     name: str
     for name, module in part.named_modules():
-        hooks = [hook for kind in _HOOKS for hook in kind(module).values()] if name else []
-        hooks += [module.__dict__["forward"]] if name and "forward" in module.__dict__ else []
         # transformers' own hooks record what a model returns: see `_records_routers`.
-        owners = (str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks if not is_ours(hook))
-        if not all(owner in _HOSTS for owner in owners):
+        owners = {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks_of(module)}
+        if name and not owners <= _HOSTS:
             return name
     return None
 

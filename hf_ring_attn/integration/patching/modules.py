@@ -8,11 +8,13 @@ calls no hook. Others stay until `remove_all`, and are inert outside a ring. doc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+"""torch's tables of a module's hooks."""
 _PACKAGE = __name__.partition(".")[0]
 _PREFIX = f"_{_PACKAGE}_"
 """The beginning of the names of our attributes."""
@@ -103,6 +105,13 @@ def remove_all() -> None:
 def is_ours(x: Any) -> bool:
     """Returns True for a hook, or for an attribute's value, of this package."""
     return str(getattr(x, "__module__", "")).partition(".")[0] == _PACKAGE
+
+
+def hooks_of(module: nn.Module) -> Iterator[Any]:
+    """The hooks of a module, and the forward set on it, that are not ours."""
+    found = [hook for kind in HOOKS for hook in module.__dict__[kind].values()]
+    found += [module.__dict__["forward"]] if "forward" in module.__dict__ else []
+    return (hook for hook in found if not is_ours(hook))
 
 
 def programs_own(x: Any) -> Any:

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from ..context import ring_random
 from ..context.program_states import PLAIN, TORCHS_OWN, is_of_program, preserved_objects
 from ..log import warn
-from ..patching.modules import is_ours
+from ..patching.modules import HOOKS, hooks_of, is_ours
 
 BYTES_COPIED = 1 << 22
 """The largest buffers that the run gets as copies; larger ones (tables of RoPE, of masks) are only watched."""
 
-_KINDS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -121,23 +120,17 @@ def _is_state(x: object) -> bool:
 def preserved_states(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restores on exit what the hooks and the forwards of ``modules`` changed inside, in other objects than these."""
     known = list(modules)
-    hooks = [hook for hook in hooks_of(known) if not is_ours(hook)]
-    with preserved_objects([*hooks, *_held_by(known)], known):
+    with preserved_objects([*programs_hooks(known), *_held_by(known)], known):
         yield
 
 
-def hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """The hooks of modules and of their weights, the forwards set on them, and the hooks set for all modules."""
+def programs_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """The program's hooks on modules, on their weights and on all modules, and the forwards set on modules."""
+    tables = [getattr(torch.nn.modules.module, f"_global{kind}") for kind in HOOKS]
     for module in modules:
-        for kind in _KINDS:
-            yield from module.__dict__[kind].values()
-        for weight in module._parameters.values():
-            if weight is not None and weight._backward_hooks:
-                yield from weight._backward_hooks.values()
-        if "forward" in module.__dict__:
-            yield module.__dict__["forward"]
-    for kind in _KINDS:
-        yield from getattr(torch.nn.modules.module, f"_global{kind}").values()
+        yield from hooks_of(module)
+        tables += [x._backward_hooks for x in module._parameters.values() if x is not None and x._backward_hooks]
+    yield from (hook for table in tables for hook in table.values() if not is_ours(hook))
 
 
 def _held_by(modules: Iterable[nn.Module]) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from ..context.introspect import file_of
 from ..context.program_states import TORCHS_OWN, is_of_program
 from ..context.tensor_tree import tensors_of
 from ..context.tracked_input import version_of
-from .restore import hooks_of, preserved_states, restored
+from .restore import preserved_states, programs_hooks, restored
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class States:
 
     def __post_init__(self) -> None:
         owners = [file_of(module) for module in self.model.modules()]
-        owners += [str(getattr(hook, "__module__", "")) for hook in hooks_of(self.model.modules())]
+        owners += [str(getattr(hook, "__module__", "")) for hook in programs_hooks(self.model.modules())]
         self._has_others = any(map(is_of_program, owners))  # in objects of the program, which are not watched
 
     def run(self, call: Callable[[], T], whole: bool = False) -> T:
