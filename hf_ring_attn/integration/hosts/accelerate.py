@@ -21,7 +21,7 @@ from ...comm.groups import any_ring
 from ...comm.ring import set_timeout
 from ..context.introspect import uses_ring
 from ..context.mesh import RING, ring_enabled
-from ..model import fsdp, liger, packed_weights
+from ..model import fsdp, liger, quantized
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import parallelism_config, schedulers, streams
@@ -107,7 +107,7 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
             prepared.update(models)
             for model in models:
                 liger.prepare(model)
-                packed_weights.gather_bytes(model)  # a program may generate before its first batch
+                quantized.gather_bytes(model)  # a program may generate before its first batch
         return result
 
     return prepare

@@ -28,7 +28,6 @@ from . import (
     loss,
     mlp_chunks,
     multimodal,
-    packed_weights,
     quantized,
     recurrent,
     rope,
@@ -63,7 +62,7 @@ ONCE = Support(
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, liger.prepare,
-        packed_weights.prepare, wrapped_adapters.prepare,
+        quantized.prepare, wrapped_adapters.prepare,
     ),
 )  # fmt: skip
 """Called once for each structure of a model and kind of batch."""

@@ -1,14 +1,24 @@
-"""Weights that bitsandbytes has quantized: reasons against those whose arithmetic a ring or its self-check changes."""
+"""Weights that bitsandbytes has quantized: reasons against some, and 4-bit ones that FSDP2 gathers by their bytes.
+
+bitsandbytes keeps the codes of 4-bit weights in a tensor of a floating dtype (``bnb_4bit_quant_storage``). One 16-bit
+word of a thousand is not a number if read as one. On a GPU FSDP2 copies its shards by `torch._foreach_copy_`, which
+converts 16-bit words to float32 and back, and each of these words comes out as 0x7FFF: two of its four weights become
+the largest of their block, in silence (bitsandbytes issue 1945). And a policy of another dtype than the storage's casts
+the codes as if they were numbers.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ... import errors
 from ..context.batch_context import BatchContext
-from ..context.introspect import modules_of
+from ..context.introspect import is_unit, modules_of, name_of
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
@@ -30,3 +40,88 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
                 "bitsandbytes packs its 4-bit weights at the first evaluation, here the self-check, for other "
                 "arithmetic on this CPU: set support_avx512bf16_for_cpu=False on its Linear4bit layers"
             )
+
+
+def prepare(model: nn.Module, context: BatchContext) -> None:
+    """As `gather_bytes`, in a ring."""
+    if context.ring.size > 1:
+        gather_bytes(model)
+
+
+def gather_bytes(model: nn.Module) -> None:
+    """Has FSDP2 gather bytes for the packed weights of ``model``, and compares each with this rank's part once."""
+    for weight in _packed(model):
+        if not hasattr(weight, "gathers_bytes"):
+            own: Any = type(weight)
+            weight.__class__ = gathered_as_bytes(own)
+            weight.param_dtype = None
+            _check_once(weight, name_of(model))
+
+
+def _packed(model: nn.Module) -> Iterator[Any]:
+    """Yields what FSDP2 knows of each 4-bit weight."""
+    for module in filter(is_unit, modules_of(model)):
+        state = module._get_fsdp_state()  # type: ignore[operator]
+        groups = getattr(state, "_fsdp_param_groups", None)  # one until torch 2.12
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            for weight in () if group is None else group.fsdp_params:
+                info = weight._module_info
+                if info.param_name == "weight" and _has_codes(info.module) and weight.sharded_param.is_floating_point():
+                    yield weight
+
+
+def _has_codes(layer: nn.Module) -> bool:
+    return any(kind.__name__ == "Linear4bit" for kind in type(layer).__mro__)
+
+
+@functools.cache
+def gathered_as_bytes(own: Any) -> Any:
+    """Returns a subclass of FSDP2's ``own`` class of parameters, for weights whose numbers are codes."""
+
+    class GatheredAsBytes(own):  # type: ignore[misc]
+        """FSDP2 gathers a group of several dtypes as bytes, and copies bytes as they are."""
+
+        gathers_bytes = True
+
+        def init_dtype_attrs(self, *args: Any, **kwargs: Any) -> None:
+            super().init_dtype_attrs(*args, **kwargs)
+            self.param_dtype = None  # no cast
+
+        @property
+        def all_gather_inputs(self) -> list[Tensor]:
+            inputs = super().all_gather_inputs
+            return inputs if _shards(self) == 1 else [x.view(torch.uint8) for x in inputs]
+
+        def init_all_gather_outputs(self, numels: list[int], dtypes: list[torch.dtype], *args: Any, **kw: Any) -> None:
+            if dtypes == [torch.uint8]:
+                numels, dtypes = [numels[0] // self.orig_dtype.itemsize], [self.orig_dtype]
+            super().init_all_gather_outputs(numels, dtypes, *args, **kw)
+
+    return GatheredAsBytes
+
+
+def _shards(weight: Any) -> int:
+    return int(getattr(weight.mesh_info, "shard_mesh_size", 1))
+
+
+def _check_once(weight: Any, name: str) -> None:
+    """Compares a gathered weight with this rank's part of it, before its layer's next forward.
+
+    Raises there:
+        UnsupportedModel: their bytes differ.
+    """
+    layer = weight._module_info.module
+
+    def check(module: Any, _inputs: Any) -> None:
+        whole = module.weight
+        if type(whole).__name__ == "DTensor":  # a forward without the hooks of FSDP2
+            return
+        hook.remove()
+        mine = weight._sharded_param_data.detach().view(torch.uint8)
+        first = len(mine) * (weight.mesh_info.shard_mesh_rank if _shards(weight) > 1 else 0)
+        found = whole.detach().reshape(-1).view(torch.uint8)[first : first + len(mine)]
+        if not torch.equal(found, mine[: len(found)].to(found.device)):
+            why = "FSDP2 gathers other 4-bit weights than its ranks have: use DDP"
+            raise errors.UnsupportedModel(name, [why])
+
+    hook = layer.register_forward_pre_hook(check)

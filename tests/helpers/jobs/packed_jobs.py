@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from hf_ring_attn.integration.model import packed_weights
+from hf_ring_attn.integration.model import quantized
 from tests.helpers.jobs import kinds_jobs
 from tests.helpers.jobs.kinds_jobs import Kind, Trained
 from tests.helpers.jobs.plain_jobs import attempt
@@ -78,7 +78,7 @@ def changed(
     offload: Any = CPUOffloadPolicy(pin_memory=False) if on_host else OffloadPolicy()
     fully_shard(model, mesh=mesh["one"], mp_policy=MixedPrecisionPolicy(param_dtype=policy), offload_policy=offload)
     if prepared:
-        packed_weights.gather_bytes(model)
+        quantized.gather_bytes(model)
     with copies_of_a_gpu(), torch.no_grad():
         for _ in range(2):
             model(torch.ones(1, 8, dtype=policy))
@@ -90,8 +90,8 @@ def told_of_other_bytes() -> str:
     torch.manual_seed(0)
     model = Block(64, torch.bfloat16, trained=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    packed_weights.gather_bytes(model)
-    kind = packed_weights.gathered_as_bytes(FSDPParam)
+    quantized.gather_bytes(model)
+    kind = quantized.gathered_as_bytes(FSDPParam)
     right = kind.all_gather_inputs.fget
     wrong = property(lambda weight: [x ^ 1 for x in right(weight)])
     with mock.patch.object(kind, "all_gather_inputs", wrong), torch.no_grad():
@@ -101,6 +101,6 @@ def told_of_other_bytes() -> str:
 
 def trained(kind: Kind, mesh: Mesh, prepared: bool = True) -> Trained:
     """As `kinds_jobs.trained`, with the copies of a GPU. ``prepared``: as a ring does it."""
-    unprepared = nullcontext() if prepared else mock.patch.object(packed_weights, "_packed", return_value=())
+    unprepared = nullcontext() if prepared else mock.patch.object(quantized, "_packed", return_value=())
     with copies_of_a_gpu(), unprepared:
         return kinds_jobs.trained(kind, mesh)
