@@ -24,7 +24,7 @@ from ..log import say, warn
 from ..model import admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import prediction, prepare_override, trainer, trainer_overrides, vllm_generation
+from . import prediction, trainer, trainer_overrides, vllm_generation
 from . import rings_as_processes as rings
 from .whole_row_calls import log_probs_of_rows, whole_row_calls
 
@@ -216,7 +216,7 @@ _LOG_PROBS = (
 )
 
 
-_PREPARE = prepare_override.patch_prepare(lambda host: trainer.group_of(host) is not None, _prepare_inputs)
+_PREPARE = trainer_overrides.patch_prepare(lambda host: trainer.group_of(host) is not None, _prepare_inputs)
 
 
 def _patches(kind: str) -> list[Patch]:

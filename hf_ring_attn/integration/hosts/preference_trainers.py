@@ -16,7 +16,7 @@ from ..context.whole_batch import IGNORED
 from ..log import warn
 from ..model import admission
 from ..patching.changes import Patch
-from . import prediction, prepare_override, trainer
+from . import prediction, trainer, trainer_overrides
 from .whole_row_calls import Rows, log_probs_of_rows, whole_row_calls
 
 BESIDE = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps", "label", "ref_logps", "ref_KL_logps")
@@ -91,7 +91,7 @@ DPO = "trl.trainer.dpo_trainer:DPOTrainer"
 KTO = "trl.trainer.kto_trainer:KTOTrainer"
 
 
-_PREPARE = prepare_override.patch_prepare(trainer.shards, _prepare_inputs)
+_PREPARE = trainer_overrides.patch_prepare(trainer.shards, _prepare_inputs)
 
 
 def _patches(host: str) -> list[Patch]:

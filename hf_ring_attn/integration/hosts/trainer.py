@@ -24,7 +24,7 @@ from ..log import warn
 from ..model import adapters, admission, fsdp, whole_heads
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import between_batches, liger_arguments, logged_numbers, prepare_override, trainer_overrides
+from . import between_batches, liger_arguments, logged_numbers, trainer_overrides
 from .gathered_loss import gathered
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
@@ -56,7 +56,7 @@ def shards(trainer: Any) -> bool:
 def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer by its class and its arguments."""
     trainer_overrides.refuse_unknown(trainer)
-    prepare_override.check_override(trainer, shards)
+    trainer_overrides.check_override(trainer, shards)
     liger_arguments.leave_loss_to_ring(trainer.args)
 
 
@@ -286,7 +286,7 @@ WHOLE_ROWS = (
 )
 
 
-_PREPARE = prepare_override.patch_prepare(shards, _prepare_inputs)
+_PREPARE = trainer_overrides.patch_prepare(shards, _prepare_inputs)
 TRAINER = "transformers.trainer:Trainer"
 PATCHES = [
     Patch(f"{TRAINER}._prepare_context_parallel_inputs", "(self, model, inputs)", _PREPARE),

@@ -1,13 +1,20 @@
-"""Refuses trainers by their class, or by a method that no trial step can judge."""
+"""Overrides of a trainer's methods: refuses those that no trial step can judge, and checks one at each step.
+
+An override of `_prepare_context_parallel_inputs` must pass the batch to super(), and return its result unchanged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from transformers import Trainer
 
 from ... import errors
+from ..context.tracked_input import version_of
 from ..patching.changes import installed
 
 EXACT_TRL = {
@@ -42,3 +49,103 @@ def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:
         ours = f"{place.__module__}:{place.__qualname__}.{method}" in installed()
         if getattr(kind, method) is not getattr(Trainer, method, None) and not ours:
             raise errors.UnknownTrainer(kind.__name__, f"{place.__qualname__}.{method}")
+
+
+PREPARE = "_prepare_context_parallel_inputs"
+Prepare = Callable[[Any, nn.Module, Any], tuple[Callable[[], Any], Any]]
+"""Maps a trainer, its model and a whole batch to the context of a step and the step's inputs."""
+
+
+def patch_prepare(shards: Callable[[Any], bool], prepare: Prepare) -> Callable[[Prepare], Prepare]:
+    """Makes a patch of the method: it calls ``prepare`` instead if ``shards(trainer)``."""
+
+    def make(original: Prepare) -> Prepare:
+        def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: Any) -> Any:
+            if not shards(self):
+                return original(self, model, inputs)
+            override = getattr(self, PREPARE)
+            if not isinstance(override, _CheckedOverride):
+                if not _is_exact(self):  # it runs now, and nobody looks at what it returns
+                    raise errors.UnknownTrainer(type(self).__name__, _place(self))
+                return prepare(self, model, inputs)
+            took = _contents((model, inputs))
+            made = prepare(self, model, inputs)
+            override.noted = took, made, _contents(made)
+            return made
+
+        return _prepare_context_parallel_inputs
+
+    return make
+
+
+def check_override(trainer: Any, shards: Callable[[Any], bool]) -> None:
+    """Makes each step of a trainer in a ring compare its override, if its class has one, with the patched method.
+
+    Raises:
+        UnknownTrainer: the override was set on the trainer itself.
+    """
+    if isinstance(vars(trainer).get(PREPARE), _CheckedOverride) or _is_exact(trainer):
+        return
+    if PREPARE in vars(trainer):
+        raise errors.UnknownTrainer(type(trainer).__name__, f"the trainer's own {PREPARE}")
+    setattr(trainer, PREPARE, _CheckedOverride(trainer, shards))
+
+
+class _CheckedOverride:
+    """Calls the override of a trainer's class.
+
+    The batch must reach the patched method as it came, and what that returns must come back as it is: then the
+    override's answer is the patched method's.
+    """
+
+    def __init__(self, trainer: Any, shards: Callable[[Any], bool]) -> None:
+        self._trainer = weakref.ref(trainer)  # else each would keep the other alive
+        self._shards = shards
+        self.noted: tuple[list[Any], tuple[Any, Any], list[Any]] | None = None
+        """The arguments of the patched method, its result, and the contents of that."""
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Any:
+        trainer, given = self._trainer(), _contents((model, inputs))
+        returned = getattr(type(trainer), PREPARE)(trainer, model, inputs)
+        if not installed() or not self._shards(trainer):
+            return returned
+        noted, self.noted = self.noted, None
+        if noted is not None:
+            took, made, contents = noted
+            # The step knows its share by identity, so an equal dict would not do.
+            is_same = isinstance(returned, tuple) and len(returned) == 2 and all(map(operator.is_, returned, made))
+            if is_same and _same(given, took) and _same(_contents(made), contents):
+                return returned
+        raise errors.InputsNotHandedOn(type(trainer).__name__, _place(trainer))
+
+
+def _is_exact(trainer: Any) -> bool:
+    """Returns True if the trainer has the patched method, undecorated, or says that its own is exact."""
+    code = getattr(getattr(trainer, PREPARE), "__code__", None)
+    is_ours = getattr(code, "co_filename", None) == patch_prepare.__code__.co_filename
+    return is_ours or bool(getattr(trainer, "ring_fp32_exact", False))
+
+
+def _place(trainer: Any) -> str:
+    cls = next(cls for cls in type(trainer).__mro__ if PREPARE in vars(cls))
+    return f"{cls.__qualname__}.{PREPARE}"
+
+
+def _contents(x: Any) -> list[tuple[Any, int]]:
+    """Each object in ``x`` and its containers, tensors with the number of their changes in place."""
+    return list(_leaves(x))
+
+
+def _leaves(x: Any) -> Iterator[tuple[Any, int]]:
+    if isinstance(x, (Mapping, list, tuple)):
+        for key in x if isinstance(x, Mapping) else range(len(x)):
+            yield str(key), 0
+            yield from _leaves(x[key])
+    else:
+        yield x, version_of(x)
+
+
+def _same(before: list[tuple[Any, int]], after: list[tuple[Any, int]]) -> bool:
+    return len(before) == len(after) and all(
+        (a is b or (isinstance(a, str) and a == b)) and n == m for (a, n), (b, m) in zip(before, after, strict=True)
+    )
