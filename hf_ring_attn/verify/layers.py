@@ -97,6 +97,6 @@ def _hooks(layers: list[Layer], before: Any, after: Any) -> Iterator[None]:
                 lambda _module, args, kwargs, layer=layer: before(layer, args, kwargs), with_kwargs=True
             )
             last = layer.module.register_forward_hook(lambda _module, _args, output, layer=layer: after(layer, output))
-            stack.callback(first.remove)
-            stack.callback(last.remove)
+            stack.enter_context(first)
+            stack.enter_context(last)
         yield

@@ -49,12 +49,8 @@ def _gradient_outside(model: Any, batch: Batch, start: int, token: int) -> float
         embeddings.append(output.detach().requires_grad_())
         return embeddings[0]
 
-    hook = model.get_input_embeddings().register_forward_hook(keep)
-    try:
-        with sharded:
-            out = model(**sharded.inputs)
-    finally:
-        hook.remove()
+    with sharded, model.get_input_embeddings().register_forward_hook(keep):
+        out = model(**sharded.inputs)
     sharded.gather(out.logits)[0, token].float().square().sum().backward()
     model.zero_grad()
     mine = embeddings[0].grad

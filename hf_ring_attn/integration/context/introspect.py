@@ -45,9 +45,13 @@ def uses_ring(model: nn.Module) -> bool:
 
 def unwrapped(model: nn.Module) -> list[nn.Module]:
     """``model``, and the models inside it, through wrappers of DDP and torch.compile; the last is no wrapper."""
-    is_ddp = type(model).__name__ == "DistributedDataParallel"
-    inner = model._modules.get("module" if is_ddp else "_orig_mod")
+    inner = model._modules.get("module" if is_ddp(model) else "_orig_mod")
     return [model] if inner is None else [model, *unwrapped(inner)]
+
+
+def is_ddp(module: nn.Module) -> bool:
+    """Returns True for a wrapper of DDP; by name, so as not to import torch.distributed."""
+    return type(module).__name__ == "DistributedDataParallel"
 
 
 def inside(model: nn.Module) -> nn.Module:

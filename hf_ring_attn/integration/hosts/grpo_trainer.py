@@ -216,13 +216,10 @@ _LOG_PROBS = (
 )
 
 
-_PREPARE = trainer_overrides.patch_prepare(lambda host: trainer.group_of(host) is not None, _prepare_inputs)
-
-
 def _patches(kind: str) -> list[Patch]:
     module = kind.partition(":")[0]
     return [
-        Patch(f"{kind}._prepare_context_parallel_inputs", "(self, model, inputs)", _PREPARE),
+        trainer_overrides.patch_prepare(kind, lambda host: trainer.group_of(host) is not None, _prepare_inputs),
         Patch(f"{kind}._generate_and_score_completions", "(self, inputs)", _score),
         Patch(f"{kind}._generate", "(self, prompts)", _generate),
         Patch(f"{kind}._calculate_rewards", "(self, inputs, prompts, completions, completion_ids_list)", _rewards),

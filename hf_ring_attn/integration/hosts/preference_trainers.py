@@ -91,12 +91,9 @@ DPO = "trl.trainer.dpo_trainer:DPOTrainer"
 KTO = "trl.trainer.kto_trainer:KTOTrainer"
 
 
-_PREPARE = trainer_overrides.patch_prepare(trainer.shards, _prepare_inputs)
-
-
 def _patches(host: str) -> list[Patch]:
     return [
-        Patch(f"{host}._prepare_context_parallel_inputs", "(self, model, inputs)", _PREPARE),
+        trainer_overrides.patch_prepare(host, trainer.shards, _prepare_inputs),
         Patch(f"{host}._compute_loss", "(self, model, inputs, return_outputs)", _compute_loss),
         Patch(f"{host}.compute_ref_log_probs", "(self, model, inputs)", _compute_ref_log_probs),
         prediction.patch_prediction(host, _predict),

@@ -286,10 +286,9 @@ WHOLE_ROWS = (
 )
 
 
-_PREPARE = trainer_overrides.patch_prepare(shards, _prepare_inputs)
 TRAINER = "transformers.trainer:Trainer"
 PATCHES = [
-    Patch(f"{TRAINER}._prepare_context_parallel_inputs", "(self, model, inputs)", _PREPARE),
+    trainer_overrides.patch_prepare(TRAINER, shards, _prepare_inputs),
     Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _count_once),
     Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _count_once),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),

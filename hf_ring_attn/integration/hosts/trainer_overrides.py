@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from ... import errors
 from ..context.tracked_input import version_of
-from ..patching.changes import installed
+from ..patching.changes import Patch, installed
 
 EXACT_TRL = {
     "trl.trainer.base_trainer:_BaseTrainer", "trl.trainer.sft_trainer:SFTTrainer",
@@ -56,8 +56,8 @@ Prepare = Callable[[Any, nn.Module, Any], tuple[Callable[[], Any], Any]]
 """Maps a trainer, its model and a whole batch to the context of a step and the step's inputs."""
 
 
-def patch_prepare(shards: Callable[[Any], bool], prepare: Prepare) -> Callable[[Prepare], Prepare]:
-    """Makes a patch of the method: it calls ``prepare`` instead if ``shards(trainer)``."""
+def patch_prepare(host: str, shards: Callable[[Any], bool], prepare: Prepare) -> Patch:
+    """Patches the method of a host: it calls ``prepare`` instead if ``shards(trainer)``."""
 
     def make(original: Prepare) -> Prepare:
         def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: Any) -> Any:
@@ -75,7 +75,7 @@ def patch_prepare(shards: Callable[[Any], bool], prepare: Prepare) -> Callable[[
 
         return _prepare_context_parallel_inputs
 
-    return make
+    return Patch(f"{host}.{PREPARE}", "(self, model, inputs)", make)
 
 
 def check_override(trainer: Any, shards: Callable[[Any], bool]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...comm.ring import Ring
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import compiled_part, is_compiled, loss_models_of, parameters_of, unwrapped
+from ..context.introspect import compiled_part, is_compiled, is_ddp, loss_models_of, parameters_of, unwrapped
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS, TOKENS
 from ..patching.compiler import uncompiled
@@ -43,8 +43,7 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
     # A compiler would trace hooks of a part of what it compiles, and compile anew for those of each batch.
     compiled_whole = compiled_part(model)
     whole = model if compiled_whole is None and as_one else compiled_whole
-    averaging = next((one for one in unwrapped(model) if type(one).__name__ == "DistributedDataParallel"), None)
-    wrapper = averaging if whole is None else None
+    wrapper = next(filter(is_ddp, unwrapped(model)), None) if whole is None else None
     owners = loss_models_of(model)  # several in a module of a program's own
     with lazy_heads(model), ExitStack() as handles:
         for called in owners if whole is None else [whole] * bool(owners):

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from ... import errors
 from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
-from ..context.introspect import name_of, unwrapped
+from ..context.introspect import is_ddp, name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 from . import optimizer_steps
 
@@ -38,7 +38,7 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
     Raises:
         UnsupportedModel: with the name of the first such weight.
     """
-    wrapper: Any = next((one for one in unwrapped(model) if type(one).__name__ == "DistributedDataParallel"), None)
+    wrapper: Any = next(filter(is_ddp, unwrapped(model)), None)
     if wrapper is None or context.ring.size == 1 or not model.training or not torch.is_grad_enabled():
         return
     if wrapper.require_backward_grad_sync:

@@ -131,7 +131,7 @@ class Sample:
     def device(self, model: nn.Module) -> torch.device:
         """The device of the batch, unless DDP would move it."""
         ids = getattr(model, "device_ids", None)
-        if type(model).__name__ == "DistributedDataParallel" and ids:
+        if introspect.is_ddp(model) and ids:
             return torch.device(str(model.device_type), ids[0])
         return next(iter(self.tokens.values())).device
 
