@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import errors
 from ...arguments import check_type
 from ...config import RingConfig
-from ..patching.modules import is_ours, programs_own
+from ..patching.modules import HOOKS, is_ours, programs_own
 from .introspect import NAME, configs_of, inside, is_compiled, modules_of
 
 S = TypeVar("S")
@@ -214,11 +214,7 @@ def forget_models() -> None:
 CHECKPOINT_FUNCTIONS = _OF_TRANSFORMERS, _OF_TORCH = "_gradient_checkpointing_func", "checkpoint_fn"
 """The attributes of a module in which transformers, and torch's CheckpointWrapper, have its checkpoint function."""
 
-_TABLES = itemgetter(
-    "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
-
-
+_TABLES = itemgetter("_modules", "_parameters", *HOOKS)
 _WITHOUT_FUNCTIONS = {nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict}
 """Classes whose forward, if they have one, calls no function in an attribute. LoRA has most modules of these."""
 

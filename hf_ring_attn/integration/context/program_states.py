@@ -108,15 +108,7 @@ class _Found:
         if len(x) > MOST:
             return []
         content = x.copy()
-
-        def undo() -> None:
-            now, before = _entries(x), _entries(content)
-            if len(now) == len(before) and all(map(operator.is_, now, before)):
-                return  # other threads may read it
-            x.clear()
-            x.update(content) if isinstance(x, (dict, set)) else x.extend(content)
-
-        self.undos.append(undo)
+        self.undos.append(partial(refill, x, content))
         return _entries(content)
 
     def _tensor(self, x: Tensor) -> None:
@@ -146,6 +138,14 @@ class _Found:
 
         self.undos.append(undo)
         return list(before.values())
+
+
+def refill(collection: Any, content: Any) -> None:
+    """Gives a collection its content back; does nothing if it has it, since other threads may read it."""
+    now, before = _entries(collection), _entries(content)
+    if len(now) != len(before) or not all(map(operator.is_, now, before)):
+        collection.clear()
+        collection.update(content) if isinstance(collection, (dict, set)) else collection.extend(content)
 
 
 def _entries(collection: Any) -> list[Any]:

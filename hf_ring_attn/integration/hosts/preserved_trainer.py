@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..context.program_states import is_of_program, preserved_objects
+from ..context.program_states import is_of_program, preserved_objects, refill
 
 LONGEST = 1000
 """The most entries of a container that is searched: longer ones are data, which a step does not change."""
@@ -59,8 +59,7 @@ def preserved_trainer(trainer: Any) -> Iterator[None]:
             own.clear()
             own.update(before)
         for container, content in contents:
-            container.clear()
-            container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
+            refill(container, content)
 
 
 def _objects_of(trainer: Any) -> list[Any]:

@@ -31,7 +31,7 @@ def lazy_heads(model: nn.Module) -> Iterator[None]:
     parts = [*unwrapped(model), *(latest_record(model).modules() if latest_record(model).compiled else [])]
     compiled = [part for part in parts if is_compiled(part)]
     heads = [] if owner is None else heads_of(owner)
-    heads = [head for head in heads if not any(head in part.modules() for part in compiled) and not _is_lazy(head)]
+    heads = [head for head in heads if not _is_lazy(head) and not any(head in part.modules() for part in compiled)]
     with ExitStack() as handles:
         for head in heads:
             handles.enter_context(Replaced(head, "forward", _LazyForward(head)))

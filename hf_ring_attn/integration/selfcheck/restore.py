@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..context import ring_random
-from ..context.program_states import PLAIN, TORCHS_OWN, is_of_program, preserved_objects
+from ..context.program_states import PLAIN, TORCHS_OWN, is_of_program, preserved_objects, refill
 from ..log import warn
 from ..patching.modules import HOOKS, hooks_of, is_ours
 
@@ -101,8 +101,7 @@ def restored(model: nn.Module) -> Iterator[None]:
             for number in [number for number in set_hooks if number not in known]:
                 del set_hooks[number]
         for container, content in contents:
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
+            refill(container, content)
         for name, x, version in watched:
             if x._version != version:
                 warn(f"the self-check's row wrote to {name}, which was too large to copy and restore.")
