@@ -176,7 +176,8 @@ def watch(
             if (
                 not context.gathers_logits and context.state(TrialStep).loss is None
             ):  # else the self-check tries the loss
-                hand_out(output, context)
+                targets = context.state(TrackedInputs).get("shift_labels")
+                hand_out(output, context, None if targets is None else targets.value)
         by_share = context.ring.size > 1 and not context.whole_head
         if by_share and not context.facts.has_labels and _has_loss(output):
             raise errors.LossWithoutLabels(name_of(model))

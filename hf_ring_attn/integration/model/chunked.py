@@ -20,7 +20,7 @@ from ..context.introspect import is_compiled, is_unit, loss_model_of, name_of, u
 from ..context.model_record import latest_record
 from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
-from .local_logits import LocalLogits
+from .local_logits import LocalLogits, Origin
 
 
 @contextmanager
@@ -116,10 +116,19 @@ def reasons(head: nn.Module) -> Iterator[str]:
         yield f"torch.nn.functional.cross_entropy is {functional.cross_entropy.__module__}'s"
 
 
-def hand_out(output: Any, context: BatchContext) -> None:
-    """Marks the logits [B, T, V] in a model's output as those of one rank's tokens (`local_logits`)."""
+def hand_out(output: Any, context: BatchContext, targets: Tensor | None) -> None:
+    """Marks the logits [B, T, V] in a model's output as those of one rank's tokens (`local_logits`).
+
+    Args:
+        targets: the rank's shifted labels.
+    """
     logits = output.get("logits") if isinstance(output, MutableMapping) and not context.whole_head else None
-    if isinstance(logits, LazyLogits):
-        logits.head.handed_out = True
-    elif type(logits) is Tensor and logits.dim() == 3 and logits.shape[1] == context.layout.local_length:
-        output["logits"] = LocalLogits.of(logits, logits.shape[-1])
+    if isinstance(logits, LazyLogits) or (
+        type(logits) is Tensor and logits.dim() == 3 and logits.shape[1] == context.layout.local_length
+    ):
+        tokens = context.facts.rows * context.layout.padded
+        origin = Origin(logits.shape[-1], targets, tokens, context.facts.labelled)
+        if isinstance(logits, LazyLogits):
+            logits.head.origin = origin
+        else:
+            output["logits"] = LocalLogits.of(logits, origin)

@@ -32,7 +32,7 @@ from ...layers.chunked_loss import (
 from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_unit
 from ..context.tracked_input import version_of
-from . import local_logits
+from .local_logits import Origin, refuse, still_local
 from .parameter_slots import holding, slots_of
 
 Operation = Callable[[Tensor], Tensor]
@@ -94,7 +94,8 @@ class Head:
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.made: Tensor | None = None
         self.lazy: list[weakref.ref[LazyLogits]] = []
-        self.losses, self.handed_out = 0, False  # to a program whose loss the self-check does not try
+        self.losses = 0
+        self.origin: Origin | None = None  # set once a program has the logits whose loss the self-check does not try
         self.wrapper_hooks: list[Callable[[Tensor], Any]] = []
         first, *weights = inputs = [leaf(x, x.requires_grad) for x in (self.rows[:1], *self.weights)]
         with graph_of_its_own(torch.is_grad_enabled()):
@@ -259,7 +260,7 @@ class LazyLogits(Tensor):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if name == "__get__":
             name = function.__self__.__name__
-        lazy = args[0] if args else None
+        lazy: Any = args[0] if args else None
         if name in FACTS:
             if isinstance(lazy, LazyLogits) and lazy.made is not None and name != "__hash__":
                 args = (lazy.made, *args[1:])
@@ -272,16 +273,15 @@ class LazyLogits(Tensor):
                 return function(*args, **kwargs)
         if name in GRADIENT_HOOKS and isinstance(lazy, LazyLogits) and lazy.head.losses:
             raise errors.LogitsNotMade(f"{name}() needs their gradient, which a loss in chunks does not compute")
-        local = lazy if isinstance(lazy, LazyLogits) and lazy.head.handed_out else None
-        if local is not None:
-            local_logits.refuse(local, local.head.vocabulary, function, args, kwargs)
-        if isinstance(lazy, LazyLogits) and lazy.made is None:
-            found = _recorded(lazy, function, name, args[1:], kwargs)
-            if found is not None:
-                return found
+        origin = lazy.head.origin if isinstance(lazy, LazyLogits) else None
+        if origin is not None:
+            refuse(lazy, origin, function, args, kwargs)
+        unmade = isinstance(lazy, LazyLogits) and lazy.made is None
+        if unmade and (found := _recorded(lazy, function, name, args[1:], kwargs)) is not None:
+            return found
         args, kwargs = tree_map(lambda x: _ordinary(x, name), (args, kwargs))
         result = function(*args, **kwargs)
-        return result if local is None else local_logits.still_local(result, function, local, local.head.vocabulary)
+        return result if origin is None else still_local(result, function, lazy, origin)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub has no class

@@ -7,6 +7,7 @@ numbers of labels, so the mean of their means is not the mean of the row. Neithe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,30 @@ from torch.utils._pytree import tree_map
 from ... import errors
 
 
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Facts about logits of a rank.
+
+    Args:
+        vocabulary: V. targets: the rank's shifted labels; None: the batch has none. tokens: of the whole batch, with
+            its padding. labelled: how many of them have a label.
+    """
+
+    vocabulary: int
+    targets: Tensor | None
+    tokens: int
+    labelled: Tensor | None
+
+    def is_target(self, x: Any) -> bool:
+        """Returns True for the shifted labels, in another shape perhaps."""
+        y = self.targets
+        return isinstance(x, Tensor) and y is not None and (x.data_ptr(), x.numel()) == (y.data_ptr(), y.numel())
+
+    def differs(self) -> bool:
+        """Returns True if ranks may hold different numbers of labels. Synchronizes if they are on a GPU."""
+        return self.labelled is not None and int(self.labelled) < self.tokens
+
+
 class LocalLogits(Tensor):
     """Logits of one rank's tokens, or what was computed of each: a tensor of no memory, which holds another one.
 
@@ -24,13 +49,13 @@ class LocalLogits(Tensor):
     """
 
     held: Tensor
-    vocabulary: int
+    origin: Origin
 
     @staticmethod
-    def of(x: Tensor, vocabulary: int) -> LocalLogits:
+    def of(x: Tensor, origin: Origin) -> LocalLogits:
         """Makes them of an ordinary tensor. Gradients reach it through either."""
         local: LocalLogits = _Hold.apply(x)  # type: ignore[no-untyped-call]
-        local.held, local.vocabulary = x, vocabulary
+        local.held, local.origin = x, origin
         return local
 
     @classmethod
@@ -40,10 +65,10 @@ class LocalLogits(Tensor):
         kwargs = kwargs or {}
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, LocalLogits)), None)
         if given is not None:
-            refuse(given.held, given.vocabulary, function, args, kwargs)
+            refuse(given.held, given.origin, function, args, kwargs)
         args, kwargs = tree_map(_held, (args, kwargs))
         result = function(*args, **kwargs)
-        return result if given is None else still_local(result, function, given.held, given.vocabulary)
+        return result if given is None else still_local(result, function, given.held, given.origin)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub has no class
@@ -74,27 +99,28 @@ class _Hold(torch.autograd.Function):
         return gradient
 
 
-def still_local(result: Any, function: Any, logits: Tensor, vocabulary: int) -> Any:
+def still_local(result: Any, function: Any, logits: Tensor, origin: Origin) -> Any:
     """A result of logits: logits of the same tokens again, if it has as many numbers as they had."""
     if type(result) is not Tensor or result.numel() != logits.numel() or not result.is_floating_point():
         return result
     # Not an attribute, nor what a compiler traces, nor what an autograd function returns, which has no graph yet.
     if function.__name__ == "__get__" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return result
-    return LocalLogits.of(result, vocabulary)
+    return LocalLogits.of(result, origin)
 
 
-def refuse(logits: Tensor, vocabulary: int, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def refuse(logits: Tensor, origin: Origin, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuses a shift of a rank's logits, and a mean over its labels.
 
     Args:
-        logits: [..., T, V] or [..., V, T]; vocabulary: V. function, args, kwargs: what is called with them.
+        logits: [..., T, V] or [..., V, T]. function, args, kwargs: what is called with them.
     """
-    if function is Tensor.__getitem__ and _shifts(logits.shape, vocabulary, args[1]):
+    if function is Tensor.__getitem__ and _shifts(logits.shape, origin.vocabulary, args[1]):
         raise errors.ShiftedByHand()
     if function is functional.cross_entropy and logits.requires_grad:
-        given = dict(zip(("weight", "size_average", "ignore_index", "reduce", "reduction"), args[2:], strict=False))
-        if {**given, **kwargs}.get("reduction", "mean") == "mean":
+        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given.get("reduction", "mean") == "mean" and origin.is_target(given["target"]) and origin.differs():
             raise errors.MeanOfOneRank()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import hf_ring_attn
 from hf_ring_attn import Sharded
-from hf_ring_attn.integration.model.local_logits import LocalLogits
+from hf_ring_attn.integration.model.local_logits import LocalLogits, Origin
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.plain_jobs import Batch, attempt, gradients_of, tokens
 from tests.helpers.live_ranks import LiveRanks
@@ -130,6 +131,38 @@ def test_gathered_logits_may_be_shifted(ranks: Ranks, batch: Batch) -> None:
         assert all(relative_error(found[name], gradient) < FLOAT64 for name, gradient in gradients.items())
 
 
+FULL: Batch = {"input_ids": BATCH["input_ids"][:, :20], "targets": BATCH["input_ids"][:, 3:23]}
+"""Every token has a target, so the mean of the ranks' means is the row's: 20 tokens are chunks of 5."""
+TARGETS: dict[str, Batch] = {
+    "targets of its own": FULL,
+    "shifted labels": {"input_ids": FULL["input_ids"], "labels": FULL["targets"], "shift_labels": FULL["targets"]},
+}
+
+
+def averaged(name: str, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    batch, names = TARGETS[name], {"input_ids", "position_ids", "attention_mask"}
+    target = batch.keys() - {"input_ids", "labels"}
+    model = tiny("llama", "ring_fp32" if in_ring else None).double()
+    sharded = hf_ring_attn.shard(batch) if in_ring else None
+    given = batch if sharded is None else sharded.inputs
+    with nullcontext() if sharded is None else sharded:
+        logits: Any = model(**{name: x for name, x in given.items() if name in names}).logits
+    loss = cross_entropy(logits.flatten(0, 1), given[target.pop()].flatten())
+    loss.backward()
+    if sharded is None:
+        return loss.detach(), gradients_of(model)
+    sharded.reduce_gradients(model)
+    return sharded.reduce(loss), gradients_of(model)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_mean_over_as_many_targets_on_each_rank_is_exact(ranks: Ranks, name: str) -> None:
+    loss, gradients = averaged(name, in_ring=False)
+    for got, found in ranks(2).run(averaged, name, True):
+        assert relative_error(got, loss) < FLOAT64
+        assert all(relative_error(found[name], gradient) < FLOAT64 for name, gradient in gradients.items())
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -182,11 +215,12 @@ def test_one_process_may_shift_and_average(ranks: Ranks) -> None:
 
 def test_they_are_used_like_the_tensor_that_they_hold() -> None:
     weight = torch.randn(2, 8, 11, dtype=torch.float64, requires_grad=True)
-    local = LocalLogits.of(weight * 1, 11)
+    origin = Origin(11, None, 16, None)
+    local = LocalLogits.of(weight * 1, origin)
     assert (local.shape, local.dtype, local.requires_grad) == (weight.shape, weight.dtype, True)
     (local**2).sum().backward()
     assert torch.equal(weight.grad, 2 * weight.detach())  # type: ignore[arg-type]
-    values = LocalLogits.of(weight.detach().clone(), 11)
+    values = LocalLogits.of(weight.detach().clone(), origin)
     assert values.numpy().sum() == pytest.approx(float(weight.sum()))
     file = io.BytesIO()
     torch.save(values, file)
