@@ -31,17 +31,14 @@ def lazy_heads(model: nn.Module) -> Iterator[None]:
     parts = [*unwrapped(model), *(latest_record(model).modules() if latest_record(model).compiled else [])]
     compiled = [part for part in parts if is_compiled(part)]
     heads = [] if owner is None else heads_of(owner)
-    heads = [head for head in heads if not _is_lazy(head) and not any(head in part.modules() for part in compiled)]
+    heads = [head for head in heads if not isinstance(vars(head).get("forward"), _LazyForward)]
+    heads = [head for head in heads if not any(head in part.modules() for part in compiled)]
     with ExitStack() as handles:
         for head in heads:
             handles.enter_context(Replaced(head, "forward", _LazyForward(head)))
         if heads:
             handles.enter_context(owner.register_forward_hook(_check, prepend=True))  # before FSDP2 frees weights
         yield
-
-
-def _is_lazy(head: nn.Module) -> bool:
-    return isinstance(head.__dict__.get("forward"), _LazyForward)
 
 
 class _LazyForward:
