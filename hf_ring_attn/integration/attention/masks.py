@@ -271,8 +271,10 @@ def _refuse_share(given: Mapping[str, Any], cache: Any) -> None:
         return
     if given["config"]._attn_implementation != NAME:
         return
-    by_positions = positions is not None and mask is None and not has_cache
-    if by_positions and context.ring.size > 1 and not context.before_text:
+    if context.before_text:
+        return
+    call_inputs.refuse_other_masks(mask, positions, f"A model ({type(given['config']).__name__})", context)
+    if positions is not None and mask is None and not has_cache and context.ring.size > 1:
         raise errors.ShardedMask("documents")
 
 

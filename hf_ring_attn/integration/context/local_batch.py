@@ -19,10 +19,11 @@ from .whole_batch import OF_HEADS, MaskFacts, WholeBatch, padding_of, tokens_of,
 class MadeInputs(dict[str, Any]):
     """The inputs of one rank that the batch lacked, and that were made for it.
 
-    ``labels``: this rank's, which `shift_labels` and the count belong to.
+    ``labels``, ``shifted``: this rank's, to which the count belongs. ``mask``, ``places``: this rank's, of
+    which it makes attention masks.
     """
 
-    labels = TrackedInput.of(None)
+    labels = shifted = mask = places = TrackedInput.of(None)
 
 
 MADE = ("position_ids", "attention_mask", "shift_labels", "num_items_in_batch", "use_cache")
@@ -66,7 +67,9 @@ def cut_batch(
     if not whole.head:
         made = context.state(MadeInputs)
         made.update({name: inputs[name] for name in MADE if name in inputs and batch.get(name) is None})
-        made.labels = TrackedInput.of(inputs.get("labels"))
+        made.labels, made.shifted = TrackedInput.of(inputs.get("labels")), TrackedInput.of(inputs.get("shift_labels"))
+        if whole.facts is not None:  # else they are not cut yet
+            made.mask, made.places = (TrackedInput.of(inputs.get(name)) for name in ("attention_mask", "position_ids"))
     return LocalBatch(inputs, context)
 
 

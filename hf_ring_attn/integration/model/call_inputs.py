@@ -17,10 +17,11 @@ from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import modules_of, name_of, parameters_of
+from ..context.local_batch import MadeInputs
 from ..context.model_record import latest_record
 from ..context.tracked_input import TrackedInput
 from ..context.trial_step import TrialStep
-from ..context.whole_batch import IGNORED, LOSS_INPUTS
+from ..context.whole_batch import IGNORED, LOSS_INPUTS, restarts
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
 from . import replicas
@@ -61,6 +62,47 @@ def refuse_outside(given: Sequence[Any], refusal: errors.Refused | None = None) 
     shares = [tracked for context in batches for tracked in context.state(TrackedInputs).values()]
     if any(tracked.same_memory(x) for tracked in shares for x in given):
         raise refusal or errors.NotEntered("a model was called with inputs from shard()")
+
+
+def refuse_other_masks(mask: Any, places: Any, caller: str, context: BatchContext) -> None:
+    """Refuses inputs of which a model is about to make its mask, unless they say what the batch's say.
+
+    A ring makes masks from whole rows, whatever a forward or a hook has changed of this rank's.
+
+    Args:
+        mask: [B, T], of padding. places: the position ids, which matter if rows have several documents.
+    """
+    made = context.state(MadeInputs)
+    given = {"attention_mask": (mask, made.mask)}
+    if context.facts.positions is not None:
+        given["position_ids"] = (places, made.places)
+    unlike = {
+        name: (x, own.value)
+        for name, (x, own) in given.items()
+        if isinstance(x, Tensor) and x.dim() == 2 and own.value is not None and own.is_(x) is not True
+    }
+    if not unlike:
+        return
+    real = context.layout.positions() < context.layout.length
+    other = [name for name, pair in unlike.items() if not _says_the_same(name, *pair, real, context)]
+    refusal = errors.OtherInputs(caller, [], other) if other else None
+    device = next(x.device for x, _ in unlike.values())
+    context.ring.agree({}, context.ring.small_device(device), failure=refusal)
+
+
+def _says_the_same(name: str, x: Tensor, own: Tensor, real: Tensor, context: BatchContext) -> bool:
+    """Returns True if a mask hides the tokens, or positions begin the documents, that the batch's own do."""
+    real = real.to(x.device)
+    if x.shape[1:] != real.shape:
+        return False
+    if name == "attention_mask":
+        hides_none = context.facts.hidden is None and bool(x[:, real].all())
+        same = x.shape == own.shape and torch.equal(x[:, real].bool(), own.to(x.device)[:, real].bool())
+        return hides_none or same
+    if len(x) not in (1, len(own)):
+        return False
+    both = real[1:] & real[:-1]
+    return torch.equal(restarts(x.expand_as(own))[:, both], restarts(own.to(x.device))[:, both])
 
 
 def refuse_cache_of_share(cache: Any) -> None:

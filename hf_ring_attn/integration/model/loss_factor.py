@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced, programs_own
+from .changed_labels import shifted_anew
 
 _ATTRIBUTE = "_loss_function"
 """The attribute of a transformers model that its property ``loss_function`` reads first."""
@@ -49,10 +50,11 @@ class _Watch:
             attributes[_ATTRIBUTE] = watch
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        uncalled = self.computed.uncalled
+        replaced, uncalled = self.replaced, self.computed.uncalled
+        given = shifted_anew(replaced, args, given)
         if uncalled is not None and not self.computed.is_called:
-            return uncalled(self.replaced, args, given)
-        loss = self.replaced(*args, **given)
+            return uncalled(replaced, args, given)
+        loss = replaced(*args, **given)
         self.note(loss)
         return loss
 

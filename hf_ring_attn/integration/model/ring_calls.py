@@ -27,6 +27,7 @@ from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
 from . import loss_factor, loss_gradients, thawed
 from .call_inputs import FilledIn
+from .changed_labels import shifted_anew
 from .chunked import lazy_heads
 
 
@@ -55,6 +56,10 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
                 handles.enter_context(_around_compiled(called))
             else:
                 _hook(called, wrapper, traced, is_called, handles)
+        context = batch_context.current()
+        if as_one and context is not None and context.ring.size == 1:  # the whole row: a compiler hides changed labels
+            for owner in owners:
+                handles.enter_context(loss_factor.Computed().watch(owner))
         yield
 
 
@@ -81,7 +86,7 @@ def _hook(model: nn.Module, wrapper: nn.Module | None, traced: bool, is_called: 
     @uncompiled(_BY_HOST)
     def before(model: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         computed.begin()
-        return _fill_in(model, args, given)
+        return _complete(model, args, given) if traced else _fill_in(model, args, given)
 
     @uncompiled(_BY_HOST)
     def after(_model: nn.Module, _args: Any, output: Any) -> Any:
@@ -102,7 +107,7 @@ def _around_compiled(model: nn.Module) -> Replaced:
     compiled = model.__dict__["_compiled_call_impl"]
 
     def call(*args: Any, **given: Any) -> Any:
-        args, given = _fill_in(model, args, given) or (args, given)
+        args, given = _complete(model, args, given)
         return _after(compiled(*args, **given), loss_factor.Computed())
 
     return Replaced(model, "_compiled_call_impl", call)
@@ -129,6 +134,13 @@ def _fill_in(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, d
     if not wanted:
         return None
     return args, {**given, **{name: made[name] for name in wanted}}
+
+
+def _complete(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The inputs of a compiled model, whose loss function cannot be watched: with what belongs to its labels."""
+    args, given = _fill_in(model, args, given) or (args, given)
+    takes_all = {*parameters_of(model, LOSS_INPUTS)}.issuperset(LOSS_INPUTS)
+    return args, shifted_anew(getattr(model, "loss_function", None), (), given) if takes_all else given
 
 
 def _fits(name: str, given: Mapping[str, Any], made: MadeInputs, context: BatchContext) -> bool:
@@ -184,10 +196,6 @@ def _uncalled(loss_function: Callable[..., Any], args: Any, given: dict[str, Any
     context = batch_context.current()
     if context is None or context.ring.size == 1 or context.whole_head or context.gathers_logits:
         return loss_function(*args, **given)
-    made = context.state(MadeInputs)
-    labels = given.get("labels", args[1] if len(args) > 1 else None)
-    if made and labels is not None and made.labels.is_(labels) is True:
-        given = {**given, **{name: made[name] for name in LOSS_INPUTS[1:] if name in made and given.get(name) is None}}
     loss = loss_function(*args, **given)
     return of_batch(loss, context) if _is_loss(loss) else loss
 

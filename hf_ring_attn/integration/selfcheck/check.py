@@ -89,7 +89,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     sharding, batch = _sharding(record), (ring.name, has_labels, loss, context.whole_head, as_one)
     # Other rings, whose batches may be of another kind, take part in each forward if they hold shards of its weights.
     alone = sharding is None or sharding.ranks() <= ring.ranks()
-    inputs, padding = (sample.inputs(), sample.padding()) if alone else ((), ())
+    inputs, padding = (sample.inputs(), sample.masks()) if alone else ((), ())
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
     trains = step.trains if step.loss else torch.is_grad_enabled() and any(x.training for x in inner.modules())
     # What is compiled with a model may make another function of its loss when an attribute changes.

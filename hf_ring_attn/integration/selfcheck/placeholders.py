@@ -75,7 +75,7 @@ def planted(sample: Sample) -> PlantedSample | None:
     longest = values[lengths.argsort(descending=True, stable=True)[:2]]
     marks = sorted({*longest.tolist(), *values.unique()[-2:].tolist()})
     features = [x for x in sample.others.values() if is_feature(x)]
-    spots = min(SPOTS, *(len(x) if _is_list(x, sample.rows) else x[0].flatten(0, -2).shape[0] for x in features))
+    spots = min(SPOTS, *((x if _is_list(x, sample.rows) else x[0]).numel() // x.shape[-1] for x in features))
     return PlantedSample(**vars(sample), marks=tuple(marks), spots=spots)
 
 

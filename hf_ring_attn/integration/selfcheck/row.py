@@ -50,6 +50,7 @@ class Sample:
         head: the model's head gets whole rows. labels: the batch's, of any shape, for such a head.
         named_only: leave keys of the batch out that the model's forward does not name.
         unnamed: the batch's tokens, if it has features under names that are not known; see `placeholders`.
+        padding: the batch's tokens, and which of them its mask hides.
     """
 
     rows: int
@@ -62,6 +63,7 @@ class Sample:
     head: bool = False
     labels: Tensor | None = None
     unnamed: Tensor | None = None
+    padding: tuple[Tensor, Tensor] | None = None
     named_only: bool = False
 
     @classmethod
@@ -94,6 +96,7 @@ class Sample:
             context.whole_head,
             labels.detach() if isinstance(labels, Tensor) else None,
             ids,
+            None if hidden is None or "input_ids" not in given else (given["input_ids"], hidden[:, :length]),
         )
 
     def inputs(self) -> tuple[object, ...]:
@@ -101,7 +104,7 @@ class Sample:
         flags = [(name, x) for name, x in self.others.items() if isinstance(x, bool)]
         return frozenset((*self.tokens, *self.others)), frozenset(flags), self.unnamed is None
 
-    def padding(self) -> tuple[object, ...]:
+    def masks(self) -> tuple[object, ...]:
         """Facts that batches have in common if their tokens' places are told in the same way."""
         return self.first is None, self.masked, self.hides
 
@@ -161,7 +164,7 @@ class Sample:
             mask[:, : 3 * left] = 0
             mask[:, count - 3 * right :] = 0
             row["attention_mask"] = mask.to(device)
-            if self.head and ids is not None and (padding := getattr(config, "pad_token_id", None)) is not None:
+            if ids is not None and (padding := self._padding_id(config)) is not None:
                 row["input_ids"] = row["input_ids"].masked_fill(row["attention_mask"] == 0, padding)
         if labelled and self.head:
             row.update(self._labels(mask, generator))
@@ -169,11 +172,21 @@ class Sample:
             # Labels on one rank only: then the mean of the ranks' own means is far from the mean of all.
             there = torch.isin(torch.arange(count), Layout(count, world_size, 1).positions())
             row["labels"] = random.masked_fill(~there | (mask == 0), IGNORED).to(device)
-        others = {name: x[:rows] if isinstance(x, Tensor) and x.dim() else x for name, x in self.others.items()}
+        others = {
+            name: x[:rows] if isinstance(x, Tensor) and x.dim() else _first_entries(x, self.rows, rows)
+            for name, x in self.others.items()
+        }
         if self.head:  # spans end within the row
             spans = [name for name, x in others.items() if name.endswith("_positions") and isinstance(x, Tensor)]
             others |= {name: others[name] % count for name in spans}
         return {**others, **row, "use_cache": False}
+
+    def _padding_id(self, config: Any) -> int | None:
+        """The id of hidden tokens, by which a program may know them: the batch's, or that of a head's model."""
+        ids, hidden = self.padding or (None, None)
+        if ids is None or hidden is None or not bool(hidden.any()):
+            return getattr(config, "pad_token_id", None) if self.head else None
+        return int(ids[hidden.to(ids.device)][0])
 
     def _labels(self, mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Labels of the batch's values: of its first rows, or of tokens, of which the last has one at least."""
@@ -188,6 +201,17 @@ class Sample:
         ignored = torch.rand(mask.shape, generator=generator) < 0.5
         ignored[:, -1] = False
         return {"labels": chosen.masked_fill(ignored | (mask == 0), IGNORED).to(self.labels.device)}
+
+
+def _first_entries(x: Any, of: int, rows: int) -> Any:
+    """The entries of the first rows: of lists and tensors in nested containers that have one for each row (``of``)."""
+    if isinstance(x, Mapping):
+        return {name: _first_entries(part, of, rows) for name, part in x.items()}
+    if isinstance(x, Tensor):
+        return x[:rows] if x.dim() and len(x) == of else x
+    if type(x) not in (list, tuple):
+        return x
+    return x[:rows] if len(x) == of else type(x)(_first_entries(part, of, rows) for part in x)
 
 
 def is_feature(x: Any) -> bool:

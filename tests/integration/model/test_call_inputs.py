@@ -203,7 +203,8 @@ def test_another_call_is_refused_on_every_rank(ranks: Ranks, why: str) -> None:
     for rank, raised in enumerate(ranks(2).run(refused_by_name, why)):
         assert raised is not None, "not refused"
         assert raised[0] == ("RefusedElsewhere" if rank and why == "another mask on one rank" else "OtherInputs")
-        assert OTHER.format(REFUSED[why][1]) in raised[1]
+        # A mask is compared where the text model makes its own of it.
+        assert OTHER.format(REFUSED[why][1]).removeprefix("LlamaForCausalLM ") in raised[1]
 
 
 KEEPS: dict[str, Call] = {

@@ -16,7 +16,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig, errors
 from hf_ring_attn.comm.ring import Ring
+from hf_ring_attn.integration.context.whole_batch import LOSS_INPUTS
 from hf_ring_attn.kernels.reference import Reference
+from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.plain_jobs import Batch, tokens
 from tests.helpers.live_ranks import LiveRanks
 from tests.helpers.models.tiny_models import SIZES, build, tiny
@@ -24,6 +26,9 @@ from tests.helpers.models.tiny_models import SIZES, build, tiny
 Ranks = Callable[[int], LiveRanks]
 ONE_PROCESS = 2e-5
 """Relative, in float32."""
+
+WITH_FLOAT32_NORMS = 1e-6
+"""Relative, in float64 but for transformers' norms."""
 
 IDS: Batch = {"input_ids": tokens(23)["input_ids"]}
 QUESTION: Batch = {**IDS, "start_positions": torch.tensor([3, 16]), "end_positions": torch.tensor([5, 20])}
@@ -137,6 +142,112 @@ def test_a_forward_that_changes_the_loss_by_its_rank_s_tokens_is_refused(ranks: 
 
 def error_of_class(cls: type[LlamaForCausalLM], labelled: bool = True) -> str:
     return error_of(lambda: of_class(cls), tokens(23) if labelled else IDS)
+
+
+# ---- labels that a forward changes -----------------------------------------------------------------------------------
+
+
+def without_some(labels: Tensor) -> Tensor:
+    return labels.masked_fill(labels % 3 == 0, -100)
+
+
+class Masks(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers' own
+    """Ignores labels by what they are."""
+
+    def forward(self, *args: Any, labels: Tensor, **kwargs: Any) -> Any:
+        return super().forward(*args, labels=without_some(labels), **kwargs)
+
+
+class MasksByPlace(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers' own
+    """Ignores the first labels of its input."""
+
+    def forward(self, *args: Any, labels: Tensor, **kwargs: Any) -> Any:
+        return super().forward(*args, labels=labels.index_fill(1, torch.arange(3), -100), **kwargs)
+
+
+class MasksShifted(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers' own
+    """Ignores labels that it shifted by itself, or that a ring shifted."""
+
+    def forward(self, *args: Any, labels: Tensor, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
+        return super().forward(*args, labels=labels, shift_labels=without_some(shifted), **kwargs)
+
+
+class Calls(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers' own
+    """Calls its loss function as programs for one process do."""
+
+    def forward(self, *args: Any, labels: Tensor, **kwargs: Any) -> Any:
+        out = super().forward(*args, **{name: x for name, x in kwargs.items() if name not in LOSS_INPUTS})
+        out.loss = self.loss_function(out.logits, labels, self.config.vocab_size)
+        return out
+
+
+class MasksInside(nn.Module):
+    """Around a model that gets other labels, by its arguments or by a hook. ``compiled``: that model is."""
+
+    def __init__(self, attention: str, by_hook: bool, compiled: bool) -> None:
+        super().__init__()
+        self.inner, self.by_hook = tiny("llama", attention), by_hook
+        if by_hook:
+            self.inner.register_forward_pre_hook(
+                lambda _model, args, given: (args, {**given, "labels": without_some(given["labels"])}), with_kwargs=True
+            )
+        if compiled:
+            self.inner.compile(backend="eager")
+
+    def forward(self, labels: Tensor, **rest: Any) -> Any:
+        return self.inner(labels=labels if self.by_hook else without_some(labels), **rest)
+
+
+CHANGED: dict[str, Callable[[str], Any]] = {
+    "a class": lambda attention: of_class(Masks, attention),
+    "a class that shifts": lambda attention: of_class(MasksShifted, attention),
+    "a class that calls its loss function": lambda attention: of_class(Calls, attention),
+    "a module": lambda attention: MasksInside(attention, False, False),
+    "a hook": lambda attention: MasksInside(attention, True, False),
+    "a module around a compiled model": lambda attention: MasksInside(attention, False, True),
+}
+
+
+def changed_loss(how: str, attention: str) -> list[Tensor]:
+    """The loss and a gradient of two rows."""
+    batch, model = tokens(23, rows=2), CHANGED[how](attention).double()
+    if attention == "eager":
+        loss = model(**batch).loss
+        loss.backward()
+    else:
+        sharded = hf_ring_attn.shard(batch)
+        with sharded:
+            loss = model(**sharded.inputs).loss
+        loss.backward()
+        sharded.reduce_gradients(model)
+    gradient = next(weight.grad for name, weight in model.named_parameters() if name.endswith("q_proj.weight"))
+    assert gradient is not None
+    return [loss.detach(), gradient]
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_labels_that_a_forward_changes_are_shifted_and_counted_anew(ranks: Ranks, how: str) -> None:
+    """The batch's stood for them, silently: in Trainer a loss of 4.56 for 2.74. A call of it was refused."""
+    want = changed_loss(how, "eager")
+    for got in ranks(2).run(changed_loss, how, "ring_fp32"):
+        for mine, theirs in zip(got, want, strict=True):
+            assert relative_error(mine, theirs) < WITH_FLOAT32_NORMS
+
+
+def test_labels_changed_by_their_place_are_refused(ranks: Ranks) -> None:
+    for error in ranks(2).run(error_of_class, MasksByPlace):
+        assert error.startswith("LossNotSharded: the loss of MasksByPlace (the self-check found "), error
+
+
+def compiled_with_its_labels() -> str:
+    return error_of(lambda: of_class(Masks), tokens(23), compiled=True)
+
+
+def test_labels_changed_inside_of_what_is_compiled_are_refused(ranks: Ranks) -> None:
+    """No hook sees them there. Nothing was said."""
+    for error in ranks(2).run(compiled_with_its_labels):
+        assert error.startswith("LossNotSharded: the loss of Masks (the self-check found "), error
 
 
 # ---- a function in place of transformers' loss -----------------------------------------------------------------------

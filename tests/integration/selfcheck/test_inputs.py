@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import hf_ring_attn
 from hf_ring_attn.integration.selfcheck import row
@@ -78,3 +79,32 @@ def test_an_input_that_a_later_batch_brings_is_tried(ranks: Ranks, wrapped: bool
 def test_a_model_that_takes_no_row_is_refused(ranks: Ranks) -> None:
     for said in ranks(2).run(refused):
         assert said is not None and said[0] == "SelfCheckNotRun" and "a row of another length" in said[1]
+
+
+class Named(nn.Module):
+    """Adds an embedding of each row's speaker, and of a number of it, to its words."""
+
+    def __init__(self, attention: str) -> None:
+        super().__init__()
+        self.inner: Any = tiny("llama", attention)
+        torch.manual_seed(0)
+        self.speakers = nn.Embedding(5, 32)
+
+    def forward(self, input_ids: Tensor, speakers: list[str], about: dict[str, Any], **rest: Any) -> Any:
+        ids = torch.tensor([len(name) for name in speakers])
+        one = self.speakers(ids) * about["loudness"][:, None] * about["gain"]
+        return self.inner(inputs_embeds=self.inner.get_input_embeddings()(input_ids) + one[:, None], **rest)
+
+
+def loss_of_speakers(attention: str) -> float:
+    batch = {**tokens(23), "speakers": ["a", "bcd"], "about": {"loudness": torch.tensor([1.0, 0.5]), "gain": 2.0}}
+    model = Named(attention).double()
+    if attention == "eager":
+        return float(model(**batch).loss.detach())
+    with hf_ring_attn.shard(batch) as sharded:
+        return float(model(**sharded.inputs).loss.detach())
+
+
+def test_lists_and_dicts_with_an_entry_for_each_row_are_inputs(ranks: Ranks) -> None:
+    """The check's row got the entries of all rows: BadShape, of a mask that nobody had given."""
+    assert ranks(2).run(loss_of_speakers, "ring_fp32") == [pytest.approx(loss_of_speakers("eager"), rel=1e-6)] * 2

@@ -26,7 +26,7 @@ PLACEHOLDER = 90
 
 
 class Filled(nn.Module):
-    """A text model that gets features [B, N, 6] in the places of placeholders. ``how``: the way it fills them."""
+    """A text model that gets features [B, N, 6] in the places of placeholders, or [B, 6]. ``how``: how it uses them."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -47,6 +47,8 @@ class Filled(nn.Module):
                 raise ValueError("as many placeholders as features")
         elif self.how == "their mean":
             words = torch.where(places[..., None], seen.mean(1, keepdim=True), words)
+        elif self.how == "one for each row":
+            words = words + seen[:, None]
         return self.inner(inputs_embeds=words, **rest)
 
 
@@ -57,7 +59,8 @@ def refusal(how: str, under_fsdp2: bool = False) -> str:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     ids = torch.randint(3, 80, (2, 41), generator=torch.Generator().manual_seed(0))
     ids[:, 5:9] = ids[:, 30:34] = PLACEHOLDER
-    features = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+    size = (2, 6) if how == "one for each row" else (2, 8, 6)
+    features = torch.randn(size, generator=torch.Generator().manual_seed(1))
     sharded = hf_ring_attn.shard({"input_ids": ids, "labels": ids, "features": features})
     try:
         with sharded:
@@ -75,8 +78,10 @@ def test_features_in_the_order_of_placeholders_are_refused(ranks: Ranks, how: st
         assert "it fills them from ['features'] in order" in error
 
 
-def test_features_that_do_not_depend_on_an_order_train(ranks: Ranks) -> None:
-    assert ranks(2).run(refusal, "their mean") == ["", ""]
+@pytest.mark.parametrize("how", ["their mean", "one for each row"])
+def test_features_that_do_not_depend_on_an_order_train(ranks: Ranks, how: str) -> None:
+    """One for each row ([B, width]: a speaker, a task) ended in an IndexError."""
+    assert ranks(2).run(refusal, how) == ["", ""]
 
 
 def test_a_model_that_counts_its_placeholders_raises_by_itself(ranks: Ranks) -> None:
