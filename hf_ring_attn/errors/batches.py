@@ -145,6 +145,9 @@ class SelfCheckRaised(Refused):
         )
 
 
+_OWN_FORWARD = "Remove hooks that clip gradients, and means over a rank's tokens. Else "
+
+
 class GradientDiffers(Refused):
     """A gradient of the trial step differs from one process's, though its loss does not."""
 
@@ -154,7 +157,7 @@ class GradientDiffers(Refused):
         super().__init__(
             f"the self-check tried a step of {model} on a random row, in one process and in a ring of {ring_size}: the "
             f"losses agree, but the gradients of {weight} differ by {error:.1e} (rounding: {tolerance:.1e}). "
-            f"{OWN_TERM if own else 'Remove hooks that clip gradients. If there are none: p' + SELF_CHECK_TODO[1:]}"
+            f"{OWN_TERM if own else _OWN_FORWARD + 'p' + SELF_CHECK_TODO[1:]}"
         )
 
 

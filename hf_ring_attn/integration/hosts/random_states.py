@@ -47,6 +47,8 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
         size, left = divmod(max(saved, 1), rings)
         process = ring * size + min(rank, size - 1)
         path = folder / (f"rng_state_{process}.pth" if saved else _OF_ONE)
+        if saved == 0 and not path.is_file():  # the checkpoint has no random states (save_only_model)
+            return original(self, checkpoint)
         if left == 0 and path.is_file():
             _restore(path, process)
         elif rank == 0:

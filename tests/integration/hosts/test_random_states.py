@@ -31,6 +31,7 @@ TABLE = [
     ("0123", 8, 4, 2, 2, "lost"),
     ("012", 3, 4, 2, 2, "lost"),
     ("012", 3, 4, 2, 1, None),
+    ("-", 0, 4, 2, 0, TRAINER_S),  # a checkpoint without states (save_only_model)
 ]
 
 
@@ -38,7 +39,8 @@ TABLE = [
 def test_a_rank_reads_the_states_of_its_rings_rank(
     tmp_path: Path, files: str, saved: int, world: int, size: int, process: int, want: Any
 ) -> None:
-    for name in [f"rng_state_{number}.pth" for number in files] or ["rng_state.pth"]:
+    names = [f"rng_state_{number}.pth" for number in files.strip("-")]
+    for name in names if files else ["rng_state.pth"]:
         (tmp_path / name).touch()
     accelerator = SimpleNamespace(
         num_processes=world, process_index=process, device="cpu",
