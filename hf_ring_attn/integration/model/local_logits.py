@@ -125,7 +125,7 @@ def refuse(logits: Tensor, origin: Origin, function: Any, args: tuple[Any, ...],
 
 
 def _shifts(shape: torch.Size, vocabulary: int, index: Any) -> bool:
-    """Returns True if an index takes all tokens but the last one, or all but the first."""
+    """Returns True if an index is [:-1] or [1:] of the tokens, not one of several slices by numbers."""
     entries = [entry for entry in (index if isinstance(index, tuple) else (index,)) if entry is not None]
     if len(shape) < 2 or not all(entry is Ellipsis or isinstance(entry, (slice, int)) for entry in entries):
         return False
@@ -133,6 +133,4 @@ def _shifts(shape: torch.Size, vocabulary: int, index: Any) -> bool:
         at = entries.index(Ellipsis)
         entries[at : at + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
     tokens = len(shape) - (2 if shape[-1] == vocabulary else 1)
-    taken = entries[tokens] if tokens < len(entries) else slice(None)
-    length = shape[tokens]
-    return isinstance(taken, slice) and taken.indices(length) in ((0, length - 1, 1), (1, length, 1))
+    return tokens < len(entries) and entries[tokens] in (slice(None, -1), slice(0, -1), slice(1, None))
