@@ -273,7 +273,9 @@ def _refuse_share(given: Mapping[str, Any], cache: Any) -> None:
         return
     if context.before_text:
         return
-    call_inputs.refuse_other_masks(mask, positions, f"A model ({type(given['config']).__name__})", context)
+    embeddings = given.get("inputs_embeds")
+    if embeddings is None or embeddings.shape[1] == context.layout.local_length:  # else they are refused themselves
+        call_inputs.refuse_other_masks(mask, positions, f"A model ({type(given['config']).__name__})", context)
     if positions is not None and mask is None and not has_cache and context.ring.size > 1:
         raise errors.ShardedMask("documents")
 

@@ -215,9 +215,7 @@ def watch(
         if looks and batch_context.current() is context:  # else the self-check's row, or another batch
             _refuse_others(model, args, given, context, _has_loss(output))
             _mark_caches(output)
-            if (
-                not context.gathers_logits and context.state(TrialStep).loss is None
-            ):  # else the self-check tries the loss
+            if context.state(TrialStep).loss is None and not context.gathers_logits:  # the self-check tries no loss
                 targets = context.state(TrackedInputs).get("shift_labels")
                 hand_out(output, context, None if targets is None else targets.value)
         by_share = context.ring.size > 1 and not context.whole_head

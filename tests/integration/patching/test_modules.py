@@ -85,7 +85,11 @@ def test_handles_of_a_copy_are_its_own(layer: nn.Module) -> None:
 def of_modules(model: nn.Module) -> list[dict[str, Any]]:
     """The attributes of each module that a host or this package sets: forwards, hooks, and private ones."""
     return [
-        {key: list(x.values()) if isinstance(x, dict) else x for key, x in vars(part).items() if key[0] == "_"}
+        {
+            key: list(x.values()) if isinstance(x, dict) else x
+            for key, x in vars(part).items()
+            if key[0] == "_" and key != "_buffers"  # hosts write frequencies of RoPE there
+        }
         | {"forward": vars(part).get("forward")}
         for part in model.modules()
     ]
