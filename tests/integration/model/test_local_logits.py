@@ -70,7 +70,7 @@ def by_a_function(logits: Any, inputs: Inputs) -> Tensor:
 
 
 def compiled(logits: Any, inputs: Inputs) -> Tensor:
-    loss: Tensor = torch.compile(summed, backend="aot_eager")(logits, inputs)
+    loss: Tensor = torch.compile(summed, backend="aot_eager", fullgraph=True)(logits, inputs)
     return loss
 
 
