@@ -70,7 +70,7 @@ def by_a_function(logits: Any, inputs: Inputs) -> Tensor:
 
 
 def compiled(logits: Any, inputs: Inputs) -> Tensor:
-    loss: Tensor = torch.compile(summed, backend="aot_eager", fullgraph=True)(logits, inputs)
+    loss: Tensor = torch.compile(summed, backend="aot_eager")(logits, inputs)
     return loss
 
 
@@ -220,6 +220,8 @@ def test_they_are_used_like_the_tensor_that_they_hold() -> None:
     assert (local.shape, local.dtype, local.requires_grad) == (weight.shape, weight.dtype, True)
     (local**2).sum().backward()
     assert torch.equal(weight.grad, 2 * weight.detach())  # type: ignore[arg-type]
+    traced = torch.compile(lambda x: torch.log_softmax(x, -1).square().sum(), backend="aot_eager", fullgraph=True)
+    assert torch.equal(traced(LocalLogits.of(weight * 1, origin)), torch.log_softmax(weight, -1).square().sum())
     values = LocalLogits.of(weight.detach().clone(), origin)
     assert values.numpy().sum() == pytest.approx(float(weight.sum()))
     file = io.BytesIO()
