@@ -203,6 +203,11 @@ def _arranged(facts: MaskFacts, layout: Layout, config: RingConfig) -> tuple[Lay
     return chosen, MaskFacts(**{n: chosen.pad(x[:, : layout.length], 1, values[n]) for n, x in known.items()})
 
 
+def next_labels(labels: Tensor) -> Tensor:
+    """The labels [B, S] of whole rows, each at the token before its own."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
 def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
     """Shifts the labels of the whole row and counts those not ignored; None without labels."""
     labels = inputs.get("labels")
@@ -215,7 +220,7 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
             )
             raise errors.BadShape("labels", tuple(labels.shape), need)
         if "shift_labels" not in inputs:
-            inputs["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            inputs["shift_labels"] = next_labels(labels)
     if "shift_labels" in inputs:
         inputs.setdefault("labels", inputs["shift_labels"])  # models compute a loss only if labels are given
         items: Tensor = (inputs["shift_labels"] != IGNORED).sum()

@@ -216,8 +216,7 @@ def watch(
             _refuse_others(model, args, given, context, _has_loss(output))
             _mark_caches(output)
             if context.state(TrialStep).loss is None and not context.gathers_logits:  # the self-check tries no loss
-                targets = context.state(TrackedInputs).get("shift_labels")
-                hand_out(output, context, None if targets is None else targets.value)
+                hand_out(output, context)
         by_share = context.ring.size > 1 and not context.whole_head
         if by_share and not context.facts.has_labels and _has_loss(output):
             raise errors.LossWithoutLabels(name_of(model))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.local_batch import MadeInputs
-from ..context.whole_batch import IGNORED
+from ..context.whole_batch import IGNORED, next_labels
 from ..patching.compiler import uncompiled
 
 
@@ -52,4 +51,4 @@ def _shifted(labels: Tensor, context: BatchContext) -> Tensor:
     (everyone,) = context.ring.gather(labels.detach(), "gathered the labels that a forward changed").wait()
     layout = context.layout
     rows = layout.merge(everyone)[:, : layout.length]
-    return layout.shard(layout.pad(torch.nn.functional.pad(rows[:, 1:], (0, 1), value=IGNORED), 1, IGNORED), 1)
+    return layout.shard(layout.pad(next_labels(rows), 1, IGNORED), 1)

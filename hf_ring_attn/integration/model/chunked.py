@@ -17,6 +17,7 @@ from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import is_compiled, is_unit, loss_model_of, name_of, unwrapped
+from ..context.local_batch import MadeInputs
 from ..context.model_record import latest_record
 from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
@@ -113,19 +114,14 @@ def reasons(head: nn.Module) -> Iterator[str]:
         yield f"torch.nn.functional.cross_entropy is {functional.cross_entropy.__module__}'s"
 
 
-def hand_out(output: Any, context: BatchContext, targets: Tensor | None) -> None:
-    """Marks the logits [B, T, V] in a model's output as those of one rank's tokens (`local_logits`).
-
-    Args:
-        targets: the rank's shifted labels.
-    """
+def hand_out(output: Any, context: BatchContext) -> None:
+    """Marks the logits [B, T, V] in a model's output as those of one rank's tokens (`local_logits`)."""
     logits = output.get("logits") if isinstance(output, MutableMapping) and not context.whole_head else None
-    if isinstance(logits, LazyLogits) or (
-        type(logits) is Tensor and logits.dim() == 3 and logits.shape[1] == context.layout.local_length
-    ):
-        tokens = context.facts.rows * context.layout.padded
-        origin = Origin(logits.shape[-1], targets, tokens, context.facts.labelled)
-        if isinstance(logits, LazyLogits):
-            logits.head.origin = origin
-        else:
-            output["logits"] = LocalLogits.of(logits, origin)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] != context.layout.local_length:
+        return
+    tokens = context.facts.rows * context.layout.padded
+    origin = Origin(logits.shape[-1], context.state(MadeInputs).shifted.value, tokens, context.facts.labelled)
+    if isinstance(logits, LazyLogits):
+        logits.head.origin = origin
+    elif type(logits) is Tensor:
+        output["logits"] = LocalLogits.of(logits, origin)

@@ -266,8 +266,8 @@ class LazyLogits(Tensor):
                 args = (lazy.made, *args[1:])
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        of_wrapper = any(str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in args[1:])
-        if name in GRADIENT_HOOKS and of_wrapper:  # FSDP2's gathers weights when the backward begins
+        hooks = args[1:] if name in GRADIENT_HOOKS else ()  # FSDP2's gathers weights when the backward begins
+        if any(str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks):
             args[0].head.wrapper_hooks += args[1:]
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)

@@ -57,7 +57,9 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
             else:
                 _hook(called, wrapper, traced, is_called, handles)
         context = batch_context.current()
-        if as_one and context is not None and context.ring.size == 1:  # the whole row: a compiler hides changed labels
+        # In the self-check's whole row labels that the forward changes count, as in one process; where a compiler
+        # traces the loss, the ring's row hides them, so the two differ.
+        if as_one and context is not None and context.ring.size == 1:
             for owner in owners:
                 handles.enter_context(loss_factor.Computed().watch(owner))
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,82 +86,66 @@ EXACT: dict[str, Loss] = {
 }
 
 
-def step(loss_of: str, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def trained(batch: Batch, loss_of: Loss, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and gradients of a step; outside of a ring ``loss_of`` gets the whole batch's inputs."""
     model = tiny("llama", "ring_fp32" if in_ring else None).double()
-    if not in_ring:
-        loss = model(**BATCH).loss
-        loss.backward()
-        return loss.detach(), gradients_of(model)
-    sharded = hf_ring_attn.shard(BATCH)
-    with sharded:
-        loss = EXACT[loss_of](model, sharded)
+    sharded: Any = hf_ring_attn.shard(batch) if in_ring else SimpleNamespace(inputs=batch, gather=lambda x: x)
+    with sharded if in_ring else nullcontext():
+        loss = loss_of(model, sharded)
     loss.backward()
-    sharded.reduce_gradients(model)
-    return sharded.reduce(loss), gradients_of(model)
+    if in_ring:
+        sharded.reduce_gradients(model)
+    return sharded.reduce(loss) if in_ring else loss.detach(), gradients_of(model)
+
+
+def assert_same(found: list[Any], want: tuple[Tensor, dict[str, Tensor]], exact: float) -> None:
+    for loss, gradients in found:
+        assert relative_error(loss, want[0]) < exact
+        assert all(relative_error(gradients[name], gradient) < exact for name, gradient in want[1].items())
+
+
+def summed_up(loss_of: str) -> tuple[Tensor, dict[str, Tensor]]:
+    return trained(BATCH, EXACT[loss_of], in_ring=True)
 
 
 @pytest.mark.parametrize("loss_of", EXACT)
 def test_a_sum_over_the_shifted_labels_is_exact(ranks: Ranks, loss_of: str) -> None:
-    loss, gradients = step(loss_of, in_ring=False)
-    for got, found in ranks(2).run(step, loss_of, True):
-        assert relative_error(got, loss) < 1e-6  # transformers' loss is float32 in any dtype
-        assert all(relative_error(found[name], gradient) < 1e-6 for name, gradient in gradients.items())
+    want = trained(BATCH, lambda model, sharded: model(**sharded.inputs).loss, in_ring=False)
+    assert_same(ranks(2).run(summed_up, loss_of), want, 1e-6)  # transformers' loss is float32 in any dtype
 
 
-def whole(batch: Batch, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss of gathered logits, which a program may shift."""
-    model = tiny("llama", "ring_fp32" if in_ring else None).double()
-    sharded = hf_ring_attn.shard(batch) if in_ring else None
-    if sharded is None:
-        logits = model(**batch).logits
-    else:
-        with sharded:
-            logits = sharded.gather(model(**sharded.inputs).logits)
-    loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
-    loss.backward()
-    if sharded is not None:
-        sharded.reduce_gradients(model)
-    return loss.detach(), gradients_of(model)
+def gathered(batch: Batch, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of whole rows, whose logits a program may shift."""
+    return trained(
+        batch, lambda model, sharded: shifted(sharded.gather(logits_of(model, sharded)), batch["input_ids"]), in_ring
+    )
 
 
 @pytest.mark.parametrize("batch", [BATCH, WITHOUT_LABELS], ids=["labels", "no labels"])
 def test_gathered_logits_may_be_shifted(ranks: Ranks, batch: Batch) -> None:
-    loss, gradients = whole(batch, in_ring=False)
-    for got, found in ranks(2).run(whole, batch, True):
-        assert relative_error(got, loss) < FLOAT64
-        assert all(relative_error(found[name], gradient) < FLOAT64 for name, gradient in gradients.items())
+    assert_same(ranks(2).run(gathered, batch, True), gathered(batch, in_ring=False), FLOAT64)
 
 
 FULL: Batch = {"input_ids": BATCH["input_ids"][:, :20], "targets": BATCH["input_ids"][:, 3:23]}
 """Every token has a target, so the mean of the ranks' means is the row's: 20 tokens are chunks of 5."""
 TARGETS: dict[str, Batch] = {
-    "targets of its own": FULL,
-    "shifted labels": {"input_ids": FULL["input_ids"], "labels": FULL["targets"], "shift_labels": FULL["targets"]},
+    "targets": FULL,
+    "shift_labels": {"input_ids": FULL["input_ids"], "labels": FULL["targets"], "shift_labels": FULL["targets"]},
 }
 
 
 def averaged(name: str, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    batch, names = TARGETS[name], {"input_ids", "position_ids", "attention_mask"}
-    target = batch.keys() - {"input_ids", "labels"}
-    model = tiny("llama", "ring_fp32" if in_ring else None).double()
-    sharded = hf_ring_attn.shard(batch) if in_ring else None
-    given = batch if sharded is None else sharded.inputs
-    with nullcontext() if sharded is None else sharded:
-        logits: Any = model(**{name: x for name, x in given.items() if name in names}).logits
-    loss = cross_entropy(logits.flatten(0, 1), given[target.pop()].flatten())
-    loss.backward()
-    if sharded is None:
-        return loss.detach(), gradients_of(model)
-    sharded.reduce_gradients(model)
-    return sharded.reduce(loss), gradients_of(model)
+    def loss_of(model: Any, sharded: Sharded) -> Tensor:
+        names = {"input_ids", "position_ids", "attention_mask"} & sharded.inputs.keys()
+        logits = model(**{name: sharded.inputs[name] for name in names}).logits
+        return cross_entropy(logits.flatten(0, 1), sharded.inputs[name].flatten())
+
+    return trained(TARGETS[name], loss_of, in_ring)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_mean_over_as_many_targets_on_each_rank_is_exact(ranks: Ranks, name: str) -> None:
-    loss, gradients = averaged(name, in_ring=False)
-    for got, found in ranks(2).run(averaged, name, True):
-        assert relative_error(got, loss) < FLOAT64
-        assert all(relative_error(found[name], gradient) < FLOAT64 for name, gradient in gradients.items())
+    assert_same(ranks(2).run(averaged, name, True), averaged(name, in_ring=False), FLOAT64)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
