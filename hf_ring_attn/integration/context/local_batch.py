@@ -19,8 +19,8 @@ from .whole_batch import OF_HEADS, MaskFacts, WholeBatch, padding_of, tokens_of,
 class MadeInputs(dict[str, Any]):
     """The inputs of one rank that the batch lacked, and that were made for it.
 
-    ``labels``, ``shifted``: this rank's, to which the count belongs. ``mask``, ``places``: this rank's, of
-    which it makes attention masks.
+    Of this rank also ``labels`` and ``shifted``, which the count belongs to, and the padding ``mask`` and position ids
+    (``places``) of which the model makes its attention masks.
     """
 
     labels = shifted = mask = places = TrackedInput.of(None)

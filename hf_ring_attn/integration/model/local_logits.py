@@ -43,7 +43,7 @@ class Origin:
 
 
 class LocalLogits(Tensor):
-    """Logits of one rank's tokens, or what was computed of each: a tensor of no memory, which holds another one.
+    """Logits of one rank's tokens, or numbers computed from each of them. It has no memory, but holds a tensor.
 
     A subclass with memory would not do: compiled functions fail at such inputs (torch 2.13).
     """
@@ -100,7 +100,7 @@ class _Hold(torch.autograd.Function):
 
 
 def still_local(result: Any, function: Any, logits: Tensor, origin: Origin) -> Any:
-    """A result of logits: logits of the same tokens again, if it has as many numbers as they had."""
+    """Marks what was computed from logits as logits of the same tokens, if it has as many numbers; else returns it."""
     if type(result) is not Tensor or result.numel() != logits.numel() or not result.is_floating_point():
         return result
     # Not an attribute, nor what a compiler traces, nor what an autograd function returns, which has no graph yet.
