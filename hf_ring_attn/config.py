@@ -135,12 +135,6 @@ def ranks_of_machine() -> int:
     return max(1, int(text)) if text.isdigit() else 1
 
 
-def has_expandable_segments() -> bool:
-    """Returns True if torch's allocator was told to lose little memory between tensors, by its newer or older name."""
-    names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-    return any("expandable_segments:True" in os.environ.get(name, "") for name in names)
-
-
 def several_asked_for() -> tuple[str, str] | None:
     """Returns a sign in the environment that several processes were requested, and its variable; None: no sign.
 

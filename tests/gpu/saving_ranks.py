@@ -7,6 +7,7 @@ never save. If the process may have little more memory than the first step took,
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +39,7 @@ def steps(
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     options = RingConfig(save_attention=save, deterministic=True, offload_above=offload_above)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    gc.collect()  # a model of the run before may wait for it, and its memory would be missing
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.set_per_process_memory_fraction(fraction)
@@ -61,7 +63,8 @@ def differences(device: torch.device) -> Iterator[str]:
     """Words for each run that saved in other steps than it should, or has other bits."""
     never, want = steps(device, False)
     peak = torch.cuda.max_memory_allocated(device)
-    tight = 1.1 * peak / torch.cuda.get_device_properties(device).total_memory
+    # Beyond the tenth that "auto" leaves free: less than the results take, but enough for a workspace of cuBLAS.
+    tight = 1.2 * peak / torch.cuda.get_device_properties(device).total_memory
     for name, save, fraction, offload_above, expected in (
         ("never", False, 1.0, None, [2, 2, 2]), ("always", True, 1.0, None, [1, 1, 1]),
         ("auto", "auto", 0.5, None, [2, 1, 1]), ("auto with little memory", "auto", tight, None, [2, 2, 2]),

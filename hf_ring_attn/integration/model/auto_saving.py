@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ...attention.saved_results import Counts, Saved, SavedResults
-from ...config import RingConfig, has_expandable_segments, ranks_of_machine
+from ...config import RingConfig, ranks_of_machine
 from ...layers.free_memory import free_bytes
 from ..context.batch_context import BatchContext
 from ..context.model_record import ModelRecord
@@ -37,8 +37,8 @@ IN_FLIGHT = 3
 """The most layers whose results are on the GPU on their way to the host or back."""
 
 LOST = (
-    'save_attention="auto" saves less than might fit: torch\'s allocator held {:.1f} GiB beyond its tensors, which may '
-    "be lost between them. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids that."
+    'save_attention="auto" saves less than would fit, because torch\'s allocator lost up to {:.1f} GiB between its '
+    "tensors. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids that."
 )
 
 
@@ -47,13 +47,15 @@ class DeviceMemory(NamedTuple):
 
     Args:
         peak: the most allocated at a time since the process began, or since the program reset this counter.
-        reserved: the most that it had from the device: what is beyond ``peak`` is lost between tensors, or only cached.
+        lost: the most that lay between tensors at a time: free parts of segments whose other parts are in use. The
+            allocator gives back segments that are free as a whole before it runs out of memory, but not these. With
+            expandable segments there are none.
     """
 
     usable: int
     allocated: int
     peak: int
-    reserved: int
+    lost: int
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
@@ -62,10 +64,12 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     counters = torch.cuda.memory_stats_as_nested_dict(device)
-    allocated, reserved = counters["allocated_bytes"]["all"], counters["reserved_bytes"]["all"]
+    allocated, reserved, lost = (
+        counters[f"{name}_bytes"]["all"] for name in ("allocated", "reserved", "inactive_split")
+    )
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     usable = min(free + reserved["current"], allowed)
-    return DeviceMemory(usable, allocated["current"], allocated["peak"], reserved["peak"])
+    return DeviceMemory(usable, allocated["current"], allocated["peak"], lost["peak"])
 
 
 class Budget(NamedTuple):
@@ -100,7 +104,7 @@ class _Measurement:
         before: bytes allocated before its first forward. start: before a forward, the most.
         tokens: the most of a rank in a batch whose backward began. per_token: bytes of the results that would have been
             saved then, for each token of that batch; the most. calls: the most checkpointed layers whose graphs lived
-            then. peak, reserved: as in `DeviceMemory`, the most seen.
+            then. peak, lost: as in `DeviceMemory`, the most seen.
     """
 
     device: torch.device
@@ -110,14 +114,14 @@ class _Measurement:
     per_token: float = 0.0
     calls: int = 0
     peak: int = 0
-    reserved: int = 0
+    lost: int = 0
     stepped: bool = False
 
     def look(self) -> None:
         """Reads the peaks: the program may reset them between steps."""
         memory = device_memory(self.device)
         if memory is not None:
-            self.peak, self.reserved = max(self.peak, memory.peak), max(self.reserved, memory.reserved)
+            self.peak, self.lost = max(self.peak, memory.peak), max(self.lost, memory.lost)
 
 
 _OPEN: weakref.WeakSet[_Measurement] = weakref.WeakSet()
@@ -198,12 +202,11 @@ class _Room:
         states = max(0, memory.allocated - one.before)
         self.start = one.start + states
         if one.per_token:
-            kept, lost = int(LEFT_FREE * memory.usable), one.reserved - one.peak
-            free = memory.usable - one.peak - states
-            fitting = _most(self.tried, one, free - max(kept, lost), budget)
-            may_be_told = lost > kept and not has_expandable_segments()
-            if may_be_told and fitting < _most(self.tried, one, free - kept, budget):
-                warn(LOST.format(lost / 2**30), everywhere=False)
+            held, most = one.peak + states, int((1 - LEFT_FREE) * memory.usable)
+            filled = int(memory.usable / (1 + one.lost / max(1, one.peak)))  # the loss grows with what is held
+            fitting = _most(self.tried, one, min(most, filled) - held, budget)
+            if fitting < _most(self.tried, one, most - held, budget):
+                warn(LOST.format(one.lost / 2**30), everywhere=False)
             self.tokens = max(self.tokens, fitting)
 
 

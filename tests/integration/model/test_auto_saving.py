@@ -22,7 +22,7 @@ from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.models.tiny_models import tiny
 
 GIB = 2**30
-PLENTY = DeviceMemory(usable=80 * GIB, allocated=GIB, peak=20 * GIB, reserved=20 * GIB)
+PLENTY = DeviceMemory(usable=80 * GIB, allocated=GIB, peak=20 * GIB, lost=0)
 
 
 class Run(NamedTuple):
@@ -132,6 +132,19 @@ def test_half_of_the_memory_is_enough_for_rows_of_half_the_length(ranks: Ranks) 
 
 def test_it_waits_for_the_states_of_an_optimizer(ranks: Ranks) -> None:
     assert saved(ranks, [24] * 5, steps_every=3) == [[False] * 3 + [True] * 2] * 2
+
+
+@pytest.mark.parametrize(("lost", "saves"), [(0, True), (8, True), (9, False)])
+def test_memory_lost_between_tensors_grows_with_what_is_held(lost: int, saves: bool) -> None:
+    """Of 80 GiB the results need 20 beside 48: 8 that were lost would become 11.3, and 9 would become 12.75."""
+    room, memory = auto_saving._Room(), PLENTY._replace(peak=48 * GIB, lost=lost * GIB)
+    room.tried = 10
+    room.measurement = auto_saving._Measurement(
+        torch.device("cpu"), GIB, GIB, tokens=10, per_token=2 * GIB, calls=1, peak=memory.peak, lost=memory.lost,
+        stepped=True,
+    )  # fmt: skip
+    room.at_batch(memory, None)
+    assert (room.tokens == 10) is saves
 
 
 class _Growing:
