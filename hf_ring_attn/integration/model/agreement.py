@@ -1,7 +1,7 @@
 """The ranks' agreement on the model that is about to run: one small message for each model and batch.
 
 Structure, dtypes, mode and options decide which messages are sent, so they must be the same on all ranks. Replicas may
-drift apart, so each batch compares a sample of one weight, and of the buffers that the program writes.
+drift apart, so each batch compares a sample of one weight, and of what else the program writes (`saved_buffers`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
-"""Buffers that are saved with a model's weights, and that a program writes to: ranks compare them, as weights.
+"""Saved buffers and frozen weights that a program writes to: ranks compare them, as weights that train.
 
 A program that counts tokens in a hook, and then moves a buffer by these counts (as loss-free balancing of experts
-does), would move each rank's by its own tokens. Buffers that nobody writes to are not read.
+does), would move each rank's by its own tokens; so would a codebook that follows a mean of hidden states. What nobody
+writes to is not read, but for a program's own modules: through ``.data`` they write unseen.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..context.model_record import ModelRecord
+from ..context.program_states import is_of_program
 from ..context.tracked_input import version_of
 
 SAMPLE = 2**14
@@ -24,23 +28,23 @@ TODO = (
 
 
 class SavedBuffers:
-    """The saved buffers of a model with its present structure, and which of them were written to since it was found."""
+    """The saved buffers and frozen weights of a model with its present structure, and which of them were written to."""
 
     def __init__(self, model: nn.Module) -> None:
         self._known: list[tuple[str, weakref.ref[nn.Module], str, weakref.ref[Tensor], int]] = []
         for path, module in model.named_modules():
-            for name, x in module._buffers.items():
-                if x is not None and x.is_floating_point() and name not in module._non_persistent_buffers_set:
-                    own = f"{path}.{name}".lstrip(".")
-                    self._known.append((own, weakref.ref(module), name, weakref.ref(x), version_of(x)))
+            unseen = is_of_program(type(module).__module__)
+            for name, x in _saved(module):
+                own = f"{path}.{name}".lstrip(".")
+                self._known.append((own, weakref.ref(module), name, weakref.ref(x), -1 if unseen else version_of(x)))
 
     def written(self) -> dict[str, object]:
-        """A sample of the buffers that were written to, as one fact for ranks to compare."""
+        """A sample of those that were, or may have been, written to, as one fact for ranks to compare."""
         found: dict[str, Tensor] = {}
         for path, reference, name, first, version in self._known:
             module = reference()
-            x = None if module is None else module._buffers.get(name)
-            if x is not None and (x is not first() or version_of(x) != version):
+            x = None if module is None else module._buffers.get(name, module._parameters.get(name))
+            if x is not None and not x.is_meta and (x is not first() or version_of(x) != version):
                 found[path] = x
         if not found:
             return {"no buffer": None}
@@ -48,9 +52,22 @@ class SavedBuffers:
         parts = [x.detach().flatten()[:: max(1, -(-x.numel() // most))].double() for x in found.values()]
         device = parts[0].device
         names = ", ".join([*found][:NAMED]) + ", ..." * (len(found) > NAMED)
-        return {f"buffers that the program writes ({names})": torch.cat([part.to(device) for part in parts])}
+        fact = f"buffers and frozen weights that the program writes ({names})"
+        return {fact: torch.cat([part.to(device) for part in parts])}
+
+
+def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The saved buffers and frozen weights of a module itself; not those that FSDP2 shards."""
+    passing = module._non_persistent_buffers_set
+    frozen = {name: x for name, x in module._parameters.items() if x is not None and not x.requires_grad}
+    both: dict[str, Any] = {**module._buffers, **frozen}
+    for name, x in both.items():
+        # Of quantized weights only their own class knows the values.
+        plain = type(x) in (Tensor, nn.Parameter) and x.is_floating_point()
+        if plain and name not in passing:
+            yield name, x
 
 
 def written_buffers(model: nn.Module, record: ModelRecord) -> dict[str, object]:
-    """A sample of the saved buffers that a program wrote to since the model's structure was found."""
+    """A sample of the saved buffers and frozen weights that a program wrote to with the model's present structure."""
     return record.once(SavedBuffers, model).written()
