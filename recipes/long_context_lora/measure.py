@@ -70,6 +70,8 @@ class Meter(TrainerCallback):
         self.seconds: list[float] = []
         self.collecting: list[float] = []
         """Seconds of each step in which Python collected garbage, and the GPU may have waited."""
+        self.retries: list[int] = []
+        """How often torch's allocator had run out of this rank's GPU and emptied its cache, by the end of each step."""
         self.recorder: Any = None
         self.allocations: MemoryPeak | None = None
         self.fullest: dict[str, Any] | None = None
@@ -107,6 +109,8 @@ class Meter(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seconds.append(_now() - self.started)
+        if torch.cuda.is_available():
+            self.retries.append(torch.cuda.memory_stats()["num_alloc_retries"])
         if self.recorder is not None:
             self.recorder.__exit__(None, None, None)
         if self.allocations is not None:
@@ -149,6 +153,7 @@ class Meter(TrainerCallback):
             "mfu": self.flops / seconds / (world * peak) if peak else None,
             "mfu_formula": "flops_per_step / seconds_per_step / (ranks x dense bf16 peak); see measure.flops_per_step",
             "peak_memory_GiB": memory,
+            "allocation_retries": self.retries,
             # of this rank: what torch's allocator had from the GPU, and what of it was lost between tensors
             "peak_reserved_GiB": torch.cuda.max_memory_reserved() / 2**30 if gpu else None,
             "peak_split_GiB": torch.cuda.memory_stats()["inactive_split_bytes.all.peak"] / 2**30 if gpu else None,

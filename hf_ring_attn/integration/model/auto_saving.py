@@ -41,6 +41,11 @@ LOST = (
     "tensors. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids that."
 )
 
+SCARCE = (
+    'save_attention="auto" saves nothing in the next batch and measures memory anew: torch\'s allocator ran out of '
+    "memory, and went on after it had emptied its cache."
+)
+
 
 class DeviceMemory(NamedTuple):
     """The bytes of a device that this process can have, and those that torch's allocator holds.
@@ -50,12 +55,14 @@ class DeviceMemory(NamedTuple):
         lost: the most that lay between tensors at a time: free parts of segments whose other parts are in use. The
             allocator gives back segments that are free as a whole before it runs out of memory, but not these. With
             expandable segments there are none.
+        retries: how often it ran out of memory, gave back what it could, and went on.
     """
 
     usable: int
     allocated: int
     peak: int
     lost: int
+    retries: int
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
@@ -69,7 +76,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     )
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     usable = min(free + reserved["current"], allowed)
-    return DeviceMemory(usable, allocated["current"], allocated["peak"], lost["peak"])
+    return DeviceMemory(usable, allocated["current"], allocated["peak"], lost["peak"], counters["num_alloc_retries"])
 
 
 class Budget(NamedTuple):
@@ -173,10 +180,11 @@ class _Room:
     Attributes:
         tokens: batches of up to so many tokens of a rank fit with their results. tried: the most tokens so far.
         start: the most bytes that were allocated before a batch, as far as it is known.
+        batches: how many began since the last measurement ended. retries: the allocator's, when the first one began.
     """
 
     def __init__(self) -> None:
-        self.tokens = self.tried = self.start = 0
+        self.tokens = self.tried = self.start = self.batches = self.retries = 0
         self.measurement: _Measurement | None = None
 
     def begin(self, tokens: int, device: torch.device, memory: DeviceMemory) -> None:
@@ -188,16 +196,25 @@ class _Room:
             _OPEN.add(self.measurement)
 
     def at_batch(self, memory: DeviceMemory, budget: Budget | None) -> None:
-        """Ends the measurement, if an optimizer has stepped. Forgets all if the program has taken memory since."""
+        """Ends the measurement, if an optimizer has stepped. Forgets all if memory has become scarce since.
+
+        So it is if the program holds more, or if the allocator runs out of memory after the first batch that saves,
+        which finds the cache full of other sizes.
+        """
         one = self.measurement
         if one is None:
-            if self.tried and memory.allocated - self.start > LEFT_FREE / 2 * memory.usable:
+            self.batches += 1
+            self.retries = memory.retries if self.batches == 1 else self.retries
+            if self.tokens and memory.retries > self.retries:
+                warn(SCARCE, everywhere=False)
+                self.tokens = self.tried = 0
+            if memory.allocated - self.start > LEFT_FREE / 2 * memory.usable:
                 self.tokens = self.tried = 0
             return
         if not one.stepped:
             one.start = max(one.start, memory.allocated)
             return
-        self.measurement = None
+        self.measurement, self.batches = None, 0
         self.tried = max(self.tokens, min(self.tried, one.tokens))  # a batch without a backward shows nothing
         states = max(0, memory.allocated - one.before)
         self.start = one.start + states

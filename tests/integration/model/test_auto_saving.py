@@ -22,7 +22,7 @@ from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.models.tiny_models import tiny
 
 GIB = 2**30
-PLENTY = DeviceMemory(usable=80 * GIB, allocated=GIB, peak=20 * GIB, lost=0)
+PLENTY = DeviceMemory(usable=80 * GIB, allocated=GIB, peak=20 * GIB, lost=0, retries=0)
 
 
 class Run(NamedTuple):

@@ -227,6 +227,29 @@ def a_program_that_takes_memory(taken: int) -> list[int]:
     return found
 
 
+def retried(after: int) -> tuple[list[int], list[str]]:
+    """Layers that attend again in each step, and the warnings. After so many steps the allocator has run out."""
+    model, found = checkpointed(), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    log._said.clear()
+    with mock.patch.object(log.logger, "warning") as warning:
+        for number in range(5):
+            memory = PLENTY._replace(retries=3 * (number >= after))
+            with mock.patch.object(auto_saving, "device_memory", return_value=memory):
+                found.append(layers_again(loss_of(model)))
+                optimizer.step()
+                optimizer.zero_grad()
+    return found, [call.args[0] for call in warning.call_args_list if "auto" in call.args[0]]
+
+
+@pytest.mark.parametrize(("after", "again"), [(1, [0, 0, 0]), (2, [0, 0, 0]), (3, [0, 2, 0]), (4, [0, 0, 2])])
+def test_an_allocator_that_runs_out_is_measured_anew(ranks: Ranks, after: int, again: list[int]) -> None:
+    """The first batch that saves finds a cache of other sizes, and may run out."""
+    first, second = ranks(2).run(retried, after)
+    assert first[0] == second[0] == [2, 0, *again]
+    assert [len(first[1]), len(second[1])] == [after > 2, 0]
+
+
 def grown(memory: DeviceMemory, taken: int) -> DeviceMemory:
     return memory._replace(allocated=memory.allocated + taken * GIB, peak=memory.peak + taken * GIB)
 
