@@ -34,7 +34,7 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        whole = accelerator.reduce(loss.detach(), "mean")  # each rank's loss is its share times the ring size
+        whole = accelerator.reduce(loss.detach(), "mean")  # in a ring loss is that of whole rows already
         accelerator.print(f"step {step}: loss {whole:.7f}")
     accelerator.end_training()
 
