@@ -303,18 +303,16 @@ class Ring:
             return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu") if self.backend == "gloo" else device
 
-    def rows(self, numbers: Sequence[int | Tensor], device: torch.device, doing: str) -> list[list[int]]:
-        """All-gathers integers. Messages have one size and name their rank's activity, so a mix-up is detected.
-
-        Raises:
-            RanksDiffer: the ranks are at different places of the program.
-        """
-        return self.start_rows(numbers, device, doing)()
-
     def start_rows(
         self, numbers: Sequence[int | Tensor], device: torch.device, doing: str
     ) -> Callable[[], list[list[int]]]:
-        """Starts `rows`; the function returned ends it."""
+        """Starts an all-gather of integers; the function returned ends it, and gives those of each rank.
+
+        Messages have one size and name their rank's activity, so a mix-up is detected.
+
+        Raises (that function):
+            RanksDiffer: the ranks are at different places of the program.
+        """
         row = [*_packed(doing), *numbers]
         pending = self.gather(row_of(row + [0] * (-len(row) % ROW), device), doing)
 
@@ -328,8 +326,8 @@ class Ring:
         return receive
 
     def numbers(self, number: int | Tensor, device: torch.device, doing: str) -> list[int]:
-        """All-gathers an integer."""
-        return [line[0] for line in self.rows([number], device, doing)]
+        """All-gathers an integer. Raises as `start_rows`."""
+        return [line[0] for line in self.start_rows([number], device, doing)()]
 
 
 ROW = 64
@@ -350,7 +348,8 @@ TOGETHER = 2**24
 """Most numbers in one message of `Ring.means`: 64 MiB in float32."""
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which tokens and ranks are added up: int64, float64 for float64, float32 for other floats."""
     if not dtype.is_floating_point:
         return torch.int64
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -358,7 +357,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _wide_copy(tensor: Tensor) -> Tensor:
     """A copy to add up, which ranks do by memory, whatever its order: one of them may hold a transposed tensor."""
-    return tensor.to(_wide(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
+    return tensor.to(sum_dtype(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
 
 
 def _together(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -366,7 +365,7 @@ def _together(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     run: list[Tensor] = []
     count = 0
     for x in tensors:
-        like = not run or (_wide(x.dtype), x.device) == (_wide(run[0].dtype), run[0].device)
+        like = not run or (sum_dtype(x.dtype), x.device) == (sum_dtype(run[0].dtype), run[0].device)
         if not like or count + x.numel() > TOGETHER:
             yield from [run] if run else []
             run, count = [], 0

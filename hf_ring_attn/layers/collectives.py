@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm.first_order import first_order_only
-from ..comm.ring import Ring
-from ..kernels import accumulate_dtype
+from ..comm.ring import Ring, sum_dtype
 from ..sharding.layout import Layout
 
 
@@ -24,7 +23,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     @first_order_only("a row that was gathered")
     def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None, None]:
-        leaving = ctx.layout.split(ctx.layout.pad(gradient, 1)).to(accumulate_dtype(gradient.dtype))
+        leaving = ctx.layout.split(ctx.layout.pad(gradient, 1)).to(sum_dtype(gradient.dtype))
         return ctx.ring.reduce_scatter(leaving).to(gradient.dtype), None, None
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm.first_order import first_order_only
-from ..comm.ring import Ring
+from ..comm.ring import Ring, sum_dtype
 from ..comm.sparse_exchange import Exchange
 from ..sharding.layout import Layout
 
@@ -161,10 +161,6 @@ class _Before(torch.autograd.Function):
     @staticmethod
     @first_order_only("a layer that takes tokens of other ranks")
     def backward(ctx: Any, _saved: tuple[()], own: Tensor, before: Tensor) -> tuple[Tensor | None, ...]:
-        back = ctx.exchange.give_back(ctx.rows.ring, wide(before), own.shape[1])
-        return (wide(own) + back).to(own.dtype), None, None
-
-
-def wide(x: Tensor) -> Tensor:
-    """Casts to the dtype in which gradients are summed."""
-    return x if x.dtype == torch.float64 else x.float()
+        wide = sum_dtype(own.dtype)
+        back = ctx.exchange.give_back(ctx.rows.ring, before.to(wide), own.shape[1])
+        return (own.to(wide) + back).to(own.dtype), None, None

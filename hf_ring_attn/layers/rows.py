@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import FLOATS, INTEGERS, check, check_tensor
-from ..comm.ring import Ring
+from ..comm.ring import Ring, sum_dtype
 from ..errors import BadShape
-from ..kernels import accumulate_dtype
 from ..sharding.layout import Layout
 from .collectives import gather_sequence, sum_over_ring
 
@@ -58,7 +57,7 @@ def cumsum_row(x: Tensor, ring: Ring, layout: Layout, mask: Tensor | None = None
     Summed as in `sum_row`. What travels is one sum a chunk, in the order of the row.
     """
     chunks: Tensor = _kept(x, layout, mask).unflatten(1, (layout.chunks, layout.chunk))
-    within: Tensor = chunks.cumsum(2, dtype=_wide(x))
+    within: Tensor = chunks.cumsum(2, dtype=sum_dtype(x.dtype))
     if layout.chunk == 0:
         return within.flatten(1, 2).to(_like(x))
     totals = within[:, :, -1]  # [B, chunks, ...]: a row of chunks, each of one token
@@ -71,7 +70,7 @@ def cumsum_row(x: Tensor, ring: Ring, layout: Layout, mask: Tensor | None = None
 
 def _sum(x: Tensor, ring: Ring, layout: Layout, mask: Tensor | None) -> Tensor:
     """The sum in the dtype in which it is made."""
-    local = _kept(x, layout, mask).sum(1, dtype=_wide(x))
+    local = _kept(x, layout, mask).sum(1, dtype=sum_dtype(x.dtype))
     if local.is_floating_point():
         return sum_over_ring(local, ring)
     return ring.total(local)
@@ -99,10 +98,6 @@ def _counted(x: Tensor, layout: Layout, mask: Tensor | None) -> Tensor | None:
         return mask
     real = (layout.positions() < layout.length).to(x.device)[None]
     return real if mask is None else mask & real
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return accumulate_dtype(x.dtype) if x.is_floating_point() else torch.int64
 
 
 def _like(x: Tensor) -> torch.dtype:
