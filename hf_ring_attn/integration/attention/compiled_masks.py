@@ -83,12 +83,17 @@ def band_of(mask_function: Callable[..., Any]) -> tuple[int, int]:
     return bounds.lo, bounds.hi
 
 
+def is_zero(offset: int | Tensor) -> bool:
+    """Returns True for an offset of a mask's queries or keys that is the number 0."""
+    return isinstance(offset, int) and offset == 0
+
+
 def fits(
     context: BatchContext, config: Any, rows: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any
 ) -> bool:
     """Returns True if a mask of these sizes is a shard's, for a prepared model."""
     if context.text is not None or not any(config is known for known in context.log.configs):
         return False
-    if not (isinstance(q_offset, int) and isinstance(kv_offset, int)) or q_offset != 0 or kv_offset != 0:
+    if not (is_zero(q_offset) and is_zero(kv_offset)):
         return False
     return (rows, q_length, kv_length) == (*context.local_shape, context.local_shape[1])

@@ -103,13 +103,8 @@ def ring_attention_forward(
         options = RingOptions.of(spec.config, _kernel(spec, trains, params, q, k, v))
         out, _ = attend(Call(q, k, v, spec.plan, params, options), _shared(spec, module, key, value, k.dtype))
     if out.requires_grad and not trains and not spec.in_batch and not torch.compiler.is_compiling():
-        out.register_hook(_warn_in_backward)
+        out.register_hook(lambda _gradient: warn_without_ring())  # it trains: a program need not call model.train()
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
-
-
-def _warn_in_backward(_gradient: Tensor) -> None:
-    """Warns that a model in evaluation trains without a ring: a program need not call model.train()."""
-    warn_without_ring()
 
 
 _SCORED_LOCALLY = (

@@ -114,7 +114,7 @@ def _ring_mask(
     attention_mask: Tensor | None, config: Any, kwargs: dict[str, Any],
 ) -> MaskSpec | Tensor | None:  # fmt: skip
     context = batch_context.current()
-    whole = q_length == kv_length and _is_zero(q_offset) and _is_zero(kv_offset)
+    whole = q_length == kv_length and compiled_masks.is_zero(q_offset) and compiled_masks.is_zero(kv_offset)
     if context is not None and context.text is not None and context.before_text:
         if whole and config is context.text.config:
             return _spec_of_whole_rows(context.layout, context, batch_size, mask_function, attention_mask, config)
@@ -136,10 +136,6 @@ def _ring_mask(
         raise errors.UnshardedInput(q_length, kv_length, context.layout.local_length, context.layout.length)
     admission.refuse(config, context)
     return _of_shard(context, recognise(mask_function), batch_size)
-
-
-def _is_zero(offset: int | Tensor) -> bool:
-    return isinstance(offset, int) and offset == 0
 
 
 def _of_shard(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:

@@ -285,4 +285,4 @@ def _note_failure(model: nn.Module, context: BatchContext, hooks: ExitStack) -> 
 
 def _holds_compiled(model: nn.Module) -> bool:
     """Returns True if torch.compile was called on ``model`` or on a part of it."""
-    return any(map(introspect.is_compiled, introspect.unwrapped(model))) or model_record.latest_record(model).compiled
+    return introspect.compiled_part(model) is not None or model_record.latest_record(model).compiled

@@ -211,7 +211,7 @@ def forget_models() -> None:
     _RECORDS.clear()
 
 
-CHECKPOINT_FUNCTIONS = _OF_TRANSFORMERS, _OF_TORCH = "_gradient_checkpointing_func", "checkpoint_fn"
+CHECKPOINT_FUNCTIONS = OF_TRANSFORMERS, OF_TORCH = "_gradient_checkpointing_func", "checkpoint_fn"
 """The attributes of a module in which transformers, and torch's CheckpointWrapper, have its checkpoint function."""
 
 _TABLES = itemgetter("_modules", "_parameters", *HOOKS)
@@ -262,7 +262,7 @@ def _visited(model: nn.Module) -> Visit:
             extend(code_of(x) for x in own.values() if type(x) is FunctionType and not is_ours(x))
         if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
             add("compiled")
-        if _OF_TRANSFORMERS in own or _OF_TORCH in own:
+        if OF_TRANSFORMERS in own or OF_TORCH in own:
             visit.checkpointing.append(module)
     kinds = list(map(type, modules))
     found += kinds

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...attention.saved_results import Saved, save_here
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.model_record import CHECKPOINT_FUNCTIONS, Visits, latest_record
+from ..context.model_record import CHECKPOINT_FUNCTIONS, OF_TORCH, Visits, latest_record
 from ..log import warn
 from ..patching.modules import replace
 from . import auto_saving
@@ -137,9 +137,9 @@ def _offload(modules: list[nn.Module], stock: bool) -> list[CheckpointedLayer]:
         if layer is None:
             layer = CheckpointedLayer(stock or _is_offloading(function))
             replace(module, name, functools.partial(_checkpointed, layer, function))
-        runs = module.__dict__.get("gradient_checkpointing", True) if name != "checkpoint_fn" else True
         layer.order = ()
-        if runs and (name == "checkpoint_fn" or isinstance(module, GradientCheckpointingLayer)):
+        runs = isinstance(module, GradientCheckpointingLayer) and module.__dict__.get("gradient_checkpointing", True)
+        if runs or name == OF_TORCH:
             numbered.append(layer)
     number(numbered)
     return numbered
@@ -153,8 +153,11 @@ def _split(function: Any) -> tuple[CheckpointedLayer | None, Any]:
 def _is_offloading(function: Any) -> bool:
     """Returns True for the function of transformers' ``offload``, which copies on the computation's stream."""
     layer, inner = _split(function)
-    code = getattr(inner.func, "__code__", None)
-    return (layer is not None and layer.stock) or (code is not None and "save_on_cpu" in code.co_names)
+    return (layer is not None and layer.stock) or _copies_to_host(inner)
+
+
+def _copies_to_host(function: Any) -> bool:
+    return "save_on_cpu" in getattr(getattr(function.func, "__code__", None), "co_names", ())
 
 
 def _checkpointed(layer: CheckpointedLayer, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +168,7 @@ def _checkpointed(layer: CheckpointedLayer, function: Any, *args: Any, **kwargs:
         limit = 0.0
     if context is None or limit is None or not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if getattr(function.func, "__code__", None) is not None and "save_on_cpu" in function.func.__code__.co_names:
+    if _copies_to_host(function):
         function = functools.partial(checkpoint, *function.args, **function.keywords)
     saves = function.keywords.get("context_fn") is contexts and auto_saving.saves(context)
     call = LayerCall(layer, limit, saves, context)

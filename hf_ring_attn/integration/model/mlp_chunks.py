@@ -77,7 +77,7 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         known.found = True
     for forward, is_whole in known:  # a hook may have come or gone since the batch before
         forward.is_whole = is_whole
-    if tokens is not None and tokens < context.facts.rows * context.layout.local_length:
+    if tokens is not None and tokens < context.local_shape.numel():
         context.log.features.add(f"MLPs {tokens} tokens at a time")
 
 

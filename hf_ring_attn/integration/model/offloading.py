@@ -104,7 +104,7 @@ class LayerCall:
             memory.settle()
             return x
         if not self.sizes:
-            self.of_row = tuple(x.shape[:2]) == (self.context.facts.rows, self.context.layout.local_length)
+            self.of_row = x.shape[:2] == self.context.local_shape
         self.sizes.append(x.nbytes)
         self.layer.device = x.device
         if _is_small(x) or self.layer.stays(x.nbytes, self.limit, self.saves):
@@ -141,8 +141,7 @@ class LayerCall:
         """Notes the sizes, for other layers and for the next row."""
         if self.sizes and self.saves:
             self.layer.saved = self.beside / self.sizes[0]
-        tokens = self.context.facts.rows * self.context.layout.local_length
-        each = [size / tokens for size in self.sizes] if self.of_row else []
+        each = [size / self.context.local_shape.numel() for size in self.sizes] if self.of_row else []
         self.layer.per_token[saves(self.context)] = each
         pending = self.context.state(_Pending)
         if pending.reserve is not None and self.of_row:
@@ -201,7 +200,7 @@ def _reserve(layers: Sequence[CheckpointedLayer], context: BatchContext) -> None
 
 def _sizes(layers: Sequence[CheckpointedLayer], first: CheckpointedLayer, context: BatchContext) -> list[int]:
     """Bytes of each tensor that layers will store; a layer that never ran counts as the ``first`` one that did."""
-    found, tokens, saved = [], context.facts.rows * context.layout.local_length, saves(context)
+    found, tokens, saved = [], context.local_shape.numel(), saves(context)
     for layer in layers:
         each = [round(size * tokens) for size in layer.per_token[saved] or first.per_token[saved]]
         if not layer.stays(each[0], context.config.offload_above or 0.0, saved):

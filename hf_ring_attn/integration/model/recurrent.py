@@ -172,8 +172,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _mark_mask(given: list[Any], context: batch_context.BatchContext) -> None:
     """Marks the padding mask of a model without attention, whose layers get this rank's share of it unchanged."""
-    share = (context.facts.rows, context.layout.local_length)
-    mask = next((x for x in given if isinstance(x, Tensor) and tuple(x.shape) == share), None)
+    mask = next((x for x in given if isinstance(x, Tensor) and x.shape == context.local_shape), None)
     if mask is not None:
         setattr(mask, _MARK, RowShare(context.ring, context.layout, context.facts.documents))
 

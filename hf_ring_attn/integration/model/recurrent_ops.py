@@ -60,7 +60,7 @@ OPERATIONS = {
     "mamba_selective_scan": Scan(
         ("hidden_states", "dt", "z"), ("B", "C"), ("A", "D", "delta_bias"), ("return_last_state",), by_channels=True
     ),
-}  # fmt: skip
+}
 
 
 def known(file: dict[str, Any], name: str) -> bool:

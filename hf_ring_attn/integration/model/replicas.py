@@ -22,6 +22,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import unwrapped
 from ..context.model_record import Visits, latest_record
 from ..log import warn
+from .fsdp import is_sharded
 from .loss_gradients import TODO
 
 SAME_WEIGHTS = (
@@ -228,7 +229,7 @@ def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) 
     known = {id(weight) for model in models for weight in latest_record(model).weights()}
     own = [x for x in own if id(x) not in known]
     # FSDP's weights have no identity while they are gathered.
-    if own and not any("FSDPModule" in latest_record(model).classes for model in models):
+    if own and not any(map(is_sharded, models)):
         _note(f"the score_mod {name}", own, context)
 
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
+from ...layers.chunked_loss import graph_of_its_own
 from ..context import batch_context
 from ..context.local_batch import LocalBatch
 from ..context.program_states import TORCHS_OWN
@@ -54,9 +54,7 @@ def run_step(
         as_one: see `in_ring`.
     """
     weights = list(weights)
-    # The program may be inside a checkpoint, or offload what is saved: its hooks must not see this graph.
-    no_hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.set_grad_enabled(bool(weights)), no_hooks, _without_reentrant_checkpoints():
+    with graph_of_its_own(bool(weights)), _without_reentrant_checkpoints():  # the program may be inside a checkpoint
         # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
         with batch_context.activate(local.context), in_ring(model, as_one=as_one):
             given.training = model.training
