@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from ..command_line import DTYPES, add_shape, check_shape, count
-from ..config import KERNEL_NAMES
+from ..config import KERNEL_NAMES, Backward, Traffic
 from . import contenders, errors, plot, results, speed
 from .peers import PEERS
 from .provenance import facts
@@ -45,11 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--kernel", choices=("auto", *KERNEL_NAMES), default="auto", help="RingConfig(kernel=...)")
     how.add_argument(
-        "--backward", nargs="+", choices=("ring", "gather"), default=["ring"],
+        "--backward", nargs="+", choices=get_args(Backward), default=["ring"],
         help="RingConfig(backward=...), one or both (default: ring)",
     )  # fmt: skip
     how.add_argument(
-        "--traffic", nargs="+", choices=("auto", "messages", "pulls"), default=["auto"],
+        "--traffic", nargs="+", choices=get_args(Traffic), default=["auto"],
         help="RingConfig(traffic=...), one or several (default: auto)",
     )  # fmt: skip
     how.add_argument(
@@ -82,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     if given.plot:
-        return _plot(given.plot)
+        sys.stdout.write("".join(f"{path}\n" for path in plot.save(given.plot)))
+        return 0
     with world(given.device, may_share=given.errors is not None) as (ring, device):
         first = ring.rank == 0
         if given.against and ring.size == 1:
@@ -112,11 +112,6 @@ def run(given: argparse.Namespace) -> int:
                 sys.stdout.flush()
             if first and given.save:  # after each row, so that an interrupted job leaves its results
                 results.save(given.save, "speed", head, rows)
-    return 0
-
-
-def _plot(files: Sequence[Path]) -> int:
-    sys.stdout.write("".join(f"{path}\n" for path in plot.save(files)))
     return 0
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..attention.function import ring_attention
 from ..comm.ring import Ring
-from ..config import RingConfig
+from ..config import Backward, RingConfig, Traffic
 from ..errors import NoPulls
 from ..kernels import KERNELS, Params, Request
 from ..kernels.reference import whole
@@ -22,9 +21,6 @@ TOKENS_PER_CHUNK, MOST_KEY_HEADS = 66, 2
 LIMITS = {2: 2e-2, 4: 1e-4, 8: 1e-10}
 """Relative error of a wrong attention, by the bytes of an element: bfloat16's rounding makes 0.003."""
 NAMES = ("out", "dq", "dk", "dv")
-
-Traffic = Literal["messages", "pulls"]
-Backward = Literal["ring", "gather"]
 
 
 def ways(device: torch.device, gpus_are_shared: bool) -> list[tuple[Traffic, Backward]]:
@@ -82,7 +78,7 @@ def _alone(case: Case, row: list[Tensor], documents: Tensor | None, sinks: Tenso
 
 def _in_ring(
     case: Case, layout: Layout, row: list[Tensor], documents: Tensor | None, sinks: Tensor | None, config: RingConfig
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """This rank's part of the answer."""
     q, k, v, dout = (layout.shard(x, 1).clone() for x in row)  # in a ring of one, shard returns the row itself
     for x in (q, k, v):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -291,17 +292,13 @@ def _parts(segments: Sequence[Segment], runs: Sequence[Run]) -> Iterable[tuple[i
     """Cuts the runs at segment borders; yields each piece with its segment's document. Segments are in order."""
     for run in runs:
         end = run.position + run.length
-        for at in range(bisect_right(segments, run.position, key=_stop), len(segments)):
+        for at in range(bisect_right(segments, run.position, key=attrgetter("stop")), len(segments)):
             start, stop, document = segments[at]
             if start >= end:
                 break
             first, last = max(start, run.position), min(stop, end)
             if first < last:
                 yield document, Run(run.offset + first - run.position, first, last - first)
-
-
-def _stop(segment: Segment) -> int:
-    return segment.stop
 
 
 def _clip(band: Band, query: Run, key: Run, key_block: int) -> tuple[int, ...] | None:

@@ -63,7 +63,7 @@ def record_alone(model: nn.Module, layers: list[Layer], batch: Batch) -> dict[st
 @torch.no_grad()
 def errors_in_ring(model: nn.Module, layers: list[Layer], batch: Batch, alone: dict[str, Passed]) -> dict[str, float]:
     """The relative error of each layer's output in a ring, given its input alone; the same on every rank."""
-    sharded = sharded_unchecked({name: x for name, x in batch.items() if name != "labels"})
+    sharded = sharded_unchecked(batch)
     length, found = batch["input_ids"].shape[1], {}
     here = sharded.positions.to(batch["input_ids"].device)
     here = here.where(here < length, 0)  # padding: any token will do

@@ -42,7 +42,7 @@ def _changed(batch: Batch, start: int, stop: int) -> Batch:
 
 def _gradient_outside(model: Any, batch: Batch, start: int, token: int) -> float:
     """Norm of one token's gradient by the embeddings of other documents and of later tokens, over that by its past."""
-    sharded = sharded_unchecked({name: x for name, x in batch.items() if name != "labels"})
+    sharded = sharded_unchecked(batch)
     embeddings: list[Tensor] = []
 
     def keep(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:

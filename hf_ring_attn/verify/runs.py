@@ -26,9 +26,9 @@ class Answer(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def random_batch(model: Any, stops: Sequence[int], device: torch.device, seed: int = 0) -> Batch:
+def random_batch(model: Any, stops: Sequence[int], device: torch.device) -> Batch:
     """Makes a row of random words; documents end at ``stops``, and no label asks for another document's first token."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     words = ordinary_words(model.config.get_text_config(), None, list(configs_of(model)))
     ids = words[torch.randint(len(words), (1, stops[-1]), generator=generator)].to(device)
     labels, positions = ids.clone(), torch.empty_like(ids)
@@ -69,7 +69,7 @@ def answer_by_documents(model: nn.Module, batch: Batch, stops: Sequence[int]) ->
 def answer_in_ring(model: nn.Module, batch: Batch) -> Answer:
     """The answer of all ranks together; the same on each."""
     model.zero_grad()
-    sharded = sharded_unchecked(batch)
+    sharded = sharded_unchecked(batch, labels=True)
     with sharded:
         out = model(**sharded.inputs)
     out.loss.backward()
@@ -80,15 +80,16 @@ def answer_in_ring(model: nn.Module, batch: Batch) -> Answer:
 @torch.no_grad()
 def logits_in_ring(model: nn.Module, batch: Batch) -> Tensor:
     """[1, S, V], the same on every rank."""
-    sharded = sharded_unchecked({name: x for name, x in batch.items() if name != "labels"})
+    sharded = sharded_unchecked(batch)
     with sharded:
         out = model(**sharded.inputs)
     return sharded.gather(out.logits)
 
 
-def sharded_unchecked(batch: Batch) -> Sharded:
+def sharded_unchecked(batch: Batch, labels: bool = False) -> Sharded:
     """This rank's share; the self-check, which would refuse what `verify` names, is run by itself."""
-    return shard(batch, config=RingConfig(self_check=False))
+    given = {name: x for name, x in batch.items() if labels or name != "labels"}
+    return shard(given, config=RingConfig(self_check=False))
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -129,18 +129,10 @@ def _gradient_error(got: Tensor | None, want: Tensor | None, floor: float) -> fl
 
 @torch.no_grad()
 def _self_check(model: nn.Module, batch: Batch) -> str:
-    return _refusal(lambda: _run_checked(model, batch))
-
-
-def _run_checked(model: nn.Module, batch: Batch) -> None:
-    sharded = shard(batch, config=RingConfig(self_check=True))
-    with sharded:
-        model(**sharded.inputs)
-
-
-def _refusal(run: Callable[[], None]) -> str:
+    """The self-check's refusal of a model, or ""."""
     try:
-        run()
+        with (sharded := shard(batch, config=RingConfig(self_check=True))):
+            model(**sharded.inputs)
     except Refused as error:
         return str(error)
     return ""
