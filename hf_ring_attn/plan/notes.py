@@ -14,7 +14,7 @@ from .setup import Setup
 from .shape import ModelShape
 
 ROPE = "RoPE scaling such as YaRN (recipes/extend-context)"
-MORE = "a larger factor of its RoPE scaling"
+MORE = "a larger factor of its RoPE scaling (recipes/extend-context)"
 TABLE = "a longer table of positions, which has to be trained"
 
 

@@ -92,7 +92,7 @@ POSITIONS = {
     "scaled": ({**SMALL, "max_position_embeddings": 4096, "rope_parameters": ROPE}, ""),
     "scaled too little": (
         {**SMALL, "max_position_embeddings": 4096, "rope_parameters": {**ROPE, "factor": 1.0}},
-        "4,096 positions: it needs a larger factor of its RoPE scaling",
+        "4,096 positions: it needs a larger factor of its RoPE scaling (recipes/extend-context)",
     ),
     "not scaled": (
         {**SMALL, "max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
@@ -103,7 +103,7 @@ POSITIONS = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         }},
-        "4,096 positions: it needs a larger factor of its RoPE scaling",
+        "4,096 positions: it needs a larger factor of its RoPE scaling (recipes/extend-context)",
     ),
     "of each kind of layers": (
         {
