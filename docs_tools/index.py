@@ -236,7 +236,6 @@ def _classes() -> str:
     return f"{counts['exact']} classes exact, {counts['refused']} refused"
 
 
-BENCH2 = "`bench`, 2 GPUs"
 ROWS = [
     Row("Which models are exact?", "support", "`python -m tests.sweep.run --ring 2 4 --rows all`", [("support", _classes)]),
     Row("What do rounded sums lose?", WHY, "`recipes/benchmarks/why.py --length 2048`",

@@ -510,9 +510,7 @@ def cut_documents() -> dict[str, Any]:
 
 def replayed(way: str, size: int) -> float:
     """Error of gradients over one GPU's in a ring of ``size``, bf16, inputs with outliers."""
-    found = row(
-        "2026-11-21-ring-of-two", "errors_flash4", ring_size=size, dtype="bfloat16", inputs="outliers", way=way
-    )  # fmt: skip
+    found = row("2026-11-21-ring-of-two", "errors_flash4", ring_size=size, dtype="bfloat16", inputs="outliers", way=way)
     return float(found["error_over_one_device"])
 
 

@@ -90,7 +90,7 @@ NOT_MEASURED = {
     "qlora-70b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",
     "vlm": f"{MISSING}. {TOY_ONLY} No step with pictures was measured on GPUs.",
     "multi-node": f"{MISSING}. {TOY_ONLY} No step on several machines was measured.",
-}  # fmt: skip
+}
 """What was not measured, before the table of what was."""
 
 

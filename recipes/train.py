@@ -99,9 +99,8 @@ def load_model(settings: dict[str, Any]) -> Any:
         settings["model"], revision=settings["revision"], config=load_config(settings), dtype=settings["dtype"],
         attn_implementation=settings["attention"], **more,
     )  # fmt: skip
-    for (
-        part
-    ) in model.modules():  # on some CPUs bitsandbytes packs weights in its first evaluation, and then trains wrongly
+    # On some CPUs bitsandbytes packs weights in its first evaluation, and then trains wrongly.
+    for part in model.modules():
         if ON_CPU and hasattr(part, "support_avx512bf16_for_cpu"):
             part.support_avx512bf16_for_cpu = False
     if settings["attention"] == "ring_fp32":

@@ -20,9 +20,7 @@ from .score_mods.graph import text_of
 from .score_mods.score_mod import ScoreFunction, ScoreMod, in_score_mod
 from .triton import Triton
 
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (Flash4(), Triton(), Flash2(), Flex(), Reference())
-}  # fmt: skip
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Flash4(), Triton(), Flash2(), Flex(), Reference())}
 """Every kernel by name, the preferred one first; the reference, which can do all that the others can, is last."""
 
 BY_NAME_ONLY = {"flash2"}

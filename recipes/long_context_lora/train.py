@@ -56,8 +56,7 @@ def parsed() -> argparse.Namespace:
                         help="MLPs and norms run over chunks of N tokens, such as 16384 (ring_fp32)")  # fmt: skip
     parser.add_argument("--offload", type=float, metavar="GIB",
                         help="GiB of checkpoints that stay on a GPU; others wait on the host (ring_fp32)")  # fmt: skip
-    parser.add_argument("--qlora", action="store_true",
-                        help="frozen weights in 4 bits (--shape; needs bitsandbytes)")  # fmt: skip
+    parser.add_argument("--qlora", action="store_true", help="frozen weights in 4 bits (--shape; needs bitsandbytes)")
     parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
     parser.add_argument("--optim", default="adamw_torch", help="the optimizer, by its name in TrainingArguments")
     parser.add_argument("--window", type=int, metavar="N",
@@ -175,7 +174,7 @@ def make_trainer(options: argparse.Namespace) -> Any:
             SFTConfig(**common(options, on_gpu), max_length=options.tokens, shuffle_dataset=False),
             train_dataset=Dataset.from_dict({"input_ids": rows.tokens.tolist()}),
             processing_class=tokenizer,
-        )  # fmt: skip
+        )
     return Trainer(adapted, TrainingArguments(**common(options, on_gpu)), train_dataset=rows)
 
 

@@ -41,7 +41,7 @@ OTHER[1, 5] = -7
         ([TOKENS], [], "x, but got rank 0: 1 values, rank 1: []."),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_the_first_value_that_differs_is_shown(ranks: Ranks, first: object, second: object, text: str) -> None:
     facts = [{"rows": 2, "x": first, "y": 0}, {"rows": 2, "x": second, "y": 1}]
     for kind, told, _ in ranks(2).run(agreed, facts, [None] * 2):

@@ -31,8 +31,7 @@ def test_a_program_of_a_page_on_ranks_that_share_a_gpu(launch: Launch, tmp_path:
     if launch.config is not None:
         config = {**launch.config, "mixed_precision": "bf16"}
         (tmp_path / "launch.yaml").write_text(yaml.safe_dump(config))
-        command = ["-m", "accelerate.commands.launch", "--config_file", "launch.yaml",
-                   "--main_process_port", port]  # fmt: skip
+        command = ["-m", "accelerate.commands.launch", "--config_file", "launch.yaml", "--main_process_port", port]
     said = run([*command, "train.py"], SECONDS, tmp_path, nccl_on_one_gpu=True)
     assert ("[hf_ring_attn] ring of 2: " if "transformers" in launch.program else "loss ") in said
 

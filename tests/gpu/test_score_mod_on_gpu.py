@@ -39,7 +39,7 @@ CASES = (
         PLAIN, why="padding, bidirectional", batch=2, band=BIDIRECTIONAL, documents=(packed(-24, 1000), packed(1024))
     ),
     replace(PLAIN, why="values narrower", value_dim=64),
-)  # fmt: skip
+)
 
 
 class Table(nn.Module):

@@ -62,7 +62,7 @@ ROWS = [
     Row(why="four chunks a rank, padded", length=45, chunks=4, documents=((5, 7, 33), (30, 14, 1))),
     Row(why="eight chunks a rank, shorter than the reach", length=41, chunks=8, documents=((40, 1), (13, 28))),
     Row(why="sixteen chunks a rank, one document", length=130, chunks=16),
-]  # fmt: skip
+]
 
 
 def numbers(row: Row) -> Answer:

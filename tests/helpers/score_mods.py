@@ -257,7 +257,7 @@ def dense(case: Case, given: Inputs, mod: Mod, out: Tensor | None = None) -> dic
     function = mod.of_many or mod.function
     many = function(
         scores[row, query, key], row[:, None], torch.arange(case.heads)[None], query[:, None], key[:, None]
-    ).expand(len(row), case.heads)  # fmt: skip
+    ).expand(len(row), case.heads)
     changed = torch.full_like(scores, -torch.inf).index_put((row, query, key), many.double()).permute(0, 3, 1, 2)
     if given["sinks"] is not None:
         leaves["dsinks"] = given["sinks"].detach().double().requires_grad_()

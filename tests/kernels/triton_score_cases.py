@@ -80,7 +80,7 @@ def simulated(kernel: Kernel, case: Case, name: str, size: int, path: Transfer =
     ("case", "size", "path"),
     [(ALL, 2, "ring"), (HOLES, 2, "gather"), (LONG, 1, "ring"), (replace(LONG, length=108), 3, "sparse")],
     ids=["all", "holes", "long", "long, sparse"],
-)  # fmt: skip
+)
 def test_it_is_the_reference(case: Case, size: int, path: Transfer, name: str) -> None:
     errors = distances(simulated(TRITON, case, name, size, path), simulated(REFERENCE, case, name, 1))
     learned = [errors.pop(key) for key in list(errors) if key.startswith("captured")]
@@ -159,7 +159,7 @@ def test_it_takes_functions_of_head_and_distance() -> None:
         (lambda s, b, h, i, j: LYING(s, SLOPES[h] * (i - j)), "the gradient of a score is not"),
         (without_gradients, "the gradient of a score is not"),
     ],
-)  # fmt: skip
+)
 def test_it_refuses_all_others(function: object, why: str) -> None:
     (reason,) = reasons(function)
     assert why in reason, reason

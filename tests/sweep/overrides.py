@@ -36,7 +36,7 @@ NEEDS_A_TARGET = "drafts for another model: it needs that model's hidden states,
 
 MUSICGEN = {
     "_defaults": {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}},
-}  # fmt: skip
+}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     # entries that have no default

@@ -187,9 +187,7 @@ def peak_of_a_backward(groups: int) -> int:
         call = Call(q, k, v, plan, Params(1.0), RingOptions("nothing"))
         kernel: Any = Nothing()
         found: list[object] = []
-        return peak_bytes(
-            lambda: found.append(gradients(call, Results(out, lse, dout), transport, kernel))
-        )  # fmt: skip
+        return peak_bytes(lambda: found.append(gradients(call, Results(out, lse, dout), transport, kernel)))
 
 
 def test_heads_in_several_ring_passes_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:

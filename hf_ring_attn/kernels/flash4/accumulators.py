@@ -20,20 +20,19 @@ def in_blocks(lse: Tensor, delta: Tensor, blocks: Blocks) -> tuple[Tensor, Tenso
     Queries that see nothing, and padding of blocks, get lse +inf, so that their probabilities are 0.
     """
     lse_log2 = (lse * math.log2(math.e)).masked_fill_(lse == -math.inf, math.inf)
-    heads = lse.shape[1]
+    joined = blocks.joined if blocks.shared else ()
+    if len(joined) == 1 and joined[0].length == blocks.count * blocks.side == lse.shape[2]:
+        return lse_log2, delta.contiguous()
+    placed = [x.new_full(blocks.shape(lse.shape[1], 1), fill) for x, fill in ((lse, math.inf), (delta, 0.0))]
     if blocks.shared:
-        if len(blocks.joined) == 1 and blocks.joined[0].length == blocks.count * blocks.side == lse.shape[2]:
-            return lse_log2, delta.contiguous()
-        placed = [x.new_full(blocks.shape(heads, 1), fill) for x, fill in ((lse, math.inf), (delta, 0.0))]
-        for segment in blocks.joined:
+        for segment in joined:
             there = slice(segment.block * blocks.side, segment.block * blocks.side + segment.length)
             for to, x in zip(placed, (lse_log2, delta), strict=True):
                 to[:, :, there] = x[:, :, segment.start : segment.stop]
-        return placed[0], placed[1]
-    tokens, places = _index(blocks, lse.device)
-    placed = [x.new_full(blocks.shape(heads, 1), fill) for x, fill in ((lse, math.inf), (delta, 0.0))]
-    for to, x in zip(placed, (lse_log2, delta), strict=True):
-        to.index_copy_(1, places, x.transpose(0, 1).flatten(1).index_select(1, tokens))
+    else:
+        tokens, places = _index(blocks, lse.device)
+        for to, x in zip(placed, (lse_log2, delta), strict=True):
+            to.index_copy_(1, places, x.transpose(0, 1).flatten(1).index_select(1, tokens))
     return placed[0], placed[1]
 
 

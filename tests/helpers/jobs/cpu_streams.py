@@ -34,9 +34,7 @@ def offloading_on_a_cpu() -> Iterator[list[int]]:
         copies[0] += 1
         return nullcontext()
 
-    device = SimpleNamespace(
-        Stream=Stream, stream=copying, current_stream=lambda: compute, empty_cache=lambda: None
-    )  # fmt: skip
+    device = SimpleNamespace(Stream=Stream, stream=copying, current_stream=lambda: compute, empty_cache=lambda: None)
 
     def make(**arguments: Any) -> Any:
         with (

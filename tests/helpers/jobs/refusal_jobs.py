@@ -76,9 +76,7 @@ def prompt_tuning(model: Any) -> Any:
 def activated_lora(model: Any) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
 
-    lora = LoraConfig(
-        r=2, target_modules=["q_proj"], task_type=TaskType.CAUSAL_LM, alora_invocation_tokens=[1, 2]
-    )  # fmt: skip
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type=TaskType.CAUSAL_LM, alora_invocation_tokens=[1, 2])
     return get_peft_model(model, lora)
 
 

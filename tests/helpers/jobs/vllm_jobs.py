@@ -111,8 +111,3 @@ def trained(case: Case, mesh: Mesh) -> tuple[Outcome, list[int]]:
     with stand_in() as made:
         outcome = grpo_jobs.trained(case, mesh)
     return outcome, [count for one in made for count in one.asked]
-
-
-def own_prompts_of_each_rank() -> Any:
-    """A server's client takes every rank's prompts, and each rank the completions of its own number."""
-    return mock.patch("hf_ring_attn.integration.hosts.vllm_generation.PATCHES", [])

@@ -232,13 +232,11 @@ def test_expressions() -> None:
         (masking_utils.chunked_overlay(3, torch.zeros(1)), True),
         (masking_utils.packed_sequence_mask_function(PACKED), True),
         (
-            masking_utils.or_masks(
-                masking_utils.causal_mask_function, masking_utils.blockwise_overlay(PACKED)
-            ),
+            masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(PACKED)),
             False,
         ),
     ],
-)  # fmt: skip
+)
 def test_which_masks_look_ahead(function: Maker, ahead: bool) -> None:
     """Labels of such a model are no causal language model's, so its sharded loss is refused."""
     assert looks_ahead(recognise(function)) is ahead

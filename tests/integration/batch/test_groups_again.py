@@ -35,9 +35,7 @@ def three(ranks: object) -> Iterator[LiveRanks]:
         yield world
 
 
-def in_worlds(
-    folder: Path, worlds: list[list[int]], job: Callable[..., Any], *args: Any
-) -> list[Any]:  # fmt: skip
+def in_worlds(folder: Path, worlds: list[list[int]], job: Callable[..., Any], *args: Any) -> list[Any]:
     """The job's results in one world after another, each of some of these processes in any order; None outside."""
     me, found, memory = dist.get_rank(), list[Any](), dict[str, Any]()
     dist.destroy_process_group()

@@ -63,7 +63,7 @@ CASES = [
     Case("experts and their auxiliary loss", {"router_aux_loss_coef": 0.5}, kind="MixtralForCausalLM"),
     Case("metrics of logits in whole rows", metrics=True),
     Case("without padding, which TRL 1.16 turns off", {"padding_free": True}),
-]  # fmt: skip
+]
 
 SEQUENTIAL = {"train_sampling_strategy": "sequential"}
 WITH_KL = Case("KTO, accumulated, and a reference model", {**SEQUENTIAL, "gradient_accumulation_steps": 2}, kto=True)

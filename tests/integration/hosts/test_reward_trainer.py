@@ -24,7 +24,7 @@ CASES = [
     Case("windows, and metrics of scores", kind="Qwen2ForSequenceClassification", metrics=True),
     Case("FSDP2, accumulated", {"gradient_accumulation_steps": 2}, fsdp=True),
     Case("FSDP2, LoRA, a trained score head, checkpointed", CHECKPOINTED, lora=True, fsdp=True),
-]  # fmt: skip
+]
 
 
 @cache
