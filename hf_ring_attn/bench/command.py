@@ -10,12 +10,12 @@ from typing import Any, get_args
 import torch
 
 from ..command_line import DTYPES, add_shape, check_shape, count
+from ..command_ranks import world
 from ..config import KERNEL_NAMES, Backward, Traffic
 from . import contenders, errors, plot, results, speed
 from .peers import PEERS
 from .provenance import facts
 from .workload import Workload
-from .world import world
 
 TOKENS = {"cuda": 32768, "cpu": 512}
 """The row, by kind of device, if the user names none: half a minute on a slow CPU."""

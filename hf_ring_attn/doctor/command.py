@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from ..bench.world import ranks_per_gpu, start_ranks, world
 from ..command_line import DTYPES, add_shape, check_shape, count
+from ..command_ranks import ranks_per_gpu, start_ranks, world
 from ..config import is_a_launched_rank
 from ..kernels import Request
 from . import live

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..bench.world import start_ranks, world
 from ..command_line import DTYPES, count, device
+from ..command_ranks import start_ranks, world
 from ..config import is_a_launched_rank
 from ..integration.model import loading
 from ..integration.model.decoder import layer_kinds

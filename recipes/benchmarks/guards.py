@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_ring_attn
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
-from hf_ring_attn.bench.world import world
+from hf_ring_attn.command_ranks import world
 from hf_ring_attn.integration.batch import binding
 
 

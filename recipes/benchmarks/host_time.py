@@ -30,8 +30,8 @@ from hf_ring_attn.attention.op import forward
 from hf_ring_attn.bench import contenders, results
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.workload import Workload
-from hf_ring_attn.bench.world import world
 from hf_ring_attn.comm.ring import Ring
+from hf_ring_attn.command_ranks import world
 from hf_ring_attn.kernels import KERNELS
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.plan import Plan

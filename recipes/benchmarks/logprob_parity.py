@@ -35,7 +35,7 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
-from hf_ring_attn.bench.world import world
+from hf_ring_attn.command_ranks import world
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "long_context_lora"))
 

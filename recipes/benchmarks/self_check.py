@@ -26,7 +26,7 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
-from hf_ring_attn.bench.world import world
+from hf_ring_attn.command_ranks import world
 from hf_ring_attn.integration.context.model_record import forget_models
 from hf_ring_attn.integration.model.admission import bind
 from hf_ring_attn.integration.selfcheck import check as selfcheck

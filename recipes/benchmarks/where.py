@@ -30,8 +30,8 @@ from hf_ring_attn.bench.peers import PEERS
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.bench.speed import largest_over
 from hf_ring_attn.bench.workload import Workload
-from hf_ring_attn.bench.world import world
 from hf_ring_attn.comm.ring import Ring
+from hf_ring_attn.command_ranks import world
 from hf_ring_attn.kernels import KERNELS
 
 ATTENTION = {"forward": re.compile(r"FlashAttentionForwardSm"), "backward": re.compile(r"FlashAttentionBackwardSm")}

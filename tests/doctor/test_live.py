@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_ring_attn import cli
-from hf_ring_attn.bench import world
+from hf_ring_attn import cli, command_ranks
 from hf_ring_attn.doctor import command, live
 from tests.helpers.programs import start
 
@@ -88,6 +87,6 @@ def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     hangs.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(hangs))
     began = time.monotonic()
-    assert world.start_ranks(2, ["doctor"], seconds=0.2) < 0
+    assert command_ranks.start_ranks(2, ["doctor"], seconds=0.2) < 0
     assert time.monotonic() - began < 20
     assert "LOCAL_RANK" not in os.environ

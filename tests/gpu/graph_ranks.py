@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from hf_ring_attn.attention.call import Call, RingOptions
 from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.attention.op import attend
-from hf_ring_attn.bench.world import world
 from hf_ring_attn.comm.ring import Ring
+from hf_ring_attn.command_ranks import world
 from hf_ring_attn.errors import CapturedGraph
 from hf_ring_attn.kernels import Params, Request
 from hf_ring_attn.sharding.layout import Layout

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 import hf_ring_attn
 import tests.integration.context.test_ring_random as towers
-from hf_ring_attn.bench.world import world
+from hf_ring_attn.command_ranks import world
 from hf_ring_attn.testing import relative_error
 from tests.gpu.verdict import told
 from tests.helpers.jobs.hybrid_jobs import HYBRIDS

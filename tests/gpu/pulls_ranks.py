@@ -22,8 +22,8 @@ from torch import Tensor
 from hf_ring_attn.attention.call import Call, RingOptions
 from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.attention.op import attend
-from hf_ring_attn.bench.world import ranks_per_gpu, world
 from hf_ring_attn.comm.ring import Ring
+from hf_ring_attn.command_ranks import ranks_per_gpu, world
 from hf_ring_attn.kernels import KERNELS, Params, Request
 from hf_ring_attn.kernels.reference import whole
 from hf_ring_attn.sharding.layout import Layout

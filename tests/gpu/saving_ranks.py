@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.attention.op import attentions
-from hf_ring_attn.bench.world import world
+from hf_ring_attn.command_ranks import world
 from tests.gpu.verdict import told
 
 TOKENS, LAYERS, STEPS = 16384, 4, 3

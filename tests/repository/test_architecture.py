@@ -59,10 +59,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {"errors"},  # references: not what they are to judge
     "autoload": BASE,  # files and imports, never a host
     "command_line": set(),
-    "doctor": HOST | {"autoload", "testing", "bench", "command_line", "__init__"},  # it starts ranks as bench does
+    "command_ranks": BASE | {"comm"},
+    "doctor": HOST | {"autoload", "testing", "command_line", "command_ranks", "__init__"},
     "plan": HOST | {"testing", "command_line"},
-    "bench": HOST | {"testing", "command_line"},
-    "verify": HOST | {"testing", "bench", "command_line"},  # it starts ranks as bench does
+    "bench": HOST | {"testing", "command_line", "command_ranks"},
+    "verify": HOST | {"testing", "command_line", "command_ranks"},
     "run": HOST | {"__init__"},  # imports the plugin, then runs a stranger's program
     "cli": HOST | TOOLS | {"__init__"},
     "__main__": {"cli"},
@@ -83,7 +84,9 @@ PACKAGES: dict[str, Users] = {
     "accelerate": Users({"integration"}),
     "peft": Users({"integration"}),
     "trl": Users({"integration"}),
-    "torch.distributed": Users({"comm", "traffic", "bench"}, frozenset({"attention", "integration", "__init__"})),
+    "torch.distributed": Users(
+        {"comm", "traffic", "bench", "command_ranks"}, frozenset({"attention", "integration", "__init__"})
+    ),
     "triton": Users({"kernels"}),
     "flash_attn": Users({"kernels", "bench"}),  # a benchmark times it as it is shipped
 }
@@ -92,6 +95,7 @@ PACKAGES: dict[str, Users] = {
 ENVIRONMENT = {
     "config": "it is the one reader of our own variables",
     "bench": "a result's head tells the launcher that started it, and the commit of a copy without .git",
+    "command_ranks": "ranks that it starts get their numbers by it",
     "kernels.flash4.disk_cache": "flash-attn-4's cache is turned on by its own variables alone",
 }
 
@@ -262,7 +266,7 @@ def test_a_file_holds_one_idea(folder: str) -> None:
     assert long == {}, f"more than {MOST_LINES} lines: split it by idea"
 
 
-ONLY = "only ['bench', 'comm', 'traffic'] may"
+ONLY = "only ['bench', 'comm', 'command_ranks', 'traffic'] may"
 
 PLANTED = [
     ("kernels.base", "from ..comm.ring import Ring", "kernels imports hf_ring_attn.comm.ring.Ring"),

@@ -1,4 +1,4 @@
-"""Training steps of transformers.Trainer in a ring: a step gets a sharded batch, and returns a share of its loss."""
+"""Training steps of transformers.Trainer in a ring: a step gets a sharded batch, and returns the loss of all of it."""
 
 from __future__ import annotations
 
@@ -249,8 +249,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
         if (context is None and group is None) or num_items_in_batch is None or not _counts(self):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
-        # As with `shard`, a rank's loss is its share times W, and the mean over ranks is the loss of the whole batch. A
-        # trainer that averages over devices multiplies losses by all ranks: so count and loss are divided by W here.
+        # As with `shard`, the mean of the ranks' losses is the loss of the whole batch. A trainer that averages over
+        # devices multiplies losses by all ranks: so count and loss are divided by W here.
         # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
         averaged, is_trial = self.args.average_tokens_across_devices, isinstance(self.accelerator, RingsCounted)
         ring_size = 1 if group is None or is_trial else group.size()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_ring_attn.bench.world import OVERLAP
+from hf_ring_attn.command_ranks import OVERLAP
 
 os.environ[OVERLAP] = "1"
 os.environ |= {

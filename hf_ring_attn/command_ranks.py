@@ -17,9 +17,9 @@ from typing import IO, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..comm.ring import Ring
-from ..config import is_a_launched_rank, ranks_of_machine
-from ..errors import RingAttentionError
+from .comm.ring import Ring
+from .config import is_a_launched_rank, ranks_of_machine
+from .errors import RingAttentionError
 
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Environment variable that lets ranks on one GPU read each other's memory."""

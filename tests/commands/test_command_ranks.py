@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_ring_attn.bench import world
+from hf_ring_attn import command_ranks
 from tests.helpers.patience import patient
 
 LOST = 'echo "PeerLost: its traceback is the cause to look at" >&2; exit 2'
@@ -25,7 +25,7 @@ def start(place: Path, monkeypatch: pytest.MonkeyPatch, ranks: dict[int, str]) -
     python.write_text(f"#!/bin/sh\ncase $RANK in\n{cases}esac\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    return world.start_ranks(len(ranks), ["verify"])
+    return command_ranks.start_ranks(len(ranks), ["verify"])
 
 
 def test_the_cause_of_a_failed_rank_appears(
@@ -35,7 +35,7 @@ def test_the_cause_of_a_failed_rank_appears(
     assert start(tmp_path, monkeypatch, {0: f"sleep 0.5; {LOST}", 1: f"sleep 0.5; {LOST}", 2: RAISES}) == 2
     lines = capfd.readouterr().err.splitlines()
     assert "PeerLost" in lines[0] and lines[-1] == "rank 2: ValueError: no room"
-    assert len(lines) == 1 + world.LAST_LINES and all(line.startswith("rank 2: ") for line in lines[1:])
+    assert len(lines) == 1 + command_ranks.LAST_LINES and all(line.startswith("rank 2: ") for line in lines[1:])
 
 
 SAID = {
@@ -62,7 +62,7 @@ def test_a_rank_that_ran_out_of_memory_is_said(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 1 said "exit code -9", and rank 0 nothing."""
-    monkeypatch.setattr(world, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(command_ranks, "GRACE_SECONDS", 0.2)
     start(tmp_path, monkeypatch, {rank: "kill -9 $$", 1 - rank: "exec sleep 60"})
     assert capfd.readouterr().err == f"rank {rank}: ended by signal 9: the host's memory was probably full\n"
 
@@ -71,7 +71,7 @@ def test_a_rank_that_hangs_after_its_traceback_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """gloo may hang at the end of a program that failed; torch prefixes its tracebacks."""
-    monkeypatch.setattr(world, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(command_ranks, "GRACE_SECONDS", 0.2)
     hangs = "echo '[rank1]: Traceback (most recent call last):' >&2; echo '[rank1]: no room' >&2; exec sleep 60"
     assert start(tmp_path, monkeypatch, {0: f"sleep 1; {LOST}", 1: hangs}) == 2
     assert capfd.readouterr().err.splitlines()[1:] == ["rank 1: Traceback (most recent call last):", "rank 1: no room"]
@@ -80,14 +80,14 @@ def test_a_rank_that_hangs_after_its_traceback_is_said(
 def test_words_without_a_traceback_are_said_if_rank_0_waits_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(world, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(command_ranks, "GRACE_SECONDS", 0.2)
     assert start(tmp_path, monkeypatch, {0: "exec sleep 60", 1: "echo no room >&2; exit 2"}) < 0
     assert capfd.readouterr().err == "rank 1: no room\n"
 
 
 FAILS = """
 import sys, time, torch
-from hf_ring_attn.bench.world import world
+from hf_ring_attn.command_ranks import world
 from hf_ring_attn.errors import BadOption
 with world("cpu") as (ring, _):
     ring.gather(torch.ones(3)).wait()
