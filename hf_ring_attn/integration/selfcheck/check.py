@@ -3,7 +3,7 @@
 A list of refused names knows no remote code, and no model that is newer than the list. So every model is tried: once on
 the whole row, on every rank, in a ring of one (the same masks and kernels), and once on its shares in the ring. If the
 two disagree, every rank refuses, naming the first module that differs. With labels a step is tried, too (`trial`): the
-loss as its host computes it, in the mode it trains in, and gradients of a few weights.
+loss as its host computes it, in the mode it trains in, and gradients of small weights.
 
 It cannot see what begins beyond the row's length (`row.row_length`): a window of 4096 tokens that a layer applies by
 itself, a frequency that changes after 8192.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -42,7 +43,7 @@ from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
 from .states import States
 from .tolerance import AMPLIFICATION, EXACT, LOSS, Attempt, always_passes, dtypes_seen, rounded_anew
-from .trial import GRADIENT, random_state, run_step, set_modes, stand_in, watched_weights
+from .trial import ALWAYS, GRADIENT, random_state, run_step, set_modes, stand_in, watched_weights
 from .zeros import moved_from_zero
 
 T = TypeVar("T")
@@ -181,10 +182,10 @@ class _Check(AcrossRanks):
         assert refused is not None, "an attempt disagreed"
         raise refused.refusal(refused.limits)
 
-    def try_tokens(self, seed: int, rows: int) -> Attempt:
+    def try_tokens(self, seed: int, rows: int, repeats: bool = False) -> Attempt:
         """Compares what the model returns for each token."""
         has_labels = self.context.facts.has_labels and not self.context.whole_head
-        row = self._row(seed, rows, has_labels and not self.context.gathers_logits)
+        row = self._row(seed, rows, has_labels and not self.context.gathers_logits, repeats)
         mine = self._local(row, self.ring)
         mine.context.state(ChunkedLoss).keeps = True  # its logits are compared
         call, call_share = partial(self._call_whole, row), partial(self._call_share, mine)
@@ -222,7 +223,7 @@ class _Check(AcrossRanks):
         """Compares the loss of a trial step, and gradients if it ``trains``. ``modes``: those of the modules."""
         weights = watched_weights(self.model) if trains and self.sharding is None else {}
         set_modes(self.model, None if step.trains else modes if trains else [False] * len(modes))
-        row = self._row(seed, rows, self.context.facts.has_labels or self.context.whole_head)
+        row = self._row(seed, rows, self.context.facts.has_labels or self.context.whole_head, repeats=True)
         attempted = partial(run_step, step, self.model, self.given, weights=[*weights.values()], as_one=self.as_one)
         whole_step, ring_step = (
             partial(self.states.run, partial(attempted, row, part, partial(self._call, *part)), alone)
@@ -244,14 +245,16 @@ class _Check(AcrossRanks):
         assert share is not None, "a loss in one process"
         if type(share.loss).__name__ == "DTensor":
             raise errors.ShardedLoss(step.name or self.name)
-        losses, got, least = self._gathered(share.loss), self._mean(share), self._tolerance(dtypes)
+        losses, least = self._gathered(share.loss), self._tolerance(dtypes)
+        kept = len(weights) if least <= EXACT else ALWAYS
+        got, want = self._mean(share.of_first(kept)), whole.of_first(kept)
         self.has_one_value = bool((losses == losses[0]).all() and losses[0].any())  # parts may all be zero
-        found, want = self._apart(got, whole), whole
+        found = self._apart(got, want)
 
         def again() -> list[float]:
             other = whole_step()
             assert other is not None, "a loss in one process"
-            return self._apart(other, want)
+            return self._apart(other.of_first(kept), want)
 
         def refusal(limits: list[float]) -> errors.Refused:
             name = step.name or self.name
@@ -260,6 +263,10 @@ class _Check(AcrossRanks):
                 return errors.TokensKept(name, self.states.in_words(), self.ring.size, error, limit)
             own = bool(step.name) and not (self.context.gathers_logits or self.context.whole_head)  # else on whole rows
             if found[0] > limits[0]:
+                with suppress(errors.NothingToCheck, errors.SelfCheckNotRun):
+                    tokens = self.try_tokens(seed, rows, repeats=True)
+                    if not tokens.agrees(self.device):  # in this mode, or this row: a module makes the difference
+                        return tokens.refusal(tokens.limits)
                 numbers = f"{float(got.loss):.6g} in the ring, {float(want.loss):.6g} in one process"
                 within = self.as_one and self.model not in introspect.loss_models_of(self.model) and not step.name
                 compiled = ", compiled as a whole (compile the language model inside it)," if within else ""
@@ -278,8 +285,8 @@ class _Check(AcrossRanks):
 
     # ---- runs ----
 
-    def _row(self, seed: int, rows: int, labelled: bool) -> dict[str, Any]:
-        row = self.sample.row(self.model, self.ring.size, labelled, seed, rows)
+    def _row(self, seed: int, rows: int, labelled: bool, repeats: bool = False) -> dict[str, Any]:
+        row = self.sample.row(self.model, self.ring.size, labelled, seed, rows, repeats)
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in row.items()}
 
     def _local(self, row: Mapping[str, Any], ring: Ring) -> LocalBatch:

@@ -28,8 +28,10 @@ class PlantedSample(Sample):
     marks: tuple[int, ...] = ()
     spots: int = 1
 
-    def row(self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1) -> dict[str, Any]:
-        found = super().row(model, world_size, labelled, seed, rows)
+    def row(
+        self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1, repeats: bool = False
+    ) -> dict[str, Any]:
+        found = super().row(model, world_size, labelled, seed, rows, repeats)
         found |= {name: x for name, x in self.others.items() if _is_list(x, self.rows)}
         ids = found["input_ids"].clone()
         for number, mark in enumerate(self.marks):

@@ -138,8 +138,14 @@ class Sample:
             return torch.device(str(model.device_type), ids[0])
         return next(iter(self.tokens.values())).device
 
-    def row(self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1) -> dict[str, Any]:
-        """Makes one or more rows for ``model`` with the inputs of the user's batch, the same on every rank."""
+    def row(
+        self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1, repeats: bool = False
+    ) -> dict[str, Any]:
+        """Makes one or more rows for ``model`` with the inputs of the user's batch, the same on every rank.
+
+        Args:
+            repeats: all tokens of one rank are the same word: an expert of limited capacity would drop some there.
+        """
         generator = torch.Generator().manual_seed(seed)
         config = next(introspect.configs_of(model))
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -154,8 +160,10 @@ class Sample:
         ids = row.get("input_ids")
         words = ordinary_words(config, ids, list(introspect.configs_of(model)))
         random = words[torch.randint(len(words), (rows, count), generator=generator)]
+        one_rank = torch.isin(torch.arange(count), Layout(count, world_size, 1).positions())
         if ids is not None:
-            row["input_ids"] = random.to(device=device, dtype=ids.dtype)
+            written = torch.where(one_rank & repeats, random[:1, :1], random)
+            row["input_ids"] = written.to(device=device, dtype=ids.dtype)
         if self.first is not None:
             row["position_ids"] = torch.arange(self.first, self.first + count, device=device).expand(rows, -1)
         mask = torch.ones(rows, count, dtype=torch.int64)
@@ -170,8 +178,7 @@ class Sample:
             row.update(self._labels(mask, generator))
         elif labelled:
             # Labels on one rank only: then the mean of the ranks' own means is far from the mean of all.
-            there = torch.isin(torch.arange(count), Layout(count, world_size, 1).positions())
-            row["labels"] = random.masked_fill(~there | (mask == 0), IGNORED).to(device)
+            row["labels"] = random.masked_fill(~one_rank | (mask == 0), IGNORED).to(device)
         others = {
             name: x[:rows] if isinstance(x, Tensor) and x.dim() else _first_entries(x, self.rows, rows)
             for name, x in self.others.items()

@@ -29,6 +29,11 @@ from ..model.ring_calls import in_ring
 
 VALUES = 1 << 16
 """The most values of a weight's gradient that are compared; weights with no more are preferred."""
+ALWAYS = 3
+"""The most weights that are compared in any dtype. The others only in float32: in 16 bits rounding sends some token to
+another expert in nearly every row, and the gradient of a router or of an expert has few tokens."""
+OTHERS = 1 << 23
+"""The most values of these others together, the smallest ones first."""
 FLOOR = 1e-2
 """The least norm of a gradient, relative to the largest one: that of a key's bias is rounding alone."""
 GRADIENT = 4.0
@@ -36,10 +41,14 @@ GRADIENT = 4.0
 
 
 class StepResult(NamedTuple):
-    """The loss of a row, and the gradients of a few weights; none if they could not be computed."""
+    """The loss of a row, and the gradients of some weights; none if they could not be computed."""
 
     loss: Tensor
     gradients: list[Tensor]
+
+    def of_first(self, count: int) -> StepResult:
+        """The same with the gradients of the first weights only."""
+        return StepResult(self.loss, self.gradients[:count])
 
 
 def run_step(
@@ -123,12 +132,20 @@ def set_modes(model: nn.Module, modes: Sequence[bool] | None) -> None:
 
 
 def watched_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The first, the middle and the last of the trained weights that are small, else the smallest one."""
+    """The first, the middle and the last of the trained weights that are small, else the smallest one; then others.
+
+    A gradient may be wrong in one weight alone: that of a router which gets detached states, for example.
+    """
     trained = {name: x for name, x in model.named_parameters() if x.requires_grad and x.is_floating_point()}
-    small = [name for name, x in trained.items() if x.numel() <= VALUES]
-    if not small:
-        small = sorted(trained, key=lambda name: trained[name].numel())[:1]
-    return {name: trained[name] for name in small[:1] + small[len(small) // 2 :][:1] + small[-1:]}
+    sizes = {name: x.numel() for name, x in sorted(trained.items(), key=lambda entry: entry[1].numel())}
+    small = [name for name, x in trained.items() if x.numel() <= VALUES] or [*sizes][:1]
+    chosen = dict.fromkeys(small[:1] + small[len(small) // 2 :][:1] + small[-1:])
+    total = 0
+    for name, size in sizes.items():
+        total += size
+        if total <= OTHERS and trained[name].dtype in (torch.float32, torch.float64):
+            chosen.setdefault(name)
+    return {name: trained[name] for name in chosen}
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -5,7 +5,9 @@ No list of refused names holds these: their classes are named for what they do, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,10 +110,11 @@ class Sum(nn.Module):
 
 
 class Capacity(nn.Module):
-    """Four experts, each for half of the tokens of a call; of more it drops those that come last."""
+    """Four experts, each for a ``share`` of the tokens of a call; of more it drops those that come last."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 0.5) -> None:
         super().__init__()
+        self.share = share
         self.router = nn.Parameter(torch.randn(4, WIDTH))
         self.experts = nn.Parameter(0.2 * torch.randn(4, WIDTH, WIDTH))
 
@@ -119,7 +122,7 @@ class Capacity(nn.Module):
         normed = functional.layer_norm(x, x.shape[-1:])
         weights, chosen = (normed @ self.router.T).softmax(-1).flatten(0, 1).max(-1)
         arrived = functional.one_hot(chosen, 4).cumsum(0).gather(1, chosen[:, None])[:, 0]
-        weights = weights.masked_fill(arrived > -(-len(chosen) // 2), 0)
+        weights = weights.masked_fill(arrived > math.ceil(self.share * len(chosen)), 0)
         return x + torch.einsum("td,tde->te", normed.flatten(0, 1) * weights[:, None], self.experts[chosen]).view_as(x)
 
 
@@ -208,7 +211,7 @@ class RemoteModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transfor
         super().__init__(config)
         mixes: dict[str, Callable[[], nn.Module]] = {
             "shift": Shift, "pairs, shifted": Shift, "convolution": Blur, "sum": Sum, "capacity": Capacity,
-            **FROM_ZERO,
+            "large capacity": partial(Capacity, 0.6), **FROM_ZERO,
         }  # fmt: skip
         attends = {"past": AttendPast, "alibi": AttendAlibi, "nearby": AttendNearby}
         self.embed = Embed(config.planted)

@@ -1,4 +1,4 @@
-"""The trial step of programs that checkpoint by hand."""
+"""The trial step: of programs that checkpoint by hand; the weights whose gradients it compares."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attn
+from hf_ring_attn.integration.selfcheck import trial
 from tests.helpers.checks import Ranks
-from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.models.tiny_models import tiny
 
 
@@ -44,3 +46,57 @@ def test_a_programs_own_reentrant_checkpoints_are_tried(ranks: Ranks) -> None:
     for got in ranks(2).run(gradients):
         for x, weight in zip(got, model.parameters(), strict=True):
             torch.testing.assert_close(x, weight.grad, rtol=1e-5, atol=1e-7)
+
+
+class Balancing(torch.autograd.Function):
+    """Adds a loss to the backward, as remote code of experts does: the forward shows nothing of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_ones(())
+
+
+class Routed(nn.Module):
+    """Two experts whose router gets detached states, and a loss of the mean over a rank's tokens."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp, self.router = mlp, nn.Linear(32, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x.detach()).softmax(-1)
+        balance = shares.flatten(0, 1).mean(0).square().sum()
+        y: Tensor = Balancing.apply(self.mlp(x), balance) * shares[..., :1]  # type: ignore[no-untyped-call]
+        return y
+
+
+def routed_step() -> None:
+    torch.manual_seed(0)
+    model = tiny("llama", "ring_fp32").train()
+    layer = model.model.layers[1]
+    layer.mlp = Routed(layer.mlp)
+    with hf_ring_attn.shard(tokens(23)) as sharded:
+        model(**sharded.inputs)
+
+
+def test_a_wrong_gradient_of_one_weight_alone_is_seen(ranks: Ranks) -> None:
+    """Three weights were compared: the router trained with a mean over each rank's tokens, silently."""
+    for raised in ranks(2).run(attempt, routed_step):
+        assert raised is not None, "not refused"
+        assert raised[0] == "GradientDiffers"
+        assert "the gradients of model.layers.1.mlp.router.weight differ" in raised[1]
+
+
+def test_the_weights_that_are_compared() -> None:
+    """The first three in any dtype; then those in float32, as many as are small together."""
+    model = nn.ModuleDict({str(n): nn.Linear(256, n, bias=False) for n in (1000, 2, 3, 4, 5)})
+    model["6"] = nn.Linear(8, 1).bfloat16()
+    with_small = ["2.weight", "5.weight", "6.bias"]
+    assert [*trial.watched_weights(model)] == [*with_small, "3.weight", "4.weight", "1000.weight"]
+    assert [*trial.watched_weights(model.bfloat16())] == with_small
+    model["7"] = nn.Linear(trial.OTHERS, 1, bias=False, device="meta")
+    assert "7.weight" not in trial.watched_weights(model.float())

@@ -29,6 +29,14 @@ def capacity() -> tuple[str, str, int]:
         return jobs.refused("capacity")
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_experts_of_a_large_capacity_are_refused_too(ranks: Ranks, size: int) -> None:
+    """No random row filled them, so they trained: the trial step's row has the same word in all tokens of one rank."""
+    for error, text, steps in ranks(size).run(jobs.refused, "large capacity"):
+        assert (error, steps) == ("SelfCheckFailed", 0)
+        assert "The first difference is made by its module 'layers.1.mix' (Capacity): " in text
+
+
 @pytest.mark.parametrize(
     ("rows", "in_float32", "in_16_bits"),
     [
