@@ -108,11 +108,19 @@ def depth() -> str:
 
 
 def forecasts() -> str:
-    """The table of the page of plan: forecast beside measured."""
+    """The rows of the page of plan whose forecast was furthest off: by 5 % of the memory or 10 % of the time."""
     text = (FILED / "2026-11-23-plan" / "README.md").read_text()
     table = re.search(r"^\| run \| memory.*?\n\n", text, re.MULTILINE | re.DOTALL)
     assert table, "the page of plan has another table"
-    return "\n".join([table[0].strip(), "", source("2026-11-23-plan", "forecasts")])
+    head, line, *rows = table[0].strip().splitlines()
+    far = [row for row in rows if _off(row, 3) >= 5 or _off(row, 5) >= 10]
+    return "\n".join([head, line, *far, "", source("2026-11-23-plan", "forecasts")])
+
+
+def _off(row: str, column: int) -> int:
+    """Returns by how many percent a forecast was off; 0 where the row has no percent."""
+    percent = re.match(r" [+-]?(\d+) %", row.split("|")[column])
+    return int(percent[1]) if percent else 0
 
 
 def losses() -> str:
