@@ -7,7 +7,7 @@ in their own dtype. Here they are added up in float32, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -120,20 +120,22 @@ def leaf(x: Tensor, needs_gradient: bool) -> Tensor:
     return x.detach().requires_grad_() if needs_gradient else x.detach() if x.requires_grad else x
 
 
-def other_leaf(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> Tensor | None:
-    """Returns a leaf on which the outputs depend and that is not ``known``; None if there is none."""
-    seen: set[Any] = set()
-    todo = [one.grad_fn for one in outputs if one.grad_fn is not None]
+def graph_nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """Yields once every node of the graph that made ``outputs``."""
+    seen: set[Any] = {None}
+    todo: list[Any] = [one.grad_fn for one in outputs]
     while todo:
         node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable: Tensor | None = getattr(node, "variable", None)
-        if variable is not None and all(variable is not one for one in known):
-            return variable
-        todo += [following for following, _ in node.next_functions if following is not None]
-    return None
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += [following for following, _ in node.next_functions]
+
+
+def other_leaf(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> Tensor | None:
+    """Returns a leaf on which the outputs depend and that is not ``known``; None if there is none."""
+    leaves = (getattr(node, "variable", None) for node in graph_nodes(outputs))
+    return next((x for x in leaves if x is not None and all(x is not one for one in known)), None)
 
 
 def add_up(sums: list[Tensor | None], leaves: Sequence[Tensor], gradients: Iterator[Tensor | None]) -> None:

@@ -86,17 +86,17 @@ class Sample:
         labels = batch.get("labels") if context.whole_head else None
         ids = given.get("input_ids") if not context.whole_head and any(map(is_feature, others.values())) else None
         return cls(
-            rows,
-            length,
-            {name: x[:1, :count].detach().clone() for name, x in tokens.items()},
-            others,
-            None if positions is None or images else int(positions.flatten()[0]),
-            mask is not None,
-            (False, False) if hidden is None else (bool(hidden[:, 0].any()), bool(hidden[:, length - 1].any())),
-            context.whole_head,
-            labels.detach() if isinstance(labels, Tensor) else None,
-            ids,
-            None if hidden is None or "input_ids" not in given else (given["input_ids"], hidden[:, :length]),
+            rows=rows,
+            length=length,
+            tokens={name: x[:1, :count].detach().clone() for name, x in tokens.items()},
+            others=others,
+            first=None if positions is None or images else int(positions.flatten()[0]),
+            masked=mask is not None,
+            hides=(False, False) if hidden is None else (bool(hidden[:, 0].any()), bool(hidden[:, length - 1].any())),
+            head=context.whole_head,
+            labels=labels.detach() if isinstance(labels, Tensor) else None,
+            unnamed=ids,
+            padding=None if hidden is None or "input_ids" not in given else (given["input_ids"], hidden[:, :length]),
         )
 
     def inputs(self) -> tuple[object, ...]:

@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
-from ...layers.chunked_loss import graph_of_its_own
+from ...layers.chunked_loss import graph_nodes, graph_of_its_own
 from ..context import batch_context
 from ..context.local_batch import LocalBatch
 from ..context.program_states import TORCHS_OWN
@@ -157,16 +157,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 def _reaches_model(loss: Tensor) -> bool:
     """Returns True if the graph of a loss has a function written in Python, as those of the ring's attention are."""
-    seen: set[Any] = set()
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, BackwardCFunction):
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [following for following, _ in node.next_functions]
-    return False
+    return any(isinstance(node, BackwardCFunction) for node in graph_nodes([loss]))
 
 
 def differentiate(loss: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]:
