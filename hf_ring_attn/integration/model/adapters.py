@@ -35,6 +35,12 @@ INEXACT_LORA = {
 }
 """Options of `LoraConfig` that turn it into another method."""
 
+DROPS_WEIGHTS = {
+    "LOHA": ("rank_dropout", "module_dropout"), "LOKR": ("rank_dropout", "module_dropout"),
+    "OFT": ("module_dropout",), "BOFT": ("boft_dropout",),
+}  # fmt: skip
+"""Rates at which a type drops its weights for all tokens of a call alike."""
+
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields the reasons why the adapters of ``model``, active or not, are not exact in a ring."""
@@ -44,18 +50,31 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
             warn_if_untested("peft")  # it may have been imported after this package
             for name, adapter in adapters.items():
                 yield from _adapter_reasons(f"the PEFT adapter {name!r}", adapter)
+                if context.text is not None and model.training:
+                    yield from _dropped_weights(f"the PEFT adapter {name!r}", adapter)
             return
 
 
+def _dropped_weights(which: str, adapter: Any) -> Iterator[str]:
+    """Yields a reason for each rate, where ranks draw their own numbers (`RingRandomness`): they would mix models."""
+    for name in DROPS_WEIGHTS.get(_kind(adapter), ()):
+        if getattr(adapter, name, 0):
+            yield f"{which} drops weights at random, and each rank would drop others: set its {name} to 0"
+
+
 def _adapter_reasons(which: str, adapter: object) -> Iterator[str]:
-    peft_type = getattr(adapter, "peft_type", None)
-    kind = str(getattr(peft_type, "value", peft_type))
+    kind = _kind(adapter)
     if getattr(adapter, "is_prompt_learning", False):
         yield f"{which} ({kind}) prepends its prompt to every rank's tokens"
     elif kind not in EXACT:
         yield f"{which} ({kind}) {INEXACT.get(kind, 'was never tested in a ring')}"
     elif kind == "LORA":
         yield from (f"{which} {why}" for option, why in INEXACT_LORA.items() if getattr(adapter, option, None))
+
+
+def _kind(adapter: object) -> str:
+    peft_type = getattr(adapter, "peft_type", None)
+    return str(getattr(peft_type, "value", peft_type))
 
 
 def head_read_past_fsdp(model: nn.Module) -> bool:

@@ -138,7 +138,7 @@ def _examine(model: nn.Module, record: ModelRecord, agreed: _Agreement) -> None:
 
 def _facts(model: nn.Module, weights: list[Any], record: ModelRecord, context: BatchContext) -> dict[str, object]:
     """Facts about the computation that may change from batch to batch."""
-    kind = weights[0].device.type
+    kind = next((x.device.type for x in weights if not x.is_meta), "cpu")  # accelerate offloads weights to "meta"
     checkpoints = any(getattr(x(), "gradient_checkpointing", False) for x in record.state(_Agreement).checkpoints)
     return {
         "mode": "training" if model.training else "evaluation",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..context import ring_random
 from ..context.program_states import PLAIN, TORCHS_OWN, is_of_program, preserved_objects, refill
@@ -47,6 +48,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
         # torch before 2.13 would use casts made without a graph in the step that follows.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
+        stack.enter_context(_computed_anew())
         if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(restored(model))
@@ -54,6 +56,17 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             module.__dict__["training"] = False
         yield
+
+
+@contextmanager
+def _computed_anew() -> Iterator[None]:
+    """Computes parametrized weights anew: inside `parametrize.cached()` the program's step would get the run's ones."""
+    before = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = before
 
 
 @contextmanager

@@ -140,6 +140,21 @@ def refusal(name: str) -> str:
         return "no refusal"
 
 
+def classifier_refusal(kind: str, rate: str, trains: bool) -> str:
+    """``rate``: at which the adapter drops weights."""
+    with launched(Mesh()):
+        hf_ring_attn.install()
+        options = {rate: 0.5, "target_modules": SQUARE, **({"oft_block_size": 4} if kind == "OFTConfig" else {"r": 4})}
+        model: Any = peft.get_peft_model(tiny("llama of rows", "ring_fp32"), getattr(peft, kind)(**options))
+        model.train(trains)
+        try:
+            with hf_ring_attn.shard({**row(), "labels": torch.tensor([0, 2])}, model=model) as sharded:
+                model(**sharded.inputs)
+        except errors.UnsupportedModel as error:
+            return str(error)
+        return "no refusal"
+
+
 def train_an_adapter(base: str, folder: str, mesh: Mesh) -> Tensor:
     """Fine-tunes the model at ``base`` with LoRA in a ring, and saves the adapter; returns its logits [1, S, V]."""
     case = Case("an adapter", {"packing": True, "max_steps": 4})

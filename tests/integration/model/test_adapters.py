@@ -14,7 +14,7 @@ from peft.utils.peft_types import PeftType
 from hf_ring_attn.integration.model import adapters as ours
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.comparison import Ranks
-from tests.helpers.jobs.peft_jobs import ADAPTERS, REFUSED, refusal, shares, train_an_adapter
+from tests.helpers.jobs.peft_jobs import ADAPTERS, REFUSED, classifier_refusal, refusal, shares, train_an_adapter
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import Case, model, one_step
 from tests.helpers.patience import patient
@@ -74,6 +74,22 @@ def test_an_adapter_is_refused_by_name(ranks: Ranks, name: str) -> None:
     for said in ranks(2).run(refusal, name):
         assert "LlamaForCausalLM cannot be trained in a ring exactly: the PEFT adapter 'default'" in said
         assert f"({name}) {REFUSED[name][2]}" in said
+
+
+DROPPED = [("LoHaConfig", "rank_dropout"), ("LoKrConfig", "module_dropout"), ("OFTConfig", "module_dropout")]
+
+
+@pytest.mark.parametrize(("kind", "rate"), DROPPED)
+def test_weights_dropped_at_random_are_refused_where_ranks_draw_their_own_numbers(
+    ranks: Ranks, kind: str, rate: str
+) -> None:
+    """In a classifier other ranks had other weights, silently. In evaluation none are dropped."""
+    for said in ranks(2).run(classifier_refusal, kind, rate, True):
+        assert (
+            f"the PEFT adapter 'default' drops weights at random, and each rank would drop others: set its {rate}"
+            in said
+        )
+    assert ranks(2).run(classifier_refusal, kind, rate, False) == ["no refusal"] * 2
 
 
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}

@@ -8,6 +8,8 @@ import random
 import numpy
 import pytest
 import torch
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import cached
 
 from hf_ring_attn.integration.selfcheck.restore import preserved
 from tests.helpers.jobs import written_jobs
@@ -42,6 +44,21 @@ def test_autocast_keeps_no_weight_without_a_graph() -> None:
             layer(torch.ones(1, 4))
         layer(torch.ones(1, 4)).sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_a_parametrized_weight_is_cached_from_no_run_on_the_side() -> None:
+    """It got no gradient in the first step of a loop inside `parametrize.cached()`."""
+    layer = weight_norm(torch.nn.Linear(4, 4))
+    with cached():
+        layer(torch.ones(1, 4)).sum().backward(retain_graph=True)
+        once = layer.weight
+        with preserved(layer):
+            assert layer.weight is not once
+        assert layer.weight is once
+    with cached():
+        with preserved(layer):
+            assert not layer.weight.requires_grad
+        assert layer.weight.requires_grad
 
 
 @pytest.mark.parametrize("collects", [True, False])
