@@ -158,6 +158,11 @@ def is_unit(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
+def is_dtensor(x: Any) -> bool:
+    """Returns True for a shard of FSDP2, among others; by name, so as not to import torch.distributed."""
+    return type(x).__name__ == "DTensor"
+
+
 def uses_interface(model: nn.Module) -> bool:
     """Returns True if the file of any transformers model in ``model`` refers to the attention interface."""
     files = {file_of(module) for module in model.modules() if "config" in module.__dict__}

@@ -174,12 +174,12 @@ def _refuse_others(
 def _has_loss(output: Any) -> bool:
     """Returns True if a model's output is a loss or holds one: first, by name, or as a differentiable number."""
     if isinstance(output, Mapping):
-        others = (x for name, x in output.items() if name != "aux_loss" and _is_number(x))  # that is of whole rows
+        others = (x for name, x in output.items() if name != "aux_loss" and is_number(x))  # that is of whole rows
         return output.get("loss") is not None or any(x.requires_grad for x in others)
-    return _is_number(output[0] if isinstance(output, (tuple, list)) and output else output)
+    return is_number(output[0] if isinstance(output, (tuple, list)) and output else output)
 
 
-def _is_number(x: Any) -> bool:
+def is_number(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
 
 

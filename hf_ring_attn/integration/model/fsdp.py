@@ -76,7 +76,7 @@ def check_optimizer(accelerator: Any, prepared: object) -> None:
     library = type(optimizer).__module__.partition(".")[0]
     if library not in ("bitsandbytes", "torchao") or not isinstance(optimizer, torch.optim.Optimizer):
         return
-    if not any(type(weight).__name__ == "DTensor" for group in optimizer.param_groups for weight in group["params"]):
+    if not any(introspect.is_dtensor(weight) for group in optimizer.param_groups for weight in group["params"]):
         return
     if library == "bitsandbytes":
         raise errors.ShardedByFsdp(type(optimizer).__name__)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..context.batch_context import BatchContext
-from ..context.introspect import modules_of
+from ..context.introspect import is_dtensor, modules_of
 from ..context.model_record import code_of
 from ..context.program_states import preserved_objects
 from ..patching.modules import is_ours
@@ -50,7 +50,7 @@ def _one_of_each_kind(model: nn.Module) -> Iterator[tuple[str, Tensor, Call, Cal
     found: dict[object, tuple[str, Tensor, Call, Call]] = {}
     for name, x in model.named_parameters():
         # FSDP2 sets gradients of its shards without hooks.
-        if not x.requires_grad or type(x).__name__ == "DTensor" or x.is_meta or x.numel() > MOST_VALUES:
+        if not x.requires_grad or is_dtensor(x) or x.is_meta or x.numel() > MOST_VALUES:
             continue
         for hook, call in _hooks_of(x):
             kind = code_of(hook)

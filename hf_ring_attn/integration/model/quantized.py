@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ... import errors
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_unit, modules_of, name_of
+from ..context.introspect import is_dtensor, is_unit, modules_of, name_of
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
@@ -32,7 +32,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
                 "its 8-bit layers (LLM.int8) compute columns with outliers in 16 bits, chosen by the tokens of each "
                 "rank: set llm_int8_threshold=0.0, or load_in_4bit=True"
             )
-        if "Linear8bitLt" in kinds and type(layer._parameters.get("weight")).__name__ == "DTensor":
+        if "Linear8bitLt" in kinds and is_dtensor(layer._parameters.get("weight")):
             yield "FSDP2 drops what bitsandbytes stores beside 8-bit weights: use DDP, or load_in_4bit=True"
         packs = "Linear4bit" in kinds and getattr(layer, "support_avx512bf16_for_cpu", False)
         if packs and layer.weight.device.type == "cpu":
@@ -114,7 +114,7 @@ def _check_once(weight: Any, name: str) -> None:
 
     def check(module: Any, _inputs: Any) -> None:
         whole = module.weight
-        if type(whole).__name__ == "DTensor":  # a forward without the hooks of FSDP2
+        if is_dtensor(whole):  # a forward without the hooks of FSDP2
             return
         hook.remove()
         mine = weight._sharded_param_data.detach().view(torch.uint8)

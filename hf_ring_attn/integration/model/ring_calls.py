@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from ...comm.ring import Ring
-from ..context import batch_context
+from ..context import batch_context, introspect
 from ..context.batch_context import BatchContext
-from ..context.introspect import compiled_part, is_compiled, is_ddp, loss_models_of, parameters_of, unwrapped
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS, TOKENS
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
 from . import loss_factor, loss_gradients, thawed
-from .call_inputs import FilledIn
+from .call_inputs import FilledIn, is_number
 from .changed_labels import shifted_anew
 from .chunked import lazy_heads
 
@@ -42,15 +41,15 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
     """
     loss_gradients.finish()  # of the batch before, if no optimizer stepped since
     # A compiler would trace hooks of a part of what it compiles, and compile anew for those of each batch.
-    compiled_whole = compiled_part(model)
+    compiled_whole = introspect.compiled_part(model)
     whole = model if compiled_whole is None and as_one else compiled_whole
-    wrapper = next(filter(is_ddp, unwrapped(model)), None) if whole is None else None
-    owners = loss_models_of(model)  # several in a module of a program's own
+    wrapper = next(filter(introspect.is_ddp, introspect.unwrapped(model)), None) if whole is None else None
+    owners = introspect.loss_models_of(model)  # several in a module of a program's own
     with lazy_heads(model), ExitStack() as handles:
         for called in owners if whole is None else [whole] * bool(owners):
             # The call of a model that is running has begun, so only hooks see its loss.
             compiled = not running and called.__dict__.get("_compiled_call_impl") is not None
-            traced = whole is not None or is_compiled(called)
+            traced = whole is not None or introspect.is_compiled(called)
             is_called = running and called is model
             if compiled:
                 handles.enter_context(_around_compiled(called))
@@ -129,7 +128,7 @@ def _fill_in(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, d
     if context is None or not made:
         return None
     missing = [name for name in made if given.get(name) is None]
-    names = parameters_of(model, made) if missing else []  # slow, and most calls have all inputs, by name
+    names = introspect.parameters_of(model, made) if missing else []  # slow, and most calls have all inputs, by name
     every = {**dict(zip(names, args, strict=False)), **given}
     wanted = [n for n in missing if n in names and every.get(n) is None and _fits(n, every, made, context)]
     context.state(FilledIn)[model] = set(wanted)  # also if there are none: an earlier call may have got some
@@ -141,7 +140,7 @@ def _fill_in(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, d
 def _complete(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The inputs of a compiled model, whose loss function cannot be watched: with what belongs to its labels."""
     args, given = _fill_in(model, args, given) or (args, given)
-    takes_all = {*parameters_of(model, LOSS_INPUTS)}.issuperset(LOSS_INPUTS)
+    takes_all = {*introspect.parameters_of(model, LOSS_INPUTS)}.issuperset(LOSS_INPUTS)
     return args, shifted_anew(getattr(model, "loss_function", None), (), given) if takes_all else given
 
 
@@ -213,4 +212,4 @@ def of_batch(loss: Tensor, context: BatchContext, computed: loss_factor.Computed
 
 
 def _is_loss(x: Any) -> bool:
-    return isinstance(x, Tensor) and type(x).__name__ != "DTensor" and x.dim() == 0 and x.is_floating_point()
+    return is_number(x) and not introspect.is_dtensor(x)

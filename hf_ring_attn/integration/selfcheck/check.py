@@ -123,7 +123,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
 def _sharding(record: ModelRecord) -> Ring | None:
     """The ranks among which FSDP2 shards this model's weights: all of them run each forward."""
     weights: list[Any] = record.weights() if "DTensor" in record.classes else []
-    mesh = next((x.device_mesh for x in weights if type(x).__name__ == "DTensor"), None)
+    mesh = next((x.device_mesh for x in weights if introspect.is_dtensor(x)), None)
     return None if mesh is None else Ring.of(mesh.get_group(mesh.ndim - 1))
 
 
@@ -243,7 +243,7 @@ class _Check(AcrossRanks):
                 return None
             share = self._sharded(ring_step)
         assert share is not None, "a loss in one process"
-        if type(share.loss).__name__ == "DTensor":
+        if introspect.is_dtensor(share.loss):
             raise errors.ShardedLoss(step.name or self.name)
         losses, least = self._gathered(share.loss), self._tolerance(dtypes)
         kept = len(weights) if least <= EXACT else ALWAYS

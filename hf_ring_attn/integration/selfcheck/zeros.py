@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..context.introspect import is_unit
+from ..context.introspect import is_dtensor, is_unit
 
 NEAR_ZERO = 1e-4
 """The largest value of a weight that is moved. Scales of new branches start at 1e-6 to 1e-5, other weights at 1e-2."""
@@ -75,7 +75,7 @@ def _sizes(values: list[Tensor]) -> list[float]:
 def _values(number: int, x: Any) -> Tensor:
     """The new values of a shard of the model's ``number``-th weight: replicas of a shard get the same ones."""
     shard = 0
-    if type(x).__name__ == "DTensor":
+    if is_dtensor(x):
         places = zip(x.placements, x.device_mesh.get_coordinate(), x.device_mesh.shape, strict=True)
         for placement, coordinate, size in places:
             shard = shard if placement.is_replicate() else shard * size + coordinate
