@@ -36,6 +36,7 @@ from ..model.lazy_logits import ChunkedLoss
 from ..model.replicas import SAME_WEIGHTS
 from ..model.ring_calls import in_ring
 from ..patching import changes
+from . import trial
 from .across_ranks import AcrossRanks
 from .compare import ComparedTokens, Recorder, outputs_inside, relative
 from .placeholders import try_placeholders
@@ -52,10 +53,6 @@ TRIES = 3
 """Random rows. Where rounding sends a token to another expert, another row does without: one that agrees is enough.
 In float32 that is rare, so after a row that disagrees two must: experts that drop tokens agree on some rows."""
 
-RANDOM_LOSS = (
-    "the loss of {} draws random numbers, so the self-check could not compare it: each of its terms must add up over "
-    "ranks, as a sum over shift_labels / num_items_in_batch does."
-)
 _SAME_WEIGHTS = f"The self-check ran it on every rank alone, so their weights differ. {SAME_WEIGHTS}"
 
 
@@ -232,15 +229,18 @@ class _Check(AcrossRanks):
         with dtypes_seen() as dtypes:
             before = random_state(self.device)
             whole = self._whole(whole_step, rows)
-            if not torch.equal(before, random_state(self.device)):  # not dropout: a router's noise, perhaps
+            draws = not torch.equal(before, random_state(self.device))
+            if draws:  # not dropout: a router's noise, perhaps
                 set_modes(self.model, [False] * len(modes))
                 before = random_state(self.device)
                 whole = self._whole(whole_step, rows)
             if whole is None:
                 return None  # no loss
             if not torch.equal(before, random_state(self.device)):
-                warn(RANDOM_LOSS.format(step.name or self.name))
+                warn(trial.RANDOM_LOSS.format(step.name or self.name))
                 return None
+            if draws:
+                warn(trial.RANDOM_TRAINING.format(self.name))
             share = self._sharded(ring_step)
         assert share is not None, "a loss in one process"
         if introspect.is_dtensor(share.loss):

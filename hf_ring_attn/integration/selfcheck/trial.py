@@ -39,6 +39,16 @@ FLOOR = 1e-2
 GRADIENT = 4.0
 """The tolerance of a gradient, relative to that of a token's output: a forward and a backward round it."""
 
+RANDOM_LOSS = (
+    "the loss of {} draws random numbers, so the self-check could not compare it: each of its terms must add up over "
+    "ranks, as a sum over shift_labels / num_items_in_batch does."
+)
+RANDOM_TRAINING = (
+    "{} draws random numbers in training, beside its dropout modules, so the self-check compared it in evaluation "
+    "mode. It is right if each token gets its own numbers, or if all ranks draw the same ones for all tokens. A shuffle, "
+    "a mean or new positions of one rank's tokens would be wrong unseen."
+)
+
 
 class StepResult(NamedTuple):
     """The loss of a row, and the gradients of some weights; none if they could not be computed."""

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import hf_ring_attn
 from hf_ring_attn.integration.selfcheck import trial
 from tests.helpers.checks import Ranks
-from tests.helpers.jobs.plain_jobs import attempt, tokens
+from tests.helpers.jobs.plain_jobs import attempt, tokens, told
 from tests.helpers.models.tiny_models import tiny
 
 
@@ -100,3 +100,38 @@ def test_the_weights_that_are_compared() -> None:
     assert [*trial.watched_weights(model.bfloat16())] == with_small
     model["7"] = nn.Linear(trial.OTHERS, 1, bias=False, device="meta")
     assert "7.weight" not in trial.watched_weights(model.float())
+
+
+class Noisy(nn.Module):
+    """An MLP with noise in training, of dropout or of its own."""
+
+    def __init__(self, mlp: nn.Module, own: bool) -> None:
+        super().__init__()
+        self.mlp, self.dropout = mlp, nn.Dropout(0.0 if own else 0.5)
+        self.size = 0.1 if own else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = self.size * torch.randn_like(x) if self.training and self.size else 0.0
+        y: Tensor = self.dropout(self.mlp(x)) + noise
+        return y
+
+
+def noisy_step(own: bool) -> list[str]:
+    model = tiny("llama", "ring_fp32").train()
+    model.model.layers[0].mlp = Noisy(model.model.layers[0].mlp, own)
+    sharded = hf_ring_attn.shard(tokens(23))
+
+    def step() -> None:
+        with sharded:
+            model(**sharded.inputs)
+
+    return [text for text in told(step) if "random" in text]
+
+
+def test_a_warning_says_that_random_numbers_were_not_tried(ranks: Ranks) -> None:
+    """What a program does with them in training could be anything, and nothing was said."""
+    for texts in ranks(2).run(noisy_step, True):
+        assert [text.partition(" so ")[0] for text in texts] == [
+            "LlamaForCausalLM draws random numbers in training, beside its dropout modules,"
+        ]
+    assert ranks(2).run(noisy_step, False) == [[], []]
