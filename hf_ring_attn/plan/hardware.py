@@ -2,8 +2,8 @@
 
 Fitted to two runs: `s128_saved` of recipes/results/2026-11-22-four-gpus (its profile: attention, matrix products,
 other kernels), and `chunked_8K` of 2026-11-23-chunked-loss (`LAYER_SECONDS`). Attention of heads that are not 128 wide:
-runs `two_*` of 2026-11-22-four-gpus, and for triton run `speed` of 2026-11-21-triton (of its cases of 128, that of 128K
-tokens). tests/plan compares forecasts with runs that were not fitted.
+runs `two_*` of 2026-11-22-four-gpus, and for triton runs `speed` (of its cases of 128, that of 128K tokens) and `wide`
+of 2026-11-21-triton. tests/plan compares forecasts with runs that were not fitted.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ ATTENTION = {
         128: (0.536, 0.428),
         192: (0.387, 0.215),
         256: (0.571, 0.280),
+        512: (0.354, 0.139),
     },
 }
 """The same for attention, by kernel and by a head's width: forward, backward. Both on Hopper, in 16 bits."""

@@ -20,7 +20,7 @@ from ..traffic.base import PULLED, WHOLE
 from ..traffic.head_groups import head_groups, ring_pass_groups, ring_pass_halves
 from .hardware import CONTEXT_GIB, GIB, SLACK
 from .setup import OPTIMIZERS, Setup
-from .shape import LayerShape, ModelShape
+from .shape import AttentionShape, LayerShape, ModelShape
 
 Parts = dict[str, float]
 """Bytes by name."""
@@ -92,15 +92,16 @@ def memory_of(model: ModelShape, setup: Setup, accumulates: bool = False) -> Mem
     at_first = {GRADIENTS: of_first, **_waiting(model, setup, 1)}
     widest = max(layers, key=lambda layer: mlp_bytes(layer, setup) + hidden_bytes(model, layer, setup))
     hidden = hidden_bytes(model, widest, setup)
-    qkv = setup.tokens_per_rank * qkv_numbers(model, setup) * setup.itemsize
+    qkv = setup.tokens_per_rank * max(qkv_numbers(one, setup) for one in model.attentions) * setup.itemsize
     of_mlp = {
         "hidden states of a layer": hidden, "queries, keys, values": qkv,
         "MLP intermediates": mlp_bytes(widest, setup) + chunk_bytes(model, setup),
         "gathered weights": layer_weights,
     }  # fmt: skip
+    buffers = max(attention_bytes(one, setup) for one in model.attentions)
     of_attention = {
         "hidden states of a layer": hidden / 2, "queries, keys, values": qkv,
-        "attention buffers": attention_bytes(model, setup), "gathered weights": layer_weights,
+        "attention buffers": buffers, "gathered weights": layer_weights,
     }  # fmt: skip
     of_loss = {
         "hidden states of the head": 5.0 * setup.tokens_per_rank * model.hidden * setup.itemsize,
@@ -113,7 +114,10 @@ def memory_of(model: ModelShape, setup: Setup, accumulates: bool = False) -> Mem
         "backward of the first layer's attention": {**at_first, **of_attention},
         "loss": {**at_last, GRADIENTS: of_last if accumulates else 0.0, **of_loss},
     }
-    outside = {"peer-to-peer buffers": peer_bytes(model, setup), "CUDA and NCCL": CONTEXT_GIB * GIB}
+    outside = {
+        "peer-to-peer buffers": max(peer_bytes(one, setup) for one in model.attentions),
+        "CUDA and NCCL": CONTEXT_GIB * GIB,
+    }
     return Memory(states, moments, outside, {name: size for name, size in of_host.items() if size})
 
 
@@ -135,8 +139,9 @@ def _waiting(model: ModelShape, setup: Setup, layers: int) -> Parts:
 
 
 def _kept(model: ModelShape, setup: Setup) -> Parts:
-    """Bytes that checkpointing keeps of one layer."""
-    saved = saved_attention_bytes(model, setup) if setup.save_attention else 0
+    """Bytes that checkpointing keeps of one layer, on average."""
+    sizes = [saved_attention_bytes(layer.attention, setup) for layer in model.layers] if setup.save_attention else [0]
+    saved = sum(sizes) / len(sizes)
     return {CHECKPOINTS: checkpoint_bytes(model, setup), SAVED: saved}
 
 
@@ -219,15 +224,15 @@ def offloaded_layers(model: ModelShape, setup: Setup) -> int:
 # ---- one layer ------------------------------------------------------------------------------------------------------
 
 
-def saved_attention_bytes(model: ModelShape, setup: Setup) -> int:
+def saved_attention_bytes(attention: AttentionShape, setup: Setup) -> int:
     """Attention's output and log-sum-exp of one layer."""
-    return setup.tokens_per_rank * (model.out_numbers * setup.itemsize + model.heads * FLOAT32)
+    return setup.tokens_per_rank * (attention.out_numbers * setup.itemsize + attention.heads * FLOAT32)
 
 
-def qkv_numbers(model: ModelShape, setup: Setup) -> int:
+def qkv_numbers(attention: AttentionShape, setup: Setup) -> int:
     """Numbers that attention saves for its backward; its output is not among them if checkpointing saves it."""
-    out = 0 if setup.checkpointing and setup.save_attention else model.out_numbers
-    return model.query_numbers + model.kv_numbers + out
+    out = 0 if setup.checkpointing and setup.save_attention else attention.out_numbers
+    return attention.query_numbers + attention.kv_numbers + out
 
 
 def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
@@ -246,7 +251,7 @@ def hidden_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
         numbers = (layer.hidden_norms * each + 1) * model.hidden
     if layer.head_norms:
         each = 1 if setup.liger or setup.chunk else wide
-        numbers += each * (model.query_numbers + model.kv_heads * model.key_width)
+        numbers += each * (layer.attention.query_numbers + layer.attention.kv_heads * layer.attention.key_width)
     if setup.casts_for_adapters:
         numbers += 4 * model.hidden
     return float(setup.tokens_per_rank * numbers * setup.itemsize)
@@ -272,7 +277,7 @@ def chunk_bytes(model: ModelShape, setup: Setup) -> float:
 def _saved_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     """Without checkpointing: bytes that a layer saves from its forward to its backward. Liger's MLP computes the
     activation again, and chunks of one compute all but its input again."""
-    numbers = qkv_numbers(model, setup)
+    numbers = qkv_numbers(layer.attention, setup)
     if setup.chunk:
         numbers -= model.hidden  # the gradient of the MLP's input is there in one layer alone
     else:
@@ -280,7 +285,7 @@ def _saved_bytes(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     return hidden_bytes(model, layer, setup) + setup.tokens_per_rank * numbers * setup.itemsize
 
 
-def attention_bytes(model: ModelShape, setup: Setup) -> float:
+def attention_bytes(attention: AttentionShape, setup: Setup) -> float:
     """Buffers of a layer's attention: the larger of its gather (forward) and its ring pass (backward).
 
     The gather: two groups of heads of the whole row. The ring pass: gradient of the output; dq, dk and dv; keys and
@@ -288,35 +293,35 @@ def attention_bytes(model: ModelShape, setup: Setup) -> float:
     all heads in one group.
     """
     tokens, size = setup.tokens_per_rank, setup.itemsize
-    q, k, v = _meta(model, setup)
+    q, k, v = _meta(attention, setup)
     chunk = max(1, tokens // 2)
-    heads, around, copies = model.kv_heads, 0, 1
+    heads, around, copies = attention.kv_heads, 0, 1
     if setup.ring_size > 1:
         heads = max(part.stop - part.start for part in ring_pass_groups(q, k, v, chunk, FLOAT32))
         around, copies = 2, 2
-    group = tokens * heads * (model.key_width + model.value_width)
-    wide = tokens * model.query_numbers * heads / model.kv_heads
+    group = tokens * heads * (attention.key_width + attention.value_width)
+    wide = tokens * attention.query_numbers * heads / attention.kv_heads
     backward = (
-        tokens * (model.out_numbers + model.query_numbers + model.kv_numbers) * size
+        tokens * (attention.out_numbers + attention.query_numbers + attention.kv_numbers) * size
         + wide * FLOAT32 + around * group * size + copies * group * FLOAT32
     )  # fmt: skip
     if setup.ring_size == 1:
         return float(backward)
     groups = head_groups(q, k, v, _pulls(setup), 0, setup.padded, chunk)
-    gathered = setup.padded * (model.key_width + model.value_width) * size * (groups[0].stop - groups[0].start)
+    gathered = setup.padded * (attention.key_width + attention.value_width) * size * (groups[0].stop - groups[0].start)
     return float(max(backward, min(2, len(groups)) * gathered))
 
 
-def peer_bytes(model: ModelShape, setup: Setup) -> float:
+def peer_bytes(attention: AttentionShape, setup: Setup) -> float:
     """Buffers of peer-to-peer copies, in one node: two of a rank's keys and values, one of a group's accumulators."""
     if setup.ring_size == 1 or not setup.in_one_node:
         return 0.0
-    q, k, v = _meta(model, setup)
+    q, k, v = _meta(attention, setup)
     chunk = max(1, setup.tokens_per_rank // 2)
     first = ring_pass_groups(q, k, v, chunk, FLOAT32)[0]
     halves = ring_pass_halves(q, k[:, :, first], _pulls(setup), chunk)
-    sums = len(halves) * (halves[0].stop - halves[0].start) * (model.key_width + model.value_width) * FLOAT32
-    return float(setup.tokens_per_rank * (2 * model.kv_numbers * setup.itemsize + sums))
+    sums = len(halves) * (halves[0].stop - halves[0].start) * (attention.key_width + attention.value_width) * FLOAT32
+    return float(setup.tokens_per_rank * (2 * attention.kv_numbers * setup.itemsize + sums))
 
 
 def _pulls(setup: Setup) -> Any:
@@ -325,10 +330,10 @@ def _pulls(setup: Setup) -> Any:
     return SimpleNamespace(ring=ring, groups=2, bytes_per_gather=PULLED, whole_below=WHOLE)
 
 
-def _meta(model: ModelShape, setup: Setup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _meta(attention: AttentionShape, setup: Setup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of a rank without memory: the ring's own functions choose groups by their shapes."""
-    dtype = getattr(torch, setup.dtype)
-    sizes = (model.heads, model.key_width), (model.kv_heads, model.key_width), (model.kv_heads, model.value_width)
+    dtype, one = getattr(torch, setup.dtype), attention
+    sizes = (one.heads, one.key_width), (one.kv_heads, one.key_width), (one.kv_heads, one.value_width)
     q, k, v = (torch.empty(1, setup.tokens_per_rank, *size, dtype=dtype, device="meta") for size in sizes)
     return q, k, v
 

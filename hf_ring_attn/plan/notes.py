@@ -58,7 +58,8 @@ def _accumulation(shape: ModelShape, setup: Setup) -> Iterator[str]:
 
 def _unmeasured(shape: ModelShape, setup: Setup) -> Iterator[str]:
     kinds = {
-        "experts": any(layer.routed for layer in shape.layers), "an A100": not setup.gpu.has_flash4,
+        "experts": any(layer.routed for layer in shape.layers),
+        "heads of several widths": len(shape.attentions) > 1, "an A100": not setup.gpu.has_flash4,
         "--offload-params": setup.offload_params,
     }  # fmt: skip
     if found := [kind for kind, is_there in kinds.items() if is_there]:

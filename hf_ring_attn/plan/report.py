@@ -13,6 +13,7 @@ from .hardware import GIB, LOCKED_GIB_PER_SECOND
 from .memory import CHECKPOINTS, SAVED
 from .program import program, to_replace
 from .search import QLORA, Forecast
+from .setup import Setup
 from .shape import ModelShape
 
 
@@ -77,8 +78,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         of_node = near * sum(memory.host.values()) / GIB
         yield f"  {f'in host memory, for all {near} GPUs of a node':46s}{of_node:9.2f}"
     yield ""
-    kernel = setup.kernel_of((model.key_width, model.value_width))
-    yield f"{f'a step, attention in {kernel}':48s}{'seconds':>9s}"
+    yield f"{f'a step, attention in {kernels(model, setup)}':48s}{'seconds':>9s}"
     for name, part in sorted(seconds.parts.items(), key=lambda part: -part[1]):
         yield f"  {name:46s}{part:9.2f}"
     yield (
@@ -130,11 +130,16 @@ def _start(plan: Plan) -> Iterator[str]:
     yield f"replace {names} in {launch.PROGRAM}, then start it in that folder with: {run}"
 
 
+def kernels(model: ModelShape, setup: Setup) -> str:
+    """The kernels of attention by name; more than one if layers have heads of other widths."""
+    return " and ".join(sorted({setup.kernel_of(one) for one in model.attentions}))
+
+
 def as_json(plan: Plan) -> dict[str, Any]:
     """All numbers, in bytes and seconds; ``alternatives`` are as in the table."""
     model, one = plan.model, plan.one
     setup = {name: value for name, value in asdict(one.setup).items() if name != "gpu"}
-    setup["kernel"] = one.setup.kernel_of((model.key_width, model.value_width))
+    setup["kernel"] = kernels(model, one.setup)
     return {
         "model": model.name, "parameters": model.parameters, "gpu": plan.gpu, "setup": setup,
         "notes": plan.notes,

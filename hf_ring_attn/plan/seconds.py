@@ -79,10 +79,11 @@ def pairs(tokens: int, window: int | None) -> float:
     return seen * tokens - seen**2 / 2
 
 
-def attention_flops(model: ModelShape, layer: LayerShape, tokens: int) -> tuple[float, float]:
+def attention_flops(layer: LayerShape, tokens: int) -> tuple[float, float]:
     """Operations of one layer's attention over a row: forward (two products), backward (five)."""
-    seen, key, value = pairs(tokens, layer.window), model.key_width, model.value_width
-    return 2 * seen * model.heads * (key + value), 2 * seen * model.heads * (3 * key + 2 * value)
+    one = layer.attention
+    seen, key, value = pairs(tokens, layer.window) * one.heads, one.key_width, one.value_width
+    return 2 * seen * (key + value), 2 * seen * (3 * key + 2 * value)
 
 
 def elementwise_numbers(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
@@ -95,7 +96,7 @@ def elementwise_numbers(model: ModelShape, layer: LayerShape, setup: Setup) -> f
     """
     norm, rope, gate = (2, 2, 3) if setup.liger else (18, 10, 5)
     numbers = float(norm * layer.hidden_norms * model.hidden + 2 * 3 * model.hidden)
-    rotated = model.query_numbers + model.kv_heads * model.key_width
+    rotated = layer.attention.query_numbers + layer.attention.kv_heads * layer.attention.key_width
     numbers += (rope + norm * layer.head_norms) * rotated
     numbers += (gate if layer.gated else 2) * layer.mlp + 8 * layer.routed
     if setup.method != "full":
@@ -109,11 +110,11 @@ def _layer_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> _Layer
     tokens, again = setup.tokens_per_rank, float(setup.checkpointing)
     # A checkpointed attention that is saved is not computed again.
     attends_again = 0.0 if setup.save_attention else again
-    shares = attention_shares(setup.kernel_of((model.key_width, model.value_width)), model.key_width)
+    shares = attention_shares(setup.kernel_of(layer.attention), layer.attention.key_width)
     peak = 1e12 * (setup.gpu.tflops if setup.itemsize == 2 else setup.gpu.float32_tflops)
     forward, backward = (
         flops / setup.ring_size / (share * peak)
-        for flops, share in zip(attention_flops(model, layer, setup.padded), shares, strict=True)
+        for flops, share in zip(attention_flops(layer, setup.padded), shares, strict=True)
     )
     # A chunk is computed again in its backward, which the recompute of a checkpoint leaves to it.
     chunks = 2 * layer.mlp_active if setup.chunk and not setup.checkpointing else 0
@@ -138,7 +139,7 @@ def _waiting(model: ModelShape, layer: LayerShape, one: _LayerSeconds, setup: Se
     """Seconds that compute waits for messages: what does not fit beside it."""
     waits = 0.0
     if setup.ring_size > 1:
-        gather, sums = _ring_seconds(model, layer, setup)
+        gather, sums = _ring_seconds(layer, setup)
         passes = (one.attention[0], *([one.attention[1]] if one.attention[1] else []))
         # The first group of heads arrives before anything can be computed: an eighth, as groups are small.
         waits += sum(max(gather - compute, gather / 8) for compute in passes)
@@ -161,7 +162,7 @@ def _slowest(setup: Setup, gpus: int) -> float:
     return 1e9 * (setup.gpu.link_gbs if gpus <= setup.gpus_per_node else setup.gpu.network_gbs)
 
 
-def _ring_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> tuple[float, float]:
+def _ring_seconds(layer: LayerShape, setup: Setup) -> tuple[float, float]:
     """Transfers of one layer: keys and values of the other ranks, and float32 gradients once around the ring.
 
     A gather moves ranks of the own node by its links and all others by the network; each hop of a ring pass that spans
@@ -170,9 +171,9 @@ def _ring_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> tuple[f
     tokens, size = setup.tokens_per_rank, setup.ring_size
     seen = size - 1 if layer.window is None else min(size - 1, 2 * -(-layer.window // tokens))
     near = min(seen, min(size, setup.gpus_per_node) - 1)
-    one = tokens * model.kv_numbers * setup.itemsize
+    one = tokens * layer.attention.kv_numbers * setup.itemsize
     gather = one * (near / setup.gpu.link_gbs + (seen - near) / setup.gpu.network_gbs) / 1e9
-    sums = seen * tokens * model.kv_numbers * FLOAT32 / _slowest(setup, size)
+    sums = seen * tokens * layer.attention.kv_numbers * FLOAT32 / _slowest(setup, size)
     return gather, sums
 
 
@@ -201,5 +202,5 @@ def _needed_flops(model: ModelShape, setup: Setup) -> float:
     weights = sum(layer.active for layer in model.layers) + model.head
     trained = 0 if setup.method != "full" else weights
     adapters = 0 if setup.method == "full" else model.adapter_parameters(setup.lora_rank)
-    attention = sum(3 * attention_flops(model, layer, setup.tokens)[0] for layer in model.layers)
+    attention = sum(3 * attention_flops(layer, setup.tokens)[0] for layer in model.layers)
     return setup.tokens * (4 * weights + 2 * trained + 6 * adapters) + attention

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ..kernels.flash4.blocks import HOPPER
 from .hardware import ATTENTION, GPUS, Gpu
+from .shape import AttentionShape
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 METHODS = ("lora", "qlora", "full")
@@ -47,8 +48,9 @@ class Setup:
     liger: bool = False
     kernel: str = "auto"
 
-    def kernel_of(self, widths: tuple[int, int]) -> str:
-        """The kernel of heads with keys and values of these widths: the chosen one, if it serves them."""
+    def kernel_of(self, attention: AttentionShape) -> str:
+        """The kernel of a layer's attention: the chosen one, if it serves heads of this width."""
+        widths = attention.key_width, attention.value_width
         serves = self.gpu.has_flash4 and self.itemsize == 2 and widths in HOPPER
         return "flash4" if serves and self.kernel != "triton" else "triton"
 

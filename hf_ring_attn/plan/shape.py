@@ -18,6 +18,33 @@ ATTENTION = ("attn", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """The attention of one layer.
+
+    Args:
+        heads, kv_heads: of queries, of keys and values. key_width, value_width: of one head.
+    """
+
+    heads: int
+    kv_heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def query_numbers(self) -> int:
+        """Numbers of all queries per token; of attention's outputs, `out_numbers`; of keys and values together."""
+        return self.heads * self.key_width
+
+    @property
+    def out_numbers(self) -> int:
+        return self.heads * self.value_width
+
+    @property
+    def kv_numbers(self) -> int:
+        return self.kv_heads * (self.key_width + self.value_width)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerShape:
     """One decoder layer. Widths are numbers per token.
 
@@ -31,6 +58,7 @@ class LayerShape:
         hidden_norms: norms as wide as the hidden states. head_norms: queries and keys are normed, too.
     """
 
+    attention: AttentionShape
     window: int | None
     parameters: int
     quantizable: int
@@ -49,7 +77,6 @@ class ModelShape:
     """A causal language model.
 
     Args:
-        heads, kv_heads: of queries, of keys and values. key_width, value_width: of one head.
         head: parameters of the output embedding; embedding: those of the input embedding, 0 if they are tied.
         others: parameters outside of layers and embeddings (norms, towers for images).
     """
@@ -57,10 +84,6 @@ class ModelShape:
     name: str
     hidden: int
     vocabulary: int
-    heads: int
-    kv_heads: int
-    key_width: int
-    value_width: int
     layers: tuple[LayerShape, ...]
     embedding: int
     head: int
@@ -71,17 +94,9 @@ class ModelShape:
         return sum(layer.parameters for layer in self.layers) + self.embedding + self.head + self.others
 
     @property
-    def query_numbers(self) -> int:
-        """Numbers of all queries per token; of attention's outputs, `out_numbers`; of keys and values together."""
-        return self.heads * self.key_width
-
-    @property
-    def out_numbers(self) -> int:
-        return self.heads * self.value_width
-
-    @property
-    def kv_numbers(self) -> int:
-        return self.kv_heads * (self.key_width + self.value_width)
+    def attentions(self) -> set[AttentionShape]:
+        """The attentions of layers, each once."""
+        return {layer.attention for layer in self.layers}
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of LoRA matrices of ``rank`` on every linear layer."""
@@ -106,20 +121,17 @@ def _read(name: str, config: Any, model: nn.Module) -> ModelShape:
     text = config.get_text_config()
     if getattr(text, "num_kv_shared_layers", 0):
         raise errors.CannotPlan(name, "some of its layers share keys and values")
-    heads, hidden = text.num_attention_heads, text.hidden_size
-    found = decoder_layers(model)
-    if found is None or not isinstance(heads, int):
+    if getattr(text, "hidden_size_per_layer_input", 0):
+        raise errors.CannotPlan(name, "each of its layers has an embedding of its own")
+    hidden, found = text.hidden_size, decoder_layers(model)
+    if found is None or not isinstance(text.num_attention_heads, int):
         raise errors.CannotPlan(name, "its decoder layers were not found")
-    width = getattr(text, "head_dim", None) or hidden // heads
-    key_width = getattr(text, "qk_head_dim", None) or width
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
     windows = list(_windows(name, text))
     layers = tuple(_layer(name, text, block, hidden, window) for block, window in zip(found[1], windows, strict=True))
     own, shared = _tables(model)
     rest = sum(p.numel() for p in model.parameters()) - sum(layer.parameters for layer in layers) - own - shared
     return ModelShape(
-        name=name, hidden=hidden, vocabulary=text.vocab_size, heads=heads, kv_heads=kv_heads, key_width=key_width,
-        value_width=getattr(text, "v_head_dim", None) or width, layers=layers, embedding=own, head=shared, others=rest,
+        name=name, hidden=hidden, vocabulary=text.vocab_size, layers=layers, embedding=own, head=shared, others=rest,
     )  # fmt: skip
 
 
@@ -129,6 +141,19 @@ def _tables(model: Any) -> tuple[int, int]:
     if head is None:
         return table.weight.numel(), 0
     return (0 if table.weight is head.weight else table.weight.numel()), head.weight.numel()
+
+
+def _attention(text: Any, block: nn.Module) -> AttentionShape:
+    """Reads the attention of a layer from its module, which may have other heads than those of other layers."""
+    heads = text.num_attention_heads
+    if getattr(text, "qk_head_dim", None):  # latent attention
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        return AttentionShape(heads=heads, kv_heads=kv_heads, key_width=text.qk_head_dim, value_width=text.v_head_dim)
+    own = next((vars(x) for x in block.modules() if isinstance(getattr(x, "head_dim", None), int)), {})
+    width = own.get("head_dim") or getattr(text, "head_dim", None) or text.hidden_size // heads
+    groups = own.get("num_key_value_groups")
+    kv_heads = heads // groups if groups else getattr(text, "num_key_value_heads", None) or heads
+    return AttentionShape(heads=heads, kv_heads=kv_heads, key_width=width, value_width=width)
 
 
 def _windows(name: str, text: Any) -> Iterator[int | None]:
@@ -160,7 +185,7 @@ def _layer(name: str, text: Any, block: nn.Module, hidden: int, window: int | No
         if p.dim() == 1 and ("norm" in at or "ln_" in at) and at.endswith("weight")
     ]
     return LayerShape(
-        window=window, parameters=sum(p.numel() for p in weights.values()),
+        attention=_attention(text, block), window=window, parameters=sum(p.numel() for p in weights.values()),
         quantizable=sum(p.numel() for p in linear.values()),
         active=sum(p.numel() for p in linear.values()) + of_experts,
         adapted=tuple((p.shape[1], p.shape[0]) for p in linear.values()), mlp=wide + chosen,

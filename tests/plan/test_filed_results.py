@@ -320,23 +320,29 @@ def test_the_fitted_constants_are_those_of_the_profile() -> None:
 
 
 def test_the_speed_of_triton_is_the_filed_one() -> None:
-    (speed,) = [run for run in read(RESULTS / "2026-11-21-triton" / FILE) if run.name == "speed"]
+    speed, wide = (run for run in read(RESULTS / "2026-11-21-triton" / FILE) if run.name in ("speed", "wide"))
     cases = {
         64: "causal, 32K, 64/8 x 64", 80: "causal, 32K, 32/8 x 80", 96: "causal, 32K, 32/8 x 96",
         128: "causal, 128K, 32/8 x 128", 192: "causal, 32K, 32/32 x 192/128", 256: "causal, 32K, 16/8 x 256",
     }  # fmt: skip
-    assert set(ATTENTION["triton"]) == set(cases)
+    assert set(ATTENTION["triton"]) == {*cases, 512}
     for width, case in cases.items():
         rates = [
             next(row["tflops"] for row in speed.rows if (row["what"], row["kernel"]) == (case, f"triton {way}"))
             for way in ("forward", "backward")
         ]
         assert ATTENTION["triton"][width] == pytest.approx([rate / GPUS["h200"].tflops for rate in rates], abs=6e-4)
+    of_512 = [row for row in wide.rows if (row.get("bytes"), row.get("width")) == (2, 512)]
+    fastest = {row["pass"]: row["blocks_and_ms"][0][-1] / 1000 for row in of_512}
+    product = 2 * 16 * 512 * 8192**2 / 2  # of a causal row of 8K, 16 heads
+    times = (2, fastest["forward"]), (5, sum(fastest[part] for part in ("dk", "dv", "dq")))
+    shares = [count * product / seconds / (1e12 * GPUS["h200"].tflops) for count, seconds in times]
+    assert ATTENTION["triton"][512] == pytest.approx(shares, abs=6e-4)
 
 
 def test_rates_of_a_layer_by_hand() -> None:
     model, setup = llama_8b(), Setup(gpu=GPUS["h200"], gpus=2, tokens=8192)
-    assert attention_flops(model, model.layers[0], 8192) == (2 * 8192**2 * 4096, 5 * 8192**2 * 4096)
+    assert attention_flops(model.layers[0], 8192) == (2 * 8192**2 * 4096, 5 * 8192**2 * 4096)
     assert matmul_flops(setup) == pytest.approx(0.664 * 989e12)
     lora_out, lora_in = 4096 * (1 + 0.25 + 0.25 + 1 + 3.5 + 3.5 + 1), 4096 * (6 + 3.5)
     rope, norms, residuals, gate = 10 * 5120, 2 * 18 * 4096, 6 * 4096, 5 * 14336

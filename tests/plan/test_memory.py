@@ -25,6 +25,7 @@ from hf_ring_attn.plan.memory import (
 from hf_ring_attn.plan.search import QLORA, alternatives, forecast, longer_rows, most_tokens
 from hf_ring_attn.plan.seconds import attention_flops, pairs, seconds_of
 from hf_ring_attn.plan.setup import Setup
+from hf_ring_attn.plan.shape import AttentionShape
 from tests.plan.shapes import LLAMA_8B, llama_8b, shape
 
 LAYER = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
@@ -42,7 +43,8 @@ def test_parameters_are_counted_by_kind() -> None:
         ALL, LAYER, 128256 * 4096, 128256 * 4096,
     )  # fmt: skip
     assert model.adapter_parameters(16) == LORA
-    assert (model.heads, model.kv_heads, model.key_width, model.layers[0].mlp) == (32, 8, 128, 14336)
+    assert model.attentions == {AttentionShape(heads=32, kv_heads=8, key_width=128, value_width=128)}
+    assert model.layers[0].mlp == 14336
 
 
 def test_states_of_lora_by_fsdp2_and_by_ddp() -> None:
@@ -141,16 +143,17 @@ def test_logits_of_a_chunk_and_of_a_rank() -> None:
 
 def test_peer_to_peer_buffers_are_within_a_node() -> None:
     kv = 65536 * 8 * 256
-    assert peer_bytes(llama_8b(), setup()) == 2 * 2 * kv + 4 * kv  # one pass takes all heads: 512 MiB of sums
-    assert peer_bytes(llama_8b(), setup(gpus_per_node=1)) == peer_bytes(llama_8b(), setup(gpus=1)) == 0
+    attention = llama_8b().layers[0].attention
+    assert peer_bytes(attention, setup()) == 2 * 2 * kv + 4 * kv  # one pass takes all heads: 512 MiB of sums
+    assert peer_bytes(attention, setup(gpus_per_node=1)) == peer_bytes(attention, setup(gpus=1)) == 0
 
 
 def test_windows_need_less_attention() -> None:
     entries = {**LLAMA_8B, "model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 4096}
     window = shape(entries).layers[0]
     assert window.window == 4096 and pairs(131072, 4096) == 4096 * 131072 - 4096**2 / 2
-    full = attention_flops(llama_8b(), llama_8b().layers[0], 131072)[0]
-    assert attention_flops(llama_8b(), window, 131072)[0] / full == pytest.approx(2 * 4096 / 131072, rel=0.02)
+    full = attention_flops(llama_8b().layers[0], 131072)[0]
+    assert attention_flops(window, 131072)[0] / full == pytest.approx(2 * 4096 / 131072, rel=0.02)
     mixed = shape(
         {
             **LLAMA_8B, "model_type": "qwen3", "head_dim": 128, "num_hidden_layers": 2, "sliding_window": 4096,
@@ -175,6 +178,24 @@ def test_experts_count_by_those_that_a_token_takes() -> None:
     assert (layer.mlp, layer.routed, layer.gated) == (4 * 96, 4 * 256, True)
 
 
+def test_each_layer_may_have_its_own_heads() -> None:
+    """Gemma 4: every sixth layer sees all keys, with heads twice as wide, of which fewer have keys, and no values."""
+    model = shape(
+        {
+            "model_type": "gemma4_text", "num_hidden_layers": 12, "vocab_size": 64, "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+        }
+    )  # fmt: skip
+    window = AttentionShape(heads=8, kv_heads=4, key_width=256, value_width=256)
+    full = AttentionShape(heads=8, kv_heads=2, key_width=512, value_width=512)
+    assert [layer.attention for layer in model.layers] == [*[window] * 5, full] * 2
+    own = setup(gpus=4, save_attention=True)
+    assert [own.kernel_of(one) for one in (window, full)] == ["flash4", "triton"]
+    saved = (10 * 8 * 256 + 2 * 8 * 512) * 2 + 12 * 8 * 4
+    assert memory_of(model, own).parts["saved attention"] == pytest.approx(131072 / 4 * saved, rel=1e-6)
+    assert attention_flops(model.layers[5], 131072)[0] == 2 * 131072**2 / 2 * 8 * 1024
+
+
 @pytest.mark.parametrize(
     ("entries", "why"),
     [
@@ -195,9 +216,9 @@ def test_experts_count_by_those_that_a_token_takes() -> None:
             "'linear_attention' are not known",
         ),
         ({"model_type": "mamba2", "num_hidden_layers": 1, "vocab_size": 64}, "its config is of another form"),
-        ({"model_type": "gemma4_text", "num_hidden_layers": 6, "vocab_size": 64}, "its config is of another form"),
+        ({"model_type": "gemma4_text", "num_hidden_layers": 6, "vocab_size": 64}, "has an embedding of its own"),
     ],
-    ids=["shared keys", "linear attention", "no attention", "other heads in each layer"],
+    ids=["shared keys", "linear attention", "no attention", "an embedding of each layer"],
 )
 def test_what_cannot_be_planned_is_refused_by_name(entries: dict[str, Any], why: str) -> None:
     with pytest.raises(errors.CannotPlan, match=why):
