@@ -82,16 +82,16 @@ _SUM_SHIFTED = (
 class ShiftedByHand(Refused):
     def __init__(self) -> None:
         super().__init__(
-            "the logits of one rank were shifted: [:, :-1] or [:, 1:] took all tokens but one. The label of a chunk's "
-            f"last token is on another rank. {_SUM_SHIFTED}"
+            "logits, hidden states or labels of one rank were shifted by hand, as by [:, :-1] or [:, 1:]. The label of "
+            f"a chunk's last token is on another rank. {_SUM_SHIFTED}"
         )
 
 
 class MeanOfOneRank(Refused):
     def __init__(self) -> None:
         super().__init__(
-            "cross_entropy took the mean over the labels of one rank. Ranks hold different numbers of labels, so the "
-            f"mean of their means is not that of the row. {_SUM_SHIFTED}"
+            "each rank divided its loss by another number: a mean over its tokens, or sum() / mask.sum(). So labels of "
+            f"some ranks would count more than those of others. {_SUM_SHIFTED}"
         )
 
 

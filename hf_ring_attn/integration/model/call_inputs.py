@@ -210,21 +210,22 @@ def watch(
         began[:] = [(context.log.plain, context.log.scored)]
 
     @uncompiled(_BY_HOST)
-    def after(_model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
+    def after(_model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> Any:
         context.log.fused |= bool(given.get("fused_lm_head"))
         if looks and batch_context.current() is context:  # else the self-check's row, or another batch
             _refuse_others(model, args, given, context, _has_loss(output))
             _mark_caches(output)
             if context.state(TrialStep).loss is None and not context.gathers_logits:  # the self-check tries no loss
-                hand_out(output, context)
+                output = hand_out(output, context)
         by_share = context.ring.size > 1 and not context.whole_head
         if by_share and not context.facts.has_labels and _has_loss(output):
             raise errors.LossWithoutLabels(name_of(model))
         if given.get("score_mod") is None:
-            return
+            return output
         plain, scored = context.log.plain - began[0][0], context.log.scored - began[0][1]
         if plain or not scored:
             raise errors.ScoreModDropped(name_of(model), scored, plain)
+        return output
 
     compiled = model.__dict__.get("_compiled_call_impl")
     if compiled is not None and not inside:  # it would trace hooks, and compile anew for those of each batch
@@ -233,8 +234,7 @@ def watch(
             before(model, args)
             with unwatched():
                 output = compiled(*args, **given)
-            after(model, args, given, output)
-            return output
+            return after(model, args, given, output)
 
         hooks.enter_context(Replaced(model, "_compiled_call_impl", call))
         return

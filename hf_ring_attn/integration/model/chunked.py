@@ -21,7 +21,7 @@ from ..context.local_batch import MadeInputs
 from ..context.model_record import latest_record
 from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
-from .local_logits import LocalLogits, Origin
+from .local_logits import LocalLogits, Origin, held
 
 
 @contextmanager
@@ -53,17 +53,20 @@ class _LazyForward:
         return logits
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden, context = args[0] if len(args) == 1 and not kwargs else None, batch_context.current()
+        given, context = args[0] if len(args) == 1 and not kwargs else None, batch_context.current()
+        hidden = held(given)
         if context is None or not _wants(context) or not isinstance(hidden, Tensor) or not hidden.numel():
             return self.real(*args, **kwargs)
         state = context.state(ChunkedLoss)
         if why := next(reasons(self.module), ""):
             state.why = why
-            return self.real(hidden)
+            return self.real(given)
         head = Head(self.module, self.forward, hidden, state)
         if why := next(head.reasons(), ""):
             state.why = why
-            return self.real(hidden)
+            return self.real(given)
+        if isinstance(given, LocalLogits):  # the program calls the head
+            head.origin = given.origin if hidden.requires_grad else _follow(head, given.origin.anew())
         state.losses, state.runs, state.ring = 0, True, context.ring if context.whole_head else None
         return LazyLogits.of(head, (), (*hidden.shape[:-1], head.vocabulary), head.dtype)
 
@@ -114,14 +117,33 @@ def reasons(head: nn.Module) -> Iterator[str]:
         yield f"torch.nn.functional.cross_entropy is {functional.cross_entropy.__module__}'s"
 
 
-def hand_out(output: Any, context: BatchContext) -> None:
-    """Marks the logits [B, T, V] in a model's output as those of one rank's tokens (`local_logits`)."""
-    logits = output.get("logits") if isinstance(output, MutableMapping) and not context.whole_head else None
-    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] != context.layout.local_length:
-        return
-    tokens = context.facts.rows * context.layout.padded
-    origin = Origin(logits.shape[-1], context.state(MadeInputs).shifted.value, tokens, context.facts.labelled)
-    if isinstance(logits, LazyLogits):
-        logits.head.origin = origin
-    elif type(logits) is Tensor:
-        output["logits"] = LocalLogits.of(logits, origin)
+def _follow(head: Head, origin: Origin) -> Origin:
+    """Follows what a program computes from a head's logits."""
+    head.origin = origin
+    origin.begin_at(next((x for x in (head.hidden, *head.weights) if x.requires_grad), head.hidden))
+    return origin
+
+
+def hand_out(output: Any, context: BatchContext) -> Any:
+    """Marks what a model returns for each token [B, T, ...] as that of one rank's tokens (`local_logits`)."""
+    if context.whole_head:
+        return output
+    if isinstance(output, MutableMapping):
+        for name, x in list(output.items()):
+            if (marked := hand_out(x, context)) is not x:
+                output[name] = marked
+    if type(output) in (tuple, list):
+        return type(output)(hand_out(x, context) for x in output)
+    if not isinstance(output, Tensor) or output.shape[:2] != context.local_shape or not output.is_floating_point():
+        return output
+    real = context.facts.rows * int((context.layout.positions() < context.layout.length).sum())
+    made = context.state(MadeInputs)
+    own, shifted = (x.value for x in (made.labels, made.shifted))
+    labels = None if own is None or own.shape != context.local_shape else (own, shifted)
+    origin = Origin(context.ring, context.facts.rows, context.layout.local_length, real, labels)
+    if isinstance(output, LazyLogits):
+        _follow(output.head, origin)
+    elif type(output) is Tensor:
+        origin.begin_at(output)
+        return LocalLogits.of(output, origin)
+    return output

@@ -32,7 +32,7 @@ from ...layers.chunked_loss import (
 from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_unit
 from ..context.tracked_input import version_of
-from .local_logits import Origin, refuse, still_local
+from .local_logits import Origin, followed, refuse_shift
 from .parameter_slots import holding, slots_of
 
 Operation = Callable[[Tensor], Tensor]
@@ -275,13 +275,13 @@ class LazyLogits(Tensor):
             raise errors.LogitsNotMade(f"{name}() needs their gradient, which a loss in chunks does not compute")
         origin = lazy.head.origin if isinstance(lazy, LazyLogits) else None
         if origin is not None:
-            refuse(lazy, origin, function, args, kwargs)
+            refuse_shift(lazy.shape, origin, function, args)
         unmade = isinstance(lazy, LazyLogits) and lazy.made is None
-        if unmade and (found := _recorded(lazy, function, name, args[1:], kwargs)) is not None:
-            return found
-        args, kwargs = tree_map(lambda x: _ordinary(x, name), (args, kwargs))
-        result = function(*args, **kwargs)
-        return result if origin is None else still_local(result, function, lazy, origin)
+        result = _recorded(lazy, function, name, args[1:], kwargs) if unmade else None
+        if result is None:
+            args, kwargs = tree_map(lambda x: _ordinary(x, name), (args, kwargs))
+            result = function(*args, **kwargs)
+        return result if origin is None else followed(result, lazy, origin, function, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub has no class

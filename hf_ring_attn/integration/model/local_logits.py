@@ -1,13 +1,21 @@
-"""Logits of one rank's tokens, as a program gets them: it may neither shift them nor average over them by hand.
+"""Numbers of one rank's tokens, as a program gets them: it may neither shift them nor divide by its own count of them.
 
 A rank has no label for the last token of a chunk: that is in the next chunk, on another rank. And ranks hold different
 numbers of labels, so the mean of their means is not the mean of the row. Neither fails: the loss is a little off.
+
+So what a model returns for each token is followed through torch's functions. What a rank's loss was divided by, as by a
+mean, is compared with the other ranks' in the backward: it must be the same. And its targets must not be the rank's own
+labels, shifted. What is only logged has no backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,34 +24,122 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ... import errors
+from ...comm.fingerprint import numbers_of, row_of
+from ...comm.ring import Ring
+from . import loss_gradients
+
+MEANS = {"mean", "nanmean"}
+DIVISIONS = {"div", "divide", "true_divide", "__truediv__", "div_", "divide_", "true_divide_", "__itruediv__"}
+TARGETED = {"cross_entropy", "nll_loss", "gather", "take_along_dim"}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Origin:
-    """Facts about logits of a rank.
+    """One output of a model for each of a rank's tokens, and what a program divides by on the way to its loss.
 
     Args:
-        vocabulary: V. targets: the rank's shifted labels; None: the batch has none. tokens: of the whole batch, with
-            its padding. labelled: how many of them have a label.
+        rows, tokens: B and T. real: how many of these B * T are no padding of the ring.
+        labels: the rank's labels, and those that were shifted on the whole row, both [B, T], if the batch has any.
+
+    Attributes:
+        used: a loss may have been computed from it, on every rank.
+        divisors, targets: of the current backward; targets as two flags each, see `of_target`.
     """
 
-    vocabulary: int
-    targets: Tensor | None
+    ring: Ring
+    rows: int
     tokens: int
-    labelled: Tensor | None
+    real: int
+    labels: tuple[Tensor, Tensor] | None = None
+    used: bool = False
+    divisors: list[Any] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
 
-    def is_target(self, x: Any) -> bool:
-        """Returns True for the shifted labels, in another shape perhaps."""
-        y = self.targets
-        return isinstance(x, Tensor) and y is not None and (x.data_ptr(), x.numel()) == (y.data_ptr(), y.numel())
+    def begin_at(self, x: Tensor) -> None:
+        """Lets ranks compare once the backward has the gradient of ``x``, on which all that is followed depends."""
+        if x.requires_grad:
+            weakref.finalize(self, x.register_hook(_comparison(weakref.ref(self))).remove)
 
-    def differs(self) -> bool:
-        """Returns True if ranks may hold different numbers of labels. Synchronizes if they are on a GPU."""
-        return self.labelled is not None and int(self.labelled) < self.tokens
+    def anew(self) -> Origin:
+        """The same for another beginning."""
+        return replace(self, divisors=[], targets=[])
+
+    def axis(self, shape: torch.Size) -> int | None:
+        """The axis of the tokens; None: it is not for each token."""
+        if shape[:1] == (self.rows * self.tokens,):
+            return 0
+        return next((axis for axis in (*range(1, len(shape)), 0) if shape[axis : axis + 1] == (self.tokens,)), None)
+
+    def of_target(self, x: Any) -> Tensor | None:
+        """[2] integers for targets: they are the rank's labels shifted by hand; they are others.
+
+        Both 0: they are the labels that were shifted on the whole row, which differ where two chunks meet. None: no
+        targets of all tokens, or of all but one.
+        """
+        sizes = (self.rows * self.tokens, self.rows * (self.tokens - 1))
+        if self.labels is None or not isinstance(x, Tensor) or x.is_floating_point() or x.numel() not in sizes:
+            return None
+        known = x.detach().reshape(self.rows, -1)[:, : self.tokens - 1]
+
+        def like(y: Tensor) -> Tensor:
+            """[2] Exactly, and where there are labels."""
+            return torch.stack([(known.clamp(min=0) == y.clamp(min=0)).all(), ((known == y) | (y < 0)).all()])
+
+        by_hand, right = like(self.labels[0][:, 1:]), like(self.labels[1][:, :-1])
+        return torch.stack([(by_hand & ~right).any(), ~(by_hand | right).any()]).long()
+
+    def note(self, result: Tensor, divisor: Any, target: Tensor | None) -> None:
+        """Notes, once the backward passes through ``result``, what it was divided by, and its targets' flags."""
+
+        def passes(_gradient: Tensor) -> None:
+            if divisor is not None:
+                one = divisor.detach().double().reshape(-1) if isinstance(divisor, Tensor) else float(divisor)
+                self.divisors.append(one)
+            if target is not None:
+                self.targets.append(target)
+
+        if divisor is not None or target is not None:
+            result.register_hook(passes)
+
+    def compare(self, gradient: Tensor) -> None:
+        """Starts the comparison of the divisors, as a set, since ranks may sum over different numbers of parts."""
+        if not self.used:
+            return
+        device = self.ring.small_device(gradient.device)
+        mine: list[Any] = [int(bool(self.divisors)), 0, 0, 0]
+        if self.divisors:
+            numbers = row_of(numbers_of(self.divisors), device).sort().values
+            again = numbers == numbers.roll(1)
+            again[0] = False
+            mine[1] = numbers.masked_fill(again, 0).sum()
+        if self.targets:
+            mine[2:] = torch.stack(self.targets).amax(0).to(device)
+        self.divisors, self.targets = [], []
+        end = self.ring.start_agreement({}, device, collect=mine, doing="compared how it made its loss")
+        loss_gradients.wait_for(device, lambda: _refuse(*end()))
+
+
+def _comparison(of: weakref.ref[Origin]) -> Callable[[Tensor], None]:
+    """A hook that does not keep its origin alive: a weight may have it."""
+
+    def compare(gradient: Tensor) -> None:
+        origin = of()
+        if origin is not None:
+            origin.compare(gradient)
+
+    return compare
+
+
+def _refuse(divides: list[int], divisors: list[int], by_hand: list[int], others: list[int]) -> None:
+    if len({number for it_does, number in zip(divides, divisors, strict=True) if it_does}) > 1:
+        raise errors.MeanOfOneRank()
+    # Of few labels, those of a rank may be the same either way.
+    if any(by_hand) and not any(others):
+        raise errors.ShiftedByHand()
 
 
 class LocalLogits(Tensor):
-    """Logits of one rank's tokens, or numbers computed from each of them. It has no memory, but holds a tensor.
+    """Logits of one rank's tokens, or what was computed from them. It has no memory, but holds a tensor.
 
     A subclass with memory would not do: compiled functions fail at such inputs (torch 2.13).
     """
@@ -63,23 +159,27 @@ class LocalLogits(Tensor):
         cls, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, LocalLogits)), None)
-        if given is not None:
-            refuse(given.held, given.origin, function, args, kwargs)
-        args, kwargs = tree_map(_held, (args, kwargs))
-        result = function(*args, **kwargs)
-        return result if given is None else still_local(result, function, given.held, given.origin)
+        lists = (x if isinstance(x, (tuple, list)) else (x,) for x in (*args, *kwargs.values()))
+        local = [x for x in chain.from_iterable(lists) if isinstance(x, LocalLogits)]
+        given = next((x for x in local if held(x).requires_grad), local[0] if local else None)
+        args, kwargs = tree_map(held, (args, kwargs))
+        if given is None:
+            return function(*args, **kwargs)
+        x, origin = vars(given)["held"], vars(given)["origin"]
+        refuse_shift(x.shape, origin, function, args)
+        return followed(function(*args, **kwargs), x, origin, function, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub has no class
         cls, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """For code that calls torch below `__torch_function__`."""
-        args, kwargs = tree_map(lambda x: _held(x).detach() if isinstance(x, LocalLogits) else x, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda x: held(x).detach() if isinstance(x, LocalLogits) else x, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
-def _held(x: Any) -> Any:
+def held(x: Any) -> Any:
+    """The tensor that local logits hold; anything else as it is."""
     # Its own attribute, read past `__torch_function__`.
     return vars(x)["held"] if isinstance(x, LocalLogits) else x
 
@@ -99,38 +199,96 @@ class _Hold(torch.autograd.Function):
         return gradient
 
 
-def still_local(result: Any, function: Any, logits: Tensor, origin: Origin) -> Any:
-    """Marks what was computed from logits as logits of the same tokens, if it has as many numbers; else returns it."""
-    if type(result) is not Tensor or result.numel() != logits.numel() or not result.is_floating_point():
-        return result
+def followed(
+    result: Any, x: Tensor, origin: Origin, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Follows what a function computed from local logits ``x``, and notes what it divided by.
+
+    Args:
+        args, kwargs: as the function got them.
+    """
     # Not an attribute, nor what a compiler traces, nor what an autograd function returns, which has no graph yet.
     if function.__name__ == "__get__" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return result
+    if type(result) in (tuple, list):
+        return type(result)(followed(part, x, origin, function, args, kwargs) for part in result)
+    if type(result) is not Tensor or not result.requires_grad or not result.is_floating_point():
+        return result
+    if not x.requires_grad:
+        origin = origin.anew()
+        origin.begin_at(result)
+    origin.used = True
+    targets = map(origin.of_target, (*args, *kwargs.values())) if function.__name__ in TARGETED else iter(())
+    target = next((flags for flags in targets if flags is not None), None)
+    origin.note(result, _divisor(result, x, origin, function, args, kwargs), target)
     return LocalLogits.of(result, origin)
 
 
-def refuse(logits: Tensor, origin: Origin, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a shift of a rank's logits, and a mean over its labels.
+def _divisor(
+    result: Tensor, x: Tensor, origin: Origin, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Returns what a function divides by, if that may be a number of tokens; else None."""
+    name = function.__name__
+    if name in DIVISIONS:
+        by = args[1] if len(args) > 1 else kwargs.get("other")
+        # One number, or one of each row; else each has its own.
+        return by if not isinstance(by, Tensor) or by.numel() in (1, origin.rows) else None
+    given = _arguments(function, args, kwargs)
+    if name not in MEANS and given.get("reduction") not in ("mean", "batchmean"):
+        return None
+    if "ignore_index" in given and not given["target"].is_floating_point():
+        return (given["target"] != given["ignore_index"]).sum()
+    if name == "nanmean":
+        return (~x.isnan()).sum()
+    if origin.axis(x.shape) is None:
+        return x.numel() // max(result.numel(), 1)
+    return origin.real if origin.axis(result.shape) is None else None
+
+
+def _arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a loss by name, with those that were left out; of other functions none."""
+    signature = _signature(function) if getattr(function, "__module__", "") == functional.__name__ else None
+    if signature is None:
+        return {}
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+@lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        found = inspect.signature(function)
+    except ValueError:  # a function in C
+        return None
+    return found if "reduction" in found.parameters else None
+
+
+def refuse_shift(shape: torch.Size, origin: Origin, function: Any, args: tuple[Any, ...]) -> None:
+    """Refuses all tokens but the first or the last one, unless as one of several slices by numbers.
 
     Args:
-        logits: [..., T, V] or [..., V, T]. function, args, kwargs: what is called with them.
+        shape: of what the function is called with.
     """
-    if function is Tensor.__getitem__ and _shifts(logits.shape, origin.vocabulary, args[1]):
+    axis = origin.axis(shape)
+    if axis is None:
+        return
+    if function.__name__ == "narrow":
+        shifts = len(args) == 4 and args[1] % len(shape) == axis and args[2] < 2 and args[3] == shape[axis] - 1
+    else:
+        shifts = function is Tensor.__getitem__ and _shifts(shape, axis, args[1])
+    if shifts:
         raise errors.ShiftedByHand()
-    if function is functional.cross_entropy and logits.requires_grad:
-        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if given.get("reduction", "mean") == "mean" and origin.is_target(given["target"]) and origin.differs():
-            raise errors.MeanOfOneRank()
 
 
-def _shifts(shape: torch.Size, vocabulary: int, index: Any) -> bool:
-    """Returns True if an index is [:-1] or [1:] of the tokens, not one of several slices by numbers."""
+def _shifts(shape: torch.Size, axis: int, index: Any) -> bool:
     entries = [entry for entry in (index if isinstance(index, tuple) else (index,)) if entry is not None]
-    if len(shape) < 2 or not all(entry is Ellipsis or isinstance(entry, (slice, int)) for entry in entries):
+    if not all(entry is Ellipsis or isinstance(entry, (slice, int)) for entry in entries):
         return False
     if Ellipsis in entries:
         at = entries.index(Ellipsis)
         entries[at : at + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
-    tokens = len(shape) - (2 if shape[-1] == vocabulary else 1)
-    return tokens < len(entries) and entries[tokens] in (slice(None, -1), slice(0, -1), slice(1, None))
+    if axis >= len(entries) or not isinstance(entry := entries[axis], slice):
+        return False
+    last = shape[axis] - 1
+    return entry.stop == -1 or entry in (slice(None, last), slice(1, None))

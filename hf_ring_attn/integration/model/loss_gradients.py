@@ -32,13 +32,18 @@ _waiting: list[tuple[torch.device, Callable[[], object]]] = []
 
 def start(gradient: Tensor, ring: Ring, factor: float | Tensor | None = None) -> None:
     """Starts the comparison of a gradient; the host does not wait. ``factor``: compared among ranks that have one."""
-    optimizer_steps.before_each(_finish_before_step)
     facts = {"gradient of the loss": gradient.detach()}
     doing = "compared the gradient of its loss"
     device = ring.small_device(gradient.device)
     known: list[Any] = [0, 0] if factor is None else [1, _bits(factor, device)]
     end = ring.start_agreement(facts, device, TODO, collect=known, doing=doing)
-    _waiting.append((device, lambda: _refuse_factors(*end())))
+    wait_for(device, lambda: _refuse_factors(*end()))
+
+
+def wait_for(device: torch.device, end: Callable[[], object]) -> None:
+    """Ends a comparison before the next step of an optimizer, or the next batch. ``device``: of its messages."""
+    optimizer_steps.before_each(_finish_before_step)
+    _waiting.append((device, end))
 
 
 def _bits(x: float | Tensor, device: torch.device) -> int | Tensor:

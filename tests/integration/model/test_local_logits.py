@@ -1,4 +1,4 @@
-"""A loop's own loss of a rank's logits: exact as a sum over shift_labels, refused if it shifts or averages by hand."""
+"""A loop's own loss of a rank's tokens: exact as a sum over shift_labels, refused if it shifts or averages by hand."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import distributed as dist
+from torch.nn.functional import cross_entropy, kl_div, log_softmax, nll_loss, pad
 
 import hf_ring_attn
 from hf_ring_attn import Sharded
+from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.integration.model.local_logits import LocalLogits, Origin
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.plain_jobs import Batch, attempt, gradients_of, tokens
@@ -75,6 +77,41 @@ def compiled(logits: Any, inputs: Inputs) -> Tensor:
     return loss
 
 
+def hidden_of(model: Any, sharded: Sharded) -> Any:
+    names = {"input_ids", "position_ids", "attention_mask", "use_cache"} & sharded.inputs.keys()
+    return model.model(**{name: sharded.inputs[name] for name in names}).last_hidden_state
+
+
+def each_loss(logits: Any, inputs: Inputs) -> tuple[Any, Tensor]:
+    """The loss of each token, and which tokens have one."""
+    targets = inputs["shift_labels"].flatten()
+    return cross_entropy(logits.flatten(0, 1), targets, reduction="none"), targets != -100
+
+
+def over_a_count_of_all_ranks(logits: Any, inputs: Inputs) -> Tensor:
+    losses, counts = each_loss(logits, inputs)
+    count = counts.sum().double()
+    dist.all_reduce(count)
+    loss: Tensor = (losses * counts).sum() / (count / dist.get_world_size())
+    return loss
+
+
+def beside_means_for_a_log(logits: Any, inputs: Inputs) -> Tensor:
+    losses, counts = each_loss(logits, inputs)
+    assert losses[counts].mean().item() > 0
+    assert losses.sum() / counts.sum() > 0
+    loss: Tensor = losses[counts].sum() / inputs["num_items_in_batch"]
+    return loss
+
+
+def in_parts_of_any_number(logits: Any, inputs: Inputs) -> Tensor:
+    """More parts on one rank than on another, which has a loss of nothing."""
+    parts = 2 + dist.get_rank()
+    each = zip(logits.chunk(parts, 1), inputs["shift_labels"].chunk(parts, 1), strict=True)
+    found = torch.stack([summed(x, {**inputs, "shift_labels": labels}) for x, labels in each]).sum()
+    return found + 0.0 * logits.sum() if dist.get_rank() else found
+
+
 EXACT: dict[str, Loss] = {
     "a sum": lambda model, sharded: summed(logits_of(model, sharded), sharded.inputs),
     "without labels": lambda model, sharded: summed(logits_alone(model, sharded), sharded.inputs),
@@ -83,12 +120,28 @@ EXACT: dict[str, Loss] = {
     "in slices": lambda model, sharded: in_slices(logits_of(model, sharded), sharded.inputs),
     "a function of its own": lambda model, sharded: by_a_function(logits_alone(model, sharded), sharded.inputs),
     "compiled": lambda model, sharded: compiled(logits_alone(model, sharded), sharded.inputs),
-}
+    "of a tuple": lambda model, sharded: summed(
+        model(**{**sharded.inputs, "labels": None}, return_dict=False)[0], sharded.inputs),
+    "of hidden states": lambda model, sharded: summed(model.lm_head(hidden_of(model, sharded)), sharded.inputs),
+    "of all hidden states": lambda model, sharded: summed(
+        model.lm_head(model(**sharded.inputs, output_hidden_states=True).hidden_states[-1]), sharded.inputs),
+    "over a count of all ranks": lambda model, sharded: over_a_count_of_all_ranks(
+        logits_alone(model, sharded), sharded.inputs),
+    "by place, then over rows": lambda model, sharded: each_loss(
+        logits_alone(model, sharded), sharded.inputs)[0].unflatten(0, (2, -1)).mean(0).sum() * (
+            2 / float(sharded.inputs["num_items_in_batch"])),
+    "beside means for a log": lambda model, sharded: beside_means_for_a_log(
+        logits_of(model, sharded), sharded.inputs),
+    "in parts of any number": lambda model, sharded: in_parts_of_any_number(
+        logits_alone(model, sharded), sharded.inputs),
+}  # fmt: skip
 
 
-def trained(batch: Batch, loss_of: Loss, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def trained(batch: Batch, loss_of: Loss, in_ring: bool, trains: str = "") -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and gradients of a step; outside of a ring ``loss_of`` gets the whole batch's inputs."""
     model = tiny("llama", "ring_fp32" if in_ring else None).double()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(trains in name)
     sharded: Any = hf_ring_attn.shard(batch) if in_ring else SimpleNamespace(inputs=batch, gather=lambda x: x)
     with sharded if in_ring else nullcontext():
         loss = loss_of(model, sharded)
@@ -104,14 +157,20 @@ def assert_same(found: list[Any], want: tuple[Tensor, dict[str, Tensor]], exact:
         assert all(relative_error(gradients[name], gradient) < exact for name, gradient in want[1].items())
 
 
-def summed_up(loss_of: str) -> tuple[Tensor, dict[str, Tensor]]:
-    return trained(BATCH, EXACT[loss_of], in_ring=True)
+def summed_up(loss_of: str, trains: str = "") -> tuple[Tensor, dict[str, Tensor]]:
+    return trained(BATCH, EXACT[loss_of], in_ring=True, trains=trains)
 
 
 @pytest.mark.parametrize("loss_of", EXACT)
 def test_a_sum_over_the_shifted_labels_is_exact(ranks: Ranks, loss_of: str) -> None:
     want = trained(BATCH, lambda model, sharded: model(**sharded.inputs).loss, in_ring=False)
     assert_same(ranks(2).run(summed_up, loss_of), want, 1e-6)  # transformers' loss is float32 in any dtype
+
+
+def test_a_sum_is_exact_where_only_the_head_trains(ranks: Ranks) -> None:
+    """Ranks compare once, though one computes more parts of the loss than the other."""
+    want = trained(BATCH, lambda model, sharded: model(**sharded.inputs).loss, in_ring=False, trains="lm_head")
+    assert_same(ranks(2).run(summed_up, "in parts of any number", "lm_head"), want, 1e-6)
 
 
 def gathered(batch: Batch, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -166,20 +225,114 @@ REFUSED: dict[str, tuple[Batch, Loss]] = {
         lambda model, sharded: shifted(logits_of(model, sharded).float(), sharded.inputs["input_ids"])),
     "ShiftedByHand: log-probabilities": (
         WITHOUT_LABELS, lambda model, sharded: -torch.log_softmax(logits_of(model, sharded), -1)[:, 1:].mean()),
+    "ShiftedByHand: of a tuple": (
+        BATCH, lambda model, sharded: shifted(
+            model(**{**sharded.inputs, "labels": None}, return_dict=False)[0], sharded.inputs["labels"])),
+    "ShiftedByHand: hidden states": (
+        BATCH, lambda model, sharded: shifted(
+            hidden_of(model, sharded) @ model.lm_head.weight.T, sharded.inputs["labels"])),
+    "ShiftedByHand: hidden states before the head": (
+        BATCH, lambda model, sharded: cross_entropy(
+            model.lm_head(hidden_of(model, sharded)[:, :-1]).flatten(0, 1), sharded.inputs["labels"][:, 1:].flatten())),
+    "ShiftedByHand: up to a number": (
+        BATCH, lambda model, sharded: up_to_a_number(logits_of(model, sharded), sharded.inputs["labels"])),
+    "ShiftedByHand: row by row": (
+        BATCH, lambda model, sharded: torch.stack([
+            cross_entropy(row[:-1], labels[1:]) for row, labels in zip(
+                logits_of(model, sharded), sharded.inputs["labels"], strict=True)]).sum()),
+    "ShiftedByHand: narrow": (
+        BATCH, lambda model, sharded: narrowed(logits_of(model, sharded), sharded.inputs["labels"])),
+    "ShiftedByHand: token by token": (
+        BATCH, lambda model, sharded: cross_entropy(
+            torch.stack(logits_of(model, sharded).unbind(1)[:-1], 1).flatten(0, 1),
+            sharded.inputs["labels"][:, 1:].flatten(), reduction="sum")),
+    "ShiftedByHand: labels": (
+        BATCH, lambda model, sharded: summed(
+            logits_of(model, sharded), {**sharded.inputs, "shift_labels": padded(sharded.inputs["labels"])})),
+    "ShiftedByHand: ids whose log-probabilities are gathered": (
+        BATCH, lambda model, sharded: -log_softmax(logits_of(model, sharded), -1).gather(
+            -1, padded(sharded.inputs["input_ids"]).clamp(min=0)[..., None]).sum()),
     "MeanOfOneRank": (
         BATCH, lambda model, sharded: cross_entropy(
             logits_of(model, sharded).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
     "MeanOfOneRank: a module's": (
         BATCH, lambda model, sharded: nn.CrossEntropyLoss()(
             logits_alone(model, sharded).transpose(1, 2), sharded.inputs["shift_labels"])),
+    "MeanOfOneRank: of labels that were copied": (
+        BATCH, lambda model, sharded: nll_loss(
+            log_softmax(logits_alone(model, sharded).flatten(0, 1), -1), sharded.inputs["shift_labels"].flatten() + 0)),
+    "MeanOfOneRank: of hidden states": (
+        BATCH, lambda model, sharded: cross_entropy(
+            model.lm_head(hidden_of(model, sharded)).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
+    "MeanOfOneRank: over a sum of a mask": (
+        BATCH, lambda model, sharded: over_a_mask(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "MeanOfOneRank: over a number": (
+        BATCH, lambda model, sharded: over_a_number(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "MeanOfOneRank: of each row": (
+        BATCH, lambda model, sharded: of_each_row(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "MeanOfOneRank: of those with a label": (
+        BATCH, lambda model, sharded: selected(*each_loss(logits_of(model, sharded), sharded.inputs)).mean()),
+    "MeanOfOneRank: of those without nan": (
+        BATCH, lambda model, sharded: without(*each_loss(logits_of(model, sharded), sharded.inputs)).nanmean()),
+    "MeanOfOneRank: a divergence": (
+        BATCH, lambda model, sharded: kl_div(
+            log_softmax(logits_of(model, sharded)[sharded.inputs["shift_labels"] != -100], -1),
+            torch.tensor(0.1), reduction="batchmean")),
+    "MeanOfOneRank: with the ring's padding": (
+        WITHOUT_LABELS, lambda model, sharded: logits_of(model, sharded).square().mean()),
 }  # fmt: skip
 
 
-def refused(why: str) -> None:
+def up_to_a_number(logits: Any, labels: Tensor) -> Tensor:
+    return cross_entropy(logits[:, : labels.shape[1] - 1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def narrowed(logits: Any, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.narrow(1, 0, labels.shape[1] - 1).flatten(0, 1), labels[:, 1:].flatten())
+
+
+def padded(labels: Tensor) -> Tensor:
+    return pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def over_a_mask(losses: Any, counts: Tensor) -> Tensor:
+    loss: Tensor = (losses * counts).sum() / counts.sum().clamp(min=1)
+    return loss
+
+
+def over_a_number(losses: Any, counts: Tensor) -> Tensor:
+    loss: Tensor = losses.sum() / int(counts.sum())
+    return loss
+
+
+def of_each_row(losses: Any, counts: Tensor) -> Tensor:
+    loss: Tensor = (losses.unflatten(0, (2, -1)).sum(1) / counts.unflatten(0, (2, -1)).sum(1)).mean()
+    return loss
+
+
+def selected(losses: Any, counts: Tensor) -> Any:
+    return losses[counts]
+
+
+def without(losses: Any, counts: Tensor) -> Any:
+    return losses.masked_fill(~counts, torch.nan)
+
+
+def refused(why: str, trains: str = "") -> None:
     batch, loss_of = REFUSED[why]
+    model = tiny("llama", "ring_fp32")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(trains in name)
+    before = [weight.detach().clone() for weight in model.parameters()]
     sharded = hf_ring_attn.shard(batch)
-    with sharded:
-        loss_of(tiny("llama", "ring_fp32"), sharded)
+    try:
+        with sharded:
+            loss = loss_of(model, sharded)
+        loss.backward()
+        sharded.reduce_gradients(model)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+    finally:
+        assert sharded.ring.size == 1 or all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("why", REFUSED)
@@ -188,6 +341,12 @@ def test_a_loss_by_hand_is_refused_on_every_rank(ranks: Ranks, why: str) -> None
     for error in ranks(2).run(attempt, refused, why):
         assert error is not None
         assert error[0] == why.partition(":")[0]
+
+
+@pytest.mark.parametrize("why", ["MeanOfOneRank", "MeanOfOneRank: of hidden states", "ShiftedByHand: labels"])
+def test_it_is_refused_where_only_the_head_trains(ranks: Ranks, why: str) -> None:
+    for error in ranks(2).run(attempt, refused, why, "lm_head"):
+        assert error is not None and error[0] == why.partition(":")[0]
 
 
 def test_one_process_may_shift_and_average(ranks: Ranks) -> None:
@@ -200,7 +359,7 @@ def test_one_process_may_shift_and_average(ranks: Ranks) -> None:
 
 def test_they_are_used_like_the_tensor_that_they_hold() -> None:
     weight = torch.randn(2, 8, 11, dtype=torch.float64, requires_grad=True)
-    origin = Origin(11, None, 16, None)
+    origin = Origin(Ring.simulated(2, 0), rows=2, tokens=8, real=16)
     local = LocalLogits.of(weight * 1, origin)
     assert (local.shape, local.dtype, local.requires_grad) == (weight.shape, weight.dtype, True)
     (local**2).sum().backward()
