@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="no activation checkpointing: save all activations, compute nothing twice",
     )
-    kernels = "attention kernel (default: flash4, as if installed, if the GPU supports it; else triton)"
+    kernels = "attention kernel (default: flash4, installed here or not, if the GPU supports it; else triton)"
     how.add_argument("--kernel", choices=KERNELS, default="auto", help=kernels)
     saved = 'RingConfig(save_attention=...) (default: as "auto" decides)'
     how.add_argument("--save-attention", action=argparse.BooleanOptionalAction, default=None, help=saved)
