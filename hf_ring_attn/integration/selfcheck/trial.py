@@ -45,8 +45,8 @@ RANDOM_LOSS = (
 )
 RANDOM_TRAINING = (
     "{} draws random numbers in training, beside its dropout modules, so the self-check compared it in evaluation "
-    "mode. It is right if each token gets its own numbers, or if all ranks draw the same ones for all tokens. A shuffle, "
-    "a mean or new positions of one rank's tokens would be wrong unseen."
+    "mode. It is right if each token gets its own numbers, or if all ranks draw the same ones for all tokens. A "
+    "shuffle, a mean or new positions of one rank's tokens would be wrong unseen."
 )
 
 
