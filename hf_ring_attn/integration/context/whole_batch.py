@@ -215,8 +215,9 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
         if tuple(labels.shape) != (rows, length):
             need = (
                 f"a ring needs one label a token, [{rows}, {length}]: a causal language model's. For a model that "
-                "classifies rows use transformers.Trainer, or name it: hf_ring_attn.shard(batch, model=model); for "
-                "others compute the loss from sharded.gather(out.last_hidden_state)"
+                "classifies rows use transformers.Trainer, or name it: hf_ring_attn.shard(batch, model=model); a class "
+                "of your own also needs model.loss_type = 'ForSequenceClassification'. For others compute the loss "
+                "from sharded.gather(out.last_hidden_state)"
             )
             raise errors.BadShape("labels", tuple(labels.shape), need)
         if "shift_labels" not in inputs:

@@ -181,7 +181,7 @@ class _Check(AcrossRanks):
 
     def try_tokens(self, seed: int, rows: int, repeats: bool = False) -> Attempt:
         """Compares what the model returns for each token."""
-        has_labels = self.context.facts.has_labels and not self.context.whole_head
+        has_labels = self.context.facts.has_labels or self.context.whole_head  # a forward may need them
         row = self._row(seed, rows, has_labels and not self.context.gathers_logits, repeats)
         mine = self._local(row, self.ring)
         mine.context.state(ChunkedLoss).keeps = True  # its logits are compared

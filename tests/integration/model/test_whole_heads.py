@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForSequenceClassification
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
@@ -107,8 +109,36 @@ def test_a_head_of_whole_rows_is_that_of_one_process(ranks: Ranks, case: Case, s
             assert nothing or relative_error(got.gradients[name], gradient) < 2 * WITH_TOWERS, name
 
 
-ALBERT = {"embedding_size": 32, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+ALBERT = {"num_labels": 3, "embedding_size": 32, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 ROWS = Case("", "llama of rows").batch()
+
+
+class NeedsLabels(LlamaForSequenceClassification):  # type: ignore[no-untyped-call]  # transformers' own
+    """A program's own head, the largest value of each feature; its forward fails without labels."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **given: Any) -> Any:
+        given = {name: x for name, x in given.items() if name in ("attention_mask", "position_ids")}
+        logits = self.score(self.model(input_ids, **given).last_hidden_state.amax(1))
+        assert labels is not None
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+def loss_of_own_head(attention: str | None) -> float:
+    model = tiny("llama of rows", attention).train()
+    model.__class__, model.loss_type = NeedsLabels, "ForSequenceClassification"
+    ids = torch.arange(46).view(2, 23)
+    batch = {"input_ids": ids, "labels": torch.tensor([2, 0])}
+    if attention is None:
+        return float(model(**batch)["loss"])
+    sharded = hf_ring_attn.shard(batch, model=model)
+    with sharded:
+        return float(model(**sharded.inputs)["loss"])
+
+
+def test_a_forward_that_needs_labels_is_tried_with_them(ranks: Ranks) -> None:
+    """The self-check called it without, so it was refused (`SelfCheckNotRun`)."""
+    for found in ranks(2).run(loss_of_own_head, "ring_fp32"):
+        assert found == pytest.approx(loss_of_own_head(None), rel=1e-6)
 
 
 def refused(kind: str, config: dict[str, Any], more: Batch) -> str:
