@@ -233,6 +233,7 @@ MEASURED_BESIDE_OWN = [
 
 AUTO, DEFAULTS = "2026-11-27-two-h100-auto", "2026-11-27-two-h100-defaults"
 WHOLE_FULL, FULL_1M = "2026-11-27-full-and-first-steps", "2026-11-27-full-1m"
+NATIVE = "2026-11-27-default-allocator"
 MEASURED_BY_DEFAULT = [
     Filed(AUTO, "ring_fast_8K", {**AT_8K, "checkpointing": False}, gpu="h100"),
     Filed(AUTO, "ring_sft_8K", {**AT_8K, "checkpointing": False}, False, gpu="h100"),
@@ -244,6 +245,8 @@ MEASURED_BY_DEFAULT = [
     Filed(WHOLE_FULL, "full_256K", {**FULL, "tokens": 262144, "offload_above": 8.0}, gpu="h100"),
     Filed(FULL_1M, "full_1M", {**FULL, "offload_above": 32.0}),
     Filed(FULL_1M, "full_256K_auto", {**FULL, **SAVED, "tokens": 262144, "offload_above": 8.0}),
+    Filed(NATIVE, "native_saved_160K", {**LIGER, **SAVED, "tokens": 163840}, gpu="h100"),
+    Filed(NATIVE, "native_auto_160K", {**LIGER, **SAVED, "tokens": 163840}, gpu="h100"),
 ]
 
 ALL = [
