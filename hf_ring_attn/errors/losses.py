@@ -95,6 +95,15 @@ class MeanOfOneRank(Refused):
         )
 
 
+class PaddingInLoss(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "the loss counts tokens that only pad the row to a multiple of twice the ring size: it was summed over all "
+            "of a rank's tokens. One process has no such tokens. Count those with shift_labels != -100, or with "
+            "sharded.positions below the row's length; or compute the loss of whole rows, sharded.gather(out.logits)."
+        )
+
+
 class LossWithoutLabels(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(

@@ -136,11 +136,11 @@ def hand_out(output: Any, context: BatchContext) -> Any:
         return type(output)(hand_out(x, context) for x in output)
     if not isinstance(output, Tensor) or output.shape[:2] != context.local_shape or not output.is_floating_point():
         return output
-    real = context.facts.rows * int((context.layout.positions() < context.layout.length).sum())
+    padding = (context.layout.positions() >= context.layout.length).nonzero().flatten().tolist()
     made = context.state(MadeInputs)
     own, shifted = (x.value for x in (made.labels, made.shifted))
     labels = None if own is None or own.shape != context.local_shape else (own, shifted)
-    origin = Origin(context.ring, context.facts.rows, context.layout.local_length, real, labels)
+    origin = Origin(context.ring, context.facts.rows, context.layout.local_length, padding, labels)
     if isinstance(output, LazyLogits):
         _follow(output.head, origin)
     elif type(output) is Tensor:

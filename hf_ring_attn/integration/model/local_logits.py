@@ -3,6 +3,8 @@
 A rank has no label for the last token of a chunk: that is in the next chunk, on another rank. And ranks hold different
 numbers of labels, so the mean of their means is not the mean of the row. Neither fails: the loss is a little off.
 
+Nor may it count tokens that only pad the row to the ring's length: they have a gradient then.
+
 So what a model returns for each token is followed through torch's functions. What a rank's loss was divided by, as by a
 mean, is compared with the other ranks' in the backward: it must be the same. And its targets must not be the rank's own
 labels, shifted. What is only logged has no backward.
@@ -38,7 +40,7 @@ class Origin:
     """One output of a model for each of a rank's tokens, and what a program divides by on the way to its loss.
 
     Args:
-        rows, tokens: B and T. real: how many of these B * T are no padding of the ring.
+        rows, tokens: B and T. padding: the places among T of tokens that pad the row to the ring's length.
         labels: the rank's labels, and those that were shifted on the whole row, both [B, T], if the batch has any.
 
     Attributes:
@@ -49,7 +51,7 @@ class Origin:
     ring: Ring
     rows: int
     tokens: int
-    real: int
+    padding: list[int]
     labels: tuple[Tensor, Tensor] | None = None
     used: bool = False
     divisors: list[Any] = field(default_factory=list)
@@ -106,14 +108,16 @@ class Origin:
         if not self.used:
             return
         device = self.ring.small_device(gradient.device)
-        mine: list[Any] = [int(bool(self.divisors)), 0, 0, 0]
+        mine: list[Any] = [int(bool(self.divisors)), 0, 0, 0, 0]
         if self.divisors:
             numbers = row_of(numbers_of(self.divisors), device).sort().values
             again = numbers == numbers.roll(1)
             again[0] = False
             mine[1] = numbers.masked_fill(again, 0).sum()
         if self.targets:
-            mine[2:] = torch.stack(self.targets).amax(0).to(device)
+            mine[2:4] = torch.stack(self.targets).amax(0).to(device)
+        if self.padding and gradient.shape[:2] == (self.rows, self.tokens):  # else it is that of a weight
+            mine[4] = gradient[:, self.padding].any().long().to(device)
         self.divisors, self.targets = [], []
         end = self.ring.start_agreement({}, device, collect=mine, doing="compared how it made its loss")
         loss_gradients.wait_for(device, lambda: _refuse(*end()))
@@ -130,12 +134,16 @@ def _comparison(of: weakref.ref[Origin]) -> Callable[[Tensor], None]:
     return compare
 
 
-def _refuse(divides: list[int], divisors: list[int], by_hand: list[int], others: list[int]) -> None:
-    if len({number for it_does, number in zip(divides, divisors, strict=True) if it_does}) > 1:
-        raise errors.MeanOfOneRank()
+def _refuse(
+    divides: list[int], divisors: list[int], by_hand: list[int], others: list[int], counts_padding: list[int]
+) -> None:
     # Of few labels, those of a rank may be the same either way.
     if any(by_hand) and not any(others):
         raise errors.ShiftedByHand()
+    if any(counts_padding):
+        raise errors.PaddingInLoss()
+    if len({number for it_does, number in zip(divides, divisors, strict=True) if it_does}) > 1:
+        raise errors.MeanOfOneRank()
 
 
 class LocalLogits(Tensor):
@@ -242,7 +250,8 @@ def _divisor(
         return (~x.isnan()).sum()
     if origin.axis(x.shape) is None:
         return x.numel() // max(result.numel(), 1)
-    return origin.real if origin.axis(result.shape) is None else None
+    real = origin.rows * (origin.tokens - len(origin.padding))
+    return real if origin.axis(result.shape) is None else None
 
 
 def _arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

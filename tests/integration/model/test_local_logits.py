@@ -130,6 +130,8 @@ EXACT: dict[str, Loss] = {
     "by place, then over rows": lambda model, sharded: each_loss(
         logits_alone(model, sharded), sharded.inputs)[0].unflatten(0, (2, -1)).mean(0).sum() * (
             2 / float(sharded.inputs["num_items_in_batch"])),
+    "and nothing of tokens without a label": lambda model, sharded: summed(
+        logits_of(model, sharded), sharded.inputs) + 0.0 * logits_of(model, sharded).sum(),
     "beside means for a log": lambda model, sharded: beside_means_for_a_log(
         logits_of(model, sharded), sharded.inputs),
     "in parts of any number": lambda model, sharded: in_parts_of_any_number(
@@ -279,7 +281,11 @@ REFUSED: dict[str, tuple[Batch, Loss]] = {
             log_softmax(logits_of(model, sharded)[sharded.inputs["shift_labels"] != -100], -1),
             torch.tensor(0.1), reduction="batchmean")),
     "MeanOfOneRank: with the ring's padding": (
-        WITHOUT_LABELS, lambda model, sharded: logits_of(model, sharded).square().mean()),
+        BATCH, lambda model, sharded: each_loss(logits_of(model, sharded), sharded.inputs)[0].mean()),
+    "PaddingInLoss": (
+        WITHOUT_LABELS, lambda model, sharded: logits_of(model, sharded).logsumexp(-1).square().sum()),
+    "PaddingInLoss: of hidden states": (
+        BATCH, lambda model, sharded: hidden_of(model, sharded).square().sum()),
 }  # fmt: skip
 
 
@@ -359,7 +365,7 @@ def test_one_process_may_shift_and_average(ranks: Ranks) -> None:
 
 def test_they_are_used_like_the_tensor_that_they_hold() -> None:
     weight = torch.randn(2, 8, 11, dtype=torch.float64, requires_grad=True)
-    origin = Origin(Ring.simulated(2, 0), rows=2, tokens=8, real=16)
+    origin = Origin(Ring.simulated(2, 0), rows=2, tokens=8, padding=[])
     local = LocalLogits.of(weight * 1, origin)
     assert (local.shape, local.dtype, local.requires_grad) == (weight.shape, weight.dtype, True)
     (local**2).sum().backward()
