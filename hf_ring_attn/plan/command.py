@@ -14,6 +14,8 @@ from ..integration.model import admission, loading
 from . import launch, report
 from .hardware import GPUS, KEPT_FREE, Gpu
 from .notes import notes_on
+from .positions import scaling
+from .program import program
 from .search import alternatives, decided, forecast, longer_rows, most_tokens
 from .setup import ITEMSIZES, KERNELS, LOSSES, METHODS, OPTIMIZERS, SHARDS, Setup
 from .shape import shape_of
@@ -152,13 +154,15 @@ def run(given: argparse.Namespace) -> int:
     if not others and not one.fits:
         others = alternatives(model, one, setup.gpu.memory_gib)
     longer = longer_rows(model, one, advised) if given.max_tokens else []
+    notes = notes_on(config, meta, model, setup)
+    made = program(setup, given.model, loading.class_name(config), notes, scaling(config, setup.tokens))
     plan = report.Plan(
-        model, one, others, longer, notes_on(config, meta, model, setup), given.gpu, given.model,
-        loading.class_name(config), kept_free if given.max_tokens else 0.0, given.max_tokens and not one.fits,
+        model, one, others, longer, notes, given.gpu, given.model, made,
+        kept_free if given.max_tokens else 0.0, given.max_tokens and not one.fits,
         given.write if one.fits else None, given.write is not None,
     )  # fmt: skip
     if plan.written is not None:
-        launch.write(plan.written, setup, plan.source, plan.auto_class, plan.notes, given.overwrite)
+        launch.write(plan.written, setup, made, given.overwrite)
     text = json.dumps(report.as_json(plan), indent=1) if given.json else report.table(plan)
     sys.stdout.write(text + "\n")
     return 0 if one.fits else 1

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from .. import errors
-from .program import program
 from .setup import Setup
 
 CONFIG, PROGRAM = "ring.yaml", "train.py"
@@ -50,17 +48,14 @@ def config(setup: Setup) -> str:
 MIXED = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
-def write(
-    folder: Path, setup: Setup, source: str, auto: str = "AutoModelForCausalLM", notes: Sequence[str] = (),
-    overwrite: bool = False,
-) -> None:  # fmt: skip
-    """Writes both files. ``source``, ``auto``, ``notes``: as in `program`.
+def write(folder: Path, setup: Setup, text: str, overwrite: bool = False) -> None:
+    """Writes both files. ``text``: the program.
 
     Raises:
         FilesDiffer: a file is there with other content, and ``overwrite`` is False. Nothing was written.
         PlanNotWritten: the folder cannot be made, or written to.
     """
-    texts = {CONFIG: config(setup), PROGRAM: program(setup, source, auto, notes)}
+    texts = {CONFIG: config(setup), PROGRAM: text}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not overwrite:

@@ -10,17 +10,14 @@ from torch import nn
 from ..integration.model.structure import text_modules
 from .hardware import GIB
 from .memory import memory_of
+from .positions import beyond
 from .setup import Setup
 from .shape import ModelShape
-
-ROPE = "RoPE scaling such as YaRN (recipes/extend-context)"
-MORE = "a larger factor of its RoPE scaling (recipes/extend-context)"
-TABLE = "a longer table of positions, which has to be trained"
 
 
 def notes_on(config: Any, model: nn.Module, shape: ModelShape, setup: Setup) -> list[str]:
     """Returns a line for each fact of the model or the setup that its forecast does not show."""
-    of_model = [*_other_class(config, model), *_towers(model), *_positions(config, model, setup.tokens)]
+    of_model = [*_other_class(config, model), *_towers(model), *beyond(config, model, setup.tokens)]
     of_setup = [*_chunks(setup), *_logits(setup), *_storage(setup), *_accumulation(shape, setup)]
     return [*of_model, *of_setup, *_unmeasured(shape, setup)]
 
@@ -71,37 +68,3 @@ def _towers(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if id(module) not in text and id(model.get_submodule(name.rpartition(".")[0])) in text:
             yield f"the weights of {name} are counted, its activations and its time are not"
-
-
-def _positions(config: Any, model: nn.Module, tokens: int) -> Iterator[str]:
-    text = config.get_text_config()
-    limit, modules = getattr(text, "max_position_embeddings", None), dict(text_modules(model))
-    if not isinstance(limit, int):
-        return
-    if any("Rotary" in type(module).__name__ for module in modules.values()):
-        ropes = _rope(text)
-        # Gemma 3's positions are counted with the factor of its RoPE.
-        scaled = [] if str(text.model_type).startswith("gemma3") else [_scaled(one, limit) for one in ropes]
-        limit, need = max([limit, *scaled]), MORE if any(one.get("factor") for one in ropes) else ROPE
-    elif any(_is_table(name, module, limit) for name, module in modules.items()):
-        need = TABLE
-    else:  # it learned no place
-        return
-    if tokens > limit:
-        yield f"{tokens:,} tokens are beyond the model's {limit:,} positions: it needs {need}"
-
-
-def _rope(text: Any) -> list[dict[str, Any]]:
-    """RoPE's parameters, of each kind of layers if they differ."""
-    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    return [one for one in (found, *found.values()) if isinstance(one, dict) and one]
-
-
-def _scaled(rope: dict[str, Any], limit: int) -> int:
-    """The positions that a scaling reaches: its factor times those before it."""
-    return int((rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or limit))
-
-
-def _is_table(name: str, module: nn.Module, limit: int) -> bool:
-    of_positions = "position" in name or name.endswith("wpe")
-    return of_positions and isinstance(module, nn.Embedding) and module.num_embeddings >= limit

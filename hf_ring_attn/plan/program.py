@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .setup import Setup
 
@@ -24,12 +25,15 @@ PACKING = {
 }
 
 
-def program(setup: Setup, source: str, auto: str = "AutoModelForCausalLM", notes: Sequence[str] = ()) -> str:
+def program(
+    setup: Setup, source: str, auto: str = "AutoModelForCausalLM", notes: Sequence[str] = (),
+    rope: Mapping[str, Any] | None = None,
+) -> str:  # fmt: skip
     """A training program in Python, in which the user names `to_replace`.
 
     Args:
         source: the planned model: of the Hub, a folder, or a config file. auto: its auto class of transformers.
-        notes: what a forecast says beside its numbers.
+        notes: what a forecast says beside its numbers. rope: entries of ``rope_parameters`` that the row needs.
     """
     chosen = {
         "save_attention": setup.save_attention, "mlp_tokens": setup.mlp_tokens or None,
@@ -37,7 +41,8 @@ def program(setup: Setup, source: str, auto: str = "AutoModelForCausalLM", notes
         "loss": None if setup.loss == "chunked" else f'"{setup.loss}"',
     }  # fmt: skip
     ring = [f"{name}={value}" for name, value in chosen.items() if value is not None]
-    loading = [f"dtype=torch.{setup.dtype}", 'attn_implementation="ring_fp32"', "use_cache=False"]
+    loading = [f"dtype=torch.{setup.dtype}", 'attn_implementation="ring_fp32"']
+    loading += ["config=config"] if rope else ["use_cache=False"]  # beside a config it is no argument
     if setup.method == "qlora":
         loading.append(QUANTIZED.replace("DTYPE", f"torch.{setup.dtype}"))
     optimizer = (SHARDED_OPTIMIZERS if setup.is_sharded else OPTIMIZERS)[setup.optimizer]
@@ -52,7 +57,8 @@ def program(setup: Setup, source: str, auto: str = "AutoModelForCausalLM", notes
     name, about = _model(source)
     adapts, quantizes = setup.method != "full", setup.method == "qlora"
     return TEMPLATE.format(
-        notes="".join(f"# {note}\n" for note in notes),
+        notes="".join(f"# {note}\n" for note in notes), auto_config="AutoConfig, " if rope else "",
+        config=CONFIG.format(tokens=setup.tokens, rope=json.dumps(rope)) if rope else "",
         replace=" and ".join(to_replace(source)), model=json.dumps(name), about=about, auto=auto,
         peft="from peft import LoraConfig\n" if adapts else "", bnb=", BitsAndBytesConfig" if quantizes else "",
         loading=_lines(loading), ring=", ".join(ring), arguments=_lines(arguments),
@@ -84,11 +90,16 @@ QUANTIZED = (
     'quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", '
     "bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=DTYPE, bnb_4bit_quant_storage=DTYPE)"
 )
+CONFIG = """config = AutoConfig.from_pretrained(MODEL)
+config.max_position_embeddings = {tokens}
+config.rope_parameters |= {rope}
+config.use_cache = False
+"""
 TEMPLATE = '''"""Made by `hf-ring-attn plan`. Replace {replace}; look at the learning rate, the epochs and packing."""
 
 {notes}import torch
 from datasets import load_dataset
-{peft}from transformers import {auto}{bnb}, set_seed
+{peft}from transformers import {auto_config}{auto}{bnb}, set_seed
 from trl import SFTConfig, SFTTrainer
 
 import hf_ring_attn
@@ -97,7 +108,7 @@ MODEL = {model}{about}
 DATA = "DATA"  # replace it: a data set of the Hub, or a folder of files, with a column "text" or "messages"
 
 set_seed(0)  # before adapters are made: their first values are random, and alike on every rank
-model = {auto}.from_pretrained(
+{config}model = {auto}.from_pretrained(
     MODEL,
     {loading}
 )

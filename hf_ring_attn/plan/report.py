@@ -11,7 +11,7 @@ from typing import Any
 from . import launch
 from .hardware import GIB, LOCKED_GIB_PER_SECOND
 from .memory import CHECKPOINTS, SAVED
-from .program import program, to_replace
+from .program import to_replace
 from .search import QLORA, Forecast
 from .setup import Setup
 from .shape import ModelShape
@@ -23,7 +23,7 @@ class Plan:
 
     Args:
         others, longer: as `search.alternatives` and `search.longer_rows` give them. notes: as `notes.notes_on`.
-        gpu, source: as the user named them.
+        gpu, source: as the user named them. program: the training program.
         kept_free: the share of the memory that the longest row leaves. none_fits: no row does.
         written: where the launch config and the program were written. asked: the user asked for it.
     """
@@ -35,7 +35,7 @@ class Plan:
     notes: list[str]
     gpu: str
     source: str
-    auto_class: str
+    program: str
     kept_free: float = 0.0
     none_fits: bool = False
     written: Path | None = None
@@ -155,7 +155,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "longer_rows": [{"tokens": x.setup.tokens, **_as_json(x)} for x in plan.longer],
         "launch": {
             "command": launch.command(one.setup), "config": launch.config(one.setup),
-            "program": program(one.setup, plan.source, plan.auto_class),
+            "program": plan.program,
             "written": None if plan.written is None else str(plan.written),
         },
     }  # fmt: skip

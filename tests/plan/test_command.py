@@ -225,7 +225,7 @@ def test_an_unknown_model_is_refused_in_words(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("shard", SHARDS)
 def test_the_launch_is_complete(method: str, shard: str, tmp_path: Path) -> None:
     setup = Setup(gpus=8, tokens=4096, ring=4, method=method, shard=shard, mlp_tokens=512, offload_above=0.0)
-    launch.write(tmp_path, setup, "some/model")
+    launch.write(tmp_path, setup, program(setup, "some/model"))
     config = yaml.safe_load((tmp_path / launch.CONFIG).read_text())
     sizes = config["parallelism_config"]
     assert sizes["parallelism_config_cp_size"] == 4 and config["num_processes"] == 8
@@ -251,7 +251,9 @@ def test_the_program_trains_without_a_warning_of_an_older_name(tmp_path: Path) -
     toy.write_model(tmp_path / "model")
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows/rows.jsonl").write_text(json.dumps({"text": "A row of words. " * 20}) + "\n")
-    launch.write(tmp_path, Setup(gpus=1, tokens=256, dtype="float32", save_attention=True), str(tmp_path / "model"))
+    setup = Setup(gpus=1, tokens=256, dtype="float32", save_attention=True)
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+    launch.write(tmp_path, setup, program(setup, str(tmp_path / "model"), rope=yarn))
     written = tmp_path / launch.PROGRAM
     written.write_text(written.read_text().replace('"DATA"', f'"{tmp_path / "rows"}"'))
     said = start(tmp_path, written).output()

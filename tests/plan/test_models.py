@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from docs_tools import numbers
 from hf_ring_attn import cli
+from hf_ring_attn.integration.model import loading
 from hf_ring_attn.plan.hardware import KEPT_FREE
+from hf_ring_attn.plan.positions import beyond
 from tests.plan.shapes import LLAMA_8B
 
 SMALL = {**LLAMA_8B, "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
@@ -133,6 +136,26 @@ def test_positions_beyond_the_model_are_said(plan: Any, entries: dict[str, Any],
     assert len(notes) == bool(words) and all(line.startswith("note: ") and words in line for line in notes)
     found = json.loads(plan(entries, "--tokens", "8K", "--json")[1])
     assert found["notes"] == [x.removeprefix("note: ") for x in notes]
+
+
+def test_the_program_scales_positions_that_the_model_lacks(plan: Any) -> None:
+    """By YaRN, or by a larger factor; the model that it builds has the scaling, and is none that `plan` notes."""
+    llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 2048,
+              "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # fmt: skip
+    for rope, found in (
+        (None, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}),
+        (llama3, {"factor": 4.0}), ({**ROPE, "factor": 1.5}, {"factor": 2.0}), (ROPE, {}),
+    ):  # fmt: skip
+        entries = {**SMALL, "max_position_embeddings": 4096, **({} if rope is None else {"rope_parameters": rope})}
+        program = json.loads(plan(entries, "--tokens", "8K", "--json")[1])["launch"]["program"]
+        assert (f"config.rope_parameters |= {json.dumps(found)}\n" in program) == bool(found)
+        values: dict[str, Any] = dict(entries)
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        lines = [line for line in program.splitlines() if line.startswith("config.")]
+        exec("\n".join(lines), {"config": config})
+        assert list(beyond(config, loading.empty_model(config), 8192)) == []
+    kinds = POSITIONS["with the factor in them, as Gemma 3's"][0]  # each kind of layers has its own
+    assert "rope_parameters" not in json.loads(plan(kinds, "--tokens", "8K", "--json")[1])["launch"]["program"]
 
 
 def test_the_longest_row_leaves_what_forecasts_missed(plan: Any) -> None:
