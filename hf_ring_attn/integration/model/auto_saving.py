@@ -42,8 +42,8 @@ LOST = (
 )
 
 SCARCE = (
-    'save_attention="auto" saves nothing in the next batch and measures memory anew: torch\'s allocator ran out of '
-    "memory, and went on after it had emptied its cache."
+    'save_attention="auto" saves no longer: torch\'s allocator ran out of memory, and went on after it had emptied its '
+    "cache. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves it more."
 )
 
 
@@ -196,10 +196,10 @@ class _Room:
             _OPEN.add(self.measurement)
 
     def at_batch(self, memory: DeviceMemory, budget: Budget | None) -> None:
-        """Ends the measurement, if an optimizer has stepped. Forgets all if memory has become scarce since.
+        """Ends the measurement, if an optimizer has stepped. Forgets all if the program has taken memory since.
 
-        So it is if the program holds more, or if the allocator runs out of memory after the first batch that saves,
-        which finds the cache full of other sizes.
+        Nothing is saved any more if the allocator runs out of memory, but for the first batch that saves: it finds the
+        cache full of other sizes.
         """
         one = self.measurement
         if one is None:
@@ -207,7 +207,7 @@ class _Room:
             self.retries = memory.retries if self.batches == 1 else self.retries
             if self.tokens and memory.retries > self.retries:
                 warn(SCARCE, everywhere=False)
-                self.tokens = self.tried = 0
+                self.tokens = 0
             if memory.allocated - self.start > LEFT_FREE / 2 * memory.usable:
                 self.tokens = self.tried = 0
             return
