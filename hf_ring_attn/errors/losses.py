@@ -95,6 +95,15 @@ class MeanOfOneRank(Refused):
         )
 
 
+class PooledOnOneRank(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "the loss uses a rank's tokens as if they were a row: its last token, its largest number, or a function of "
+            "a sum over its tokens, as of hidden states or log-probabilities. Take sharded.last_token(x), "
+            "sharded.row_sum(x, mask) or sharded.row_mean(x, mask), or compute it from whole rows: sharded.gather(x)."
+        )
+
+
 class PaddingInLoss(Refused):
     def __init__(self) -> None:
         super().__init__(

@@ -3,11 +3,13 @@
 A rank has no label for the last token of a chunk: that is in the next chunk, on another rank. And ranks hold different
 numbers of labels, so the mean of their means is not the mean of the row. Neither fails: the loss is a little off.
 
-Nor may it count tokens that only pad the row to the ring's length: they have a gradient then.
+Nor may it count tokens that only pad the row to the ring's length: they have a gradient then. And what it makes of all
+tokens of a row, or of its last one, is made of a rank's.
 
-So what a model returns for each token is followed through torch's functions. What a rank's loss was divided by, as by a
-mean, is compared with the other ranks' in the backward: it must be the same. And its targets must not be the rank's own
-labels, shifted. What is only logged has no backward.
+So what a model returns for each token is followed through torch's functions, and compared with the other ranks' in the
+backward. What a rank's loss was divided by, as by a mean, must be the same. So must the gradient of a sum over tokens:
+it is another where the loss is a function of a rank's sum. And targets must not be the rank's own labels, shifted. What
+is only logged has no backward.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ from . import loss_gradients
 
 MEANS = {"mean", "nanmean"}
 DIVISIONS = {"div", "divide", "true_divide", "__truediv__", "div_", "divide_", "true_divide_", "__itruediv__"}
+SUMS = {"sum", "nansum", "mean", "nanmean"}
+OTHER_REDUCTIONS = {"prod", "max", "amax", "min", "amin", "median", "nanmedian", "logsumexp", "std", "var", "norm"}
+"""Their result of a row is not the sum of the ranks'."""
 TARGETED = {"cross_entropy", "nll_loss", "gather", "take_along_dim"}
 
 
@@ -46,6 +51,7 @@ class Origin:
     Attributes:
         used: a loss may have been computed from it, on every rank.
         divisors, targets: of the current backward; targets as two flags each, see `of_target`.
+        reduced, picked: what must be the same of results made of all tokens, and of one token.
     """
 
     ring: Ring
@@ -56,6 +62,8 @@ class Origin:
     used: bool = False
     divisors: list[Any] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
+    reduced: list[Tensor] = field(default_factory=list)
+    picked: list[Tensor] = field(default_factory=list)
 
     def begin_at(self, x: Tensor) -> None:
         """Lets ranks compare once the backward has the gradient of ``x``, on which all that is followed depends."""
@@ -64,7 +72,7 @@ class Origin:
 
     def anew(self) -> Origin:
         """The same for another beginning."""
-        return replace(self, divisors=[], targets=[])
+        return replace(self, divisors=[], targets=[], reduced=[], picked=[])
 
     def axis(self, shape: torch.Size) -> int | None:
         """The axis of the tokens; None: it is not for each token."""
@@ -90,35 +98,38 @@ class Origin:
         by_hand, right = like(self.labels[0][:, 1:]), like(self.labels[1][:, :-1])
         return torch.stack([(by_hand & ~right).any(), ~(by_hand | right).any()]).long()
 
-    def note(self, result: Tensor, divisor: Any, target: Tensor | None) -> None:
-        """Notes, once the backward passes through ``result``, what it was divided by, and its targets' flags."""
+    def note(self, result: Tensor, divisor: Any, target: Tensor | None, made_of: str) -> None:
+        """Notes, once the backward passes through ``result``, what it was divided by, its targets' flags, its gradient.
 
-        def passes(_gradient: Tensor) -> None:
+        Args:
+            made_of: see `_made_of`.
+        """
+
+        def passes(gradient: Tensor) -> None:
+            if made_of:
+                kept = result if made_of == "reduced" else gradient
+                (self.picked if made_of == "picked" else self.reduced).append(kept.detach())
             if divisor is not None:
                 one = divisor.detach().double().reshape(-1) if isinstance(divisor, Tensor) else float(divisor)
                 self.divisors.append(one)
             if target is not None:
                 self.targets.append(target)
 
-        if divisor is not None or target is not None:
+        if divisor is not None or target is not None or made_of:
             result.register_hook(passes)
 
     def compare(self, gradient: Tensor) -> None:
-        """Starts the comparison of the divisors, as a set, since ranks may sum over different numbers of parts."""
+        """Starts the comparison."""
         if not self.used:
             return
         device = self.ring.small_device(gradient.device)
-        mine: list[Any] = [int(bool(self.divisors)), 0, 0, 0, 0]
-        if self.divisors:
-            numbers = row_of(numbers_of(self.divisors), device).sort().values
-            again = numbers == numbers.roll(1)
-            again[0] = False
-            mine[1] = numbers.masked_fill(again, 0).sum()
+        picked = self.picked if len(self.picked) == 1 else []  # more: a program that takes token by token
+        mine: list[Any] = [0, 0, 0, *_as_set(self.divisors, device), *_as_set([*self.reduced, *picked], device)]
         if self.targets:
-            mine[2:4] = torch.stack(self.targets).amax(0).to(device)
+            mine[:2] = torch.stack(self.targets).amax(0).to(device)
         if self.padding and gradient.shape[:2] == (self.rows, self.tokens):  # else it is that of a weight
-            mine[4] = gradient[:, self.padding].any().long().to(device)
-        self.divisors, self.targets = [], []
+            mine[2] = gradient[:, self.padding].any().long().to(device)
+        self.divisors, self.targets, self.reduced, self.picked = [], [], [], []
         end = self.ring.start_agreement({}, device, collect=mine, doing="compared how it made its loss")
         loss_gradients.wait_for(device, lambda: _refuse(*end()))
 
@@ -134,15 +145,30 @@ def _comparison(of: weakref.ref[Origin]) -> Callable[[Tensor], None]:
     return compare
 
 
-def _refuse(
-    divides: list[int], divisors: list[int], by_hand: list[int], others: list[int], counts_padding: list[int]
-) -> None:
+def _as_set(found: list[Any], device: torch.device) -> tuple[int, int | Tensor]:
+    """Is there any, and a number for all of them, each once, since ranks may sum over different numbers of parts."""
+    if not found:
+        return 0, 0
+    numbers = row_of(numbers_of(found), device).sort().values
+    again = numbers == numbers.roll(1)
+    again[0] = False
+    return 1, numbers.masked_fill(again, 0).sum()
+
+
+def _differ(there: list[int], numbers: list[int]) -> bool:
+    return len({number for is_there, number in zip(there, numbers, strict=True) if is_there}) > 1
+
+
+def _refuse(by_hand: list[int], others: list[int], counts_padding: list[int], *compared: list[int]) -> None:
     # Of few labels, those of a rank may be the same either way.
     if any(by_hand) and not any(others):
         raise errors.ShiftedByHand()
+    divides_by_another = _differ(*compared[:2])
+    if _differ(*compared[2:]) and not divides_by_another:
+        raise errors.PooledOnOneRank()
     if any(counts_padding):
         raise errors.PaddingInLoss()
-    if len({number for it_does, number in zip(divides, divisors, strict=True) if it_does}) > 1:
+    if divides_by_another:
         raise errors.MeanOfOneRank()
 
 
@@ -218,8 +244,9 @@ def followed(
     # Not an attribute, nor what a compiler traces, nor what an autograd function returns, which has no graph yet.
     if function.__name__ == "__get__" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return result
-    if type(result) in (tuple, list):
-        return type(result)(followed(part, x, origin, function, args, kwargs) for part in result)
+    if isinstance(result, (tuple, list)):
+        parts: Any = [followed(part, x, origin, function, args, kwargs) for part in result]
+        return type(result)(parts)
     if type(result) is not Tensor or not result.requires_grad or not result.is_floating_point():
         return result
     if not x.requires_grad:
@@ -228,8 +255,26 @@ def followed(
     origin.used = True
     targets = map(origin.of_target, (*args, *kwargs.values())) if function.__name__ in TARGETED else iter(())
     target = next((flags for flags in targets if flags is not None), None)
-    origin.note(result, _divisor(result, x, origin, function, args, kwargs), target)
+    divisor = _divisor(result, x, origin, function, args, kwargs)
+    origin.note(result, divisor, target, _made_of(result, x, origin, function, args))
     return LocalLogits.of(result, origin)
+
+
+def _made_of(result: Tensor, x: Tensor, origin: Origin, function: Any, args: tuple[Any, ...]) -> str:
+    """Returns how a function made ``result`` of all tokens of ``x``, or of one of each row.
+
+    "summed": several sums over all tokens; "reduced": by another reduction; "picked": of one token; "": neither.
+    """
+    axis, name = origin.axis(x.shape), function.__name__
+    if axis is None or origin.axis(result.shape) is not None:
+        return ""
+    if name in OTHER_REDUCTIONS:
+        return "reduced"
+    if name in SUMS and result.dim():
+        return "summed"
+    entry = _entry_at(x.shape, axis, args[1]) if function is Tensor.__getitem__ and result.dim() < x.dim() else None
+    is_one = isinstance(entry, int) or (isinstance(entry, Tensor) and entry.numel() <= origin.rows)
+    return "picked" if is_one else ""
 
 
 def _divisor(
@@ -291,13 +336,17 @@ def refuse_shift(shape: torch.Size, origin: Origin, function: Any, args: tuple[A
 
 
 def _shifts(shape: torch.Size, axis: int, index: Any) -> bool:
+    entry, last = _entry_at(shape, axis, index), shape[axis] - 1
+    return isinstance(entry, slice) and (entry.stop == -1 or entry in (slice(None, last), slice(1, None)))
+
+
+def _entry_at(shape: torch.Size, axis: int, index: Any) -> Any:
+    """The entry of an index for an axis; None if it has none, or one that takes several axes."""
     entries = [entry for entry in (index if isinstance(index, tuple) else (index,)) if entry is not None]
-    if not all(entry is Ellipsis or isinstance(entry, (slice, int)) for entry in entries):
-        return False
-    if Ellipsis in entries:
-        at = entries.index(Ellipsis)
+    kinds = (slice, int, Tensor, type(Ellipsis))
+    if not all(isinstance(entry, kinds) and getattr(entry, "dtype", None) != torch.bool for entry in entries):
+        return None
+    places = [at for at, entry in enumerate(entries) if entry is Ellipsis]
+    for at in places[:1]:
         entries[at : at + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
-    if axis >= len(entries) or not isinstance(entry := entries[axis], slice):
-        return False
-    last = shape[axis] - 1
-    return entry.stop == -1 or entry in (slice(None, last), slice(1, None))
+    return entries[axis] if axis < len(entries) else None

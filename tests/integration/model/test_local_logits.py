@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.nn.functional import cross_entropy, kl_div, log_softmax, nll_loss, pad
+from torch.nn.functional import cross_entropy
 
 import hf_ring_attn
 from hf_ring_attn import Sharded
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.integration.model.local_logits import LocalLogits, Origin
 from hf_ring_attn.testing import relative_error
-from tests.helpers.jobs.plain_jobs import Batch, attempt, gradients_of, tokens
+from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
 from tests.helpers.live_ranks import LiveRanks
 from tests.helpers.models.tiny_models import tiny
 
@@ -28,6 +28,8 @@ Inputs = dict[str, Any]
 Loss = Callable[[Any, Sharded], Tensor]
 BATCH = tokens(23)
 WITHOUT_LABELS: Batch = {"input_ids": BATCH["input_ids"]}
+EVEN: Batch = {"input_ids": BATCH["input_ids"][:, :20]}
+"""A ring of two adds no padding."""
 FLOAT64 = 1e-12
 
 
@@ -112,6 +114,12 @@ def in_parts_of_any_number(logits: Any, inputs: Inputs) -> Tensor:
     return found + 0.0 * logits.sum() if dist.get_rank() else found
 
 
+def token_by_token(logits: Any, inputs: Inputs) -> Tensor:
+    targets = inputs["shift_labels"]
+    each = [cross_entropy(logits[:, at], targets[:, at], reduction="sum") for at in range(targets.shape[1])]
+    return torch.stack(each).sum() / float(inputs["num_items_in_batch"])
+
+
 EXACT: dict[str, Loss] = {
     "a sum": lambda model, sharded: summed(logits_of(model, sharded), sharded.inputs),
     "without labels": lambda model, sharded: summed(logits_alone(model, sharded), sharded.inputs),
@@ -134,6 +142,10 @@ EXACT: dict[str, Loss] = {
         logits_of(model, sharded), sharded.inputs) + 0.0 * logits_of(model, sharded).sum(),
     "beside means for a log": lambda model, sharded: beside_means_for_a_log(
         logits_of(model, sharded), sharded.inputs),
+    "token by token": lambda model, sharded: token_by_token(logits_alone(model, sharded), sharded.inputs),
+    "summed over each row": lambda model, sharded: each_loss(
+        logits_alone(model, sharded), sharded.inputs)[0].unflatten(0, (2, -1)).sum(1).sum() / float(
+            sharded.inputs["num_items_in_batch"]),
     "in parts of any number": lambda model, sharded: in_parts_of_any_number(
         logits_alone(model, sharded), sharded.inputs),
 }  # fmt: skip
@@ -175,6 +187,10 @@ def test_a_sum_is_exact_where_only_the_head_trains(ranks: Ranks) -> None:
     assert_same(ranks(2).run(summed_up, "in parts of any number", "lm_head"), want, 1e-6)
 
 
+def shifted(logits: Any, labels: Tensor) -> Tensor:
+    return cross_entropy(logits[..., :-1, :].flatten(0, 1), labels[..., 1:].flatten())
+
+
 def gathered(batch: Batch, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss of whole rows, whose logits a program may shift."""
     return trained(
@@ -185,6 +201,26 @@ def gathered(batch: Batch, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("batch", [BATCH, WITHOUT_LABELS], ids=["labels", "no labels"])
 def test_gathered_logits_may_be_shifted(ranks: Ranks, batch: Batch) -> None:
     assert_same(ranks(2).run(gathered, batch, True), gathered(batch, in_ring=False), FLOAT64)
+
+
+POOLED: dict[str, tuple[Loss, Callable[[Tensor], Tensor]]] = {
+    "gathered": (lambda model, sharded: sharded.gather(hidden_of(model, sharded))[:, -1], lambda x: x[:, -1]),
+    "the last token": (lambda model, sharded: sharded.last_token(hidden_of(model, sharded)), lambda x: x[:, -1]),
+    "a mean": (lambda model, sharded: sharded.row_mean(hidden_of(model, sharded)), lambda x: x.mean(1)),
+    "a sum": (lambda model, sharded: sharded.row_sum(hidden_of(model, sharded)), lambda x: x.sum(1)),
+}
+"""Of whole rows in a ring, and in one process."""
+
+
+def pooled(name: str, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    in_rows, alone = POOLED[name]
+    take: Loss = in_rows if in_ring else lambda model, sharded: alone(hidden_of(model, sharded))
+    return trained(BATCH, lambda model, sharded: take(model, sharded).mul(0.01).sigmoid().sum(), in_ring)
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_states_of_whole_rows_may_be_pooled(ranks: Ranks, name: str) -> None:
+    assert_same(ranks(2).run(pooled, name, True), pooled(name, in_ring=False), FLOAT64)
 
 
 FULL: Batch = {"input_ids": BATCH["input_ids"][:, :20], "targets": BATCH["input_ids"][:, 3:23]}
@@ -207,157 +243,6 @@ def averaged(name: str, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_mean_over_as_many_targets_on_each_rank_is_exact(ranks: Ranks, name: str) -> None:
     assert_same(ranks(2).run(averaged, name, True), averaged(name, in_ring=False), FLOAT64)
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-
-def shifted(logits: Any, labels: Tensor) -> Tensor:
-    return cross_entropy(logits[..., :-1, :].flatten(0, 1), labels[..., 1:].flatten())
-
-
-REFUSED: dict[str, tuple[Batch, Loss]] = {
-    "ShiftedByHand": (BATCH, lambda model, sharded: shifted(logits_of(model, sharded), sharded.inputs["labels"])),
-    "ShiftedByHand: in float32": (
-        BATCH, lambda model, sharded: shifted(logits_of(model, sharded).float(), sharded.inputs["labels"])),
-    "ShiftedByHand: without labels": (
-        BATCH, lambda model, sharded: shifted(logits_alone(model, sharded).float(), sharded.inputs["labels"])),
-    "ShiftedByHand: of ids": (
-        WITHOUT_LABELS,
-        lambda model, sharded: shifted(logits_of(model, sharded).float(), sharded.inputs["input_ids"])),
-    "ShiftedByHand: log-probabilities": (
-        WITHOUT_LABELS, lambda model, sharded: -torch.log_softmax(logits_of(model, sharded), -1)[:, 1:].mean()),
-    "ShiftedByHand: of a tuple": (
-        BATCH, lambda model, sharded: shifted(
-            model(**{**sharded.inputs, "labels": None}, return_dict=False)[0], sharded.inputs["labels"])),
-    "ShiftedByHand: hidden states": (
-        BATCH, lambda model, sharded: shifted(
-            hidden_of(model, sharded) @ model.lm_head.weight.T, sharded.inputs["labels"])),
-    "ShiftedByHand: hidden states before the head": (
-        BATCH, lambda model, sharded: cross_entropy(
-            model.lm_head(hidden_of(model, sharded)[:, :-1]).flatten(0, 1), sharded.inputs["labels"][:, 1:].flatten())),
-    "ShiftedByHand: up to a number": (
-        BATCH, lambda model, sharded: up_to_a_number(logits_of(model, sharded), sharded.inputs["labels"])),
-    "ShiftedByHand: row by row": (
-        BATCH, lambda model, sharded: torch.stack([
-            cross_entropy(row[:-1], labels[1:]) for row, labels in zip(
-                logits_of(model, sharded), sharded.inputs["labels"], strict=True)]).sum()),
-    "ShiftedByHand: narrow": (
-        BATCH, lambda model, sharded: narrowed(logits_of(model, sharded), sharded.inputs["labels"])),
-    "ShiftedByHand: token by token": (
-        BATCH, lambda model, sharded: cross_entropy(
-            torch.stack(logits_of(model, sharded).unbind(1)[:-1], 1).flatten(0, 1),
-            sharded.inputs["labels"][:, 1:].flatten(), reduction="sum")),
-    "ShiftedByHand: labels": (
-        BATCH, lambda model, sharded: summed(
-            logits_of(model, sharded), {**sharded.inputs, "shift_labels": padded(sharded.inputs["labels"])})),
-    "ShiftedByHand: ids whose log-probabilities are gathered": (
-        BATCH, lambda model, sharded: -log_softmax(logits_of(model, sharded), -1).gather(
-            -1, padded(sharded.inputs["input_ids"]).clamp(min=0)[..., None]).sum()),
-    "MeanOfOneRank": (
-        BATCH, lambda model, sharded: cross_entropy(
-            logits_of(model, sharded).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
-    "MeanOfOneRank: a module's": (
-        BATCH, lambda model, sharded: nn.CrossEntropyLoss()(
-            logits_alone(model, sharded).transpose(1, 2), sharded.inputs["shift_labels"])),
-    "MeanOfOneRank: of labels that were copied": (
-        BATCH, lambda model, sharded: nll_loss(
-            log_softmax(logits_alone(model, sharded).flatten(0, 1), -1), sharded.inputs["shift_labels"].flatten() + 0)),
-    "MeanOfOneRank: of hidden states": (
-        BATCH, lambda model, sharded: cross_entropy(
-            model.lm_head(hidden_of(model, sharded)).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
-    "MeanOfOneRank: over a sum of a mask": (
-        BATCH, lambda model, sharded: over_a_mask(*each_loss(logits_of(model, sharded), sharded.inputs))),
-    "MeanOfOneRank: over a number": (
-        BATCH, lambda model, sharded: over_a_number(*each_loss(logits_of(model, sharded), sharded.inputs))),
-    "MeanOfOneRank: of each row": (
-        BATCH, lambda model, sharded: of_each_row(*each_loss(logits_of(model, sharded), sharded.inputs))),
-    "MeanOfOneRank: of those with a label": (
-        BATCH, lambda model, sharded: selected(*each_loss(logits_of(model, sharded), sharded.inputs)).mean()),
-    "MeanOfOneRank: of those without nan": (
-        BATCH, lambda model, sharded: without(*each_loss(logits_of(model, sharded), sharded.inputs)).nanmean()),
-    "MeanOfOneRank: a divergence": (
-        BATCH, lambda model, sharded: kl_div(
-            log_softmax(logits_of(model, sharded)[sharded.inputs["shift_labels"] != -100], -1),
-            torch.tensor(0.1), reduction="batchmean")),
-    "MeanOfOneRank: with the ring's padding": (
-        BATCH, lambda model, sharded: each_loss(logits_of(model, sharded), sharded.inputs)[0].mean()),
-    "PaddingInLoss": (
-        WITHOUT_LABELS, lambda model, sharded: logits_of(model, sharded).logsumexp(-1).square().sum()),
-    "PaddingInLoss: of hidden states": (
-        BATCH, lambda model, sharded: hidden_of(model, sharded).square().sum()),
-}  # fmt: skip
-
-
-def up_to_a_number(logits: Any, labels: Tensor) -> Tensor:
-    return cross_entropy(logits[:, : labels.shape[1] - 1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-def narrowed(logits: Any, labels: Tensor) -> Tensor:
-    return cross_entropy(logits.narrow(1, 0, labels.shape[1] - 1).flatten(0, 1), labels[:, 1:].flatten())
-
-
-def padded(labels: Tensor) -> Tensor:
-    return pad(labels[:, 1:], (0, 1), value=-100)
-
-
-def over_a_mask(losses: Any, counts: Tensor) -> Tensor:
-    loss: Tensor = (losses * counts).sum() / counts.sum().clamp(min=1)
-    return loss
-
-
-def over_a_number(losses: Any, counts: Tensor) -> Tensor:
-    loss: Tensor = losses.sum() / int(counts.sum())
-    return loss
-
-
-def of_each_row(losses: Any, counts: Tensor) -> Tensor:
-    loss: Tensor = (losses.unflatten(0, (2, -1)).sum(1) / counts.unflatten(0, (2, -1)).sum(1)).mean()
-    return loss
-
-
-def selected(losses: Any, counts: Tensor) -> Any:
-    return losses[counts]
-
-
-def without(losses: Any, counts: Tensor) -> Any:
-    return losses.masked_fill(~counts, torch.nan)
-
-
-def refused(why: str, trains: str = "") -> None:
-    batch, loss_of = REFUSED[why]
-    model = tiny("llama", "ring_fp32")
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(trains in name)
-    before = [weight.detach().clone() for weight in model.parameters()]
-    sharded = hf_ring_attn.shard(batch)
-    try:
-        with sharded:
-            loss = loss_of(model, sharded)
-        loss.backward()
-        sharded.reduce_gradients(model)
-        torch.optim.SGD(model.parameters(), lr=1.0).step()
-    finally:
-        assert sharded.ring.size == 1 or all(map(torch.equal, before, model.parameters()))
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_a_loss_by_hand_is_refused_on_every_rank(ranks: Ranks, why: str) -> None:
-    """Shifted on each rank, labels of chunks' last tokens were lost; a mean counted ranks with few labels too much."""
-    for error in ranks(2).run(attempt, refused, why):
-        assert error is not None
-        assert error[0] == why.partition(":")[0]
-
-
-@pytest.mark.parametrize("why", ["MeanOfOneRank", "MeanOfOneRank: of hidden states", "ShiftedByHand: labels"])
-def test_it_is_refused_where_only_the_head_trains(ranks: Ranks, why: str) -> None:
-    for error in ranks(2).run(attempt, refused, why, "lm_head"):
-        assert error is not None and error[0] == why.partition(":")[0]
-
-
-def test_one_process_may_shift_and_average(ranks: Ranks) -> None:
-    for why in REFUSED:
-        assert ranks(1).run(attempt, refused, why) == [None]
 
 
 # ---- as a tensor -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,179 @@
+"""A loop's own loss of a rank's tokens, which is refused: shifted or averaged by hand, or of its tokens as a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div, log_softmax, nll_loss, pad
+
+import hf_ring_attn
+from tests.helpers.jobs.plain_jobs import Batch, attempt
+from tests.helpers.models.tiny_models import tiny
+from tests.integration.model.test_local_logits import (
+    BATCH,
+    EVEN,
+    WITHOUT_LABELS,
+    Loss,
+    Ranks,
+    each_loss,
+    hidden_of,
+    logits_alone,
+    logits_of,
+    shifted,
+    summed,
+)
+
+REFUSED: dict[str, tuple[Batch, Loss]] = {
+    "PooledOnOneRank: the last token": (BATCH, lambda model, sharded: hidden_of(model, sharded)[:, -1].square().sum()),
+    "PooledOnOneRank: a token of each row": (
+        BATCH, lambda model, sharded: hidden_of(model, sharded)[torch.arange(2), torch.tensor([3, 5])].square().sum()),
+    "PooledOnOneRank: a mean": (EVEN, lambda model, sharded: hidden_of(model, sharded).mean(1).square().sum()),
+    "PooledOnOneRank: the largest": (BATCH, lambda model, sharded: hidden_of(model, sharded).max(1).values.sum()),
+    "PooledOnOneRank: a norm": (BATCH, lambda model, sharded: hidden_of(model, sharded).norm()),
+    "PooledOnOneRank: log-probabilities of rows": (
+        BATCH, lambda model, sharded: each_loss(
+            logits_of(model, sharded), sharded.inputs)[0].unflatten(0, (2, -1)).sum(1).mul(0.01).sigmoid().sum()),
+    "ShiftedByHand": (BATCH, lambda model, sharded: shifted(logits_of(model, sharded), sharded.inputs["labels"])),
+    "ShiftedByHand: in float32": (
+        BATCH, lambda model, sharded: shifted(logits_of(model, sharded).float(), sharded.inputs["labels"])),
+    "ShiftedByHand: without labels": (
+        BATCH, lambda model, sharded: shifted(logits_alone(model, sharded).float(), sharded.inputs["labels"])),
+    "ShiftedByHand: of ids": (
+        WITHOUT_LABELS,
+        lambda model, sharded: shifted(logits_of(model, sharded).float(), sharded.inputs["input_ids"])),
+    "ShiftedByHand: log-probabilities": (
+        WITHOUT_LABELS, lambda model, sharded: -torch.log_softmax(logits_of(model, sharded), -1)[:, 1:].mean()),
+    "ShiftedByHand: of a tuple": (
+        BATCH, lambda model, sharded: shifted(
+            model(**{**sharded.inputs, "labels": None}, return_dict=False)[0], sharded.inputs["labels"])),
+    "ShiftedByHand: hidden states": (
+        BATCH, lambda model, sharded: shifted(
+            hidden_of(model, sharded) @ model.lm_head.weight.T, sharded.inputs["labels"])),
+    "ShiftedByHand: hidden states before the head": (
+        BATCH, lambda model, sharded: cross_entropy(
+            model.lm_head(hidden_of(model, sharded)[:, :-1]).flatten(0, 1), sharded.inputs["labels"][:, 1:].flatten())),
+    "ShiftedByHand: up to a number": (
+        BATCH, lambda model, sharded: up_to_a_number(logits_of(model, sharded), sharded.inputs["labels"])),
+    "ShiftedByHand: row by row": (
+        BATCH, lambda model, sharded: torch.stack([
+            cross_entropy(row[:-1], labels[1:]) for row, labels in zip(
+                logits_of(model, sharded), sharded.inputs["labels"], strict=True)]).sum()),
+    "ShiftedByHand: narrow": (
+        BATCH, lambda model, sharded: narrowed(logits_of(model, sharded), sharded.inputs["labels"])),
+    "ShiftedByHand: token by token": (
+        BATCH, lambda model, sharded: cross_entropy(
+            torch.stack(logits_of(model, sharded).unbind(1)[:-1], 1).flatten(0, 1),
+            sharded.inputs["labels"][:, 1:].flatten(), reduction="sum")),
+    "ShiftedByHand: labels": (
+        BATCH, lambda model, sharded: summed(
+            logits_of(model, sharded), {**sharded.inputs, "shift_labels": padded(sharded.inputs["labels"])})),
+    "ShiftedByHand: ids whose log-probabilities are gathered": (
+        BATCH, lambda model, sharded: -log_softmax(logits_of(model, sharded), -1).gather(
+            -1, padded(sharded.inputs["input_ids"]).clamp(min=0)[..., None]).sum()),
+    "MeanOfOneRank": (
+        BATCH, lambda model, sharded: cross_entropy(
+            logits_of(model, sharded).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
+    "MeanOfOneRank: a module's": (
+        BATCH, lambda model, sharded: nn.CrossEntropyLoss()(
+            logits_alone(model, sharded).transpose(1, 2), sharded.inputs["shift_labels"])),
+    "MeanOfOneRank: of labels that were copied": (
+        BATCH, lambda model, sharded: nll_loss(
+            log_softmax(logits_alone(model, sharded).flatten(0, 1), -1), sharded.inputs["shift_labels"].flatten() + 0)),
+    "MeanOfOneRank: of hidden states": (
+        BATCH, lambda model, sharded: cross_entropy(
+            model.lm_head(hidden_of(model, sharded)).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
+    "MeanOfOneRank: over a sum of a mask": (
+        BATCH, lambda model, sharded: over_a_mask(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "MeanOfOneRank: over a number": (
+        BATCH, lambda model, sharded: over_a_number(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "MeanOfOneRank: of each row": (
+        BATCH, lambda model, sharded: of_each_row(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "MeanOfOneRank: of those with a label": (
+        BATCH, lambda model, sharded: selected(*each_loss(logits_of(model, sharded), sharded.inputs)).mean()),
+    "MeanOfOneRank: of those without nan": (
+        BATCH, lambda model, sharded: without(*each_loss(logits_of(model, sharded), sharded.inputs)).nanmean()),
+    "MeanOfOneRank: a divergence": (
+        BATCH, lambda model, sharded: kl_div(
+            log_softmax(logits_of(model, sharded)[sharded.inputs["shift_labels"] != -100], -1),
+            torch.tensor(0.1), reduction="batchmean")),
+    "MeanOfOneRank: with the ring's padding": (
+        BATCH, lambda model, sharded: each_loss(logits_of(model, sharded), sharded.inputs)[0].mean()),
+    "PaddingInLoss": (
+        WITHOUT_LABELS, lambda model, sharded: logits_of(model, sharded).logsumexp(-1).square().sum()),
+    "PaddingInLoss: of hidden states": (
+        BATCH, lambda model, sharded: hidden_of(model, sharded).square().sum()),
+}  # fmt: skip
+
+
+def up_to_a_number(logits: Any, labels: Tensor) -> Tensor:
+    return cross_entropy(logits[:, : labels.shape[1] - 1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def narrowed(logits: Any, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.narrow(1, 0, labels.shape[1] - 1).flatten(0, 1), labels[:, 1:].flatten())
+
+
+def padded(labels: Tensor) -> Tensor:
+    return pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def over_a_mask(losses: Any, counts: Tensor) -> Tensor:
+    loss: Tensor = (losses * counts).sum() / counts.sum().clamp(min=1)
+    return loss
+
+
+def over_a_number(losses: Any, counts: Tensor) -> Tensor:
+    loss: Tensor = losses.sum() / int(counts.sum())
+    return loss
+
+
+def of_each_row(losses: Any, counts: Tensor) -> Tensor:
+    loss: Tensor = (losses.unflatten(0, (2, -1)).sum(1) / counts.unflatten(0, (2, -1)).sum(1)).mean()
+    return loss
+
+
+def selected(losses: Any, counts: Tensor) -> Any:
+    return losses[counts]
+
+
+def without(losses: Any, counts: Tensor) -> Any:
+    return losses.masked_fill(~counts, torch.nan)
+
+
+def refused(why: str, trains: str = "") -> None:
+    batch, loss_of = REFUSED[why]
+    model = tiny("llama", "ring_fp32")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(trains in name)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    sharded = hf_ring_attn.shard(batch)
+    try:
+        with sharded:
+            loss = loss_of(model, sharded)
+        loss.backward()
+        sharded.reduce_gradients(model)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+    finally:
+        assert sharded.ring.size == 1 or all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_loss_by_hand_is_refused_on_every_rank(ranks: Ranks, why: str) -> None:
+    """Shifted on each rank, labels of chunks' last tokens were lost; a mean counted ranks with few labels too much."""
+    for error in ranks(2).run(attempt, refused, why):
+        assert error is not None
+        assert error[0] == why.partition(":")[0]
+
+
+@pytest.mark.parametrize("why", ["MeanOfOneRank", "MeanOfOneRank: of hidden states", "ShiftedByHand: labels"])
+def test_it_is_refused_where_only_the_head_trains(ranks: Ranks, why: str) -> None:
+    for error in ranks(2).run(attempt, refused, why, "lm_head"):
+        assert error is not None and error[0] == why.partition(":")[0]
+
+
+def test_one_process_may_shift_and_average(ranks: Ranks) -> None:
+    for why in REFUSED:
+        assert ranks(1).run(attempt, refused, why) == [None]
