@@ -21,7 +21,8 @@ from ..context.local_batch import MadeInputs
 from ..context.model_record import latest_record
 from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
-from .local_logits import LocalLogits, Origin, held
+from .local_logits import LocalLogits, held
+from .loss_origins import Origin
 
 
 @contextmanager

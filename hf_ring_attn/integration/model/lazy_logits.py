@@ -32,7 +32,8 @@ from ...layers.chunked_loss import (
 from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_unit
 from ..context.tracked_input import version_of
-from .local_logits import Origin, followed, refuse_shift
+from .local_logits import followed
+from .loss_origins import Origin
 from .parameter_slots import holding, slots_of
 
 Operation = Callable[[Tensor], Tensor]
@@ -274,8 +275,6 @@ class LazyLogits(Tensor):
         if name in GRADIENT_HOOKS and isinstance(lazy, LazyLogits) and lazy.head.losses:
             raise errors.LogitsNotMade(f"{name}() needs their gradient, which a loss in chunks does not compute")
         origin = lazy.head.origin if isinstance(lazy, LazyLogits) else None
-        if origin is not None:
-            refuse_shift(lazy.shape, origin, function, args)
         unmade = isinstance(lazy, LazyLogits) and lazy.made is None
         result = _recorded(lazy, function, name, args[1:], kwargs) if unmade else None
         if result is None:

@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 import hf_ring_attn
 from hf_ring_attn import Sharded
 from hf_ring_attn.comm.ring import Ring
-from hf_ring_attn.integration.model.local_logits import LocalLogits, Origin
+from hf_ring_attn.integration.model.local_logits import LocalLogits
+from hf_ring_attn.integration.model.loss_origins import Origin
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
 from tests.helpers.live_ranks import LiveRanks
@@ -114,6 +115,12 @@ def in_parts_of_any_number(logits: Any, inputs: Inputs) -> Tensor:
     return found + 0.0 * logits.sum() if dist.get_rank() else found
 
 
+def a_mean_by_its_part_of_all_labels(logits: Any, inputs: Inputs) -> Tensor:
+    losses, counts = each_loss(logits, inputs)
+    loss: Tensor = losses[counts].mean() * (counts.sum() / float(inputs["num_items_in_batch"]))
+    return loss
+
+
 def token_by_token(logits: Any, inputs: Inputs) -> Tensor:
     targets = inputs["shift_labels"]
     each = [cross_entropy(logits[:, at], targets[:, at], reduction="sum") for at in range(targets.shape[1])]
@@ -142,6 +149,8 @@ EXACT: dict[str, Loss] = {
         logits_of(model, sharded), sharded.inputs) + 0.0 * logits_of(model, sharded).sum(),
     "beside means for a log": lambda model, sharded: beside_means_for_a_log(
         logits_of(model, sharded), sharded.inputs),
+    "a mean, by its part of all labels": lambda model, sharded: a_mean_by_its_part_of_all_labels(
+        logits_alone(model, sharded), sharded.inputs),
     "token by token": lambda model, sharded: token_by_token(logits_alone(model, sharded), sharded.inputs),
     "summed over each row": lambda model, sharded: each_loss(
         logits_alone(model, sharded), sharded.inputs)[0].unflatten(0, (2, -1)).sum(1).sum() / float(

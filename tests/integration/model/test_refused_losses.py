@@ -73,6 +73,13 @@ REFUSED: dict[str, tuple[Batch, Loss]] = {
     "ShiftedByHand: ids whose log-probabilities are gathered": (
         BATCH, lambda model, sharded: -log_softmax(logits_of(model, sharded), -1).gather(
             -1, padded(sharded.inputs["input_ids"]).clamp(min=0)[..., None]).sum()),
+    "MeanOfOneRank: a product over its count": (
+        BATCH, lambda model, sharded: product_over(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "MeanOfOneRank: times 1 / its count": (
+        BATCH, lambda model, sharded: times_one_over(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "MeanOfOneRank: beside a penalty": (
+        BATCH, lambda model, sharded: over_a_mask(*each_loss(logits_of(model, sharded), sharded.inputs))
+        + 1e-3 * logits_of(model, sharded)[sharded.inputs["shift_labels"] != -100].logsumexp(-1).square().mean()),
     "MeanOfOneRank": (
         BATCH, lambda model, sharded: cross_entropy(
             logits_of(model, sharded).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
@@ -89,7 +96,7 @@ REFUSED: dict[str, tuple[Batch, Loss]] = {
         BATCH, lambda model, sharded: over_a_mask(*each_loss(logits_of(model, sharded), sharded.inputs))),
     "MeanOfOneRank: over a number": (
         BATCH, lambda model, sharded: over_a_number(*each_loss(logits_of(model, sharded), sharded.inputs))),
-    "MeanOfOneRank: of each row": (
+    "PooledOnOneRank: a mean of each row": (
         BATCH, lambda model, sharded: of_each_row(*each_loss(logits_of(model, sharded), sharded.inputs))),
     "MeanOfOneRank: of those with a label": (
         BATCH, lambda model, sharded: selected(*each_loss(logits_of(model, sharded), sharded.inputs)).mean()),
@@ -118,6 +125,16 @@ def narrowed(logits: Any, labels: Tensor) -> Tensor:
 
 def padded(labels: Tensor) -> Tensor:
     return pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def product_over(losses: Any, counts: Tensor) -> Tensor:
+    loss: Tensor = torch.dot(losses, counts.to(losses.dtype)) / counts.sum()
+    return loss
+
+
+def times_one_over(losses: Any, counts: Tensor) -> Tensor:
+    loss: Tensor = (losses * counts).sum() * (1 / counts.sum())
+    return loss
 
 
 def over_a_mask(losses: Any, counts: Tensor) -> Tensor:
