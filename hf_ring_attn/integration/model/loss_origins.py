@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -28,8 +28,8 @@ from ...comm.fingerprint import numbers_of, row_of
 from ...comm.ring import Ring
 from . import loss_gradients
 
-SAME_WEIGHT = 1e-5
-"""Relative: weights of tokens that are computed in another way differ by float32's rounding."""
+SAME_WEIGHT = 1e-5, 1e-2
+"""Relative, in float32 and in 16 bits: weights of tokens that are computed in another way differ by rounding."""
 MOST_WEIGHTS = 8
 """The most different weights of tokens that ranks compare; a loss with more has one for each document, perhaps."""
 
@@ -46,6 +46,7 @@ class Origin:
         used: a loss may have been computed from it, on every rank.
         divisors, weights, targets: of the current backward: what tokens were divided by, each by itself; the gradients
             of tokens in sums and means; targets as two flags each, see `of_target`.
+        in_16_bits: some of these gradients are.
         reduced, picked: what must be the same of results made of all tokens, and of one token.
     """
 
@@ -57,6 +58,7 @@ class Origin:
     used: bool = False
     divisors: list[Any] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    in_16_bits: bool = False
     targets: list[Tensor] = field(default_factory=list)
     reduced: list[Tensor] = field(default_factory=list)
     picked: list[Tensor] = field(default_factory=list)
@@ -103,13 +105,14 @@ class Origin:
                 self.divisors.append(by.detach().double().reshape(-1) if isinstance(by, Tensor) else float(by))
             if step.tokens is not None:
                 self.weights.append((gradient.detach().double() / step.tokens).reshape(-1))
+                self.in_16_bits |= gradient.dtype.itemsize == 2
             if step.target is not None:
                 self.targets.append(step.target)
             if step.made_of:
                 kept = result if step.made_of == "reduced" else gradient
                 (self.picked if step.made_of == "picked" else self.reduced).append(kept.detach())
 
-        if step != Step():
+        if step.made_of or any(fact is not None for fact in (step.tokens, step.divisor, step.target)):
             result.register_hook(passes)
 
     def compare(self, gradient: Tensor) -> None:
@@ -123,7 +126,7 @@ class Origin:
             mine[:2] = torch.stack(self.targets).amax(0).to(device)
         if self.padding and gradient.shape[:2] == (self.rows, self.tokens):  # else it is that of a weight
             mine[2] = gradient[:, self.padding].any().long().to(device)
-        mine += _different(self.weights, device).view(torch.int64)
+        mine += [int(self.in_16_bits), *_different(self.weights, device).view(torch.int64)]
         self.divisors, self.weights, self.targets, self.reduced, self.picked = [], [], [], [], []
         end = self.ring.start_agreement({}, device, collect=mine, doing="compared how it made its loss")
         loss_gradients.wait_for(device, lambda: _refuse(*end()))
@@ -179,7 +182,7 @@ def _differ(there: list[int], numbers: list[int]) -> bool:
     return len({number for is_there, number in zip(there, numbers, strict=True) if is_there}) > 1
 
 
-def _weigh_differently(bits: Sequence[list[int]]) -> bool:
+def _weigh_differently(in_16_bits: list[int], *bits: list[int]) -> bool:
     """Returns True if tokens of some ranks count more. ``bits``: of `_different` of all ranks, by place."""
     weights = torch.tensor(bits, dtype=torch.int64).view(torch.float64).T  # of each rank
     weights = weights[~weights[:, 0].isnan()]
@@ -187,14 +190,14 @@ def _weigh_differently(bits: Sequence[list[int]]) -> bool:
     if not len(weights) or counts.max() > MOST_WEIGHTS or counts.min() < counts.max():
         return False
     least, most = (torch.stack([getattr(x, end)() for x in weights.T[: counts[0]]]) for end in ("min", "max"))
-    return bool((most - least > SAME_WEIGHT * torch.maximum(most.abs(), least.abs())).any())
+    return bool((most - least > SAME_WEIGHT[any(in_16_bits)] * torch.maximum(most.abs(), least.abs())).any())
 
 
 def _refuse(by_hand: list[int], others: list[int], counts_padding: list[int], *compared: list[int]) -> None:
     # Of few labels, those of a rank may be the same either way.
     if any(by_hand) and not any(others):
         raise errors.ShiftedByHand()
-    averages = _differ(*compared[:2]) or _weigh_differently(compared[4:])
+    averages = _differ(*compared[:2]) or _weigh_differently(*compared[4:])
     if _differ(*compared[2:4]) and not averages:
         raise errors.PooledOnOneRank()
     if any(counts_padding):

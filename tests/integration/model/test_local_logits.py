@@ -221,6 +221,21 @@ POOLED: dict[str, tuple[Loss, Callable[[Tensor], Tensor]]] = {
 """Of whole rows in a ring, and in one process."""
 
 
+def in_bfloat16() -> torch.dtype:
+    """The dtype of the losses of tokens, whose mean a program takes by its part of all labels."""
+    model = tiny("llama", "ring_fp32").bfloat16()
+    with (sharded := hf_ring_attn.shard(BATCH)):
+        logits = logits_alone(model, sharded)
+        loss = a_mean_by_its_part_of_all_labels(logits, sharded.inputs)
+    loss.backward()
+    sharded.reduce_gradients(model)
+    return each_loss(logits.detach(), sharded.inputs)[0].dtype
+
+
+def test_weights_in_16_bits_may_differ_by_rounding(ranks: Ranks) -> None:
+    assert ranks(2).run(in_bfloat16) == [torch.bfloat16] * 2
+
+
 def pooled(name: str, in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:
     in_rows, alone = POOLED[name]
     take: Loss = in_rows if in_ring else lambda model, sharded: alone(hidden_of(model, sharded))
