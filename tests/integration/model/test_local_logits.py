@@ -171,6 +171,7 @@ def trained(batch: Batch, loss_of: Loss, in_ring: bool, trains: str = "") -> tup
     loss.backward()
     if in_ring:
         sharded.reduce_gradients(model)
+        torch.optim.SGD(model.parameters(), lr=0.0).step()  # ranks have compared
     return sharded.reduce(loss) if in_ring else loss.detach(), gradients_of(model)
 
 
@@ -229,7 +230,9 @@ def in_bfloat16() -> torch.dtype:
         loss = a_mean_by_its_part_of_all_labels(logits, sharded.inputs)
     loss.backward()
     sharded.reduce_gradients(model)
-    return each_loss(logits.detach(), sharded.inputs)[0].dtype
+    torch.optim.SGD(model.parameters()).step()  # ranks have compared
+    dtype: torch.dtype = each_loss(logits.detach(), sharded.inputs)[0].dtype
+    return dtype
 
 
 def test_weights_in_16_bits_may_differ_by_rounding(ranks: Ranks) -> None:
