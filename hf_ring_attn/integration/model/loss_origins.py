@@ -34,6 +34,24 @@ MOST_WEIGHTS = 8
 """The most different weights of tokens that ranks compare; a loss with more has one for each document, perhaps."""
 
 
+@dataclass
+class _Noted:
+    """Facts about the steps that a backward passed through.
+
+    Attributes:
+        divisors: what tokens were divided by, each by itself. weights: the gradients of tokens in sums and means.
+        in_16_bits: some of these are. targets: two flags each, see `Origin.of_target`.
+        reduced, picked: what must be the same of results made of all tokens, and of one token.
+    """
+
+    divisors: list[Any] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    in_16_bits: bool = False
+    targets: list[Tensor] = field(default_factory=list)
+    reduced: list[Tensor] = field(default_factory=list)
+    picked: list[Tensor] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class Origin:
     """One output of a model for each of a rank's tokens, and what a program makes of it on the way to its loss.
@@ -43,11 +61,7 @@ class Origin:
         labels: the rank's labels, and those that were shifted on the whole row, both [B, T], if the batch has any.
 
     Attributes:
-        used: a loss may have been computed from it, on every rank.
-        divisors, weights, targets: of the current backward: what tokens were divided by, each by itself; the gradients
-            of tokens in sums and means; targets as two flags each, see `of_target`.
-        in_16_bits: some of these gradients are.
-        reduced, picked: what must be the same of results made of all tokens, and of one token.
+        used: a loss may have been computed from it, on every rank. noted: of the current backward.
     """
 
     ring: Ring
@@ -56,12 +70,7 @@ class Origin:
     padding: list[int]
     labels: tuple[Tensor, Tensor] | None = None
     used: bool = False
-    divisors: list[Any] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    in_16_bits: bool = False
-    targets: list[Tensor] = field(default_factory=list)
-    reduced: list[Tensor] = field(default_factory=list)
-    picked: list[Tensor] = field(default_factory=list)
+    noted: _Noted = field(default_factory=_Noted)
 
     def begin_at(self, x: Tensor) -> None:
         """Lets ranks compare once the backward has the gradient of ``x``, on which all that is followed depends."""
@@ -70,7 +79,7 @@ class Origin:
 
     def anew(self) -> Origin:
         """The same for another beginning."""
-        return replace(self, divisors=[], weights=[], targets=[], reduced=[], picked=[])
+        return replace(self, noted=_Noted())
 
     def axis(self, shape: torch.Size) -> int | None:
         """The axis of the tokens; None: it is not for each token."""
@@ -100,17 +109,18 @@ class Origin:
         """Notes facts about a step from tokens to the loss, once the backward passes through its ``result``."""
 
         def passes(gradient: Tensor) -> None:
+            noted = self.noted
             if step.divisor is not None:
                 by = step.divisor
-                self.divisors.append(by.detach().double().reshape(-1) if isinstance(by, Tensor) else float(by))
+                noted.divisors.append(by.detach().double().reshape(-1) if isinstance(by, Tensor) else float(by))
             if step.tokens is not None:
-                self.weights.append((gradient.detach().double() / step.tokens).reshape(-1))
-                self.in_16_bits |= gradient.dtype.itemsize == 2
+                noted.weights.append((gradient.detach().double() / step.tokens).reshape(-1))
+                noted.in_16_bits |= gradient.dtype.itemsize == 2
             if step.target is not None:
-                self.targets.append(step.target)
+                noted.targets.append(step.target)
             if step.made_of:
                 kept = result if step.made_of == "reduced" else gradient
-                (self.picked if step.made_of == "picked" else self.reduced).append(kept.detach())
+                (noted.picked if step.made_of == "picked" else noted.reduced).append(kept.detach())
 
         if step.made_of or any(fact is not None for fact in (step.tokens, step.divisor, step.target)):
             result.register_hook(passes)
@@ -119,15 +129,15 @@ class Origin:
         """Starts the comparison."""
         if not self.used:
             return
+        noted, self.noted = self.noted, _Noted()
         device = self.ring.small_device(gradient.device)
-        picked = self.picked if len(self.picked) == 1 else []  # more: a program that takes token by token
-        mine: list[Any] = [0, 0, 0, *_as_set(self.divisors, device), *_as_set([*self.reduced, *picked], device)]
-        if self.targets:
-            mine[:2] = torch.stack(self.targets).amax(0).to(device)
+        picked = noted.picked if len(noted.picked) == 1 else []  # more: a program that takes token by token
+        mine: list[Any] = [0, 0, 0, *_as_set(noted.divisors, device), *_as_set([*noted.reduced, *picked], device)]
+        if noted.targets:
+            mine[:2] = torch.stack(noted.targets).amax(0).to(device)
         if self.padding and gradient.shape[:2] == (self.rows, self.tokens):  # else it is that of a weight
             mine[2] = gradient[:, self.padding].any().long().to(device)
-        mine += [int(self.in_16_bits), *_different(self.weights, device).view(torch.int64)]
-        self.divisors, self.weights, self.targets, self.reduced, self.picked = [], [], [], [], []
+        mine += [int(noted.in_16_bits), *_different(noted.weights, device).view(torch.int64)]
         end = self.ring.start_agreement({}, device, collect=mine, doing="compared how it made its loss")
         loss_gradients.wait_for(device, lambda: _refuse(*end()))
 

@@ -16,7 +16,7 @@ from .loss_origins import Origin, Step
 
 MEANS = {"mean", "nanmean"}
 DIVISIONS = {"div", "divide", "true_divide", "__truediv__", "div_", "divide_", "true_divide_", "__itruediv__"}
-SUMS = {"sum", "nansum", "mean", "nanmean"}
+SUMS = {"sum", "nansum"}
 PRODUCTS = {"dot", "vdot", "inner", "mv", "matmul", "__matmul__", "einsum"}
 OTHER_REDUCTIONS = {"prod", "max", "amax", "min", "amin", "median", "nanmedian", "logsumexp", "std", "var", "norm"}
 """Their result of a row is not the sum of the ranks'."""
@@ -44,7 +44,7 @@ def _made_of(result: Tensor, x: Tensor, origin: Origin, function: Any, args: tup
         return ""
     if name in OTHER_REDUCTIONS:
         return "reduced"
-    if name in SUMS and result.dim():
+    if name in SUMS | MEANS and result.dim():
         return "summed"
     entry = _entry_at(x.shape, axis, args[1]) if function is Tensor.__getitem__ and result.dim() < x.dim() else None
     is_one = isinstance(entry, int) or (isinstance(entry, Tensor) and entry.numel() <= origin.rows)
@@ -69,7 +69,7 @@ def _counted(
     name, given = function.__name__, _arguments(function, args, kwargs)
     if result.numel() > origin.rows:
         return None
-    if name in PRODUCTS or (name in SUMS and name not in MEANS) or given.get("reduction") == "sum":
+    if name in SUMS | PRODUCTS or given.get("reduction") == "sum":
         return 1
     if name not in MEANS and given.get("reduction") not in ("mean", "batchmean"):
         return None
