@@ -39,7 +39,9 @@ def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
     4 x tokens x frozen parameters in matrix products (forward, and the gradient of the input) + 6 x tokens x trained
     ones (the gradient of the weight as well) + 12 x pairs x heads x head width for attention of each layer (forward 4,
     backward 8); pairs of a query and a key that it sees are tokens^2 / 2, or fewer in a layer with a window.
-    Embeddings that are only looked up cost nothing. Call it before parameters are sharded.
+    A gated delta rule (Qwen3.5) is 18 x tokens x heads x key width x value width instead: each token's key reads the
+    state, its outer product with a value is added, its query reads the state (forward 6, backward 12). Embeddings that
+    are only looked up cost nothing. Call it before parameters are sharded.
     """
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
     looked_up = {id(p) for p in embeddings.parameters()}
@@ -49,10 +51,15 @@ def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = min(tokens, getattr(config, "sliding_window", None) or tokens)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    keys = [window if kind == "sliding_attention" else tokens for kind in kinds]  # that a late query sees
+    attending = [kind for kind in kinds if kind != "linear_attention"]
+    keys = [window if kind == "sliding_attention" else tokens for kind in attending]  # that a late query sees
     pairs = sum(one * tokens - one**2 / 2 for one in keys)
     attention = 12 * pairs * config.num_attention_heads * width
-    return float(4 * tokens * frozen + 6 * tokens * trained + attention)
+    state = 0
+    if linear := len(kinds) - len(attending):
+        heads, width = config.linear_num_value_heads, config.linear_key_head_dim
+        state = linear * heads * width * config.linear_value_head_dim
+    return float(4 * tokens * frozen + 6 * tokens * trained + attention + 18 * tokens * state)
 
 
 class Meter(TrainerCallback):

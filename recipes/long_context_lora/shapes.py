@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from accelerate import PartialState, init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, MistralConfig, Qwen3Config, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    set_seed,
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256,
@@ -18,25 +26,33 @@ SHAPES: dict[str, dict[str, Any]] = {
            "num_attention_heads": 32, "num_key_value_heads": 8},
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
            "num_attention_heads": 32, "num_key_value_heads": 8},
+    "qwen3.5-9B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "vocab_size": 248320,
+                   "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+                   "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 259,
              "num_attention_heads": 2, "num_key_value_heads": 1},
 }  # fmt: skip
-"""Of Llama 3.1 70B, Qwen3 32B, Llama 3.1 8B, Llama 3.2 1B (untied), and of what two CPU cores train in seconds."""
+"""Of Llama 3.1 70B, Qwen3 32B, Llama 3.1 8B, Llama 3.2 1B (untied), Qwen3.5 9B, which mixes attention with gated delta
+rules, and of what two CPU cores train in seconds."""
+KINDS: dict[str, Any] = {"32B": Qwen3Config, "qwen3.5-9B": Qwen3_5TextConfig}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 def config_of(shape: str, tokens: int, window: int | None = None, layers: int | None = None) -> Any:
     """The config of a shape for rows of so many tokens. Where layers attend to a window of tokens only, a Llama is
     a Mistral."""
-    kind: Any = Qwen3Config if shape == "32B" else MistralConfig if window else LlamaConfig
+    kind = KINDS.get(shape, MistralConfig if window else LlamaConfig)
     changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     if window:
         changes["sliding_window"] = window
         if kind is Qwen3Config:
             changes |= {"use_sliding_window": True, "max_window_layers": 0}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 500000.0}
+    if kind is Qwen3_5TextConfig:
+        rope["partial_rotary_factor"] = 0.25
     return kind(
         **{**SHAPES[shape], **changes}, max_position_embeddings=max(tokens, 131072), rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False, use_cache=False,
+        rope_parameters=rope, tie_word_embeddings=False, use_cache=False,
         pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
 
