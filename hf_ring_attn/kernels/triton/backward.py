@@ -11,7 +11,7 @@ per pair of blocks instead of seven, but measured slower (recipes/results).
 import triton
 import triton.language as tl
 
-from .common import LENGTHS, LOG2E, load_bias, load_bounds, load_places, load_rows, tanh, visible, wide
+from .common import LENGTHS, LOG2E, load_bias, load_bounds, load_places, load_rows, load_work, tanh, visible, wide
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -115,12 +115,7 @@ def keys_kernel(
     PRECISION: tl.constexpr, BIAS: tl.constexpr, DK: tl.constexpr, DVALUES: tl.constexpr,
 ):  # fmt: skip
     """Adds dk and dv, or one of them, of a block of keys of a key head, one query head after another."""
-    pid = tl.program_id(0)
-    index = pid // together % programs
-    kv_head = pid // (together * programs) * together + pid % together
-    row, block = tl.load(PROGRAMS + 4 * index), tl.load(PROGRAMS + 4 * index + 1)
-    entry, entries = tl.load(PROGRAMS + 4 * index + 2), tl.load(PROGRAMS + 4 * index + 3)
-
+    kv_head, _, row, block, entry, entries = load_work(PROGRAMS, programs, together, 1)
     start = block * BLOCK_N
     position = start + tl.arange(0, BLOCK_N)
     k_places = position
@@ -136,18 +131,14 @@ def keys_kernel(
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         for at in range(entry, entries):
             begin, middle, end = tl.load(RUNS + 3 * at), tl.load(RUNS + 3 * at + 1), tl.load(RUNS + 3 * at + 2)
-            dk, dv = _over_queries(
-                dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, begin, middle, tokens,
-                dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
-                factor, bend, TABLE + wide(head) * span, Q_PLACES, k_places, lowest,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, BIAS, DK, DVALUES, True,
-            )  # fmt: skip
-            dk, dv = _over_queries(
-                dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, middle, end, tokens,
-                dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
-                factor, bend, TABLE + wide(head) * span, Q_PLACES, k_places, lowest,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, BIAS, DK, DVALUES, False,
-            )  # fmt: skip
+            for MASKED in tl.static_range(1, -1, -1):  # blocks before the middle need a mask
+                dk, dv = _over_queries(
+                    dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head,
+                    begin if MASKED else middle, middle if MASKED else end, tokens,
+                    dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
+                    factor, bend, TABLE + wide(head) * span, Q_PLACES, k_places, lowest,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, BIAS, DK, DVALUES, MASKED,
+                )  # fmt: skip
         if DK:
             add_rows(INTO_DK, dk * scale, row, kv_head, start, keys, dk_row, dk_token, dk_head, D, BLOCK_N, BLOCK_D)
         if DVALUES:
@@ -218,14 +209,7 @@ def queries_kernel(
     PRECISION: tl.constexpr, BIAS: tl.constexpr, LEARNED: tl.constexpr,
 ):  # fmt: skip
     """Adds dq of one block of queries of one query head."""
-    pid = tl.program_id(0)
-    side_by_side = together * group
-    index = pid // side_by_side % programs
-    head = pid // (side_by_side * programs) * side_by_side + pid % side_by_side
-    kv_head = head // group
-    row, block = tl.load(PROGRAMS + 4 * index), tl.load(PROGRAMS + 4 * index + 1)
-    entry, entries = tl.load(PROGRAMS + 4 * index + 2), tl.load(PROGRAMS + 4 * index + 3)
-
+    head, kv_head, row, block, entry, entries = load_work(PROGRAMS, programs, together, group)
     start = block * BLOCK_M
     queries = start + tl.arange(0, BLOCK_M)
     q = load_rows(Q, row, head, start, tokens, q_row, q_token, q_head, D, BLOCK_M, BLOCK_D, False, True)
@@ -245,16 +229,12 @@ def queries_kernel(
         INTO_TABLE += wide(head) * span
     for at in range(entry, entries):
         begin, middle, end = tl.load(RUNS + 3 * at), tl.load(RUNS + 3 * at + 1), tl.load(RUNS + 3 * at + 2)
-        dq = _over_keys(
-            dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, middle, tokens, keys,
-            k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            TABLE, INTO_TABLE, q_places, K_PLACES, lowest,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, LEARNED, True,
-        )  # fmt: skip
-        dq = _over_keys(
-            dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, middle, end, tokens, keys,
-            k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            TABLE, INTO_TABLE, q_places, K_PLACES, lowest,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, LEARNED, False,
-        )  # fmt: skip
+        for MASKED in tl.static_range(1, -1, -1):  # blocks before the middle need a mask
+            dq = _over_keys(
+                dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head,
+                begin if MASKED else middle, middle if MASKED else end, tokens, keys,
+                k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
+                TABLE, INTO_TABLE, q_places, K_PLACES, lowest,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, LEARNED, MASKED,
+            )  # fmt: skip
     add_rows(DQ, dq * scale, row, head, start, tokens, dq_row, dq_token, dq_head, D, BLOCK_M, BLOCK_D)

@@ -19,6 +19,22 @@ def wide(x):
 
 
 @triton.jit
+def load_work(PROGRAMS, programs, together, group):
+    """Loads what this program computes: its head, that one's key head, and its row of `Schedule.programs`.
+
+    The heads of ``together`` groups run side by side.
+    """
+    pid = tl.program_id(0)
+    side_by_side = together * group
+    index = pid // side_by_side % programs
+    head = pid // (side_by_side * programs) * side_by_side + pid % side_by_side
+    kv_head = head // group
+    row, block = tl.load(PROGRAMS + 4 * index), tl.load(PROGRAMS + 4 * index + 1)
+    entry, entries = tl.load(PROGRAMS + 4 * index + 2), tl.load(PROGRAMS + 4 * index + 3)
+    return head, kv_head, row, block, entry, entries
+
+
+@triton.jit
 def load_rows(
     X, row, head, first, length, row_stride, token_stride, head_stride,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr,

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from .common import LENGTHS, LN2, LOG2E, load_bias, load_bounds, load_places, load_rows, tanh, visible, wide
+from .common import LENGTHS, LN2, LOG2E, load_bias, load_bounds, load_places, load_rows, load_work, tanh, visible, wide
 
 
 @triton.jit
@@ -66,13 +66,7 @@ def forward_kernel(
 ):  # fmt: skip
     """See `launch.forward`. ``factor`` > 0 scales a score, without a bias to powers of two; ``together`` key heads run
     side by side."""
-    pid = tl.program_id(0)
-    side_by_side = together * group
-    index = pid // side_by_side % programs
-    head = pid // (side_by_side * programs) * side_by_side + pid % side_by_side
-    kv_head = head // group
-    row, block = tl.load(PROGRAMS + 4 * index), tl.load(PROGRAMS + 4 * index + 1)
-    entry, entries = tl.load(PROGRAMS + 4 * index + 2), tl.load(PROGRAMS + 4 * index + 3)
+    head, kv_head, row, block, entry, entries = load_work(PROGRAMS, programs, together, group)
 
     queries = block * BLOCK_M + tl.arange(0, BLOCK_M)
     q = load_rows(Q, row, head, block * BLOCK_M, tokens, q_row, q_token, q_head, D, BLOCK_M, BLOCK_D, False, True)
@@ -93,18 +87,14 @@ def forward_kernel(
 
     for at in range(entry, entries):
         begin, middle, end = tl.load(RUNS + 3 * at), tl.load(RUNS + 3 * at + 1), tl.load(RUNS + 3 * at + 2)
-        acc, total, largest = _attend(
-            acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, middle, tokens, keys,
-            k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            TABLE, q_places, K_PLACES, lowest,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, True,
-        )  # fmt: skip
-        acc, total, largest = _attend(
-            acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, middle, end, tokens, keys,
-            k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-            TABLE, q_places, K_PLACES, lowest,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, False,
-        )  # fmt: skip
+        for MASKED in tl.static_range(1, -1, -1):  # blocks before the middle need a mask
+            acc, total, largest = _attend(
+                acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head,
+                begin if MASKED else middle, middle if MASKED else end, tokens, keys,
+                k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
+                TABLE, q_places, K_PLACES, lowest,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, MASKED,
+            )  # fmt: skip
 
     inside = queries < tokens
     if BIAS:
