@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Container
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +26,7 @@ class Build:
 
     def __init__(self, dtype: torch.dtype, scale: float, softcap: float | None) -> None:
         self.dtype = dtype
-        self.learned: dict[fx.Node, bool] = {}
+        self.learned: Container[fx.Node] = ()
         self.graph = fx.Graph()
         names = ("product", "b", "h", "q_idx", "kv_idx", "query", "key")
         self.inputs = [self.graph.placeholder(name) for name in names]
@@ -37,14 +38,11 @@ class Build:
         self.leaves: list[Leaf] = []
         self.holders: list[fx.Node] = []
         self.known: dict[fx.Node, fx.Node] = {}
-        self.flows: set[fx.Node] = set()
         self.rows: dict[fx.Node, tuple[fx.Node, list[fx.Node | None]]] = {}
 
     def add(self, node: fx.Node, place: int) -> None:
         if place < SCALARS:
             self.known[node] = self.scalars[place]
-            if place == 0:
-                self.flows.add(node)
         elif node.op == "call_function" and node.target is torch.ops.aten.index.Tensor:
             self._read(node)
         elif node.op == "call_function":
@@ -54,13 +52,15 @@ class Build:
             arguments, named = fx.map_arg((node.args, node.kwargs), self._number)
             assert not isinstance(node.target, str)
             self.known[node] = self.graph.call_function(node.target, arguments, named)
-            if value_of(node).is_floating_point() and any(x in self.flows for x in node.all_input_nodes):
-                self.flows.add(node)
 
-    def finished(self, answer: fx.Node) -> fx.GraphModule:
-        """Returns the module, with the leaves' placeholders moved behind the others."""
+    def finished(self, answer: fx.Node, has_gradient: bool) -> fx.GraphModule:
+        """Returns the module, with the leaves' placeholders moved behind the others.
+
+        Args:
+            has_gradient: the answer depends on the score by differentiable operations.
+        """
         number = self._number(answer)
-        if answer not in self.flows:
+        if not has_gradient:
             # FlexAttention needs some gradient of the score; this one is zero.
             product = self.inputs[0]
             same = self.graph.call_function(operator.eq, (product, product))
@@ -106,7 +106,7 @@ class Build:
         shape = list(value_of(value).shape)
         for dim, _ in fixed:
             del shape[dim]
-        copies = Copies.of(math.prod(shape)) if self.learned[value] else None
+        copies = Copies.of(math.prod(shape)) if value in self.learned else None
         holder = self.graph.placeholder(f"leaf_{len(self.leaves)}")
         self.holders.append(holder)
         self.leaves.append(Leaf(value, fixed, copies, tuple(shape), value_of(value).dtype))

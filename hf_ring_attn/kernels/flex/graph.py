@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..score_mods.graph import SCALARS, name_of, of_scores_in, traced_from
+from ..score_mods.graph import SCALARS, is_floating, name_of, of_scores_in, reached_from, traced_from
 from ..score_mods.score_mod import ScoreMod, Unfit
 from .build import Build
 from .leaves import Leaf
@@ -90,7 +90,7 @@ class Graph:
 def _graph(mod: ScoreMod, dtype: torch.dtype, scale: float, softcap: float | None) -> Graph:
     for index in (torch.int32, torch.int64):
         traced = traced_from(mod, dtype, index)
-        of_scores = of_scores_in(traced.graph.nodes)
+        of_scores = of_scores_in(list(traced.graph.nodes))
         if index == torch.int64 or not any(_may_overflow(node) for node in of_scores):
             break
     return _split(mod, traced, of_scores, index, Build(dtype, scale, softcap))
@@ -103,29 +103,24 @@ def _may_overflow(node: fx.Node) -> bool:
     return name_of(node) not in SAFE
 
 
-def _split(mod: ScoreMod, traced: fx.GraphModule, of_scores: list[fx.Node], index: torch.dtype, build: Build) -> Graph:
+def _split(
+    mod: ScoreMod, traced: fx.GraphModule, of_scores: dict[fx.Node, None], index: torch.dtype, build: Build
+) -> Graph:
     nodes = list(traced.graph.nodes)
-    before = tuple(node for node in nodes[SCALARS:] if node not in set(of_scores) and node.op != "output")
+    before = tuple(node for node in nodes[SCALARS:] if node not in of_scores and node.op != "output")
     constants = {node: _constant(traced, node) for node in before if node.op == "get_attr"}
     for node, value in constants.items():
         node.meta["val"] = value
-    learned: dict[fx.Node, bool] = {}
-    inputs = iter(mod.captured)
-    for node in before:
-        if node.op == "placeholder":
-            learned[node] = next(inputs).requires_grad
-        else:
-            made = node.meta.get("val")
-            floating = isinstance(made, Tensor) and made.is_floating_point() and name_of(node) != "detach"
-            learned[node] = floating and any(learned[x] for x in node.all_input_nodes)
-    build.learned = learned
+    inputs = zip((node for node in before if node.op == "placeholder"), mod.captured, strict=True)
+    trained = [node for node, value in inputs if value.requires_grad]
+    build.learned = reached_from(trained, before, lambda node: is_floating(node) and name_of(node) != "detach")
     for place, node in enumerate(of_scores):
         build.add(node, place)
     answer = nodes[-1].args[0]
     assert isinstance(answer, fx.Node), "one score comes out"
-    if answer not in set(of_scores):
+    if answer not in of_scores:
         raise Unfit("the score_mod gives all scores one value")
-    module = build.finished(answer)
+    module = build.finished(answer, answer in reached_from(nodes[:1], of_scores, is_floating))
     # Compiled in: the shape of learned tensors, but only the number of dims of others, such as a table over the row.
     shapes = [(leaf.copies, leaf.shape if leaf.copies else len(leaf.shape), leaf.dtype) for leaf in build.leaves]
     text = f"{module.code}\n{shapes}\n{index}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -62,10 +62,22 @@ def text_of(mod: ScoreMod) -> str:
     return f"{code}{held}"
 
 
-def of_scores_in(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Lists the nodes that differ between scores."""
-    found: dict[fx.Node, None] = {}
-    for place, node in enumerate(nodes):
-        if place < SCALARS or any(x in found for x in node.all_input_nodes):
+def reached_from(
+    start: Iterable[fx.Node], nodes: Iterable[fx.Node], passes: Callable[[fx.Node], bool] = lambda _: True
+) -> dict[fx.Node, None]:
+    """The nodes of ``start``, and those of ``nodes`` that depend on them through nodes that ``passes``; in order."""
+    found = dict.fromkeys(start)
+    for node in nodes:
+        if any(x in found for x in node.all_input_nodes) and passes(node):
             found[node] = None
-    return list(found)
+    return found
+
+
+def of_scores_in(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """The nodes that differ between scores, in order."""
+    return reached_from(nodes[:SCALARS], nodes[SCALARS:])
+
+
+def is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()

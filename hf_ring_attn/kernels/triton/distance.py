@@ -101,7 +101,7 @@ def why_not(mod: ScoreMod) -> str | None:
         nodes = list(graph_of(mod).graph.nodes)
     except Unfit as error:
         return str(error)
-    moving = dict.fromkeys(of_scores_in(nodes))
+    moving = of_scores_in(nodes)
     writes = [name_of(node) for node in nodes if _writes(node)]
     if writes:
         return f"it writes into a tensor ({writes[0]}), which its graph does not follow"
