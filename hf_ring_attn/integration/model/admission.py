@@ -36,6 +36,7 @@ from . import (
     training_mode,
     wrapped_adapters,
 )
+from .decoder import named_kinds
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
@@ -180,7 +181,6 @@ def _config_reasons(config: Any, context: BatchContext, known: set[str]) -> Iter
     if context.ring.size == 1:
         return
     yield from _decoder_reasons(config)
-    layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    foreign = sorted({str(layer) for layer in layers} - known)
+    foreign = sorted({str(layer) for layer in named_kinds(config)} - known)
     if foreign:
         yield f"its layers of type {foreign} do not go through ring attention exactly"

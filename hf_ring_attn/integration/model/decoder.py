@@ -18,11 +18,13 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     )
 
 
+def named_kinds(config: Any) -> list[str]:
+    """The kind of each layer, as a config names them; empty if it names none."""
+    return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
+
+
 def layer_kinds(config: Any) -> list[str]:
     """The kind of each decoder layer; a config without them says by its window which kind all layers have."""
     text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
-    if kinds is None:
-        windowed = getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None)
-        kinds = ["sliding_attention" if windowed else "full_attention"] * text.num_hidden_layers
-    return list(kinds)
+    windowed = getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None)
+    return named_kinds(text) or ["sliding_attention" if windowed else "full_attention"] * text.num_hidden_layers
