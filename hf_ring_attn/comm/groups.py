@@ -64,7 +64,11 @@ def state_of(name: str, kind: type[S]) -> S:
         GroupDestroyed.
     """
     group_of(name)
-    states = _STATES.setdefault(name, {})
+    return state_in(_STATES.setdefault(name, {}), kind)
+
+
+def state_in(states: dict[Any, Any], kind: type[S]) -> S:
+    """The instance of a class among ``states``, made at first use."""
     found: S | None = states.get(kind)
     if found is None:
         found = states[kind] = kind()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ... import errors
 from ...attention.op import attentions
+from ...comm.groups import state_in
 from ...comm.ring import Ring
 from ...config import RingConfig
 from ...sharding.layout import Layout
@@ -227,10 +228,7 @@ class BatchContext:
 
     def state(self, kind: type[S]) -> S:
         """A feature's own state of this batch: an instance of its class, made at first use."""
-        found: S | None = self._states.get(kind)
-        if found is None:
-            found = self._states[kind] = kind()
-        return found
+        return state_in(self._states, kind)
 
     def spec(self, seen: MaskExpr, batch: int, make: Callable[[MaskExpr, int], MaskSpec]) -> MaskSpec:
         """The spec of a kind of mask, made once per batch."""

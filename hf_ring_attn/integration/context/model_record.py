@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import errors
 from ...arguments import check_type
+from ...comm.groups import state_in
 from ...config import RingConfig
 from ..patching.modules import HOOKS, is_ours, programs_own
 from .introspect import NAME, configs_of, inside, is_compiled, modules_of
@@ -159,10 +160,7 @@ class ModelRecord:
 
     def state(self, kind: type[S]) -> S:
         """A feature's own state of this model: an instance of its class, made at first use."""
-        found: S | None = self._states.get(kind)
-        if found is None:
-            found = self._states[kind] = kind()
-        return found
+        return state_in(self._states, kind)
 
     def once(self, find: Callable[[nn.Module], S], model: nn.Module) -> S:
         """The result of ``find`` for the model, called once for this structure. It must not hold the model."""
