@@ -3,8 +3,8 @@
     python -m docs_tools.fill            # write
     python -m docs_tools.fill --check    # exit code 1 if a page carries anything else
 
-``<!--n:ID-->words<!--/n-->`` holds a phrase of `numbers.VALUES`. A line ``<!--t:ID-->`` begins a table of `numbers.TABLES` or a
-part of `reference.PARTS`, which ends at a line ``<!--/t-->``.
+``<!--n:ID-->words<!--/n-->`` holds a phrase of `numbers.VALUES`. A line ``<!--t:ID-->`` begins one of `PARTS`, which ends at a
+line ``<!--/t-->``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from . import index, more_tables, numbers, recipes, reference
 REPOSITORY = Path(__file__).resolve().parents[1]
 PHRASE = re.compile(r"<!--n:([\w.]+)-->(.*?)<!--/n-->", re.DOTALL)
 PART = re.compile(r"^<!--t:([\w.]+)-->\n(.*?)^<!--/t-->$", re.DOTALL | re.MULTILINE)
+PARTS = {**numbers.TABLES, **more_tables.MORE, **reference.PARTS, **recipes.PARTS, **index.PARTS}
 
 
 def pages() -> list[Path]:
@@ -34,10 +35,9 @@ def filled(page: Path) -> str:
         KeyError: an unknown ID.
     """
     home = os.path.relpath(REPOSITORY, page.parent)
-    parts = {**numbers.TABLES, **more_tables.MORE, **reference.PARTS, **recipes.PARTS, **index.PARTS}
 
     def part(match: re.Match[str]) -> str:
-        text = parts[match[1]]().replace("{results}", f"{home}/recipes/results").replace("{home}", home)
+        text = PARTS[match[1]]().replace("{results}", f"{home}/recipes/results").replace("{home}", home)
         return f"<!--t:{match[1]}-->\n\n{text}\n\n<!--/t-->"
 
     text = PART.sub(part, page.read_text())

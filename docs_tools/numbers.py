@@ -187,15 +187,10 @@ def step(folder: str, name: str) -> dict[str, Any]:
     return row(folder, name)
 
 
-def is_timed(folder: str, name: str) -> bool:
-    """True if a run's seconds are those of its GPUs; a head says ``not_timed`` where they are not, and why."""
-    return "not_timed" not in run(folder, name).head
-
-
 def seconds(folder: str, name: str) -> str:
     """Median seconds of the steps that the run's own program counts, with their range if there are several."""
     found = step(folder, name)
-    if not is_timed(folder, name):
+    if "not_timed" in run(folder, name).head:  # it says why
         return "not measured"
     median, times = found["seconds_per_step"], found["seconds"]
     counted = next((rest for n in (1, 2, 3) if (rest := times[n:]) and statistics.median(rest) == median), times[-1:])
@@ -223,72 +218,27 @@ WHOLE_FULL, FULL_1M = "2026-11-27-full-and-first-steps", "2026-11-27-full-1m"
 NATIVE = "2026-11-27-default-allocator"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
-    ("8K", "2 x H200", "accelerate's own", AGAIN, "own_8K"),
-    ("8K", "2 x H200", "ring", AGAIN, "ring_8K"),
-    ("8K", "2 x H200", "accelerate's own, Liger, no LoRA casts, no checkpointing", AGAIN, "own_fast_8K"),
-    ("8K", "2 x H200", "ring, Liger, no LoRA casts, no checkpointing", AGAIN, "ring_fast_8K"),
-    ("8K", "2 x H200", "accelerate's own, compiled layers, no checkpointing", AGAIN, "own_compiled_8K"),
-    ("8K", "2 x H200", "ring, compiled layers, no checkpointing", AGAIN, "ring_compiled_8K"),
-    ("8K", "2 x H100", "accelerate's own, Liger, no LoRA casts, no checkpointing", H100_SHORT, "own_fast_8K"),
-    ("8K", "2 x H100", "ring, Liger, no LoRA casts, no checkpointing", H100_SHORT, "ring_fast_8K"),
-    ("8K", "2 x H100, a slower host", "accelerate's own", H100_SHORT, "own_8K"),
-    (
-        "8K",
-        "2 x H100, a slower host",
-        "accelerate's own, Liger, no LoRA casts, no checkpointing",
-        H100_SHORT,
-        "own_fast_8K-3",
-    ),
-    ("8K", "2 x H100, a slower host", "ring, Liger, no LoRA casts, no checkpointing", H100_SHORT, "ring_fast_8K-3"),
-    ("32K", "2 x H200", "accelerate's own", ON_TWO, "own_32K"),
-    ("32K", "2 x H200", "ring", ON_TWO, "ring_32K"),
-    ("32K", "2 x H200", "accelerate's own, Liger, no LoRA casts, no checkpointing", ON_TWO, "own_fast_32K"),
-    ("32K", "2 x H200", "ring, Liger, no LoRA casts, no checkpointing", ON_TWO, "ring_fast_32K"),
-    ("32K", "2 x H100", "accelerate's own", H100_SHORT, "own_32K"),
-    ("32K", "2 x H100", "accelerate's own, Liger, no LoRA casts", H100_SHORT, "own_fused_32K"),
-    ("32K", "2 x H100", "ring, Liger, no LoRA casts", H100_SHORT, "ring_fused_32K"),
-    ("32K", "2 x H100", "ring, Liger, no LoRA casts, no checkpointing, MLPs in chunks", H100_SHORT, "ring_chunks_32K"),
-    ("32K", "2 x H100", "ring, `save_attention`, Liger, no LoRA casts", H100_SHORT, "ring_saved_32K"),
-    ("32K", "2 x H100", "accelerate's own, Liger, no LoRA casts", H100_DEFAULTS, "own_fused_32K"),
-    ("32K", "2 x H100", "ring with its defaults, Liger, no LoRA casts", H100_DEFAULTS, "ring_auto_32K"),
-    ("32K", "4 x H200", "accelerate's own", FOUR, "s32_own"),
-    ("32K", "4 x H200", "ring", FOUR, "s32"),
-    ("64K", "1 x H200", "one process, no option", ON_ONE, "plain_64K"),
-    ("64K", "1 x H200", "one process, `mlp_tokens=8192`, `offload_above=2`", ON_ONE, "tiled_64K"),
-    ("128K", "2 x H200", "ring, `save_attention`", LOSS, "chunked_128K"),
-    ("128K", "2 x H200", "accelerate's own, Liger, no LoRA casts", AGAIN, "own_fast_128K"),
-    ("128K", "2 x H200", "ring, `save_attention`, Liger, no LoRA casts", AGAIN, "ring_fast_128K"),
-    ("128K", "2 x H100", "ring, `save_attention`, Liger, no LoRA casts", H100_FLASH4, "ring_fast_128K"),
-    ("128K", "1 x H200", "one process, `mlp_tokens=16384`", ON_ONE, "kept_128K"),
-    ("128K", "1 x H200", "one process, `mlp_tokens=16384`, `offload_above=0`", ON_ONE, "offloaded_128K"),
-    ("128K", "4 x H200", "accelerate's own", FOUR, "s128_own"),
-    ("128K", "4 x H200", "ring", FOUR, "s128"),
-    ("128K", "4 x H200", "ring, `save_attention`", FOUR, "s128_saved"),
-    ("128K", "2 x H100", "accelerate's own, SFTTrainer, Liger, no LoRA casts", H100_AUTO, "own_sft_128K"),
-    ("128K", "2 x H100", "ring with its defaults, SFTTrainer, Liger, no LoRA casts", H100_AUTO, "ring_auto_128K"),
-    ("160K", "2 x H100", "ring with its defaults, SFTTrainer, Liger, no LoRA casts", H100_DEFAULTS, "ring_auto_160K"),
-    (
-        "160K",
-        "2 x H100",
-        "ring with its defaults, Liger, no LoRA casts, torch's default allocator",
-        NATIVE,
-        "native_auto_160K",
-    ),
-    ("256K", "2 x H200", "ring", LOSS, "chunked_256K"),
-    ("256K", "2 x H100", "accelerate's own, SFTTrainer, Liger, no LoRA casts", BESIDE_OWN, "own_sft_256K"),
-    (
-        "256K",
-        "2 x H100",
-        "ring, SFTTrainer, `save_attention`, `mlp_tokens=16384`, `offload_above=24`, Liger, no LoRA casts",
-        BESIDE_OWN,
-        "ring_sft_256K",
-    ),
-    ("512K", "2 x H200", "ring, `mlp_tokens=16384`, `save_attention`, `offload_above=8`", WHOLE, "ring_512K"),
-    ("512K", "2 x H100", "ring, `mlp_tokens=16384`, `offload_above=0`, Liger, no LoRA casts", H100_FLASH4, "lora_512K"),
-    ("512K", "1 x H200", "one process, `mlp_tokens=16384`, `offload_above=60`", WHOLE, "one_512K"),
-    ("1M", "2 x H200", "ring, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
-    ("1M", "2 x H100", "ring, `mlp_tokens=16384`, `offload_above=16`, Liger, no LoRA casts", H100_1M, "lora_1M"),
-]
+    ("8K", "2 x H200", "", AGAIN, "ring_8K", "own_8K"),
+    ("8K", "2 x H200", "Liger, no LoRA casts, no checkpointing", AGAIN, "ring_fast_8K", "own_fast_8K"),
+    ("8K", "2 x H200", "compiled layers, no checkpointing", AGAIN, "ring_compiled_8K", "own_compiled_8K"),
+    ("8K", "2 x H100, a slower host", "Liger, no LoRA casts, no checkpointing", H100_SHORT, "ring_fast_8K-3", "own_fast_8K-3"),
+    ("32K", "2 x H200", "Liger, no LoRA casts, no checkpointing", ON_TWO, "ring_fast_32K", "own_fast_32K"),
+    ("32K", "2 x H100", '`save_attention="auto"`, Liger, no LoRA casts', H100_DEFAULTS, "ring_auto_32K", "own_fused_32K"),
+    ("64K", "1 x H200", "one process, no option", ON_ONE, "plain_64K", ""),
+    ("64K", "1 x H200", "one process, `mlp_tokens=8192`, `offload_above=2`", ON_ONE, "tiled_64K", ""),
+    ("128K", "4 x H200", "", FOUR, "s128", "s128_own"),
+    ("128K", "4 x H200", "`save_attention`", FOUR, "s128_saved", "s128_own"),
+    ("128K", "2 x H100", '`save_attention="auto"`, SFTTrainer, Liger, no LoRA casts', H100_AUTO, "ring_auto_128K", "own_sft_128K"),
+    ("128K", "1 x H200", "one process, `mlp_tokens=16384`, `offload_above=0`", ON_ONE, "offloaded_128K", ""),
+    ("160K", "2 x H100", '`save_attention="auto"`, SFTTrainer, Liger, no LoRA casts', H100_DEFAULTS, "ring_auto_160K", ""),
+    ("256K", "2 x H100", "`save_attention`, `mlp_tokens=16384`, `offload_above=24`, SFTTrainer, Liger, no LoRA casts", BESIDE_OWN, "ring_sft_256K", "own_sft_256K"),
+    ("512K", "2 x H200", "`mlp_tokens=16384`, `save_attention`, `offload_above=8`", WHOLE, "ring_512K", ""),
+    ("512K", "2 x H100", "`mlp_tokens=16384`, `offload_above=0`, Liger, no LoRA casts", H100_FLASH4, "lora_512K", ""),
+    ("512K", "1 x H200", "one process, `mlp_tokens=16384`, `offload_above=60`", WHOLE, "one_512K", ""),
+    ("1M", "2 x H200", "`mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M", ""),
+    ("1M", "2 x H100", "`mlp_tokens=16384`, `offload_above=16`, Liger, no LoRA casts", H100_1M, "lora_1M", ""),
+]  # fmt: skip
+"""Tokens, GPUs, options of the ring; then folder, run of the ring, and run of accelerate's own if it was measured."""
 
 
 def source(folder: str, name: str) -> str:
@@ -304,44 +254,16 @@ def table(header: str, rows: Iterable[tuple[object, ...]]) -> str:
 
 def steps_table() -> str:
     """Whole steps of LoRA on an 8B shape, by length."""
-
-    def mfu(folder: str, name: str) -> str:
-        share = step(folder, name).get("mfu")
-        return f"{share * 100:.0f} %" if share and is_timed(folder, name) else ""
-
     rows = (
-        (tokens, gpus, what, seconds(folder, name), mfu(folder, name), gib(folder, name), source(folder, name))
-        for tokens, gpus, what, folder, name in STEPS
-    )
-    return table("tokens | GPUs | what | s a step | MFU | GiB a GPU | commit, date", rows)
-
-
-MEMORY = [
-    ("128K", 4, "", FOUR, "s128"),
-    ("128K", 4, "`save_attention`", FOUR, "s128_saved"),
-    ("512K", 2, "`mlp_tokens=16384`, `offload_above=8`, `save_attention`", WHOLE, "ring_512K"),
-    ("1M", 2, "`mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
-    ("1M, window of 4096", 2, "`mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M_window"),
-]
-
-
-def memory_table() -> str:
-    """Peak memory of long rows."""
-    rows = (
-        (tokens, f"{gpus} × H200", what, gib(folder, name), source(folder, name))
-        for tokens, gpus, what, folder, name in MEMORY
-    )
-    return table("tokens | GPUs | options | GiB a GPU | commit, date", rows)
-
-
-def lora_table() -> str:
-    """Steps of 128K tokens."""
-    runs = (
-        ("2 × H200, `save_attention`", LOSS, "chunked_128K"), ("4 × H200, `save_attention`", FOUR, "s128_saved"),
-        ("4 × H200", FOUR, "s128"),
+        (
+            tokens, gpus, options, seconds(folder, ring), f"{step(folder, ring)['mfu'] * 100:.0f} %", gib(folder, ring),
+            *((seconds(folder, own), gib(folder, own)) if own else ("", "")), source(folder, ring),
+        )
+        for tokens, gpus, options, folder, ring, own in STEPS
     )  # fmt: skip
-    rows = ((what, seconds(where, name), gib(where, name), source(where, name)) for what, where, name in runs)
-    return table("GPUs | seconds a step | GiB a GPU | commit, date", rows)
+    return table(
+        "tokens | GPUs | options | s a step | MFU | GiB a GPU | accelerate's own: s | GiB | commit, date", rows
+    )
 
 
 def compiled_table() -> str:
@@ -387,25 +309,9 @@ def status(line: dict[str, Any]) -> str:
 # ---- phrases ---------------------------------------------------------------------------------------------------------
 
 
-def one_share(gpus: int, contender: str, tokens: int) -> str:
-    """Median share of the newest run, with its range."""
-    folder, name = SPEED_RUNS[gpus][-1]
-    return f"{ranged(share(folder, name, contender, tokens))} %"
-
-
 VALUES: dict[str, Callable[[], str]] = {
-    "512k_seconds": lambda: f"{seconds(WHOLE, 'ring_512K')} s",
-    "512k_gib": lambda: f"{gib(WHOLE, 'ring_512K')} GiB",
-    "512k_commit": lambda: commit(WHOLE, "ring_512K"),
-    "512k_mfu": lambda: f"{step(WHOLE, 'ring_512K')['mfu'] * 100:.0f} %",
-    "1m_seconds": lambda: f"{step(WHOLE, 'ring_1M')['seconds_per_step']:,.0f} s",
-    "one_512k_seconds": lambda: f"{step(WHOLE, 'one_512K')['seconds_per_step']:,.0f} s",
-    "one_512k_gib": lambda: f"{gib(WHOLE, 'one_512K')} GiB",
-    "1m_gib": lambda: f"{gib(WHOLE, 'ring_1M')} GiB",
     "h100_1m_seconds": lambda: f"{step(H100_1M, 'lora_1M')['seconds_per_step']:,.0f} s",
     "h100_1m_gib": lambda: f"{gib(H100_1M, 'lora_1M')} GiB",
-    "h100_512k_seconds": lambda: f"{seconds(H100_FLASH4, 'lora_512K')} s",
-    "h100_512k_gib": lambda: f"{gib(H100_FLASH4, 'lora_512K')} GiB",
     "h100_qlora70_gib": lambda: f"{gib(H100_FLASH4, 'qlora70_128K')} GiB",
     "full_1m": lambda: f"{step(FULL_1M, 'full_1M')['seconds_per_step']:,.0f} s and {gib(FULL_1M, 'full_1M')} GiB",
     "two_128k_median": lambda: f"{share(EIGHT, 'speed', RING, 128 * K)[0]:.1f} %",
@@ -415,8 +321,6 @@ VALUES: dict[str, Callable[[], str]] = {
     "packed_worst": lambda: f"{packed('zigzag')['work_worst']:.1f}",
     "packed_balanced": lambda: f"{packed('balanced')['work_worst']:.1f}",
     "cut_bytes": lambda: f"{cut_documents()['forward_bytes_share'] * 100:.1f} %",
-    "own_32k_gib": lambda: f"{gib(ON_TWO, 'own_32K')} GiB",
-    "ring_32k_gib": lambda: f"{gib(ON_TWO, 'ring_32K')} GiB",
     "own_32k": lambda: f"{step(ON_TWO, 'own_32K')['seconds_per_step']:.2f} s",
     "ring_32k": lambda: f"{step(ON_TWO, 'ring_32K')['seconds_per_step']:.2f} s",
     "full_256k": lambda: (
@@ -447,22 +351,11 @@ VALUES: dict[str, Callable[[], str]] = {
     "128k_saved_gib": lambda: f"{gib(FOUR, 's128_saved')} GiB",
     "128k_ring": lambda: f"{seconds(FOUR, 's128')} s",
     "128k_ring_gib": lambda: f"{gib(FOUR, 's128')} GiB",
-    "128k_times": lambda: f"{times(FOUR, 's128_own', 's128_saved'):.2f}",
-    "128k_plain_times": lambda: f"{times(FOUR, 's128_own', 's128'):.2f}",
-    "128k_commit": lambda: commit(FOUR, "s128_saved"),
-    "dk_ring_16": lambda: f"{dk(16, 'float32'):.1f}",
-    "dk_ring_2": lambda: f"{dk(2, 'float32'):.1f}",
-    "dk_rounded_2": lambda: f"{dk(2, 'bf16 sums'):.1f}",
-    "dk_rounded_16": lambda: f"{dk(16, 'bf16 sums'):.1f}",
-    "why_commit": lambda: commit("2026-11-21-why", "why"),
     "ring_64": lambda: f"{replayed('ring_fp32', 64):.2f}",
     "parts_64": lambda: f"{replayed('rounded parts', 64):.2f}",
     "sums_64": lambda: f"{replayed('16-bit sums', 64):.2f}",
     "ring_by_size": lambda: " / ".join(f"{replayed('ring_fp32', size):.2f}" for size in (4, 16, 64)),
     "parts_by_size": lambda: " / ".join(f"{replayed('rounded parts', size):.2f}" for size in (4, 16, 64)),
-    "errors_commit": lambda: commit("2026-11-21-ring-of-two", "errors_flash4"),
-    "error_eight": lambda: f"{eight()['error_over_one_device']:.3f}",
-    "mismatch_eight": lambda: f"{max(eight()['mismatch'].values()) * 100:.2f} %",
     "support_all": lambda: str(sum(support().values())),
     "support_exact": lambda: str(support()["exact"]),
     "support_refused": lambda: str(support()["refused"]),
@@ -474,9 +367,6 @@ VALUES: dict[str, Callable[[], str]] = {
     "tiled_64k_slower": lambda: f"{(1 / times(ON_ONE, 'plain_64K', 'tiled_64K') - 1) * 100:.1f} %",
     "plan_memory_runs": lambda: str(len(forecast_rows())),
     "plan_within": lambda: PLAN_WITHIN,
-    "plan_timed_runs": lambda: str(sum(is_time for is_time in forecast_rows().values())),
-    "two_32k": lambda: one_share(2, RING, 32 * K),
-    "two_128k": lambda: one_share(2, RING, 128 * K),
 }
 
 
@@ -534,7 +424,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "why": why_table,
     "live_errors": live_errors_table,
     "steps": steps_table,
-    "steps.memory": memory_table,
-    "steps.lora": lora_table,
     "steps.compiled": compiled_table,
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_tools import figures, fill
+from docs_tools import figures, fill, numbers
 from hf_ring_attn.integration.patching import changes
 from hf_ring_attn.kernels.flash4 import library
 from tests.helpers.blocks import PAGES, REPOSITORY
@@ -34,6 +34,12 @@ LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
 @pytest.mark.parametrize("page", fill.pages(), ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_page_carries_the_numbers_that_were_measured(page: Path) -> None:
     assert fill.filled(page) == page.read_text(), "run python -m docs_tools.fill"
+
+
+def test_every_generated_part_is_on_a_page() -> None:
+    text = "".join(page.read_text() for page in fill.pages())
+    assert {*re.findall(r"<!--n:([\w.]+)-->", text)} == numbers.VALUES.keys()
+    assert {*re.findall(r"<!--t:([\w.]+)-->", text)} == fill.PARTS.keys()
 
 
 def test_a_number_that_was_changed_by_hand_is_seen(tmp_path: Path) -> None:
