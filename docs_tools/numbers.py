@@ -207,7 +207,7 @@ def gib(folder: str, name: str) -> str:
     return f"{max(peak):.1f}" if peak else "not recorded"
 
 
-WHOLE, FOUR, TWO_STREAMS = "2026-11-23-whole-step", "2026-11-22-four-gpus", "2026-11-22-two-streams"
+WHOLE, FOUR = "2026-11-23-whole-step", "2026-11-22-four-gpus"
 LOSS, EIGHT, LONGEST = "2026-11-23-chunked-loss", "2026-11-22-eight-ranks", "2026-11-25-longest-rows"
 H100, H100_FLASH4, H100_1M = "2026-11-25-two-h100", "2026-11-25-two-h100-flash4", "2026-11-25-two-h100-1m"
 H100_32B, H100_256K = "2026-11-26-two-h100-32b", "2026-11-26-two-h100-256k"
@@ -275,12 +275,6 @@ def compiled_table() -> str:
     )
     rows = ((what, *(seconds(AGAIN, f"{side}_{name}8K") for side in ("ring", "own"))) for what, name in kinds)
     return table("seconds a step | ring | accelerate's own context parallelism", rows)
-
-
-def by_layers(name: str, layers: int, folder: str = LONGEST) -> float:
-    """Seconds of a step of a whole model, from its longest row's runs with one layer and with two."""
-    one, two = (float(step(folder, f"{name}_{run}")["seconds_per_step"]) for run in ("layer", "layers"))
-    return one + (layers - 1) * (two - one)
 
 
 def times(folder: str, slow: str, fast: str) -> float:
@@ -379,12 +373,6 @@ def forecast_rows() -> dict[str, bool]:
     text = (FILED / "2026-11-23-plan" / "README.md").read_text()
     rows = re.findall(r"^\| (.+? `[\w-]+`.*?) \|.*\| (.*?) \| (.*?) \|$", text, re.MULTILINE)
     return {name: bool(re.fullmatch(r"[+-]?\d+ %", percent)) for name, _, percent in rows}
-
-
-def forecast_words() -> str:
-    """How near the forecasts of plan are; `tests/plan/test_filed_results.py` checks the bounds."""
-    timed = sum(forecast_rows().values())
-    return f"memory of {len(forecast_rows())} filed steps within {PLAN_WITHIN}; time of {timed} within 12 %"
 
 
 def spread(tokens: int) -> float:

@@ -88,27 +88,6 @@ def test_the_index_lists_every_folder() -> None:
     assert linked == {folder.name for folder in FOLDERS}
 
 
-ROW = re.compile(
-    r"^\| .+ \| \[.+?\]\((?P<folder>[\w-]+)\) \| .+ \| (?P<number>.+) \| (?P<date>.+) \| (?P<commit>.+) \| .+ \|$"
-)
-COMMIT = re.compile(r"`([0-9a-f]{7})`")
-
-
-def test_a_number_of_the_index_names_the_commit_and_the_date_of_its_run() -> None:
-    """What the cells say is generated (`docs_tools.index`), and compared by tests/docs/test_site.py."""
-    rows = [found for line in (FILED / "README.md").read_text().splitlines() if (found := ROW.match(line))]
-    assert len(rows) == len(FOLDERS)
-    for found in rows:
-        heads = [run.head for run in results.read(FILED / found["folder"] / results.FILE)]
-        commits = COMMIT.findall(found["commit"])
-        assert {*commits} <= {head["commit"][:7] for head in heads}, found["folder"]
-        assert {*found["date"].split(", ")} <= {head["date"] for head in heads}, found["folder"]
-        parts = found["number"].split("; ")
-        named = [COMMIT.findall(part) for part in parts]
-        assert len(commits) <= 1 or all(len(each) == 1 for each in named), f"{found['folder']}: whose are {parts}?"
-        assert {commit for each in named for commit in each} <= {*commits}
-
-
 def test_a_run_whose_seconds_are_no_measurement_is_quoted_without_them() -> None:
     folder, name = "2026-11-23-chunked-loss", "chunked_256K"
     assert numbers.seconds(folder, name) == "not measured" and numbers.gib(folder, name) == "71.2"
