@@ -73,10 +73,10 @@ RUNS = {
         Measured("32,768", "2 x H200", LLAMA, "LoRA, `--save-attention --liger`", WHOLE, "ring_liger_32K"),
         Measured("32,768", "2 x H100", LLAMA, "LoRA, `--save-attention --liger --no-lora-casts`", H100_SHORT, "ring_saved_32K"),
         Measured("131,072", "2 x H100", LLAMA, "LoRA, `--save-attention --liger --no-lora-casts`", H100_FLASH4, "ring_fast_128K"),
-        Measured("524,288", "2 x H200", LLAMA, "LoRA, `--save-attention --mlp-tokens 16384 --offload 8`", WHOLE, "ring_512K"),
-        Measured("524,288", "2 x H100", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 0 --liger --no-lora-casts`", H100_FLASH4, "lora_512K"),
-        Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 48`", WHOLE, "ring_1M"),
-        Measured("1,048,576", "2 x H100", LLAMA, "LoRA, `--mlp-tokens 16384 --offload 16 --liger --no-lora-casts`", H100_1M, "lora_1M"),
+        Measured("524,288", "2 x H200", LLAMA, "LoRA, `--save-attention --mlp-tokens 16384 --offload-above 8`", WHOLE, "ring_512K"),
+        Measured("524,288", "2 x H100", LLAMA, "LoRA, `--mlp-tokens 16384 --offload-above 0 --liger --no-lora-casts`", H100_FLASH4, "lora_512K"),
+        Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `--mlp-tokens 16384 --offload-above 48`", WHOLE, "ring_1M"),
+        Measured("1,048,576", "2 x H100", LLAMA, "LoRA, `--mlp-tokens 16384 --offload-above 16 --liger --no-lora-casts`", H100_1M, "lora_1M"),
     ],
 }  # fmt: skip
 MISSING = "Not measured: seconds a step, GiB a GPU and the first loss"

@@ -88,17 +88,18 @@ def parts() -> list[Run]:
     second step, since the first compiles torchao's optimizer.
     """
     long = {
-        "full_1M": (1024, "--full --optim adamw_torch_8bit --liger --mlp-tokens 16384", " --offload 24"),
+        "full_1M": (1024, "--full --optim adamw_torch_8bit --liger --mlp-tokens 16384", " --offload-above 24"),
         "qlora32_280K": (280, "--shape 32B --qlora --mlp-tokens 16384", ""),
         # about the longest on 2 x H100 with 232 GiB of host memory
-        "qlora32_416K": (416, "--shape 32B --qlora --liger --mlp-tokens 16384", " --offload 26"),
+        "qlora32_416K": (416, "--shape 32B --qlora --liger --mlp-tokens 16384", " --offload-above 26"),
     }
+    qlora70 = "--shape 70B --qlora --liger --mlp-tokens 16384 --offload-above 0"
     found = [
-        Run("qlora70_128K", 128, "--shape 70B --qlora --liger --mlp-tokens 16384 --offload 0", steps=2),
-        Run("qlora70_quarter", 128, "--shape 70B --qlora --liger --mlp-tokens 16384 --offload 0 --layers 20", steps=3),
-        Run("qlora32_256K", 256, "--shape 32B --qlora --liger --mlp-tokens 16384 --offload 0", steps=1),
+        Run("qlora70_128K", 128, qlora70, steps=2),
+        Run("qlora70_quarter", 128, f"{qlora70} --layers 20", steps=3),
+        Run("qlora32_256K", 256, "--shape 32B --qlora --liger --mlp-tokens 16384 --offload-above 0", steps=1),
         Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384"),
-        Run("lora_512K", 512, "--liger --no-lora-casts --mlp-tokens 16384 --offload 0"),
+        Run("lora_512K", 512, "--liger --no-lora-casts --mlp-tokens 16384 --offload-above 0"),
         Run("own_fused_32K", 32, f"{SDPA} {FUSED}"),
         Run("ring_fused_32K", 32, f"{FUSED} --no-save-attention", "own_fused_32K"),
         Run("ring_saved_32K", 32, f"{FUSED} --save-attention", "own_fused_32K"),
@@ -106,16 +107,16 @@ def parts() -> list[Run]:
         Run("ring_gather_8K", 8, f"{FUSED} --no-checkpointing --backward gather", "own_fast_8K"),
         Run("ring_auto_128K", 128, SFT, "own_sft_128K"),
         Run("ring_chunks_32K", 32, f"{FUSED} --no-checkpointing --mlp-tokens 8192", "own_fused_32K"),
-        Run("full_512K_window", 512, f"{long['full_1M'][1]} --offload 28 --window 4096", steps=2),
+        Run("full_512K_window", 512, f"{long['full_1M'][1]} --offload-above 28 --window 4096", steps=2),
         # 224 GiB of host memory for two GPUs
-        Run("lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload 16", steps=1),
+        Run("lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload-above 16", steps=1),
         # 192 GiB of host memory
-        Run("full_1M", 1024, f"{long['full_1M'][1]} --offload 32", steps=1),
+        Run("full_1M", 1024, f"{long['full_1M'][1]} --offload-above 32", steps=1),
     ]
     for length in STEPS:
         # SFTTrainer: TRL's head makes no logits on either side. All that 256K of a ring save fit an H200 alone.
         keeps, saves = (" --no-checkpointing", "") if length == 8 else ("", " --save-attention")
-        saves += " --mlp-tokens 16384 --offload 24" if length == 256 else ""
+        saves += " --mlp-tokens 16384 --offload-above 24" if length == 256 else ""
         found += [
             Run(f"own_sft_{length}K", length, f"{SDPA} {SFT}{keeps}"),
             Run(f"ring_sft_{length}K", length, f"{SFT}{keeps}{saves}", f"own_sft_{length}K"),

@@ -54,7 +54,7 @@ def parsed() -> argparse.Namespace:
                         help="checkpointing keeps attention results (ring_fp32; default: if they fit)")  # fmt: skip
     parser.add_argument("--mlp-tokens", type=int, metavar="N",
                         help="MLPs and norms run over chunks of N tokens, such as 16384 (ring_fp32)")  # fmt: skip
-    parser.add_argument("--offload", type=float, metavar="GIB",
+    parser.add_argument("--offload-above", type=float, metavar="GIB",
                         help="GiB of checkpoints that stay on a GPU; others wait on the host (ring_fp32)")  # fmt: skip
     parser.add_argument("--qlora", action="store_true", help="frozen weights in 4 bits (--shape; needs bitsandbytes)")
     parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
@@ -74,13 +74,12 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.trainer == "sft" and options.loss != "auto":
         parser.error("SFTTrainer always computes its loss with TRL's fused head: leave --loss out")
-    chosen = options.save_attention is not None or options.deterministic or options.loss != "auto"
-    chosen = chosen or options.backward != "ring"
-    chosen = chosen or options.mlp_tokens is not None or options.offload is not None
+    of_ring = ("save_attention", "backward", "deterministic", "loss", "mlp_tokens", "offload_above")
+    chosen = [f"--{name.replace('_', '-')}" for name in of_ring if getattr(options, name) != parser.get_default(name)]
     if chosen and options.implementation != "ring_fp32":
-        parser.error("--save-attention, --backward, --deterministic, --loss, --mlp-tokens, --offload are of ring_fp32")
-    if options.no_checkpointing and (options.save_attention or options.offload is not None):
-        parser.error("--save-attention and --offload are for checkpointing: leave --no-checkpointing out")
+        parser.error(f"{', '.join(chosen)}: only with --implementation ring_fp32")
+    if options.no_checkpointing and (options.save_attention or options.offload_above is not None):
+        parser.error("--save-attention and --offload-above are for checkpointing: leave --no-checkpointing out")
     if options.model is not None and (options.window or options.layers or options.qlora):
         parser.error("--window, --layers and --qlora are for a --shape, whose weights are random")
     if options.qlora and options.full:
@@ -158,7 +157,7 @@ def make_trainer(options: argparse.Namespace) -> Any:
         ring = hf_ring_attn.RingConfig(
             save_attention="auto" if options.save_attention is None else options.save_attention,
             deterministic=options.deterministic, loss=options.loss, backward=options.backward,
-            mlp_tokens=options.mlp_tokens, offload_above=options.offload,
+            mlp_tokens=options.mlp_tokens, offload_above=options.offload_above,
         )  # fmt: skip
         hf_ring_attn.configure(model, ring)
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too
