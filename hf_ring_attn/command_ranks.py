@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -94,35 +95,47 @@ def start_ranks(count: int, arguments: Sequence[str], seconds: float = math.inf)
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with ExitStack() as files:
+    ranks: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as files, _sigterm_exits():
         errors = {rank: files.enter_context(tempfile.TemporaryFile()) for rank in range(1, count)}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "hf_ring_attn", *arguments],
-                env={**os.environ, **{key: str(x) for key, x in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}},
-                stdout=None if rank == 0 else subprocess.DEVNULL,
-                stderr=errors.get(rank),
-            )
-            for rank in range(count)
-        ]
         try:
+            for rank in range(count):
+                own = {key: str(x) for key, x in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+                command = [sys.executable, "-m", "hf_ring_attn", *arguments]
+                stdout = None if rank == 0 else subprocess.DEVNULL
+                ranks.append(
+                    subprocess.Popen(command, env={**os.environ, **own}, stdout=stdout, stderr=errors.get(rank))
+                )
             end = time.monotonic() + seconds
-            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            while any(one.poll() is None for one in ranks) and not any(one.poll() for one in ranks):
                 if time.monotonic() > end:
                     break
                 time.sleep(0.05)
             deadline = min(end, time.monotonic() + GRACE_SECONDS)
-            while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            while any(one.poll() is None for one in ranks) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            ended = [rank.poll() for rank in ranks]
+            ended = [one.poll() for one in ranks]
         finally:
-            for rank in ranks:
-                if rank.poll() is None:
-                    rank.kill()
-        codes = [rank.wait() for rank in ranks]
+            for one in ranks:
+                if one.poll() is None:
+                    one.kill()
+            codes = [one.wait() for one in ranks]
         sys.stderr.write(_cause(ended, errors) + _signals(ended))
         sys.stderr.flush()
     return next((code for code in codes if code), 0)
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """Inside, SIGTERM ends this process through its `finally` clauses: else its ranks would run on, on their GPUs."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _cause(codes: Sequence[int | None], errors: Mapping[int, IO[bytes]]) -> str:

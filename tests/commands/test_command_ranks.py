@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,26 @@ def test_a_rank_that_fails_ends_at_once(error: str, code: int, last: str) -> Non
     assert both[1].returncode == code and out == "measured\n"
     assert errors.splitlines()[-1].startswith(last), errors
     assert ("Traceback" in errors) == (code == 1)
+
+
+def test_ranks_end_with_a_command_that_gets_sigterm(tmp_path: Path) -> None:
+    """SLURM and `timeout` send it: ranks ran on, on their GPUs."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/$RANK.part\nmv {tmp_path}/$RANK.part {tmp_path}/$RANK\n"
+                      "exec sleep 600\n")  # fmt: skip
+    python.chmod(0o755)
+    program = (
+        f"import sys; from hf_ring_attn import command_ranks; sys.executable = {str(python)!r}; "
+        "command_ranks.start_ranks(2, ['verify'])"
+    )
+    files = [tmp_path / str(rank) for rank in range(2)]
+    with subprocess.Popen([sys.executable, "-c", program]) as command:
+        end = time.monotonic() + patient(60)
+        while not all(file.exists() for file in files) and time.monotonic() < end:
+            time.sleep(0.05)
+        ranks = [int(file.read_text()) for file in files]
+        command.terminate()
+        assert command.wait(patient(30)) == 128 + signal.SIGTERM
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)

@@ -91,23 +91,24 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         settle(self, *args, *kwargs.values())
-        ties = []
-        if ring_enabled(self.parallelism_config):
-            fsdp.keep_float32(self)
-            ties = [fsdp.ties(obj) for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
-        result = original(self, *args, **kwargs)
-        if ring_enabled(self.parallelism_config):
-            several = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2's way returns a list
-            modules = [obj for obj in several if isinstance(obj, nn.Module)]
-            for obj in several:
-                fsdp.check_optimizer(self, obj)
-            models = [model for model in modules if uses_ring(model)]
-            for model, before in zip(modules, ties, strict=False):
-                fsdp.refuse_new_ties(model, before)
-            prepared.update(models)
-            for model in models:
-                liger.prepare(model)
-                quantized.gather_bytes(model)  # a program may generate before its first batch
+        if not ring_enabled(self.parallelism_config):
+            return original(self, *args, **kwargs)
+        fsdp.keep_float32(self)
+        given = [obj for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
+        ties = [fsdp.ties(model) for model in given]
+        with fsdp.wrapping_layers_it_has(given):
+            result = original(self, *args, **kwargs)
+        several = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2's way returns a list
+        modules = [obj for obj in several if isinstance(obj, nn.Module)]
+        for obj in several:
+            fsdp.check_optimizer(self, obj)
+        models = [model for model in modules if uses_ring(model)]
+        for model, before in zip(modules, ties, strict=False):
+            fsdp.refuse_new_ties(model, before)
+        prepared.update(models)
+        for model in models:
+            liger.prepare(model)
+            quantized.gather_bytes(model)  # a program may generate before its first batch
         return result
 
     return prepare

@@ -1,9 +1,10 @@
-"""FSDP2 in a ring: keeps sums of gradients, the loss and the count of tokens out of 16 bits."""
+"""FSDP2 in a ring: wraps the layers that a model has; keeps sums of gradients, losses and counts out of 16 bits."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..context import introspect
 from ..context.batch_context import BatchContext
 from ..context.model_record import latest_record
 from ..log import say, warn
+from ..patching.modules import Replaced
 
 UNTESTED = {
     "FullyShardedDataParallel": "FSDP1 is not tested: use FSDP2 (fsdp_version: 2) or DDP",
@@ -38,6 +40,22 @@ def keep_float32(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
         half = str(policy.param_dtype).removeprefix("torch.")
         say(f"FSDP2 sums gradients in float32, not {half}, and returns the loss unrounded (mixed_precision_policy)")
+
+
+@contextmanager
+def wrapping_layers_it_has(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, ``models`` name only those layers to accelerate that they have.
+
+    The text model of Qwen3.5 or of Gemma 4 names layers of its family's vision model, too (`_no_split_modules`), and
+    accelerate's wrap policy of FSDP2 refuses a name that it does not find.
+    """
+    with ExitStack() as names:
+        for model in models:
+            named = getattr(model, "_no_split_modules", None) or ()
+            classes = {type(module).__name__ for module in model.modules()}
+            if 0 < len(found := [name for name in named if name in classes]) < len(named):
+                names.enter_context(Replaced(model, "_no_split_modules", found))
+        yield
 
 
 def ties(model: nn.Module) -> set[frozenset[str]]:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import Trainer
 from transformers.loss import loss_utils
 from transformers.trainer_pt_utils import LabelSmoother
@@ -31,29 +32,45 @@ Way = Literal["a loop", "a loop that names the model", "Trainer"]
 Answer = tuple[MixedPrecisionPolicy, Tensor, Tensor]
 
 
+def _accelerator(chosen: MixedPrecisionPolicy | None = None) -> Accelerator:
+    """Accelerate's own FSDP2 over the ring, for mixed_precision "bf16"; call it in `launched`."""
+    accelerator = Accelerator(mixed_precision="bf16", parallelism_config=ParallelismConfig(cp_size=2))
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", mixed_precision_policy=chosen
+    )
+    plugin.set_mixed_precision("bf16")  # as AcceleratorState does, where there are GPUs
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = DistributedType.FSDP
+    return accelerator
+
+
 def step_in_half(batch: Batch, chosen: MixedPrecisionPolicy | None = None) -> Answer:
     """The policy of a model that accelerate has sharded for mixed_precision "bf16", the loss of one step, a gradient.
 
     Args:
         chosen: the policy of a user, in place of accelerate's default.
     """
-    mesh = Mesh(cp=2)
-    with launched(mesh):
-        accelerator = Accelerator(mixed_precision="bf16", parallelism_config=ParallelismConfig(cp_size=mesh.cp))
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", mixed_precision_policy=chosen
-        )
-        plugin.set_mixed_precision("bf16")  # as AcceleratorState does, where there are GPUs
-        accelerator.state.fsdp_plugin = plugin
-        accelerator.state.distributed_type = DistributedType.FSDP
-        made = tiny("llama", "ring_fp32")
+    with launched(Mesh(cp=2)):
+        accelerator, made = _accelerator(chosen), tiny("llama", "ring_fp32")
         model, _ = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
         sharded = hf_ring_attn.shard(batch)
         with sharded:
             loss = model(**sharded.inputs).loss
         loss.backward()
         gradient = model.model.layers[0].self_attn.q_proj.weight.grad.full_tensor()
-        return plugin.mixed_precision_policy, loss.detach(), gradient
+        return accelerator.state.fsdp_plugin.mixed_precision_policy, loss.detach(), gradient
+
+
+def wrapped_layers(kind: str, adapted: bool) -> tuple[set[str], list[str]]:
+    """The classes of the modules that accelerate sharded, and what the model calls its layers afterwards."""
+    with launched(Mesh(cp=2)):
+        made: Any = tiny(kind, "ring_fp32")
+        accelerator = _accelerator()
+        if adapted:
+            made = get_peft_model(made, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model, _ = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+        sharded = {type(part).__name__.removeprefix("FSDP") for part in model.modules() if isinstance(part, FSDPModule)}
+        return sharded, list(model._no_split_modules)
 
 
 def sharded_weights(dtype: torch.dtype | None = None, root: bool = True) -> Any:

@@ -92,6 +92,20 @@ def test_a_policy_that_somebody_chose_stays(ranks: Ranks) -> None:
         assert is_rounded(gradient)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [("qwen3_5", {"Qwen3_5DecoderLayer"}), ("gemma4", {"Gemma4TextDecoderLayer"})],
+)
+def test_a_text_model_of_a_family_with_vision_is_wrapped(
+    ranks: Ranks, kind: str, layers: set[str], adapted: bool
+) -> None:
+    """It names its family's vision layers, too, and accelerate said that it could not find them."""
+    for wrapped, named in ranks(2).run(fsdp_jobs.wrapped_layers, kind, adapted):
+        assert layers < wrapped, wrapped  # and the model itself
+        assert layers < set(named)  # as transformers has them
+
+
 WAYS: list[fsdp_jobs.Way] = ["a loop", "a loop that names the model", "Trainer"]
 
 
