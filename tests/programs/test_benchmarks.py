@@ -268,7 +268,6 @@ def test_the_time_of_the_host_is_measured_by_ranks(tmp_path: Path) -> None:
 SMALL = {
     "guards": ["guards.py", "--layers", "1", "--steps", "2", "--tokens", "32", "--lora"],
     "self_check": ["self_check.py", "--tokens", "32", "--rounds", "2"],
-    "host_lock": ["host_lock.py", "--gib", "1", "--threads", "0", "1"],
     "why": ["why.py", "--length", "64", "--heads", "2", "1", "--width", "16", "--rings", "1", "2"],
     "traffic": ["traffic.py", "--length", "4096", "--rings", "2"],
 }
