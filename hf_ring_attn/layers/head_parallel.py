@@ -36,9 +36,9 @@ def by_heads(
         [B, T, H, ...]; zeros in ring padding.
     """
     total = heads[0].shape[2]
-    ranges = _ranges(total, [x.shape[2] for x in shared], rows.ring.size)
+    ranges = head_ranges(total, [x.shape[2] for x in shared], rows.ring.size)
     lo, hi = ranges[rows.ring.rank]
-    parts = [ranges] * len(heads) + [_groups(ranges, total // x.shape[2]) for x in shared]
+    parts = [ranges] * len(heads) + [shared_ranges(ranges, total // x.shape[2]) for x in shared]
     whole = _to_heads([*heads, *shared], parts, rows)
     mine, common = whole[: len(heads)], whole[len(heads) :]
     common = [_for_heads(x, lo, hi, total // given.shape[2]) for x, given in zip(common, shared, strict=True)]
@@ -69,7 +69,7 @@ def _of_none(heads: list[Tensor], shared: list[Tensor], weights: list[Tensor], c
     return like.new_zeros(*heads[0].shape[:2], 0, *like.shape[3:]) + tie
 
 
-def _ranges(heads: int, groups: Sequence[int], ranks: int) -> list[Span]:
+def head_ranges(heads: int, groups: Sequence[int], ranks: int) -> list[Span]:
     """Splits the heads over ranks evenly, by whole groups that share inputs if there are enough of them."""
     unit = max((heads // group for group in groups), default=1)
     if heads // unit < ranks:
@@ -79,8 +79,8 @@ def _ranges(heads: int, groups: Sequence[int], ranks: int) -> list[Span]:
     return list(pairwise(bounds))
 
 
-def _groups(ranges: list[Span], size: int) -> list[Span]:
-    """The groups of ``size`` heads that serve each rank's heads."""
+def shared_ranges(ranges: list[Span], size: int) -> list[Span]:
+    """Returns the groups of ``size`` heads that serve each rank's heads."""
     return [(lo // size, -(-hi // size)) if lo < hi else (0, 0) for lo, hi in ranges]
 
 

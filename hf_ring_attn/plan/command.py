@@ -16,9 +16,9 @@ from .hardware import GPUS, KEPT_FREE, Gpu
 from .notes import notes_on
 from .positions import scaling
 from .program import program
+from .reading import shape_of
 from .search import alternatives, decided, forecast, longer_rows, most_tokens
 from .setup import ITEMSIZES, KERNELS, LOSSES, METHODS, OPTIMIZERS, SHARDS, Setup
-from .shape import shape_of
 
 
 def positive(text: str) -> float:

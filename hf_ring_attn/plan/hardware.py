@@ -12,6 +12,10 @@ import math
 from dataclasses import dataclass
 
 GIB = 2**30
+FLOAT32 = 4
+"""Bytes of a number."""
+DELTA_CHUNK = 64
+"""Tokens of a chunk of the gated delta rule in flash-linear-attention."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,11 @@ ATTENTION = {
     },
 }
 """The same for attention, by kernel and by a head's width: forward, backward. Both on Hopper, in 16 bits."""
+
+DELTA_RULES: dict[str, dict[tuple[int, int], tuple[float, float]]] = {"by head": {}, "by channel": {}}
+"""Nanoseconds per token of a row that the scan of linear attention takes, by heads on a GPU and their width: forward,
+backward. By head: chunk_gated_delta_rule of flash-linear-attention; by channel: its chunk_kda. Where nothing is filed,
+a forecast leaves the time out, and says so."""
 
 ELEMENTWISE = 0.82
 """Share of the memory's bandwidth that all other kernels reach, by the bytes of `seconds.elementwise_numbers`."""

@@ -9,17 +9,18 @@ from torch import nn
 
 from ..integration.model.structure import text_modules
 from .hardware import GIB
+from .linear_attention import FLA, NAME, scan_seconds, torch_bytes
 from .memory import memory_of
 from .positions import beyond
 from .setup import Setup
-from .shape import ModelShape
+from .shape import DeltaShape, ModelShape
 
 
 def notes_on(config: Any, model: nn.Module, shape: ModelShape, setup: Setup) -> list[str]:
     """Returns a line for each fact of the model or the setup that its forecast does not show."""
     of_model = [*_other_class(config, model), *_towers(model), *beyond(config, model, setup.tokens)]
     of_setup = [*_chunks(setup), *_logits(setup), *_storage(setup), *_accumulation(shape, setup)]
-    return [*of_model, *of_setup, *_unmeasured(shape, setup)]
+    return [*of_model, *of_setup, *_linear_attention(shape, setup), *_unmeasured(shape, setup)]
 
 
 def _other_class(config: Any, model: nn.Module) -> Iterator[str]:
@@ -53,11 +54,22 @@ def _accumulation(shape: ModelShape, setup: Setup) -> Iterator[str]:
         yield f"gradient accumulation takes {more:.1f} GiB more: the gradients of a step's first batch stay"
 
 
+def _linear_attention(shape: ModelShape, setup: Setup) -> Iterator[str]:
+    linear = [layer.attention for layer in shape.kinds if isinstance(layer.attention, DeltaShape)]
+    if linear:
+        more = max(torch_bytes(one, setup) for one in linear) / GIB
+        yield f"linear attention is forecast with {FLA}; with transformers' own function it takes {more:.1f} GiB more"
+    if not all(scan_seconds(one, setup) for one in linear):
+        yield f"the time of {NAME} is not measured, and left out: a step takes longer than this forecast"
+
+
 def _unmeasured(shape: ModelShape, setup: Setup) -> Iterator[str]:
     kinds = {
         "experts": any(layer.routed for layer in shape.layers),
-        "heads of several widths": len(shape.attentions) > 1, "an A100": not setup.gpu.has_flash4,
-        "--offload-params": setup.offload_params,
+        "heads of several widths": len({(one.key_width, one.value_width) for one in shape.attentions}) > 1,
+        NAME: any(isinstance(layer.attention, DeltaShape) for layer in shape.kinds),
+        "shared keys and values": shape.shares_kv, "inputs of each layer's own": any(x.own_input for x in shape.kinds),
+        "an A100": not setup.gpu.has_flash4, "--offload-params": setup.offload_params,
     }  # fmt: skip
     if found := [kind for kind, is_there in kinds.items() if is_there]:
         yield f"no step with {' or '.join(found)} was measured, so no forecast of one was tested"

@@ -81,10 +81,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"{f'a step, attention in {kernels(model, setup)}':48s}{'seconds':>9s}"
     for name, part in sorted(seconds.parts.items(), key=lambda part: -part[1]):
         yield f"  {name:46s}{part:9.2f}"
-    yield (
-        f"  {'total':46s}{seconds.total:9.2f}   {_speed(one):,.0f} tokens/s a GPU, "
-        f"MFU {_mfu(one):.0%}{'' if gpu == 'h200' else ' (speeds were measured on an H200)'}"
-    )
+    on_h200 = "" if gpu == "h200" else " (speeds were measured on an H200)"
+    if seconds.left_out:
+        yield f"  {'total without ' + ', '.join(seconds.left_out):46s}{seconds.total:9.2f}{on_h200}"
+    else:
+        yield f"  {'total':46s}{seconds.total:9.2f}   {_speed(one):,.0f} tokens/s a GPU, MFU {_mfu(one):.0%}{on_h200}"
     if lock := sum(memory.host.get(name, 0) for name in (CHECKPOINTS, SAVED)) / GIB / LOCKED_GIB_PER_SECOND:
         yield f"  {'the first step also locks host memory, about':46s}{lock:9.2f}   (the speed of one host)"
     if seconds.launches > 0.1 * seconds.total:
@@ -136,7 +137,7 @@ def kernels(model: ModelShape, setup: Setup) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """All numbers, in bytes and seconds; ``alternatives`` are as in the table."""
+    """All numbers, in bytes and seconds; ``alternatives`` are as in the table. Speeds: None if a time is left out."""
     model, one = plan.model, plan.one
     setup = {name: value for name, value in asdict(one.setup).items() if name != "gpu"}
     setup["kernel"] = kernels(model, one.setup)
@@ -149,8 +150,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "kept_free": plan.kept_free,
         },
         "fits": one.fits,
-        "seconds": {"parts": one.seconds.parts, "total": one.seconds.total},
-        "tokens_per_second_per_gpu": _speed(one), "mfu": _mfu(one),
+        "seconds": {"parts": one.seconds.parts, "total": one.seconds.total, "left_out": one.seconds.left_out},
+        "tokens_per_second_per_gpu": None if one.seconds.left_out else _speed(one),
+        "mfu": None if one.seconds.left_out else _mfu(one),
         "alternatives": [_as_json(x) for x in plan.others],
         "longer_rows": [{"tokens": x.setup.tokens, **_as_json(x)} for x in plan.longer],
         "launch": {

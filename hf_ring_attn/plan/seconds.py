@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .hardware import ELEMENTWISE, LAYER_SECONDS, MATMUL, Gpu, attention_shares
-from .memory import FLOAT32, kept_bytes, offloaded_layers, trained_parameters, weight_bytes
+from .attention_memory import normed_numbers
+from .hardware import ELEMENTWISE, FLOAT32, LAYER_SECONDS, MATMUL, Gpu, attention_shares
+from .linear_attention import NAME, delta_flops, exchanged_bytes, moved_numbers, scan_seconds
+from .memory import kept_bytes, offloaded_layers, trained_parameters, weight_bytes
 from .setup import Setup
-from .shape import LayerShape, ModelShape
+from .shape import AttentionShape, DeltaShape, LayerShape, ModelShape
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of one step by kind of work; they add up. ``flops``: of all GPUs, recomputation left out."""
+    """Seconds of one step by kind of work; they add up.
+
+    Args:
+        linear_attention: None if it is in the model, and its time was not measured: a step takes longer than `total`.
+        flops: of all GPUs, recomputation left out.
+    """
 
     attention: float
+    linear_attention: float | None
     matrix_products: float
     elementwise: float
     launches: float
@@ -24,10 +32,17 @@ class Seconds:
 
     @property
     def parts(self) -> dict[str, float]:
+        scans = {NAME: self.linear_attention} if self.linear_attention else {}
         return {
-            "attention": self.attention, "matrix products": self.matrix_products, "elementwise": self.elementwise,
-            "launches": self.launches, "communication that waits": self.communication, "optimizer": self.optimizer,
+            "attention": self.attention, **scans, "matrix products": self.matrix_products,
+            "elementwise": self.elementwise, "launches": self.launches,
+            "communication that waits": self.communication, "optimizer": self.optimizer,
         }  # fmt: skip
+
+    @property
+    def left_out(self) -> list[str]:
+        """The names of parts whose time is not known."""
+        return [NAME] if self.linear_attention is None else []
 
     @property
     def total(self) -> float:
@@ -50,13 +65,16 @@ def seconds_of(model: ModelShape, setup: Setup) -> Seconds:
     """Forecasts a step in which each ring trains one row."""
     layers = [_layer_seconds(model, layer, setup) for layer in model.layers]
     head_passes = 6 if setup.method == "full" else 4
-    head = setup.tokens_per_rank * head_passes * model.head / matmul_flops(setup)
+    head = setup.tokens_per_rank * head_passes * (model.head + model.outside) / matmul_flops(setup)
     logits = 10 * FLOAT32 * setup.tokens_per_rank * model.vocabulary / _memory_speed(setup.gpu)
     waiting = sum(_waiting(model, layer, one, setup) for layer, one in zip(model.layers, layers, strict=True))
     waiting += _offload(model, layers, setup)
     rows = setup.gpus // setup.ring_size
+    both = list(zip(model.layers, layers, strict=True))
+    scans = [sum(one.attention) for layer, one in both if isinstance(layer.attention, DeltaShape)]
     return Seconds(
-        attention=sum(sum(one.attention) for one in layers),
+        attention=sum(sum(one.attention) for layer, one in both if isinstance(layer.attention, AttentionShape)),
+        linear_attention=None if scans and not all(scans) else sum(scans),
         matrix_products=sum(sum(one.matrix_products) for one in layers) + head,
         elementwise=sum(sum(one.elementwise) for one in layers) + logits,
         launches=LAYER_SECONDS * len(layers), communication=waiting, optimizer=_optimizer(model, setup),
@@ -80,8 +98,10 @@ def pairs(tokens: int, window: int | None) -> float:
 
 
 def attention_flops(layer: LayerShape, tokens: int) -> tuple[float, float]:
-    """Operations of one layer's attention over a row: forward (two products), backward (five)."""
+    """Operations of one layer's attention over a row: forward (two products), backward (five); of a scan."""
     one = layer.attention
+    if isinstance(one, DeltaShape):
+        return delta_flops(one, tokens), 2 * delta_flops(one, tokens)
     seen, key, value = pairs(tokens, layer.window) * one.heads, one.key_width, one.value_width
     return 2 * seen * (key + value), 2 * seen * (3 * key + 2 * value)
 
@@ -92,12 +112,16 @@ def elementwise_numbers(model: ModelShape, layer: LayerShape, setup: Setup) -> f
     A norm: 18 per number (in float32). A residual: 3. RoPE: 10. The product with the gate: 5. A copy for an expert: 8.
     LoRA: its input once, its output six times (two products, a scale, a sum); where inputs are cast to float32, six
     times the input; beside 4-bit weights, a copy of the frozen layer's output. Fused (Liger): a norm 2, RoPE 2, the
-    product with the gate 3.
+    product with the gate 3. A gate of attention: 6. An input of the layer's own: 5. Each of AltUp's streams: 20.
     """
     norm, rope, gate = (2, 2, 3) if setup.liger else (18, 10, 5)
     numbers = float(norm * layer.hidden_norms * model.hidden + 2 * 3 * model.hidden)
-    rotated = layer.attention.query_numbers + layer.attention.kv_heads * layer.attention.key_width
-    numbers += (rope + norm * layer.head_norms) * rotated
+    if isinstance(layer.attention, DeltaShape):
+        numbers += moved_numbers(layer.attention, model.hidden)
+    else:
+        numbers += (rope + norm * layer.head_norms) * normed_numbers(layer.attention)
+        numbers += 6 * layer.attention.has_gate * layer.attention.out_numbers
+    numbers += 5 * layer.own_input + 20 * layer.streams * model.hidden * (layer.streams > 1)
     numbers += (gate if layer.gated else 2) * layer.mlp + 8 * layer.routed
     if setup.method != "full":
         inside, outside = (sum(sizes) for sizes in zip(*layer.adapted, strict=True))
@@ -106,16 +130,25 @@ def elementwise_numbers(model: ModelShape, layer: LayerShape, setup: Setup) -> f
     return numbers
 
 
-def _layer_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> _LayerSeconds:
-    tokens, again = setup.tokens_per_rank, float(setup.checkpointing)
-    # A checkpointed attention that is saved is not computed again.
-    attends_again = 0.0 if setup.save_attention else again
+def _attention_seconds(layer: LayerShape, setup: Setup) -> tuple[float, float]:
+    """Seconds of attention's kernels: forward, backward; 0 for linear attention whose time is not known."""
+    if isinstance(layer.attention, DeltaShape):
+        return scan_seconds(layer.attention, setup) or (0.0, 0.0)
     shares = attention_shares(setup.kernel_of(layer.attention), layer.attention.key_width)
     peak = 1e12 * (setup.gpu.tflops if setup.itemsize == 2 else setup.gpu.float32_tflops)
     forward, backward = (
         flops / setup.ring_size / (share * peak)
         for flops, share in zip(attention_flops(layer, setup.padded), shares, strict=True)
     )
+    return forward, backward
+
+
+def _layer_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> _LayerSeconds:
+    tokens, again = setup.tokens_per_rank, float(setup.checkpointing)
+    # A checkpointed attention that is saved is not computed again.
+    is_saved = setup.save_attention and isinstance(layer.attention, AttentionShape)
+    attends_again = 0.0 if is_saved else again
+    forward, backward = _attention_seconds(layer, setup)
     # A chunk is computed again in its backward, which the recompute of a checkpoint leaves to it.
     chunks = 2 * layer.mlp_active if setup.chunk and not setup.checkpointing else 0
     adapters = 0 if setup.method == "full" else setup.lora_rank * sum(sum(sizes) for sizes in layer.adapted)
@@ -138,9 +171,11 @@ def _layer_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> _Layer
 def _waiting(model: ModelShape, layer: LayerShape, one: _LayerSeconds, setup: Setup) -> float:
     """Seconds that compute waits for messages: what does not fit beside it."""
     waits = 0.0
-    if setup.ring_size > 1:
-        gather, sums = _ring_seconds(layer, setup)
-        passes = (one.attention[0], *([one.attention[1]] if one.attention[1] else []))
+    if setup.ring_size > 1 and isinstance(layer.attention, DeltaShape):
+        waits += (3 if setup.checkpointing else 2) * _exchange_seconds(layer.attention, setup)
+    elif setup.ring_size > 1 and isinstance(layer.attention, AttentionShape):
+        gather, sums = _ring_seconds(layer.attention, layer.window, setup)
+        passes = [one.attention[0]] * (not layer.attention.takes_kv) + [one.attention[1]] * bool(one.attention[1])
         # The first group of heads arrives before anything can be computed: an eighth, as groups are small.
         waits += sum(max(gather - compute, gather / 8) for compute in passes)
         waits += max(gather + sums - one.attention[2], gather / 8)
@@ -162,18 +197,29 @@ def _slowest(setup: Setup, gpus: int) -> float:
     return 1e9 * (setup.gpu.link_gbs if gpus <= setup.gpus_per_node else setup.gpu.network_gbs)
 
 
-def _ring_seconds(layer: LayerShape, setup: Setup) -> tuple[float, float]:
+def _exchange_seconds(attention: DeltaShape, setup: Setup) -> float:
+    """Seconds of a layer's two all-to-alls, one after the other: of what the scan takes, and of its output.
+
+    Each rank's share of a row goes to its node by links, and beyond it by the network. Nothing is computed beside them.
+    """
+    size, total = setup.ring_size, sum(exchanged_bytes(attention, setup))
+    near = min(size, setup.gpus_per_node) - 1
+    links = near / setup.gpu.link_gbs + (size - 1 - near) / setup.gpu.network_gbs
+    return total / size * links / 1e9
+
+
+def _ring_seconds(attention: AttentionShape, window: int | None, setup: Setup) -> tuple[float, float]:
     """Transfers of one layer: keys and values of the other ranks, and float32 gradients once around the ring.
 
     A gather moves ranks of the own node by its links and all others by the network; each hop of a ring pass that spans
     nodes waits for its slowest link. Keys that no query of a windowed layer sees do not travel.
     """
     tokens, size = setup.tokens_per_rank, setup.ring_size
-    seen = size - 1 if layer.window is None else min(size - 1, 2 * -(-layer.window // tokens))
+    seen = size - 1 if window is None else min(size - 1, 2 * -(-window // tokens))
     near = min(seen, min(size, setup.gpus_per_node) - 1)
-    one = tokens * layer.attention.kv_numbers * setup.itemsize
+    one = tokens * attention.kv_numbers * setup.itemsize
     gather = one * (near / setup.gpu.link_gbs + (seen - near) / setup.gpu.network_gbs) / 1e9
-    sums = seen * tokens * layer.attention.kv_numbers * FLOAT32 / _slowest(setup, size)
+    sums = seen * tokens * attention.kv_numbers * FLOAT32 / _slowest(setup, size)
     return gather, sums
 
 
@@ -199,7 +245,7 @@ def _optimizer(model: ModelShape, setup: Setup) -> float:
 
 def _needed_flops(model: ModelShape, setup: Setup) -> float:
     """Operations of one row's step, recomputation left out: what MFU counts."""
-    weights = sum(layer.active for layer in model.layers) + model.head
+    weights = sum(layer.active for layer in model.layers) + model.head + model.outside
     trained = 0 if setup.method != "full" else weights
     adapters = 0 if setup.method == "full" else model.adapter_parameters(setup.lora_rank)
     attention = sum(3 * attention_flops(layer, setup.tokens)[0] for layer in model.layers)

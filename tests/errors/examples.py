@@ -132,7 +132,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "NotWritable": [{"where": "/usr/lib/python3/site-packages", "why": "Permission denied"}],
     "UnknownModel": [{"name": "meta-llama/Llama-3.1-8B", "why": "OSError: You are trying to access a gated repo."}],
     "EncoderDecoder": [{"name": "google-t5/t5-base", "kind": "t5"}],
-    "CannotPlan": [{"name": "Gemma3nForCausalLM", "why": "some of its layers share keys and values"}],
+    "CannotPlan": [
+        {
+            "name": "BambaForCausalLM",
+            "why": "the memory and time of its BambaMixer ('linear_attention') are not known",
+        }
+    ],
     "PlanNotWritten": [{"why": "it is a file"}],
     "PooledLoss": [{"what": "the loss of MyTrainer"}],
     "FeaturesSplit": [{"names": ["values"]}],

@@ -8,7 +8,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from hf_ring_attn.integration.model import loading
-from hf_ring_attn.plan.shape import ModelShape, shape_of
+from hf_ring_attn.plan.reading import shape_of
+from hf_ring_attn.plan.shape import ModelShape
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

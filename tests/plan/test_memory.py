@@ -9,17 +9,16 @@ import pytest
 
 from hf_ring_attn import errors
 from hf_ring_attn.plan import search
+from hf_ring_attn.plan.attention_memory import peer_bytes
 from hf_ring_attn.plan.hardware import GIB, GPUS
+from hf_ring_attn.plan.layer_memory import hidden_bytes, mlp_bytes
 from hf_ring_attn.plan.memory import (
     ACTIVATIONS,
     CHECKPOINTS,
     GRADIENTS,
     SAVED,
-    hidden_bytes,
     logits_bytes,
     memory_of,
-    mlp_bytes,
-    peer_bytes,
     weight_bytes,
 )
 from hf_ring_attn.plan.search import QLORA, alternatives, forecast, longer_rows, most_tokens
@@ -143,7 +142,7 @@ def test_logits_of_a_chunk_and_of_a_rank() -> None:
 
 def test_peer_to_peer_buffers_are_within_a_node() -> None:
     kv = 65536 * 8 * 256
-    attention = llama_8b().layers[0].attention
+    (attention,) = llama_8b().attentions
     assert peer_bytes(attention, setup()) == 2 * 2 * kv + 4 * kv  # one pass takes all heads: 512 MiB of sums
     assert peer_bytes(attention, setup(gpus_per_node=1)) == peer_bytes(attention, setup(gpus=1)) == 0
 
@@ -188,7 +187,8 @@ def test_each_layer_may_have_its_own_heads() -> None:
     )  # fmt: skip
     window = AttentionShape(heads=8, kv_heads=4, key_width=256, value_width=256)
     full = AttentionShape(heads=8, kv_heads=2, key_width=512, value_width=512)
-    assert [layer.attention for layer in model.layers] == [*[window] * 5, full] * 2
+    stay = replace(window, makes_kv=True), replace(full, makes_kv=True)  # transformers keeps the last ones
+    assert [layer.attention for layer in model.layers] == [*[window] * 5, full, *[window] * 4, *stay]
     own = setup(gpus=4, save_attention=True)
     assert [own.kernel_of(one) for one in (window, full)] == ["flash4", "triton"]
     saved = (10 * 8 * 256 + 2 * 8 * 512) * 2 + 12 * 8 * 4
@@ -200,25 +200,13 @@ def test_each_layer_may_have_its_own_heads() -> None:
     ("entries", "why"),
     [
         (
-            {
-                "model_type": "gemma3n_text",
-                "num_hidden_layers": 4,
-                "num_kv_shared_layers": 2,
-                "vocab_size": 64,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "intermediate_size": [48] * 4,
-                "activation_sparsity_pattern": [0.0] * 4,
-            },
-            "share keys and values",
+            {"model_type": "bamba", "num_hidden_layers": 2, "vocab_size": 64, "attn_layer_indices": [1]},
+            r"the memory and time of its BambaMixer \('linear_attention'\) are not known",
         ),
-        (
-            {"model_type": "qwen3_next", "num_hidden_layers": 4, "vocab_size": 64, "num_experts": 2, "hidden_size": 64},
-            "'linear_attention' are not known",
-        ),
+        ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "not known"),
         ({"model_type": "mamba2", "num_hidden_layers": 1, "vocab_size": 64}, "its config is of another form"),
-        ({"model_type": "gemma4_text", "num_hidden_layers": 6, "vocab_size": 64}, "has an embedding of its own"),
     ],
-    ids=["shared keys", "linear attention", "no attention", "an embedding of each layer"],
+    ids=["Mamba", "a convolution", "no attention"],
 )
 def test_what_cannot_be_planned_is_refused_by_name(entries: dict[str, Any], why: str) -> None:
     with pytest.raises(errors.CannotPlan, match=why):

@@ -30,14 +30,23 @@ _MAKES, _TAKES = "store_full_length_kv", "is_kv_shared_layer"
 """transformers' attributes of attention modules that have these roles."""
 
 
+def makes_kv(module: nn.Module) -> bool:
+    """Returns True if other layers attend to the keys and values of this attention module."""
+    return bool(vars(module).get(_MAKES)) and _TAKES in vars(module)
+
+
+def takes_kv(module: nn.Module) -> bool:
+    """Returns True if an attention module has no keys and values, but attends to those of another layer."""
+    return bool(vars(module).get(_TAKES)) and _MAKES in vars(module)
+
+
 def mark_layers(model: nn.Module, _context: object) -> None:
     """Marks the layers of ``model`` that share keys and values with their roles."""
-    layers = [module for module in model.modules() if {_MAKES, _TAKES} <= vars(module).keys()]
-    takers = [module for module in layers if getattr(module, _TAKES)]
-    for module in layers if takers else []:
-        if module in takers:
+    takers = [module for module in model.modules() if takes_kv(module)]
+    for module in model.modules() if takers else []:
+        if takes_kv(module):
             replace(module, ROLE, small(LAST if module is takers[-1] else TAKES))
-        elif getattr(module, _MAKES):
+        elif makes_kv(module):
             replace(module, ROLE, small(MAKES))
 
 
