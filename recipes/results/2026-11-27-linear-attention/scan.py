@@ -1,81 +1,39 @@
-"""Times of flash-linear-attention's chunk_gated_delta_rule and of transformers' depthwise convolution, on one GPU.
-
-python scan.py scan.jsonl
-"""
-
-from __future__ import annotations
-
-import json
-import sys
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-from torch import Tensor
-from torch.nn.functional import conv1d, silu
-
-WIDTH = 128
-
-
-def milliseconds(work: Callable[[], Any], times: int = 5) -> float:
-    """The median, after two calls that compile and tune."""
-    found = []
-    for _ in range(times + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end))
-    return sorted(found[2:])[times // 2]
-
-
-def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_()
-
-
-def case(kind: str, tokens: int, heads: int) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """What is computed over a row, and the tensors whose gradients are."""
-    if kind == "conv":
-        channels = 2 * WIDTH * heads
-        x, weight = drawn(1, channels, tokens), drawn(channels, 1, 4).detach()
-        return lambda: silu(conv1d(x, weight, padding=3, groups=channels)[..., :tokens]), [x]
-    query, key, value = (drawn(1, tokens, heads, WIDTH) for _ in range(3))
-    beta = torch.rand(1, tokens, heads, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    decay = (-torch.rand(1, tokens, heads, device="cuda")).requires_grad_()
-    return (
-        lambda: chunk_gated_delta_rule(query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=True)[0],
-        [query, key, value, beta, decay],
-    )
-
-
-def main() -> None:
-    with open(sys.argv[1], "w") as out:
-        for kind, heads in (("gdr", 16), ("conv", 16), ("conv", 32)):
-            for tokens in (8192, 32768, 131072):
-                torch.manual_seed(0)
-                torch.cuda.empty_cache()
-                work, inputs = case(kind, tokens, heads)
-                before = torch.cuda.memory_allocated()
-
-                @torch.no_grad()
-                def forward(work: Callable[[], Tensor] = work) -> None:
-                    work()
-
-                def both(work: Callable[[], Tensor] = work, inputs: list[Tensor] = inputs) -> None:
-                    y = work()
-                    torch.autograd.grad(y, inputs, torch.ones_like(y))
-
-                first = milliseconds(forward)
-                torch.cuda.reset_peak_memory_stats()
-                second = milliseconds(both)
-                peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-                row = {"kind": kind, "tokens": tokens, "heads": heads, "width": WIDTH}
-                row |= {"forward_ms": first, "both_ms": second, "peak_MiB": peak}
-                out.write(json.dumps(row) + "\n")
-                print(row, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+import json, sys, torch, torch.nn.functional as F, fla, triton
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule as gdr
+from fla.ops.kda import chunk_kda
+out = open(sys.argv[1], "w")
+def emit(**r): out.write(json.dumps(r) + "\n"); out.flush(); print(r, flush=True)
+emit(hardware=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__, fla=fla.__version__)
+def seconds(f, n=5):
+    for _ in range(2): f()
+    torch.cuda.synchronize()
+    best = []
+    for _ in range(n):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record(); f(); b.record(); torch.cuda.synchronize(); best.append(a.elapsed_time(b))
+    return sorted(best)[n // 2]
+D = 128
+for kind, H in (("gdr", 16), ("conv", 16), ("conv", 32), ("gdr", 8), ("kda", 16)):
+    for T in (8192, 32768, 131072):
+        if True:
+            torch.manual_seed(0); torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats()
+            try:
+                if kind == "conv":
+                    x = torch.randn(1, H * 256, T, device="cuda", dtype=torch.bfloat16, requires_grad=True); w = torch.randn(H * 256, 1, 4, device="cuda", dtype=torch.bfloat16)
+                    f = lambda: F.silu(F.conv1d(x, w, padding=3, groups=H * 256)[..., :T])
+                    ins = [x]
+                else:
+                    q, k, v = (torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+                    beta = torch.rand(1, T, H, device="cuda", dtype=torch.bfloat16).requires_grad_()
+                    g = (-torch.rand(1, T, H, *((D,) if kind == "kda" else ()), device="cuda")).requires_grad_()
+                    op = chunk_kda if kind == "kda" else gdr
+                    f = lambda: op(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+                    ins = [q, k, v, beta, g]
+                def fwd():
+                    with torch.no_grad(): f()
+                def both():
+                    y = f(); torch.autograd.grad(y, ins, torch.ones_like(y))
+                base = torch.cuda.memory_allocated()
+                a = seconds(fwd); torch.cuda.reset_peak_memory_stats(); b = seconds(both)
+                emit(kind=kind, tokens=T, heads=H, width=D, forward_ms=a, both_ms=b, peak_MiB=(torch.cuda.max_memory_allocated() - base) / 2**20)
+            except Exception as e: emit(kind=kind, tokens=T, heads=H, error=str(e)[:300])
