@@ -33,14 +33,14 @@ class RowReductions:
         Floats are summed in float32 (float64 for float64) and rounded once to x's dtype; integers and bools in int64.
         A row without counted tokens gives 0. B numbers travel, not B x S.
         """
-        return sum_row(held(x), self.context.ring, self.context.layout, mask)
+        return sum_row(held(x), self.context.ring, self.context.layout, held(mask))
 
     def row_mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """[B, ...]: the mean over whole rows, the same on every rank; of tokens that ``mask`` counts, if given.
 
         In x's dtype, which is floating point, summed as in `row_sum`. A row without counted tokens gives 0.
         """
-        return mean_row(held(x), self.context.ring, self.context.layout, mask)
+        return mean_row(held(x), self.context.ring, self.context.layout, held(mask))
 
     def last_token(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """[B, ...]: the value at each row's last token, the same on every rank; at the last that ``mask`` counts.
@@ -48,11 +48,11 @@ class RowReductions:
         ``sharded.inputs["attention_mask"]`` is a mask of real tokens. The bits are those of x. A row without counted
         tokens gives its first token's value, as transformers' classification heads do.
         """
-        return last_of_row(held(x), self.context.ring, self.context.layout, mask)
+        return last_of_row(held(x), self.context.ring, self.context.layout, held(mask))
 
     def row_cumsum(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """[B, T, ...]: this rank's tokens of ``x.cumsum(1)`` of whole rows, in the order of the row.
 
         In the dtypes of `row_sum`. Tokens that ``mask`` does not count add 0.
         """
-        return cumsum_row(held(x), self.context.ring, self.context.layout, mask)
+        return cumsum_row(held(x), self.context.ring, self.context.layout, held(mask))

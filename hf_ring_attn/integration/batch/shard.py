@@ -27,6 +27,7 @@ from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS, TOKENS, tokens_of, whole_rows
 from ..model import call_inputs, fsdp, replicas, whole_heads
 from ..model.call_inputs import TrackedInputs, track
+from ..model.local_logits import held
 from ..selfcheck import row
 from . import compared_inputs
 from .binding import admit, ring_context
@@ -92,7 +93,7 @@ class Sharded(RowReductions):
             loss: ``out.loss``, or a sum of losses of this rank's tokens divided by ``inputs["num_items_in_batch"]``.
         """
         self._refuse_unused("reduce")
-        return replicas.mean_loss(loss.detach(), self.ring)
+        return replicas.mean_loss(held(loss).detach(), self.ring)
 
     def gather(self, x: Tensor) -> Tensor:
         """Gathers whole sequences, in their original order, from every rank's share.
@@ -106,7 +107,7 @@ class Sharded(RowReductions):
         """
         if x.dim() < 2 or x.shape[1] != self.layout.local_length:
             raise errors.BadShape("x", tuple(x.shape), f"it must be [B, {self.layout.local_length}, ...]")
-        return gather_sequence(x, self.ring, self.layout)
+        return gather_sequence(held(x), self.ring, self.layout)
 
     def reduce_gradients(self, model: nn.Module | nn.Parameter) -> None:
         """Averages gradients over the ring, in float32, for a model (or one weight) that neither DDP nor FSDP wraps.

@@ -125,26 +125,35 @@ def _follow(head: Head, origin: Origin) -> Origin:
     return origin
 
 
-def hand_out(output: Any, context: BatchContext) -> Any:
-    """Marks what a model returns for each token [B, T, ...] as that of one rank's tokens (`local_logits`)."""
+def hand_out(output: Any, context: BatchContext, without_loss: bool = False) -> Any:
+    """Marks what a model returns for each token [B, T, ...] as that of one rank's tokens (`local_logits`).
+
+    Args:
+        without_loss: they are logits of which the model computed no loss.
+    """
     if context.whole_head:
         return output
     if isinstance(output, MutableMapping):
+        alone = output.get("loss") is None
         for name, x in list(output.items()):
-            if (marked := hand_out(x, context)) is not x:
+            if (marked := hand_out(x, context, alone and name == "logits")) is not x:
                 output[name] = marked
     if type(output) in (tuple, list):
         return type(output)(hand_out(x, context) for x in output)
     if not isinstance(output, Tensor) or output.shape[:2] != context.local_shape or not output.is_floating_point():
         return output
     padding = (context.layout.positions() >= context.layout.length).nonzero().flatten().tolist()
-    made = context.state(MadeInputs)
-    own, shifted = (x.value for x in (made.labels, made.shifted))
+    inputs = context.state(MadeInputs)
+    own, shifted = (x.value for x in (inputs.labels, inputs.shifted))
     labels = None if own is None or own.shape != context.local_shape else (own, shifted)
     origin = Origin(context.ring, context.facts.rows, context.layout.local_length, padding, labels)
     if isinstance(output, LazyLogits):
         _follow(output.head, origin)
+        if output.made is not None and without_loss:
+            origin.read(output.made)
     elif type(output) is Tensor:
+        if without_loss:
+            origin.read(output)
         origin.begin_at(output)
         return LocalLogits.of(output, origin)
     return output

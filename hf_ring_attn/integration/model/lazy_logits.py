@@ -1,8 +1,7 @@
 """Logits that are made only when somebody reads them: a tensor of no memory, which the loss consumes in chunks.
 
 What a model does to its logits one by one (softcaps, scales, casts) is recorded, and done again to each chunk.
-`torch.nn.functional.cross_entropy` of them is `layers.chunked_loss`. Any other use makes all of them first, and goes on
-with these: so each use is right, and only its memory differs.
+`torch.nn.functional.cross_entropy` of them is `layers.chunked_loss`. Any other use makes all of them first.
 """
 
 from __future__ import annotations
@@ -252,6 +251,8 @@ class LazyLogits(Tensor):
         if self.made is None:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                 self.made = _Read.apply(self) if self.as_view is None else self.as_view()  # type: ignore[no-untyped-call]
+            if not self.chain and self.as_view is None and self.head.origin is not None:
+                self.head.origin.read(self.made)
         return self.made
 
     @classmethod

@@ -14,7 +14,6 @@ labels, shifted. What is only logged has no backward.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -26,12 +25,8 @@ from torch import Tensor
 from ... import errors
 from ...comm.fingerprint import numbers_of, row_of
 from ...comm.ring import Ring
-from . import loss_gradients
-
-SAME_WEIGHT = 1e-5, 1e-2
-"""Relative, in float32 and in 16 bits: weights of tokens that are computed in another way differ by rounding."""
-MOST_WEIGHTS = 8
-"""The most different weights of tokens that ranks compare; a loss with more has one for each document, perhaps."""
+from . import loss_gradients, loss_weights
+from .loss_readings import Sample
 
 
 @dataclass
@@ -40,15 +35,18 @@ class _Noted:
 
     Attributes:
         divisors: what tokens were divided by, each by itself. weights: the gradients of tokens in sums and means.
+        each: the gradients of numbers of tokens, from the loss on. cuts: slices of tokens.
         in_16_bits: some of these are. targets: two flags each, see `Origin.of_target`.
         reduced, picked: what must be the same of results made of all tokens, and of one token.
     """
 
     divisors: list[Any] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    each: list[Tensor] = field(default_factory=list)
+    cuts: set[tuple[int, int]] = field(default_factory=set)
     in_16_bits: bool = False
     targets: list[Tensor] = field(default_factory=list)
-    reduced: list[Tensor] = field(default_factory=list)
+    reduced: list[Any] = field(default_factory=list)
     picked: list[Tensor] = field(default_factory=list)
 
 
@@ -62,6 +60,7 @@ class Origin:
 
     Attributes:
         used: a loss may have been computed from it, on every rank. noted: of the current backward.
+        trains: it has a gradient.
     """
 
     ring: Ring
@@ -70,19 +69,45 @@ class Origin:
     padding: list[int]
     labels: tuple[Tensor, Tensor] | None = None
     used: bool = False
+    trains: bool = False
     noted: _Noted = field(default_factory=_Noted)
 
     def begin_at(self, x: Tensor) -> None:
         """Lets ranks compare once the backward has the gradient of ``x``, on which all that is followed depends."""
+        self.trains = x.requires_grad
         if x.requires_grad:
             weakref.finalize(self, x.register_hook(_comparison(weakref.ref(self))).remove)
+
+    def read(self, logits: Tensor) -> None:
+        """Reads weights of tokens from the gradient of their logits, if no step from these to the loss was followed.
+
+        Args:
+            logits: the model computed no loss of them.
+        """
+        if not logits.requires_grad:
+            return
+        noted_by = weakref.ref(self)
+        sample = Sample.of(logits.detach(), None if self.labels is None else self.labels[1])
+
+        def passes(gradient: Tensor) -> None:
+            origin = noted_by()
+            if origin is None:
+                return
+            origin.used = True
+            if not (origin.noted.each or origin.noted.weights):
+                origin.noted.each.append(sample.weights(gradient))
+                origin.noted.in_16_bits |= gradient.dtype.itemsize == 2
+
+        logits.register_hook(passes)
 
     def anew(self) -> Origin:
         """The same for another beginning."""
         return replace(self, noted=_Noted())
 
-    def axis(self, shape: torch.Size) -> int | None:
-        """The axis of the tokens; None: it is not for each token."""
+    def axis(self, shape: torch.Size, selected: int = 0) -> int | None:
+        """The axis of the tokens; None: it is not for each token. ``selected``: their number, if these are not all."""
+        if selected:
+            return next((axis for axis, size in enumerate(shape) if size == selected), None)
         if shape[:1] == (self.rows * self.tokens,):
             return 0
         return next((axis for axis in (*range(1, len(shape)), 0) if shape[axis : axis + 1] == (self.tokens,)), None)
@@ -105,24 +130,44 @@ class Origin:
         by_hand, right = like(self.labels[0][:, 1:]), like(self.labels[1][:, :-1])
         return torch.stack([(by_hand & ~right).any(), ~(by_hand | right).any()]).long()
 
-    def note(self, result: Tensor, step: Step) -> None:
-        """Notes facts about a step from tokens to the loss, once the backward passes through its ``result``."""
+    def note(self, result: Tensor, step: Step, cut: tuple[int, int] | None = None) -> None:
+        """Notes facts about a step from tokens to the loss, once the backward passes through its ``result``.
+
+        Args:
+            cut: the tokens from one to another that it took.
+        """
+
+        reduced = result.detach() if step.made_of == "reduced" else None
 
         def passes(gradient: Tensor) -> None:
             noted = self.noted
             if step.divisor is not None:
                 by = step.divisor
                 noted.divisors.append(by.detach().double().reshape(-1) if isinstance(by, Tensor) else float(by))
-            if step.tokens is not None:
+            if cut is not None:
+                noted.cuts.add(cut)
+            if step.tokens is not None and step.made_of != "summed":
                 noted.weights.append((gradient.detach().double() / step.tokens).reshape(-1))
+                noted.in_16_bits |= gradient.dtype.itemsize == 2
+            if step.is_each:
+                noted.each.append(gradient.detach().double().reshape(-1))
                 noted.in_16_bits |= gradient.dtype.itemsize == 2
             if step.target is not None:
                 noted.targets.append(step.target)
-            if step.made_of:
-                kept = result if step.made_of == "reduced" else gradient
+            if step.made_of in ("mixed", "ordered"):
+                is_even = step.made_of == "ordered" and gradient.amax() == gradient.amin()
+                noted.reduced.append(
+                    (self.ring.rank + 1) * (1 - torch.as_tensor(is_even, device=gradient.device).long())
+                )
+            elif step.made_of:
+                kept = gradient if reduced is None else reduced
+                if step.made_of == "summed" and step.tokens is not None:
+                    kept = (gradient.double() / step.tokens).bfloat16()  # a mean of another number differs by more
                 (noted.picked if step.made_of == "picked" else noted.reduced).append(kept.detach())
+            noted.reduced.extend(step.statistics)
 
-        if step.made_of or any(fact is not None for fact in (step.tokens, step.divisor, step.target)):
+        facts = step.tokens, step.divisor, step.target, cut
+        if step.made_of or step.statistics or step.is_each or any(fact is not None for fact in facts):
             result.register_hook(passes)
 
     def compare(self, gradient: Tensor) -> None:
@@ -137,9 +182,30 @@ class Origin:
             mine[:2] = torch.stack(noted.targets).amax(0).to(device)
         if self.padding and gradient.shape[:2] == (self.rows, self.tokens):  # else it is that of a weight
             mine[2] = gradient[:, self.padding].any().long().to(device)
-        mine += [int(noted.in_16_bits), *_different(noted.weights, device).view(torch.int64)]
+        mine += [*self._dropped(noted.cuts), int(noted.in_16_bits)]
+        mine += loss_weights.facts_of(noted.weights, noted.each, self.rows, self.tokens, device)
         end = self.ring.start_agreement({}, device, collect=mine, doing="compared how it made its loss")
         loss_gradients.wait_for(device, lambda: _refuse(*end()))
+
+    def _dropped(self, cuts: set[tuple[int, int]]) -> list[Any]:
+        """How many tokens slices drop at the start and at the end, and did any have a label?
+
+        Slices that follow one another, from the first token to the last, drop none.
+        """
+        end = self.tokens - len(self.padding)
+        starts, ends = {0}, {end, self.tokens}
+        for first, last in sorted(cuts):
+            starts |= {last} if first in starts else set()
+        for first, last in sorted(cuts, reverse=True):
+            ends |= {first} if last in ends else set()
+        apart = [cut for cut in cuts if cut[0] not in starts or cut[1] not in ends]
+        at_start = min((first for first, last in apart if last in (end, self.tokens)), default=0)
+        at_end = min((self.tokens - last for first, last in apart if first == 0 and last < end), default=0)
+        if self.labels is None or not (at_start or at_end):
+            return [at_start, at_end, 1]
+        shifted = self.labels[1]
+        dropped = shifted[:, :at_start], shifted[:, self.tokens - at_end :]
+        return [at_start, at_end, torch.cat([x >= 0 for x in dropped], 1).any().long()]
 
 
 class Step(NamedTuple):
@@ -147,24 +213,16 @@ class Step(NamedTuple):
 
     Args:
         tokens: whose mean it took; 1 of a sum. divisor: by which it divided tokens. target: see `Origin.of_target`.
-        made_of: see `_made_of`.
+        made_of: how it made them of all tokens. is_each: it made one number of each. statistics: numbers of the rank's
+            tokens that it used, which have no gradient.
     """
 
     tokens: int | Tensor | None = None
     divisor: Any = None
     target: Tensor | None = None
     made_of: str = ""
-
-
-def _different(weights: list[Tensor], device: torch.device) -> Tensor:
-    """[`MOST_WEIGHTS` + 1] float64: different weights beside 0, in order; nan where there are no more."""
-    found = torch.full((MOST_WEIGHTS + 1,), math.nan, dtype=torch.float64, device=device)
-    if weights:
-        every = torch.cat(weights).to(device).sort().values
-        again = torch.cat([every[:1].isnan(), every[1:] == every[:-1]]) | (every == 0)
-        kept = every.masked_fill(again, math.nan).sort().values[: len(found)]
-        found[: len(kept)] = kept
-    return found
+    is_each: bool = False
+    statistics: tuple[Any, ...] = ()
 
 
 def _comparison(of: weakref.ref[Origin]) -> Callable[[Tensor], None]:
@@ -178,37 +236,33 @@ def _comparison(of: weakref.ref[Origin]) -> Callable[[Tensor], None]:
     return compare
 
 
-def _as_set(found: list[Any], device: torch.device) -> tuple[int, int | Tensor]:
-    """Is there any, and a number for all of them, each once, since ranks may sum over different numbers of parts."""
+def _as_set(found: list[Any], device: torch.device) -> tuple[int | Tensor, int | Tensor]:
+    """Their number, and a number for all of them, each once, since ranks may sum over different numbers of parts."""
     if not found:
         return 0, 0
     numbers = row_of(numbers_of(found), device).sort().values
     again = numbers == numbers.roll(1)
     again[0] = False
-    return 1, numbers.masked_fill(again, 0).sum()
+    return (~again).sum(), numbers.masked_fill(again, 0).sum()
 
 
-def _differ(there: list[int], numbers: list[int]) -> bool:
-    return len({number for is_there, number in zip(there, numbers, strict=True) if is_there}) > 1
-
-
-def _weigh_differently(in_16_bits: list[int], *bits: list[int]) -> bool:
-    """Returns True if tokens of some ranks count more. ``bits``: of `_different` of all ranks, by place."""
-    weights = torch.tensor(bits, dtype=torch.int64).view(torch.float64).T  # of each rank
-    weights = weights[~weights[:, 0].isnan()]
-    counts = (~weights.isnan()).sum(1)
-    if not len(weights) or counts.max() > MOST_WEIGHTS or counts.min() < counts.max():
+def _differ(counts: list[int], numbers: list[int], of_one_count: bool = False) -> bool:
+    """Returns True if ranks have other numbers, those that have any. ``of_one_count``: if all have as many."""
+    if of_one_count and len(set(filter(None, counts))) > 1:
         return False
-    least, most = (torch.stack([getattr(x, end)() for x in weights.T[: counts[0]]]) for end in ("min", "max"))
-    return bool((most - least > SAME_WEIGHT[any(in_16_bits)] * torch.maximum(most.abs(), least.abs())).any())
+    return len({number for count, number in zip(counts, numbers, strict=True) if count}) > 1
 
 
 def _refuse(by_hand: list[int], others: list[int], counts_padding: list[int], *compared: list[int]) -> None:
     # Of few labels, those of a rank may be the same either way.
     if any(by_hand) and not any(others):
         raise errors.ShiftedByHand()
-    averages = _differ(*compared[:2]) or _weigh_differently(*compared[4:])
-    if _differ(*compared[2:4]) and not averages:
+    at_start, at_end, are_labelled, in_16_bits = compared[4:8]
+    if any(are_labelled) and all(len(set(x)) == 1 for x in (at_start, at_end)) and at_start[0] + at_end[0] > 0:
+        raise errors.ShiftedByHand()
+    averages = _differ(compared[0], compared[1], of_one_count=True)
+    averages = averages or loss_weights.are_of_a_rank(compared[8:], any(in_16_bits))
+    if _differ(compared[2], compared[3]) and not averages:
         raise errors.PooledOnOneRank()
     if any(counts_padding):
         raise errors.PaddingInLoss()

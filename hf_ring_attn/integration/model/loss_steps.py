@@ -13,53 +13,101 @@ from torch.nn import functional
 
 from ... import errors
 from .loss_origins import Origin, Step
+from .loss_trials import tried
 
 MEANS = {"mean", "nanmean"}
 DIVISIONS = {"div", "divide", "true_divide", "__truediv__", "div_", "divide_", "true_divide_", "__itruediv__"}
+FACTORS = {"mul", "multiply", "__mul__", "__rmul__", "mul_", "multiply_", "__imul__"}
+COMPARISONS = {
+    "gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "__gt__", "__ge__", "__lt__", "__le__",
+}  # fmt: skip
 SUMS = {"sum", "nansum"}
-PRODUCTS = {"dot", "vdot", "inner", "mv", "matmul", "__matmul__", "einsum"}
+PRODUCTS = {"dot", "vdot", "inner", "mv", "mm", "bmm", "matmul", "__matmul__", "__rmatmul__", "einsum", "tensordot"}
 OTHER_REDUCTIONS = {"prod", "max", "amax", "min", "amin", "median", "nanmedian", "logsumexp", "std", "var", "norm"}
 """Their result of a row is not the sum of the ranks'."""
 TARGETED = {"cross_entropy", "nll_loss", "gather", "take_along_dim"}
 
 
 def step_of(
-    result: Tensor, x: Tensor, origin: Origin, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Step:
-    """Returns facts about a function that made ``result`` of ``x``. args, kwargs: as it got them."""
+    result: Tensor, x: Tensor, origin: Origin, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    past: Any,
+) -> Step:  # fmt: skip
+    """Returns facts about a function that made ``result`` of ``x``. args, kwargs: as it got them. past: of ``x``."""
     targets = map(origin.of_target, (*args, *kwargs.values())) if function.__name__ in TARGETED else iter(())
     target = next((flags for flags in targets if flags is not None), None)
-    made_of, divisor = _made_of(result, x, origin, function, args), _divisor(x, origin, function, args, kwargs)
-    tokens = None if made_of == "summed" else _counted(result, x, origin, function, args, kwargs)
-    return Step(tokens, divisor, target, made_of)
+    made_of = _made_of(result, x, origin, function, args, kwargs, past.selected)
+    counted = None if past.pooled or made_of == "summed" else _counted(result, x, origin, function, args, kwargs)
+    if made_of == "summed" and past.selected and function.__name__ in MEANS:
+        counted = past.selected
+    number, tokens = _number(x, origin, function, args, kwargs), past.selected or origin.rows * origin.tokens
+    is_each = result.numel() == tokens and origin.axis(result.shape, past.selected) is not None
+    return Step(counted if made_of in ("", "summed") else None, number, target, made_of, is_each, past.statistics)
 
 
-def _made_of(result: Tensor, x: Tensor, origin: Origin, function: Any, args: tuple[Any, ...]) -> str:
+def _made_of(
+    result: Tensor, x: Tensor, origin: Origin, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    selected: int,
+) -> str:  # fmt: skip
     """Returns how a function made ``result`` of all tokens of ``x``, or of one of each row.
 
-    "summed": several sums over all tokens; "reduced": by another reduction; "picked": of one token; "": neither.
+    "summed": several sums over all tokens; "reduced": by another reduction; "picked": of one token; "mixed": each token
+    of others, too; "ordered": the same tokens in another order; "": none of these.
     """
-    axis, name = origin.axis(x.shape), function.__name__
-    if axis is None or origin.axis(result.shape) is not None:
+    axis, name = origin.axis(x.shape, selected), function.__name__
+    if axis is None or _arguments(function, args, kwargs).get("reduction", "none") != "none":
         return ""
-    if name in OTHER_REDUCTIONS:
+    kind = tried(function, args, kwargs, x.shape[axis])
+    if kind in ("mixed", "ordered"):
+        return kind
+    if origin.axis(result.shape, selected) is not None:
+        return ""
+    if name in OTHER_REDUCTIONS or kind == "reduced":
         return "reduced"
-    if name in SUMS | MEANS and result.dim():
+    if name in SUMS | MEANS | PRODUCTS and result.dim():
         return "summed"
     entry = _entry_at(x.shape, axis, args[1]) if function is Tensor.__getitem__ and result.dim() < x.dim() else None
     is_one = isinstance(entry, int) or (isinstance(entry, Tensor) and entry.numel() <= origin.rows)
     return "picked" if is_one else ""
 
 
-def _divisor(
+def selected_by(result: Tensor, x: Tensor, origin: Origin, selected: int, function: Any, args: tuple[Any, ...]) -> int:
+    """Returns how many tokens ``result`` is of, if a program selected these by a mask or by their places; else 0."""
+    axis, name = origin.axis(x.shape, selected), function.__name__
+    if axis is None:
+        return 0
+    if name == "masked_select":
+        return result.numel()
+    if name == "index_select" and result.dim() == x.dim() and result.shape[axis] != x.shape[axis]:
+        return result.shape[axis]
+    if function is Tensor.__getitem__:
+        entries = args[1] if isinstance(args[1], tuple) else (args[1],)
+        place = next((at for at, entry in enumerate(entries) if isinstance(entry, Tensor)), None)
+        if place is not None and place < result.dim() and entries[place].numel() > origin.rows:
+            return result.shape[place]
+    return selected if selected in result.shape else 0
+
+
+def statistics_of(
+    result: Tensor, origin: Origin, step: Step, selected: int, before: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Returns the numbers of a rank's tokens that are in a ``result`` without a gradient. ``before``: of its inputs."""
+    reduces = step.made_of in ("summed", "reduced", "picked") or step.tokens is not None
+    if origin.axis(result.shape, selected) is None:
+        return (result,) if reduces or before else ()
+    mixes = (origin.ring.rank,) if step.made_of in ("mixed", "ordered") else ()
+    return (*before, *mixes, *(() if step.divisor is None else (step.divisor,)))
+
+
+def _number(
     x: Tensor, origin: Origin, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> float | Tensor | None:
-    """Returns by what a function divides tokens, if that may be a number of tokens; else None."""
-    if function.__name__ not in DIVISIONS or x.numel() <= origin.rows:  # a sum's gradient tells
+    """Returns by what a function divides or multiplies tokens, or compares them, if that may be a number of tokens."""
+    if function.__name__ not in DIVISIONS | FACTORS | COMPARISONS or x.numel() <= origin.rows:  # a sum's gradient tells
         return None
-    by: float | Tensor | None = args[1] if len(args) > 1 else kwargs.get("other")
-    # One number, or one of each row; else each has its own.
-    return by if not isinstance(by, Tensor) or by.numel() in (1, origin.rows) else None
+    by: Any = next((one for one in (*args, *kwargs.values()) if one is not x), None)
+    if isinstance(by, Tensor):  # one number, or one of each row; else each has its own
+        return by if by.numel() in (1, origin.rows) and not by.requires_grad else None
+    return float(by) if isinstance(by, (int, float)) and by else None
 
 
 def _counted(
@@ -74,7 +122,10 @@ def _counted(
     if name not in MEANS and given.get("reduction") not in ("mean", "batchmean"):
         return None
     if "ignore_index" in given and not given["target"].is_floating_point():
-        labelled: Tensor = (given["target"] != given["ignore_index"]).sum()
+        target, weight = given["target"], given.get("weight")
+        is_labelled = target != given["ignore_index"]
+        each = is_labelled if weight is None else weight[target.where(is_labelled, 0)] * is_labelled
+        labelled: Tensor = each.sum()
         return labelled
     if name == "nanmean":
         return (~x.isnan()).sum()
@@ -100,6 +151,18 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     except ValueError:  # a function in C
         return None
     return found if "reduction" in found.parameters else None
+
+
+def cut_of(shape: torch.Size, origin: Origin, function: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
+    """Returns the first token and the end of those that a slice takes; None: it is no slice of tokens."""
+    axis = origin.axis(shape)
+    if axis is None or function is not Tensor.__getitem__ or shape[axis] != origin.tokens:
+        return None
+    entry = _entry_at(shape, axis, args[1])
+    if not isinstance(entry, slice) or entry == slice(None):
+        return None
+    start, stop, by = entry.indices(shape[axis])
+    return (start, stop) if by == 1 and stop > start else None
 
 
 def refuse_shift(shape: torch.Size, origin: Origin, function: Any, args: tuple[Any, ...]) -> None:

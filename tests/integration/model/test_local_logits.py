@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -127,6 +128,69 @@ def token_by_token(logits: Any, inputs: Inputs) -> Tensor:
     return torch.stack(each).sum() / float(inputs["num_items_in_batch"])
 
 
+def beside_numbers_for_a_log(logits: Any, inputs: Inputs) -> Tensor:
+    """What is computed of a rank's tokens for a log may be anything, and be sent to other ranks."""
+    losses, counts = each_loss(logits, inputs)
+    assert logits.detach()[:, :-1].argmax(-1).tolist()
+    with torch.no_grad():
+        found = logits.argmax(-1)
+        hardest = losses.topk(3).values.mean() + losses.quantile(0.5) + (found == inputs["shift_labels"]).sum()
+    assert found.numpy().shape == found.shape and copy.deepcopy(found).tolist() == found.tolist()
+    dist.all_reduce(hardest)
+    parts: list[Tensor] = [torch.zeros_like(found) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, found)
+    loss: Tensor = losses[counts].sum() / inputs["num_items_in_batch"]
+    return loss
+
+
+def scaled_by_all(logits: Any, inputs: Inputs) -> Tensor:
+    """The loss, as a program has it that knows the largest loss of all ranks' tokens."""
+    losses, _ = each_loss(logits, inputs)
+    largest = losses.detach().max().clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    loss: Tensor = (losses / largest).sum() * largest.item() / float(inputs["num_items_in_batch"])
+    return loss
+
+
+def by_a_loss_of_its_own(logits: Any, inputs: Inputs) -> Tensor:
+    found: Any = OwnSum.apply(logits.flatten(0, 1), inputs["shift_labels"].flatten())  # type: ignore[no-untyped-call]
+    loss: Tensor = found / float(inputs["num_items_in_batch"])
+    return loss
+
+
+class OwnSum(torch.autograd.Function):
+    """A sum over a rank's labels, with a gradient of the program's own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = logits.detach().requires_grad_()
+            loss = cross_entropy(x, targets, reduction="sum")
+            (gradient,) = torch.autograd.grad(loss, x)
+        ctx.save_for_backward(gradient)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.saved_tensors[0] * gradient, None
+
+
+def in_two_uneven_parts(logits: Any, inputs: Inputs) -> Tensor:
+    parts = [slice(None, 5), slice(5, None)]
+    each = [summed(logits[:, one], {**inputs, "shift_labels": inputs["shift_labels"][:, one]}) for one in parts]
+    return torch.stack(each).sum()
+
+
+def by_weights_of_each(logits: Any, inputs: Inputs) -> Tensor:
+    """Weights of two kinds of tokens, as of a prompt: of one kind times two, of both by half of it, is all."""
+    losses, counts = each_loss(logits, inputs)
+    kinds = torch.where(inputs["input_ids"].flatten() % 2 == 0, 0.1, 1.0)
+    loss: Tensor = ((losses * kinds).sum() + (losses * (1 - kinds) * counts).sum()) / float(
+        inputs["num_items_in_batch"]
+    )
+    return loss
+
+
 EXACT: dict[str, Loss] = {
     "a sum": lambda model, sharded: summed(logits_of(model, sharded), sharded.inputs),
     "without labels": lambda model, sharded: summed(logits_alone(model, sharded), sharded.inputs),
@@ -155,6 +219,14 @@ EXACT: dict[str, Loss] = {
     "summed over each row": lambda model, sharded: each_loss(
         logits_alone(model, sharded), sharded.inputs)[0].unflatten(0, (2, -1)).sum(1).sum() / float(
             sharded.inputs["num_items_in_batch"]),
+    "beside numbers for a log": lambda model, sharded: beside_numbers_for_a_log(
+        logits_alone(model, sharded), sharded.inputs),
+    "scaled by all": lambda model, sharded: scaled_by_all(logits_alone(model, sharded), sharded.inputs),
+    "a loss of its own": lambda model, sharded: by_a_loss_of_its_own(logits_alone(model, sharded), sharded.inputs),
+    "in two uneven parts": lambda model, sharded: in_two_uneven_parts(logits_alone(model, sharded), sharded.inputs),
+    "by weights of each": lambda model, sharded: by_weights_of_each(logits_alone(model, sharded), sharded.inputs),
+    "sorted": lambda model, sharded: each_loss(logits_alone(model, sharded), sharded.inputs)[0].sort().values.sum()
+        / float(sharded.inputs["num_items_in_batch"]),
     "in parts of any number": lambda model, sharded: in_parts_of_any_number(
         logits_alone(model, sharded), sharded.inputs),
 }  # fmt: skip

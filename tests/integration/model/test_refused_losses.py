@@ -11,12 +11,13 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax, nll_loss, pa
 
 import hf_ring_attn
 from tests.helpers.jobs.plain_jobs import Batch, attempt
-from tests.helpers.models.tiny_models import tiny
+from tests.helpers.models.tiny_models import VOCABULARY, tiny
 from tests.integration.model.test_local_logits import (
     BATCH,
     EVEN,
     WITHOUT_LABELS,
     Loss,
+    Negative,
     Ranks,
     each_loss,
     hidden_of,
@@ -77,6 +78,58 @@ REFUSED: dict[str, tuple[Batch, Loss]] = {
         BATCH, lambda model, sharded: product_over(*each_loss(logits_of(model, sharded), sharded.inputs))),
     "MeanOfOneRank: times 1 / its count": (
         BATCH, lambda model, sharded: times_one_over(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "MeanOfOneRank: times 1 / its count, each token": (
+        BATCH, lambda model, sharded: over_its_count(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "MeanOfOneRank: by a normalized mask": (
+        BATCH, lambda model, sharded: by_weights(*each_loss(logits_of(model, sharded), sharded.inputs), 1)),
+    "MeanOfOneRank: by normalized weights": (
+        BATCH, lambda model, sharded: by_weights(
+            *each_loss(logits_of(model, sharded), sharded.inputs), sharded.inputs["input_ids"].flatten() % 2 + 1)),
+    "MeanOfOneRank: by a mask that is normalized in each row": (
+        BATCH, lambda model, sharded: by_row(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "MeanOfOneRank: by classes": (
+        EVEN, lambda model, sharded: cross_entropy(
+            logits_of(model, sharded).flatten(0, 1), sharded.inputs["input_ids"].flatten(),
+            weight=torch.arange(1.0, VOCABULARY + 1))),
+    "MeanOfOneRank: compiled": (
+        BATCH, lambda model, sharded: torch.compile(cross_entropy, backend="aot_eager")(
+            logits_alone(model, sharded).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
+    "MeanOfOneRank: after a function of its own": (
+        BATCH, lambda model, sharded: cross_entropy(
+            -own_negative(logits_alone(model, sharded)).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
+    "MeanOfOneRank: in a function of its own": (
+        BATCH, lambda model, sharded: own_mean(
+            logits_alone(model, sharded).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
+    "MeanOfOneRank: a gradient by hand": (
+        BATCH, lambda model, sharded: by_hand(logits_alone(model, sharded), sharded.inputs["shift_labels"])),
+    "PooledOnOneRank: a mean of selected tokens": (
+        BATCH, lambda model, sharded: hidden_of(model, sharded)[sharded.inputs["shift_labels"] != -100]
+        .mean(0).square().sum()),
+    "PooledOnOneRank: a product with a mask": (
+        BATCH, lambda model, sharded: torch.einsum(
+            "btd,bt->bd", hidden_of(model, sharded), (sharded.inputs["shift_labels"] != -100).float()).square().sum()),
+    "PooledOnOneRank: the hardest tokens": (
+        BATCH, lambda model, sharded: each_loss(
+            logits_of(model, sharded), sharded.inputs)[0].topk(5).values.sum()),
+    "PooledOnOneRank: tokens above a quantile": (
+        BATCH, lambda model, sharded: above_a_quantile(each_loss(logits_of(model, sharded), sharded.inputs)[0])),
+    "PooledOnOneRank: advantages by a rank's mean": (
+        BATCH, lambda model, sharded: by_advantage(*each_loss(logits_of(model, sharded), sharded.inputs))),
+    "PooledOnOneRank: a cumulative sum": (
+        BATCH, lambda model, sharded: each_loss(
+            logits_of(model, sharded), sharded.inputs)[0].unflatten(0, (2, -1)).cumsum(1).square().sum()),
+    "PooledOnOneRank: tokens beside each other": (
+        EVEN, lambda model, sharded: hidden_of(model, sharded).diff(dim=1).square().sum()),
+    "PooledOnOneRank: tokens against tokens": (
+        BATCH, lambda model, sharded: similar(hidden_of(model, sharded)[sharded.inputs["shift_labels"] != -100])),
+    "ShiftedByHand: by two tokens": (
+        BATCH, lambda model, sharded: cross_entropy(
+            logits_of(model, sharded)[:, :-2].flatten(0, 1), sharded.inputs["labels"][:, 2:].flatten(),
+            reduction="sum")),
+    "ShiftedByHand: the first tokens left out": (
+        BATCH, lambda model, sharded: summed(
+            logits_of(model, sharded)[:, 3:], {**sharded.inputs, "shift_labels": sharded.inputs["shift_labels"][:, 3:]}
+        )),
     "MeanOfOneRank: beside a penalty": (
         BATCH, lambda model, sharded: over_a_mask(*each_loss(logits_of(model, sharded), sharded.inputs))
         + 1e-3 * logits_of(model, sharded)[sharded.inputs["shift_labels"] != -100].logsumexp(-1).square().mean()),
@@ -134,6 +187,73 @@ def product_over(losses: Any, counts: Tensor) -> Tensor:
 
 def times_one_over(losses: Any, counts: Tensor) -> Tensor:
     loss: Tensor = (losses * counts).sum() * (1 / counts.sum())
+    return loss
+
+
+def over_its_count(losses: Any, counts: Tensor) -> Tensor:
+    loss: Tensor = (losses * (1 / counts.sum())).sum()
+    return loss
+
+
+def by_weights(losses: Any, counts: Tensor, weights: Any) -> Tensor:
+    weights = counts * weights
+    loss: Tensor = (losses * (weights / weights.sum())).sum()
+    return loss
+
+
+def by_row(losses: Any, counts: Tensor) -> Tensor:
+    counts = counts.unflatten(0, (2, -1))
+    loss: Tensor = (losses.unflatten(0, (2, -1)) * (counts / counts.sum(1, keepdim=True))).sum()
+    return loss
+
+
+def own_negative(x: Any) -> Any:
+    return Negative.apply(x)  # type: ignore[no-untyped-call]
+
+
+class OwnMean(torch.autograd.Function):
+    """A mean over a rank's labels, with a gradient of the program's own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = logits.detach().requires_grad_()
+            loss = cross_entropy(x, targets)
+            (gradient,) = torch.autograd.grad(loss, x)
+        ctx.save_for_backward(gradient)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.saved_tensors[0] * gradient, None
+
+
+def own_mean(logits: Any, targets: Tensor) -> Any:
+    return OwnMean.apply(logits, targets)  # type: ignore[no-untyped-call]
+
+
+def by_hand(logits: Any, targets: Tensor) -> Tensor:
+    """A loss of nothing, after the program has given its logits a gradient."""
+    counts = (targets != -100)[..., None]
+    gradient = logits.detach().softmax(-1) - torch.nn.functional.one_hot(targets.clamp(min=0), logits.shape[-1])
+    logits.backward(gradient=gradient * counts / counts.sum())
+    return torch.zeros((), requires_grad=True) * 0
+
+
+def above_a_quantile(losses: Any) -> Tensor:
+    loss: Tensor = (losses * (losses.detach() > losses.detach().quantile(0.7))).sum()
+    return loss
+
+
+def by_advantage(losses: Any, counts: Tensor) -> Tensor:
+    with torch.no_grad():
+        advantages = losses - losses.mean()
+    loss: Tensor = (losses * advantages * counts).sum()
+    return loss
+
+
+def similar(states: Any) -> Tensor:
+    loss: Tensor = (states @ states.transpose(0, 1)).square().sum()
     return loss
 
 
