@@ -215,7 +215,7 @@ H100_SHORT, H200_FULL = "2026-11-26-two-h100-short", "2026-11-26-one-h200-full"
 BESIDE_OWN = "2026-11-26-two-h100-beside-own"
 H100_AUTO, H100_DEFAULTS = "2026-11-27-two-h100-auto", "2026-11-27-two-h100-defaults"
 WHOLE_FULL, FULL_1M = "2026-11-27-full-and-first-steps", "2026-11-27-full-1m"
-NATIVE = "2026-11-27-default-allocator"
+NATIVE, LINEAR = "2026-11-27-default-allocator", "2026-11-27-linear-attention"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "", AGAIN, "ring_8K", "own_8K"),
@@ -320,6 +320,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "full_256k": lambda: (
         f"{step(WHOLE_FULL, 'full_256K')['seconds_per_step']:.1f} s and {gib(WHOLE_FULL, 'full_256K')} GiB"
     ),
+    "qwen35_32k": lambda: f"{step(LINEAR, 'q35_32K')['seconds_per_step']:.1f} s and {gib(LINEAR, 'q35_32K')} GiB a GPU",
     "full_256k_auto": lambda: f"{step(FULL_1M, 'full_256K_auto')['seconds_per_step']:.1f} s",
     "32k_auto": lambda: f"{step(H100_DEFAULTS, 'ring_auto_32K')['seconds_per_step']:.2f} s",
     "32k_auto_gib": lambda: f"{gib(H100_DEFAULTS, 'ring_auto_32K')} GiB",

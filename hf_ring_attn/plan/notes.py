@@ -67,7 +67,9 @@ def _unmeasured(shape: ModelShape, setup: Setup) -> Iterator[str]:
     kinds = {
         "experts": any(layer.routed for layer in shape.layers),
         "heads of several widths": len({(one.key_width, one.value_width) for one in shape.attentions}) > 1,
-        NAME: any(isinstance(layer.attention, DeltaShape) for layer in shape.kinds),
+        f"{NAME} whose decays differ by channel": any(
+            isinstance(layer.attention, DeltaShape) and layer.attention.by_channel for layer in shape.kinds
+        ),
         "shared keys and values": shape.shares_kv, "inputs of each layer's own": any(x.own_input for x in shape.kinds),
         "an A100": not setup.gpu.has_flash4, "--offload-params": setup.offload_params,
     }  # fmt: skip

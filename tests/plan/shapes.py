@@ -22,6 +22,11 @@ QWEN3_32B = {
     "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "head_dim": 128,
     "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN35_9B = {
+    "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def shape(entries: dict[str, Any]) -> ModelShape:

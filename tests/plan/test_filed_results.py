@@ -15,12 +15,12 @@ import pytest
 
 from docs_tools import numbers
 from hf_ring_attn.bench.results import FILE, Run, read
-from hf_ring_attn.plan.hardware import ATTENTION, GIB, GPUS
+from hf_ring_attn.plan.hardware import ATTENTION, DELTA_RULES, GIB, GPUS
 from hf_ring_attn.plan.memory import memory_of
 from hf_ring_attn.plan.seconds import attention_flops, elementwise_numbers, matmul_flops, seconds_of
 from hf_ring_attn.plan.setup import Setup
 from hf_ring_attn.plan.shape import ModelShape
-from tests.plan.shapes import LLAMA_8B, LLAMA_70B, QWEN3_32B, llama_8b, shape
+from tests.plan.shapes import LLAMA_8B, LLAMA_70B, QWEN3_32B, QWEN35_9B, llama_8b, shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "recipes" / "results"
 MOST_MEMORY, MOST_SECONDS = 0.10, 0.15
@@ -249,10 +249,15 @@ MEASURED_BY_DEFAULT = [
     Filed(NATIVE, "native_auto_160K", {**LIGER, **SAVED, "tokens": 163840}, gpu="h100"),
 ]
 
+LINEAR, QWEN35 = "2026-11-27-linear-attention", {"gpus": 2, "tokens": 32768, "kernel": "triton", **SAVED}
+MEASURED_WITH_LINEAR_ATTENTION = [Filed(LINEAR, "q35_32K", QWEN35, shape=QWEN35_9B, gpu="h100")]
+"""Forecast from the speed of its scan alone, which is filed beside it."""
+
 ALL = [
     *FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN,
     *MEASURED_BY_LAYERS, *MEASURED_ON_H100, *MEASURED_WITH_FLASH4, *MEASURED_AT_1M, *MEASURED_OF_32B,
     *MEASURED_WHEN_MENDED, *MEASURED_SHORT_AND_FULL, *MEASURED_BESIDE_OWN, *MEASURED_BY_DEFAULT,
+    *MEASURED_WITH_LINEAR_ATTENTION,
 ]  # fmt: skip
 
 
@@ -352,3 +357,11 @@ def test_rates_of_a_layer_by_hand() -> None:
     assert (
         elementwise_numbers(model, model.layers[0], setup) == norms + residuals + rope + gate + 6 * lora_out + lora_in
     )
+
+
+def test_the_speed_of_linear_attention_is_the_filed_one() -> None:
+    (scan,) = [run for run in read(RESULTS / LINEAR / FILE) if run.name == "scan"]
+    (row,) = [row for row in scan.rows if row["kind"] == "gdr" and row["tokens"] == 131072]
+    forward, both = (row[name] * 1e6 / row["tokens"] for name in ("forward_ms", "both_ms"))
+    speed = DELTA_RULES["by head"][(row["heads"], row["width"])]
+    assert speed == pytest.approx((forward, both - forward), rel=0.01)
