@@ -36,7 +36,7 @@ def kernel_for(ring: str, name: str, request: Request) -> str:
     """
     chosen, refusal = "", None
     try:
-        chosen = choose(name, request, kernel_trial.fails).name
+        chosen = choose(name, request, kernel_trial.failures_of).name
     except errors.Refused as error:
         refusal = error
     meeting = Ring(ring)
@@ -46,7 +46,7 @@ def kernel_for(ring: str, name: str, request: Request) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def passed_over(name: str, chosen: str, request: Request) -> str:
+def why_not_preferred(name: str, chosen: str, request: Request) -> str:
     """Says why this machine, and not the attention, kept "auto" from a preferred kernel. "": it did not.
 
     Args:
@@ -56,7 +56,7 @@ def passed_over(name: str, chosen: str, request: Request) -> str:
         if kernel.name == chosen:
             break
         can = not kernel.unsupported(request)
-        why: Sequence[str] = kernel_trial.fails(kernel.name, request) if can else kernel.lacks(request)
+        why: Sequence[str] = kernel_trial.failures_of(kernel.name, request) if can else kernel.lacks(request)
         if why:
             return f"not {kernel.name}: {why[0]}"
     return ""

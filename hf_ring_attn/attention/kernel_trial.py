@@ -35,7 +35,7 @@ Answer = dict[str, Tensor]
 
 
 @lru_cache(maxsize=256)
-def fails(kernel: str, request: Request) -> tuple[str, ...]:
+def failures_of(kernel: str, request: Request) -> tuple[str, ...]:
     """The errors that ``kernel`` makes here, in words, on a request that it supports; empty if it is right.
 
     Only on GPUs: on a CPU the reference serves, which is the definition. Not tried with a score_mod.
@@ -43,7 +43,7 @@ def fails(kernel: str, request: Request) -> tuple[str, ...]:
     if request.device != "cuda" or kernel == "reference" or request.score_mod:
         return ()
     try:
-        errors = tried(kernel, request, torch.device("cuda", torch.cuda.current_device()))
+        errors = errors_of(kernel, request, torch.device("cuda", torch.cuda.current_device()))
     except torch.OutOfMemoryError:  # not the kernel's fault
         raise
     except Exception as error:  # noqa: BLE001  any error of a compiler or driver: this kernel cannot serve here
@@ -54,7 +54,7 @@ def fails(kernel: str, request: Request) -> tuple[str, ...]:
     return (f"a small attention came out wrong here: {', '.join(wrong)}",) if wrong else ()
 
 
-def tried(kernel: str, request: Request, device: torch.device) -> dict[str, float]:
+def errors_of(kernel: str, request: Request, device: torch.device) -> dict[str, float]:
     """The relative errors of out, lse, dq, dk and dv of a small attention like ``request``."""
     kv_heads = min(request.kv_heads, KEY_HEADS)
     heads = kv_heads * (request.heads // request.kv_heads)
@@ -72,7 +72,7 @@ def tried(kernel: str, request: Request, device: torch.device) -> dict[str, floa
     ids = torch.arange(LENGTH, device="cpu") // 50 % 2  # two alternating documents
     mask = Mask.of(CAUSAL, ROWS, LENGTH, ids.expand(ROWS, -1) if request.holes else None)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        got = simulated(kernel, q, k, v, dout, mask, params)
+        got = simulate_ring(kernel, q, k, v, dout, mask, params)
         exact = Params(params.scale, params.softcap, None if sinks is None else sinks.double())
         row = Layout(LENGTH, 1, 0).whole()
         q, k, v, dout = (x.double() for x in (q, k, v, dout))
@@ -80,7 +80,7 @@ def tried(kernel: str, request: Request, device: torch.device) -> dict[str, floa
     return {name: float((got[name].double() - x).norm() / x.norm()) for name, x in want.items()}
 
 
-def simulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
+def simulate_ring(kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, params: Params) -> Answer:
     """The answer of a simulated ring of two for whole rows, computed by the ring's own code.
 
     Ranks run one after another, twice: what a rank receives is known only after the other has run."""

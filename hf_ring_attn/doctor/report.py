@@ -25,7 +25,8 @@ PACKAGES = (
 def report(request: Request) -> tuple[str, bool]:
     """Returns a text (packages, machine, kernels for one request), and True if some kernel supports the request."""
     reasons = {
-        name: kernel.unsupported(request) or list(kernel_trial.fails(name, request)) for name, kernel in KERNELS.items()
+        name: kernel.unsupported(request) or list(kernel_trial.failures_of(name, request))
+        for name, kernel in KERNELS.items()
     }
     taken = next((name for name in kernels_named("auto") if not reasons[name]), None)
     lines = [*_packages(), "", *machine.lines(), "", *_kernels(request, reasons)]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..sharding.mask import UNBOUNDED, Tile
 from .base import Gradients, InOrder, Params, Request, aligned, products_in_place, reasons_of_flash, with_sinks
-from .flash4.calls import Bounds, Dense, Packed, Rectangle, joined, packed, read, rectangle
+from .flash4.calls import Bounds, Dense, Packed, Rectangle, join_blocks, pack_call, read_tiles, rectangle
 
 LARGEST_HEAD, UNIT, LOWEST_CAPABILITY, NO_DROPOUT = 256, 8, (8, 0), 0.0
 TORCHES, PACKAGES = ("2.11.", "2.12.", "2.13."), ("2.7.", "2.8.")
@@ -129,7 +129,7 @@ def _rows(x: Tensor) -> Tensor:
 @lru_cache(maxsize=1024)
 def plan(table: bytes, queries: int, keys: int, softmax: bool = False) -> tuple[Packed, ...]:
     """Converts a table to calls for batch rows of these sizes; no call has a token twice."""
-    tiles = sorted(read(table))
+    tiles = sorted(read_tiles(table))
     twice = any(a.row == b.row and a.q_offset + a.q_length > b.q_offset for a, b in pairwise(tiles))
     assert not (softmax and twice), "a query met two tiles: unsupported() should have refused holes"
     by_row: dict[int, list[Dense]] = {}
@@ -140,7 +140,7 @@ def plan(table: bytes, queries: int, keys: int, softmax: bool = False) -> tuple[
     calls: dict[Bounds, list[list[Rectangle]]] = {}
     for row, dense in by_row.items():
         if few:
-            dense = joined([one._replace(bounds=_binding(one.bounds, [one.at])) for one in dense], 1, 1)
+            dense = join_blocks([one._replace(bounds=_binding(one.bounds, [one.at])) for one in dense], 1, 1)
         for one in dense:
             (q_start, q_stop, k_start, k_stop), q, k = one.at, row * queries, row * keys
             at, some = Rectangle(q_start + q, q_stop + q, k_start + k, k_stop + k), calls.setdefault(one.bounds, [])
@@ -151,7 +151,7 @@ def plan(table: bytes, queries: int, keys: int, softmax: bool = False) -> tuple[
             else:
                 some.append([at])
     made = ((_binding(bounds, call), call) for bounds, some in calls.items() for call in some)
-    return tuple(packed(bounds, dict(enumerate(call))) for bounds, call in made)
+    return tuple(pack_call(bounds, dict(enumerate(call))) for bounds, call in made)
 
 
 def _binding(bounds: Bounds, call: Sequence[Rectangle]) -> Bounds:

@@ -87,7 +87,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             found = iter(torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ())
             if of_hidden is not None and (gradient := next(found)) is not None:
                 of_hidden[part] = gradient
-            add_up(sums, leaves, found)
+            add_gradients(sums, leaves, found)
             del found  # gradients of weights, before the next chunk makes its own
         count = labels.ne(options.ignore_index).sum()
         if options.reduction == "mean":
@@ -138,7 +138,7 @@ def other_leaf(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> Tensor | N
     return next((x for x in leaves if x is not None and all(x is not one for one in known)), None)
 
 
-def add_up(sums: list[Tensor | None], leaves: Sequence[Tensor], gradients: Iterator[Tensor | None]) -> None:
+def add_gradients(sums: list[Tensor | None], leaves: Sequence[Tensor], gradients: Iterator[Tensor | None]) -> None:
     """Adds the gradients of the leaves that need one to their sums."""
     for index, one in enumerate(leaves):
         if one.requires_grad and (gradient := next(gradients)) is not None:

@@ -58,7 +58,7 @@ def _runs_of(ids: Tensor, rows: slice) -> list[Piece]:
     return [Piece(rows, start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
-def along(x: Tensor, rows: RowShare, reach: int, compute: Callable[[Tensor], Tensor]) -> Tensor:
+def compute_with_halo(x: Tensor, rows: RowShare, reach: int, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """Applies ``compute``, whose result for a token depends on it and on the ``reach`` tokens before it.
 
     Args:

@@ -21,7 +21,7 @@ from .halo import RowShare, Span
 Compute = Callable[[list[Tensor], list[Tensor], list[Tensor]], Tensor]
 
 
-def by_heads(
+def compute_by_heads(
     rows: RowShare, heads: Sequence[Tensor], shared: Sequence[Tensor], weights: Sequence[Tensor], compute: Compute
 ) -> Tensor:
     """Applies ``compute`` to whole documents; each head's result must depend on its own inputs only.

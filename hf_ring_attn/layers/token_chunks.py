@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.first_order import first_order_only
 from ..errors import HiddenWeight
-from .chunked_loss import add_up, graph_of_its_own, leaf, other_leaf
+from .chunked_loss import add_gradients, graph_of_its_own, leaf, other_leaf
 
 
 class TokenFunction(Protocol):
@@ -109,7 +109,7 @@ class _Keep(torch.autograd.Function):
                 if of_x is not None:
                     gradient = next(found)
                     of_x[part] = 0 if gradient is None else gradient
-                add_up(sums, leaves, found)
+                add_gradients(sums, leaves, found)
                 del found  # gradients of weights, before the next chunk makes its own
         rounded = (None if s is None else s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
         return (None, of_x, *rounded)

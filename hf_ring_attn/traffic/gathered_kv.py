@@ -103,7 +103,7 @@ class ComparedKV:
         Args:
             plan: the plan that they are gathered for, compared by identity.
         """
-        if recomputing():
+        if is_recomputing():
             self.clear()
             return None
         like = plan, k.shape, v.shape, k.dtype
@@ -130,12 +130,12 @@ def gathered_kv_for(
     return keeper
 
 
-def recomputing() -> bool:
+def is_recomputing() -> bool:
     """Returns True in a backward, that is, in a checkpoint's recompute. The same on every rank."""
     return torch._C._current_graph_task_id() != -1
 
 
-def small(number: int) -> Tensor:
+def number_tensor(number: int) -> Tensor:
     """[1] int64 on the CPU, for graphs of every mode."""
     with torch.inference_mode(False):
         return torch.tensor([number], dtype=torch.int64, device="cpu")
@@ -144,7 +144,7 @@ def small(number: int) -> Tensor:
 def _numbered(keeper: GatheredKV | ComparedKV) -> Tensor:
     number = next(_NUMBERS)
     _ALIVE[number] = keeper
-    return small(number)
+    return number_tensor(number)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Mask
 from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.traffic import ComparedKV
-from hf_ring_attn.traffic.gathered_kv import MAKES, small
+from hf_ring_attn.traffic.gathered_kv import MAKES, number_tensor
 from tests.helpers.checks import Ranks
 from tests.helpers.rank_functions import held
 
@@ -103,7 +103,7 @@ def test_the_ops_keep_what_they_promise_to_a_compiler(kv_heads: int, sinks: bool
     flat = flatten(Call(q, k, v, plan, Params(0.3, sinks=sink), REFERENCE))
     leaves = [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in flat]
     ops = torch.ops.hf_ring_attn
-    shares = (ComparedKV().number, small(MAKES)) if sinks else (None, None)
+    shares = (ComparedKV().number, number_tensor(MAKES)) if sinks else (None, None)
     forward = torch.library.opcheck(ops.ring_flash_attn_fwd, (*leaves, *shares))
     out, lse = ops.ring_flash_attn_fwd(*flat, None, None)
     backward = torch.library.opcheck(ops.ring_flash_attn_bwd, (out, lse, dout, *flat))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_ring_attn import kernels, ring_attention
-from hf_ring_attn.attention.kernel_choice import passed_over
+from hf_ring_attn.attention.kernel_choice import why_not_preferred
 from hf_ring_attn.config import KERNEL_NAMES, RingConfig
 from hf_ring_attn.errors import BadOption, UnsupportedAttention
 from hf_ring_attn.kernels import KERNELS, Request, choose
@@ -63,12 +63,12 @@ def test_auto_takes_the_first_kernel_that_can(picky: Picky) -> None:
 
 def test_what_keeps_a_preferred_kernel_from_a_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "KERNELS", {"lacking": Lacking(), "picky": Picky(), **KERNELS})
-    passed_over.cache_clear()
-    assert passed_over("auto", "picky", REQUEST) == "not lacking: its library is not installed"
-    assert passed_over("auto", "reference", replace(REQUEST, softcap=True)) == "", "no machine would change that"
-    assert passed_over("picky", "picky", REQUEST) == "", "it was asked for"
-    assert passed_over("auto", "lacking", REQUEST) == "", "it serves"
-    passed_over.cache_clear()
+    why_not_preferred.cache_clear()
+    assert why_not_preferred("auto", "picky", REQUEST) == "not lacking: its library is not installed"
+    assert why_not_preferred("auto", "reference", replace(REQUEST, softcap=True)) == "", "no machine would change that"
+    assert why_not_preferred("picky", "picky", REQUEST) == "", "it was asked for"
+    assert why_not_preferred("auto", "lacking", REQUEST) == "", "it serves"
+    why_not_preferred.cache_clear()
 
 
 @pytest.mark.usefixtures("picky")

@@ -54,7 +54,7 @@ DEFECTS: dict[str, Callable[[Gradients], object]] = {
 )
 def test_a_kernel_that_keeps_the_contract_passes(request_: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "triton", Candidate())
-    errors = kernel_trial.tried("triton", request_, CPU)
+    errors = kernel_trial.errors_of("triton", request_, CPU)
     assert set(errors) == {"out", "lse", "dq", "dk", "dv"}
     assert max(errors.values()) < kernel_trial.FAR[request_.dtype.itemsize] / 4, errors
 
@@ -62,7 +62,7 @@ def test_a_kernel_that_keeps_the_contract_passes(request_: Request, monkeypatch:
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_gradient_that_is_wrong_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "triton", Candidate(DEFECTS[name]))
-    errors = kernel_trial.tried("triton", REQUEST, CPU)
+    errors = kernel_trial.errors_of("triton", REQUEST, CPU)
     assert [wrong for wrong, error in errors.items() if error > kernel_trial.FAR[2]] == [name]
 
 
@@ -71,11 +71,11 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, candidate: Candidate) -> None:
     monkeypatch.setitem(KERNELS, "triton", candidate)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
-        kernel_trial, "tried", lambda kernel, request, _, tried=kernel_trial.tried: tried(kernel, request, CPU)
+        kernel_trial, "errors_of", lambda kernel, request, _, tried=kernel_trial.errors_of: tried(kernel, request, CPU)
     )
-    kernel_trial.fails.cache_clear()
+    kernel_trial.failures_of.cache_clear()
     kernel_choice.kernel_for.cache_clear()
-    kernel_choice.passed_over.cache_clear()
+    kernel_choice.why_not_preferred.cache_clear()
 
 
 def test_a_kernel_that_fails_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +83,11 @@ def test_a_kernel_that_fails_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UnsupportedAttention, match="a small attention came out wrong here: dv by 100%"):
         kernel_choice.kernel_for("", "triton", REQUEST)
     assert kernel_choice.kernel_for("", "auto", REQUEST) == "reference"
-    said = kernel_choice.passed_over("auto", "reference", REQUEST)
+    said = kernel_choice.why_not_preferred("auto", "reference", REQUEST)
     assert said == "not triton: a small attention came out wrong here: dv by 100%"
     on_a_gpu(monkeypatch, Candidate())
     assert kernel_choice.kernel_for("", "auto", REQUEST) == "triton"
-    assert kernel_choice.passed_over("auto", "triton", REQUEST) == ""
+    assert kernel_choice.why_not_preferred("auto", "triton", REQUEST) == ""
 
 
 def test_what_a_compiler_says_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +100,8 @@ def test_what_a_compiler_says_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_definition_and_the_cpu_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_trial, "tried", lambda *_: pytest.fail("tried"))
-    kernel_trial.fails.cache_clear()
-    assert kernel_trial.fails("reference", REQUEST) == ()
-    assert kernel_trial.fails("triton", replace(REQUEST, device="cpu")) == ()
-    assert kernel_trial.fails("triton", replace(REQUEST, score_mod=True)) == ()
+    monkeypatch.setattr(kernel_trial, "errors_of", lambda *_: pytest.fail("tried"))
+    kernel_trial.failures_of.cache_clear()
+    assert kernel_trial.failures_of("reference", REQUEST) == ()
+    assert kernel_trial.failures_of("triton", replace(REQUEST, device="cpu")) == ()
+    assert kernel_trial.failures_of("triton", replace(REQUEST, score_mod=True)) == ()

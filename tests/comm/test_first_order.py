@@ -19,8 +19,8 @@ from hf_ring_attn.comm.first_order import first_order_only
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.errors import SecondGradient, UnsupportedTransform
 from hf_ring_attn.layers.collectives import gather_sequence, sum_over_ring
-from hf_ring_attn.layers.halo import RowShare, along
-from hf_ring_attn.layers.head_parallel import by_heads
+from hf_ring_attn.layers.halo import RowShare, compute_with_halo
+from hf_ring_attn.layers.head_parallel import compute_by_heads
 from hf_ring_attn.sharding.layout import Layout
 from tests.helpers.checks import Ranks
 from tests.helpers.jobs.plain_jobs import attempt
@@ -41,8 +41,8 @@ def flat(x: Tensor) -> Tensor:
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "ring attention": lambda x: ring_attention(x, x * 2, x, length=LENGTH),
     "ring attention with a score_mod": lambda x: ring_attention(x, x * 2, x, length=LENGTH, score_mod=Alibi(2)),
-    "a layer that takes tokens of other ranks": lambda x: along(flat(x).square(), rows(), 1, torch.sin),
-    "a layer whose ranks share heads": lambda x: by_heads(rows(), [x], [], [], lambda a, b, c: a[0].square()),
+    "a layer that takes tokens of other ranks": lambda x: compute_with_halo(flat(x).square(), rows(), 1, torch.sin),
+    "a layer whose ranks share heads": lambda x: compute_by_heads(rows(), [x], [], [], lambda a, b, c: a[0].square()),
     "a row that was gathered": lambda x: gather_sequence(x, rows().ring, rows().layout).square(),
     "a sum over the ring": lambda x: sum_over_ring(x, rows().ring).square(),
 }

@@ -16,7 +16,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.fsdp import StateDictType
 
 from hf_ring_attn.integration.context.mesh import ring_enabled
-from hf_ring_attn.integration.hosts.parallelism_config import promote
+from hf_ring_attn.integration.hosts.parallelism_config import turn_into_ring
 from tests.helpers.patience import patient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def test_a_launch_config_means_its_mesh(name: str, monkeypatch: pytest.MonkeyPat
 
     parallel = ParallelismConfig()
     assert parallel.total_size == config.num_processes
-    assert promote(parallel)
+    assert turn_into_ring(parallel)
     assert parallel._get_mesh() == (dims, sizes)
     assert ring_enabled(parallel)
     if kind == "FSDP":

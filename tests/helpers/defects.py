@@ -200,7 +200,7 @@ def states_stay() -> Patch:
     ) -> Tensor:
         return compute(list(heads), list(shared), list(weights))
 
-    return mock.patch.object(head_parallel, "by_heads", local)
+    return mock.patch.object(head_parallel, "compute_by_heads", local)
 
 
 def states_leak() -> Patch:

@@ -133,8 +133,10 @@ def _share(row: Row) -> Answer:
     # Padding holds large numbers: where one reaches a token, it shows.
     leaves = {name: layout.shard(layout.pad(given[name], 1, 1e6), 1).requires_grad_() for name in TOKENS}
     leaves |= {name: given[name].requires_grad_() for name in WEIGHTS}
-    mixed = halo.along(leaves["x"], rows, WIDTH - 1, lambda x: convolved(x, leaves["kernel"], leaves["bias"]))
-    result = head_parallel.by_heads(
+    mixed = halo.compute_with_halo(
+        leaves["x"], rows, WIDTH - 1, lambda x: convolved(x, leaves["kernel"], leaves["bias"])
+    )
+    result = head_parallel.compute_by_heads(
         rows, [leaves["value"], leaves["rate"]], [leaves["query"], leaves["key"]], [leaves["skip"]], scanned
     )
     douts = [layout.shard(layout.pad(given[name], 1), 1) for name in ("d_mixed", "d_scanned")]

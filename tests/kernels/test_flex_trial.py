@@ -137,10 +137,10 @@ def test_blocks_become_smaller_until_they_fit() -> None:
         taken.append(max(kernel._calls._level.values(), default=0))
         return ("failed: OutOfMemoryError: out of resource: Required: 409600",) if len(taken) < 3 else ()
 
-    with mock.patch.object(room, "fails", tried):
+    with mock.patch.object(room, "failures_of", tried):
         assert reasons(Alibi(4)) == []
     assert taken == [0, 1, 2]
-    with mock.patch.object(room, "fails", return_value=("No valid triton configs",)):
+    with mock.patch.object(room, "failures_of", return_value=("No valid triton configs",)):
         assert reasons(Alibi(4)) == ["No valid triton configs"]
 
 
@@ -173,7 +173,7 @@ def test_short_rows_and_rows_of_padding_have_a_part_too() -> None:
 def test_a_function_is_tried_once_and_asked_about_by_its_graph() -> None:
     count = mock.Mock(return_value=())
     bias = Alibi(4, learnable=True)
-    with on_cpu(tried=True) as flex, mock.patch.object(room, "fails", count):
+    with on_cpu(tried=True) as flex, mock.patch.object(room, "failures_of", count):
         for length in (8, 12):
             with torch.no_grad():
                 bias.slopes.mul_(0.9)

@@ -15,7 +15,7 @@ from accelerate import ParallelismConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from hf_ring_attn.integration.hosts.parallelism_config import promote
+from hf_ring_attn.integration.hosts.parallelism_config import turn_into_ring
 from tests.helpers.programs import CPU_2RANKS, Program, launched_by, older_names, start
 from tests.recipes.programs_of_recipes import NAMES, RECIPES
 from tests.recipes.programs_of_recipes import program as module_of
@@ -185,7 +185,7 @@ def test_several_machines_are_replicas_of_rings(tmp_path: Path, monkeypatch: pyt
     for key, value in prepare_multi_gpu_env(args).items():
         monkeypatch.setenv(key, value)
     parallel = ParallelismConfig()
-    assert promote(parallel)
+    assert turn_into_ring(parallel)
     assert parallel._get_mesh() == (("dp_replicate", "cp"), (3, 4))
 
 

@@ -20,7 +20,7 @@ from hf_ring_attn.comm.ring import LOCAL, Pending, Ring
 from hf_ring_attn.kernels import Params
 from hf_ring_attn.sharding.plan import Plan
 from hf_ring_attn.traffic import ComparedKV, GatheredKV, LayerRole
-from hf_ring_attn.traffic.gathered_kv import COMPARED, LAST, MAKES, TAKES, KVGroup, small
+from hf_ring_attn.traffic.gathered_kv import COMPARED, LAST, MAKES, TAKES, KVGroup, number_tensor
 from tests.attention.test_compile import plan_of, share
 from tests.helpers.checks import Ranks
 
@@ -83,7 +83,7 @@ def three(between: Between, backend: str, gradients: bool) -> tuple[bool, list[i
     for seed, documents in enumerate([[24], [10, 14]]):
         plan, answers = plan_of(documents), []
         compared = ComparedKV()
-        roles = [LayerRole(compared.number, small(role)) for role in (MAKES, TAKES, LAST)]
+        roles = [LayerRole(compared.number, number_tensor(role)) for role in (MAKES, TAKES, LAST)]
         for function, told in ((layers, [None] * 3), (quick, roles)):
             leaves = share(seed)
             q, k, v = leaves

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ... import errors
 from ...attention.call import Call, RingOptions
-from ...attention.kernel_choice import agree_on_scores, kernel_for, kernel_for_scores, passed_over
+from ...attention.kernel_choice import agree_on_scores, kernel_for, kernel_for_scores, why_not_preferred
 from ...attention.op import attend
 from ...attention.score_mod_op import attend_scored
 from ...comm.ring import Ring
@@ -88,7 +88,7 @@ def ring_attention_forward(
         _refuse(errors.UnshardedInput, query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
 
     dtype = query.dtype
-    query = temperature.scaled(module, query, spec)
+    query = temperature.scale_queries(module, query, spec)
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
     params = Params(
         float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
@@ -191,7 +191,7 @@ def _chosen(scoped: bool, trains: bool, ring: str, name: str, *facts: Any) -> st
     """The kernel's name for a layer, recorded for the log line at the start."""
     request = Request(*facts)
     kernel = kernel_for(ring, name, request)
-    why = passed_over(name, kernel, request)
+    why = why_not_preferred(name, kernel, request)
     _note(scoped, trains, f"{kernel} ({why})" if why else kernel, request)
     return kernel
 

@@ -143,7 +143,7 @@ class Binding:
         undos.enter_context(in_ring(model, running))
         call_inputs.watch(model, self.context, undos, self.paused, inside=running)
         _note_failure(model, self.context, undos)
-        embedded_inputs.free(model, running, undos)
+        embedded_inputs.free_embeddings(model, running, undos)
 
     def forget_parts(self, model: nn.Module) -> None:
         """Undoes what was bound of a model's parts, which a program called before it: the embeddings, say."""

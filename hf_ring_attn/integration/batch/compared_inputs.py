@@ -43,7 +43,7 @@ def inputs_of(batch: Mapping[str, Any], tokens: Tensor) -> dict[str, object]:
     return {_tokens(batch): tokens, **named, REST: {name: _compared(batch[name]) for name in others}}
 
 
-def todo(batch: Mapping[str, Any]) -> str:
+def advice_for(batch: Mapping[str, Any]) -> str:
     """The advice if they differ."""
     embeddings = batch.get("inputs_embeds")
     return TODO + _OWN_EMBEDDINGS * (isinstance(embeddings, Tensor) and embeddings.requires_grad)

@@ -223,7 +223,11 @@ def shard_for(
     except errors.Refused as error:
         refusal = error
     agree = ring.start_agreement(
-        facts, ring.small_device(device), compared_inputs.todo(batch), refusal, [shared_kv.compiled_here(), *numbers]
+        facts,
+        ring.small_device(device),
+        compared_inputs.advice_for(batch),
+        refusal,
+        [shared_kv.compiled_here(), *numbers],
     )
     visited = Visits()
     if refusal is None:  # while the message travels

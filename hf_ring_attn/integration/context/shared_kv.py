@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...sharding.plan import Plan
 from ...traffic import ComparedKV, GatheredKV, LayerRole
-from ...traffic.gathered_kv import LAST, MAKES, TAKES, recomputing, small
+from ...traffic.gathered_kv import LAST, MAKES, TAKES, is_recomputing, number_tensor
 from ..patching.modules import replace
 
 ROLE = "_hf_ring_attn_role"
@@ -45,9 +45,9 @@ def mark_layers(model: nn.Module, _context: object) -> None:
     takers = [module for module in model.modules() if takes_kv(module)]
     for module in model.modules() if takers else []:
         if takes_kv(module):
-            replace(module, ROLE, small(LAST if module is takers[-1] else TAKES))
+            replace(module, ROLE, number_tensor(LAST if module is takers[-1] else TAKES))
         elif makes_kv(module):
-            replace(module, ROLE, small(MAKES))
+            replace(module, ROLE, number_tensor(MAKES))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class SharedKV:
         """Returns the store of a layer's keys and values, filled or to fill, the same on each rank; None: none."""
         if _traced:
             return self._role(module)
-        if recomputing():  # nothing is stored through a backward
+        if is_recomputing():  # nothing is stored through a backward
             self._made.clear()
             return None
         if key.is_inference():  # it has no version counter

@@ -1,7 +1,7 @@
 """Patches of accelerate's `Accelerator`: preparing models and loaders for a ring, and its context-parallel context.
 
-A plain loop makes its `Accelerator` before its model. So `settle` decides in `Accelerator.prepare` if a stock config
-with cp_size > 1 means a ring; for another model it raises accelerate's deferred refusals.
+A plain loop makes its `Accelerator` before its model. So `decide_by_models` decides in `Accelerator.prepare` if a
+stock config with cp_size > 1 means a ring; for another model it raises accelerate's deferred refusals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..patching.modules import Replaced
 from . import parallelism_config, schedulers, streams
 from .buffers import prepared, sharded_buffers
 from .gather_for_metrics import gather_once_per_ring
-from .parallelism_config import constructing_for, undecided
+from .parallelism_config import constructing_for, is_undecided
 
 
 def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
@@ -36,7 +36,7 @@ def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
         accelerator.init_handler = InitProcessGroupKwargs(timeout=timeout)
 
 
-def settle(accelerator: Any, *objects: object) -> None:
+def decide_by_models(accelerator: Any, *objects: object) -> None:
     """Decides from the models among ``objects`` if the accelerator's cp_size means a ring. Idempotent.
 
     A ring_fp32 model promotes a stock config to cp_backend "ring". The ring's group gets the requested timeout.
@@ -49,7 +49,7 @@ def settle(accelerator: Any, *objects: object) -> None:
     if any(models.values()):
         if config is None:
             parallelism_config.refuse_one_process(accelerator)
-        parallelism_config.promote(config)
+        parallelism_config.turn_into_ring(config)
     if config is None or not models:
         return
     if ring_enabled(config):
@@ -63,7 +63,7 @@ def settle(accelerator: Any, *objects: object) -> None:
         names = parallelism_config.implementations(model)
         if ring_enabled(config) and names and not is_ring:
             raise errors.ModelIsNoRing(type(model).__name__, names, config.cp_size)
-        if undecided(config) and (reasons := parallelism_config.torch_refusals(config, accelerator)):
+        if is_undecided(config) and (reasons := parallelism_config.torch_refusals(config, accelerator)):
             raise errors.TorchContextParallelRefused(type(model).__name__, names, reasons)
 
 
@@ -72,7 +72,7 @@ def _state_init(original: Callable[..., None]) -> Callable[..., None]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # also of each reference to the one state, often
         given: Any = signature.bind(self, *args, **kwargs).arguments.get("parallelism_config")
-        if not undecided(given) or parallelism_config.decide(given):
+        if not is_undecided(given) or parallelism_config.decide(given):
             original(self, *args, **kwargs)
         else:
             # cp_enabled only triggers refusals of torch's context parallelism here; the mesh comes later.
@@ -81,7 +81,7 @@ def _state_init(original: Callable[..., None]) -> Callable[..., None]:
         if given is not None and given.cp_size > 1:
             parallelism_config.refuse_mismatch(given, self.num_processes)
             if not constructing_for:  # a Trainer steps its own scheduler
-                schedulers.mark(self)
+                schedulers.mark_process_counts(self)
 
     return __init__
 
@@ -90,7 +90,7 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
     """Patches `prepare` and `prepare_model`; a program may call either."""
 
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settle(self, *args, *kwargs.values())
+        decide_by_models(self, *args, *kwargs.values())
         if not ring_enabled(self.parallelism_config):
             return original(self, *args, **kwargs)
         fsdp.keep_float32(self)
@@ -119,7 +119,7 @@ def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
         options, config = self.dataloader_config, self.parallelism_config
         if ring_enabled(config) and args and not getattr(args[0], "_is_accelerate_prepared", False):
             _seed_workers_by_ring(args[0], config.cp_size)
-        if not (ring_enabled(config) or (undecided(config) and not self._models)):
+        if not (ring_enabled(config) or (is_undecided(config) and not self._models)):
             return original(self, *args, **kwargs)
         if options.dispatch_batches and ring_enabled(config):
             raise errors.DispatchedBatches("dispatch_batches=True")
@@ -149,7 +149,7 @@ def _maybe_context_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
         no_restore_buffers: set[Tensor] | None = None,
     ) -> Iterator[None]:
         config = self.parallelism_config
-        if undecided(config) and not self._models:
+        if is_undecided(config) and not self._models:
             raise errors.ModelNotPrepared()
         context = sharded_buffers if ring_enabled(config) else original
         with context(self, buffers, buffer_seq_dims, no_restore_buffers):

@@ -18,7 +18,7 @@ from ..context.whole_batch import LOSS_INPUTS
 
 
 @contextmanager
-def gathered(model: nn.Module, sharded: Sharded) -> Iterator[None]:
+def with_gathered_logits(model: nn.Module, sharded: Sharded) -> Iterator[None]:
     """Makes ``model`` return logits of whole rows in this context, and their loss if it gets labels.
 
     These labels must be the whole row's. Memory: S x V logits on every rank.

@@ -23,12 +23,12 @@ constructing_for: list[nn.Module | None] = []
 """Models whose `Accelerator` is being constructed: see `deferring_cp_checks`."""
 
 
-def undecided(config: Any) -> bool:
+def is_undecided(config: Any) -> bool:
     """Returns True for a stock config with cp_size > 1, which becomes a ring's for a ring_fp32 model."""
     return config is not None and config.cp_size > 1 and config.cp_backend != RING
 
 
-def promote(config: Any) -> bool:
+def turn_into_ring(config: Any) -> bool:
     """Turns a `ParallelismConfig` with cp_size > 1 into a ring's, in place. Returns True if it was changed.
 
     Raises:
@@ -54,7 +54,7 @@ def promote(config: Any) -> bool:
 def deferring_cp_checks(model: nn.Module | None = None) -> Iterator[None]:
     """Names the model for which an `Accelerator` is constructed, so that `decide` knows it at once.
 
-    With None, and outside this context, `settle` decides when it gets the model.
+    With None, and outside this context, `decide_by_models` decides when it gets the model.
     """
     constructing_for.append(model)
     try:
@@ -72,7 +72,7 @@ def decide(config: Any, accelerator: Any = None) -> bool:
     if model is None:
         return False
     if uses_ring(model):
-        promote(config)
+        turn_into_ring(config)
     elif reasons := torch_refusals(config, accelerator):
         raise errors.TorchContextParallelRefused(type(model).__name__, implementations(model), reasons)
     return True
@@ -153,7 +153,7 @@ def _post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
         if is_ring and self.cp_size > 1:
             if handler is not None:
                 raise errors.TorchHandlerWithRing(handler)
-            promote(self)
+            turn_into_ring(self)
         self.cp_backend, self.cp_handler = "torch", handler
         self.dp_replicate_size = 1 if _is_ddp_x_cp(self) else replicas
         original(self)
@@ -180,7 +180,7 @@ def _cp_enabled(original: property) -> property:
 
 def _validate_accelerator(original: Callable[..., None]) -> Callable[..., None]:
     def _validate_accelerator(self: Any, accelerator: Any) -> None:
-        waits = undecided(self) and not decide(self, accelerator)
+        waits = is_undecided(self) and not decide(self, accelerator)
         if ring_enabled(self):
             refuse_host(accelerator)
         elif not (waits and torch_refusals(self, accelerator)):

@@ -20,7 +20,7 @@ from ..model.lazy_logits import ChunkedLoss, with_logits
 from ..model.replicas import mean_loss
 from ..patching.changes import Patch
 from .rings_as_processes import RingsAsProcesses
-from .trainer import TRAINER, count_over_all, group_of, shard_inputs, shards
+from .trainer import TRAINER, count_over_all, group_of, shard_inputs, shards_batches
 
 
 def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
@@ -30,7 +30,7 @@ def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
         def prediction_step(
             self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
         ) -> Any:
-            step = functools.partial(in_ring, original) if shards(self) else original
+            step = functools.partial(in_ring, original) if shards_batches(self) else original
             return step(self, model, inputs, prediction_loss_only, ignore_keys)
 
         return prediction_step
@@ -49,7 +49,7 @@ def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
         # Seq2SeqTrainer gathers without dropping samples: each rank of a ring would give its rows again.
         if group_of(self) is not None and self.gather_function == self.accelerator.gather:
             self.gather_function = RingsAsProcesses(self.accelerator).gather
-        if not shards(self) or self.accelerator._models:  # it is prepared already
+        if not shards_batches(self) or self.accelerator._models:  # it is prepared already
             return original(self, *args, **kwargs)
         with _prepared_for_evaluation(self):
             return original(self, *args, **kwargs)

@@ -73,7 +73,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compute_ref_log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_ref_log_probs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        if not trainer.shards(self):
+        if not trainer.shards_batches(self):
             return original(self, model, inputs)
         with _step(self, model, _shard(self, model, inputs), inputs):
             return original(self, model, inputs)
@@ -93,7 +93,7 @@ KTO = "trl.trainer.kto_trainer:KTOTrainer"
 
 def _patches(host: str) -> list[Patch]:
     return [
-        trainer_overrides.patch_prepare(host, trainer.shards, _prepare_inputs),
+        trainer_overrides.patch_prepare(host, trainer.shards_batches, _prepare_inputs),
         Patch(f"{host}._compute_loss", "(self, model, inputs, return_outputs)", _compute_loss),
         Patch(f"{host}.compute_ref_log_probs", "(self, model, inputs)", _compute_ref_log_probs),
         prediction.patch_prediction(host, _predict),

@@ -75,7 +75,7 @@ def _write_as_plain_numbers() -> None:
         representer.add_representer(ProcessCount, plain.represent_int)
 
 
-def mark(state: Any) -> None:
+def mark_process_counts(state: Any) -> None:
     """Turns num_processes of an `AcceleratorState`, and of its `PartialState`, into a `ProcessCount`."""
     ProcessCount.lost = False
     _write_as_plain_numbers()

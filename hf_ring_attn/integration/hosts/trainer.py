@@ -25,7 +25,7 @@ from ..model import adapters, admission, fsdp, whole_heads
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import between_batches, liger_arguments, logged_numbers, trainer_overrides
-from .gathered_loss import gathered
+from .gathered_loss import with_gathered_logits
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
 from .rings_as_processes import RingsCounted, rings_as_processes
@@ -37,7 +37,7 @@ def group_of(trainer: Any) -> Any:
     return ring_group(trainer.accelerator) if ring_enabled(config) else None
 
 
-def shards(trainer: Any) -> bool:
+def shards_batches(trainer: Any) -> bool:
     """Returns True if batches are sharded: in the trainer's ring; or in a ring of one, to save memory, by one process.
 
     Without a ring several processes are left alone, and so are trainers that generate.
@@ -56,7 +56,7 @@ def shards(trainer: Any) -> bool:
 def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer by its class and its arguments."""
     trainer_overrides.refuse_unknown(trainer)
-    trainer_overrides.check_override(trainer, shards)
+    trainer_overrides.check_override(trainer, shards_batches)
     liger_arguments.leave_loss_to_ring(trainer.args)
 
 
@@ -198,7 +198,7 @@ def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any
 def _gathering(model: nn.Module, sharded: Sharded) -> AbstractContextManager[None]:
     # One process has the logits of whole rows. There the model's own loss is taken: another of a ring is refused by it.
     is_gathered = _gathers(sharded.context) and sharded.ring.size > 1
-    return gathered(model, sharded) if is_gathered else nullcontext()
+    return with_gathered_logits(model, sharded) if is_gathered else nullcontext()
 
 
 def prepared(trainer: Any, local: dict[str, Any]) -> Replaced:
@@ -222,7 +222,7 @@ def _count_once(original: Callable[..., Any]) -> Callable[..., Any]:
 def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
         group = group_of(self)
-        if shards(self):
+        if shards_batches(self):
             refuse_trainer(self)  # methods may have been set on it since
         if group is not None:
             between_batches.average_each_batch(self)
@@ -288,7 +288,7 @@ WHOLE_ROWS = (
 
 TRAINER = "transformers.trainer:Trainer"
 PATCHES = [
-    trainer_overrides.patch_prepare(TRAINER, shards, _prepare_inputs),
+    trainer_overrides.patch_prepare(TRAINER, shards_batches, _prepare_inputs),
     Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _count_once),
     Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _count_once),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),

@@ -24,8 +24,10 @@ def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None
         with deferring_cp_checks(self.model):
             original(self)
         accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)
-        accelerate.settle(self.accelerator, self.model)  # also where an Accelerator existed before the trainer
-        if trainer.shards(self):
+        accelerate.decide_by_models(
+            self.accelerator, self.model
+        )  # also where an Accelerator existed before the trainer
+        if trainer.shards_batches(self):
             trainer.refuse_trainer(self)
         if trainer.group_of(self) is not None:
             fsdp.keep_float32(self.accelerator)  # TRL shards a reference, with this policy, before the model

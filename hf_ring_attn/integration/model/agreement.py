@@ -101,8 +101,8 @@ def _agree(
     device = ring.small_device(weights[0].device)
     computes = weights[0].device if weights[0].is_cuda else device  # FSDP2's weights may wait on the host
     agree = ring.start_agreement(
-        {**facts, "structure": agreed.structure, **buffers, **_sample(model, weights, agreed, context)}, device,
-        _DRIFT, refusal, [ring.name not in agreed.rings, auto_saving.offer(record, context, computes)], _DOING,
+        {**facts, "structure": agreed.structure, **buffers, **_sample(model, weights, agreed, context)}, device, _DRIFT,
+        refusal, [ring.name not in agreed.rings, auto_saving.tokens_that_fit(record, context, computes)], _DOING,
     )  # fmt: skip
     if refusal is None:
         meanwhile()
@@ -112,7 +112,7 @@ def _agree(
         ring.agree({**facts, **agreed.details}, device, ALIKE, doing=_DOING)
         ring.agree(buffers, device, saved_buffers.TODO, doing=_DOING)
         raise
-    auto_saving.decide(context, offers)
+    auto_saving.decide_saving(context, offers)
     return any(renewed) and ring.name in agreed.rings
 
 

@@ -189,7 +189,7 @@ class _Room:
 
     def begin(self, tokens: int, device: torch.device, memory: DeviceMemory) -> None:
         """Begins the measurement of a batch of more tokens than all before."""
-        optimizer_steps.before_each(_note_step)
+        optimizer_steps.call_before_each_step(_note_step)
         self.tried = tokens
         if self.measurement is None:
             self.measurement = _Measurement(device, memory.allocated, memory.allocated)
@@ -260,13 +260,13 @@ class Saving:
         self.budget: Budget | None = None
 
 
-def saves(context: BatchContext) -> bool:
+def saves_attention(context: BatchContext) -> bool:
     """Returns True if a batch saves its attention's results."""
     chosen = context.config.save_attention
     return context.state(Saving).on if chosen == "auto" else chosen
 
 
-def offer(record: ModelRecord, context: BatchContext, device: torch.device) -> int:
+def tokens_that_fit(record: ModelRecord, context: BatchContext, device: torch.device) -> int:
     """The most tokens of a rank with which the results of this model's attention fit on this rank; 0: not known.
 
     -1: this model cannot save, or does not train.
@@ -284,7 +284,7 @@ def offer(record: ModelRecord, context: BatchContext, device: torch.device) -> i
     return room.tokens
 
 
-def decide(context: BatchContext, offers: list[int]) -> None:
+def decide_saving(context: BatchContext, offers: list[int]) -> None:
     """Decides from all ranks' offers whether a batch saves; a model that cannot, as a teacher, leaves it as it is."""
     if max(offers) < 0:
         return
@@ -298,7 +298,7 @@ def contexts(
     context: BatchContext, save: Callable[[Tensor, Tensor], Saved]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]] | None:
     """The contexts of a checkpoint's forward and recomputes in a batch; None: nothing is saved or counted."""
-    if saves(context):
+    if saves_attention(context):
         return SavedResults(save).contexts()
     tokens = _tokens(context)
     if not tokens or not _OPEN:

@@ -113,7 +113,9 @@ def contexts(save: Callable[[Tensor, Tensor], Saved] = save_here) -> Any:
     """Makes the contexts that `torch.utils.checkpoint.checkpoint` takes as context_fn."""
     context = batch_context.current()
     if TracingContext.try_get() is not None:  # a compiler needs a policy, and pays for it once
-        return create_selective_checkpoint_contexts(_policy if context and auto_saving.saves(context) else _recompute)
+        return create_selective_checkpoint_contexts(
+            _policy if context and auto_saving.saves_attention(context) else _recompute
+        )
     return (context and auto_saving.contexts(context, save)) or (nullcontext(), nullcontext())
 
 
@@ -170,7 +172,7 @@ def _checkpointed(layer: CheckpointedLayer, function: Any, *args: Any, **kwargs:
         return function(*args, **kwargs)
     if _copies_to_host(function):
         function = functools.partial(checkpoint, *function.args, **function.keywords)
-    saves = function.keywords.get("context_fn") is contexts and auto_saving.saves(context)
+    saves = function.keywords.get("context_fn") is contexts and auto_saving.saves_attention(context)
     call = LayerCall(layer, limit, saves, context)
     if saves:
         function = functools.partial(function, context_fn=functools.partial(contexts, call.save))

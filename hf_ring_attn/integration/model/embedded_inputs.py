@@ -24,7 +24,7 @@ HOSTS_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 _BY_HOST = "hf_ring_attn frees the embeddings of a row whose checkpoints are on the host"
 
 
-def free(model: nn.Module, running: bool, hooks: ExitStack) -> None:
+def free_embeddings(model: nn.Module, running: bool, hooks: ExitStack) -> None:
     """Hooks the embeddings of ``model`` whose gradient nobody can read, until ``hooks`` closes.
 
     Args:

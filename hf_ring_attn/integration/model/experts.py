@@ -42,7 +42,7 @@ _TODO = "set output_router_logits=False (SFTConfig: router_aux_loss_coef=0.0)"
 _UNKNOWN = f"its MoE auxiliary loss is not a known one, so it is not exact on one rank's tokens; {_TODO}"
 
 
-def balance(
+def balancing_loss(
     gate_logits: Sequence[Tensor], experts: int, top_k: int, weights: Tensor, sum_up: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """experts * sum over experts of (choices of it a token) * (its mean probability): Switch Transformer, 4 to 6.
@@ -64,15 +64,17 @@ def balance(
 
 
 @functools.lru_cache(maxsize=256)
-def known(function: Callable[..., Any]) -> bool:
-    """Returns True if a model's function gives the results and gradients of `balance`, with a mask and without."""
+def is_known_balance(function: Callable[..., Any]) -> bool:
+    """Returns True if a model's function has the results and gradients of `balancing_loss`, with and without a mask."""
     generator = torch.Generator().manual_seed(0)
     layers = [torch.randn(12, 5, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)]
     mask = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]], device="cpu")
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for given in (None, mask):
             weights = torch.ones(12, device="cpu") if given is None else given.flatten().float()
-            want = _answer(functools.partial(balance, experts=5, top_k=2, weights=weights, sum_up=lambda x: x), layers)
+            want = _answer(
+                functools.partial(balancing_loss, experts=5, top_k=2, weights=weights, sum_up=lambda x: x), layers
+            )
             try:
                 got = _answer(functools.partial(function, num_experts=5, top_k=2, attention_mask=given), layers)
             except Exception:  # noqa: BLE001  a function of another kind may fail in any way
@@ -110,7 +112,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     adds_it = any(getattr(config, "output_router_logits", False) for config in configs_of(model))
     if context.ring.size == 1 or not functions or not adds_it:
         return
-    if not all(known(inspect.unwrap(function)) for function in functions.values()):
+    if not all(is_known_balance(inspect.unwrap(function)) for function in functions.values()):
         yield _UNKNOWN
     elif context.config.loss == "gathered":
         yield f"a gathered loss leaves the MoE auxiliary loss out; take loss='sharded', or {_TODO}"
@@ -125,7 +127,7 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
         factor = context.state(AuxiliaryLoss).factor
         if context.ring.size == 1:
             return original(*args, **kwargs) * factor
-        if not known(inspect.unwrap(original)):
+        if not is_known_balance(inspect.unwrap(original)):
             raise errors.UnsupportedArgument("the model", "output_router_logits=True", _UNKNOWN, "was called with")
         gate_logits, num_experts, top_k, attention_mask = _arguments(*args, **kwargs)
         if not isinstance(gate_logits, tuple):
@@ -135,7 +137,9 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
             found = [tuple(logits.shape) for logits in gate_logits]
             raise errors.BadShape("router_logits", found[0], f"it must have the {len(weights)} tokens of this rank")
         experts = num_experts or gate_logits[0].shape[-1]
-        total = balance(gate_logits, experts, top_k, weights, functools.partial(sum_over_ring, ring=context.ring))
+        total = balancing_loss(
+            gate_logits, experts, top_k, weights, functools.partial(sum_over_ring, ring=context.ring)
+        )
         return total * factor
 
     return load_balancing_loss_func

@@ -33,7 +33,7 @@ from ..context.introspect import is_unit
 from ..context.tracked_input import version_of
 from .local_logits import followed
 from .loss_origins import Origin
-from .parameter_slots import holding, slots_of
+from .parameter_slots import slots_of, with_weights
 
 Operation = Callable[[Tensor], Tensor]
 
@@ -118,7 +118,7 @@ class Head:
     def logits_of(self, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """[n, V] of [n, D], with these in place of the module's weights."""
         # Autocast would remember weights that were cast without gradients.
-        with torch.autocast(*self.autocast, cache_enabled=False), holding(self.slots, weights):
+        with torch.autocast(*self.autocast, cache_enabled=False), with_weights(self.slots, weights):
             return self.forward(hidden)
 
     def all_logits(self) -> Tensor:

@@ -42,7 +42,7 @@ def start(gradient: Tensor, ring: Ring, factor: float | Tensor | None = None) ->
 
 def wait_for(device: torch.device, end: Callable[[], object]) -> None:
     """Ends a comparison before the next step of an optimizer, or the next batch. ``device``: of its messages."""
-    optimizer_steps.before_each(_finish_before_step)
+    optimizer_steps.call_before_each_step(_finish_before_step)
     _waiting.append((device, end))
 
 

@@ -27,7 +27,7 @@ from ..context.tracked_input import version_of
 from ..log import warn
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced, attached, hooks_of, replace
-from .parameter_slots import Slot, holding, slots_of
+from .parameter_slots import Slot, slots_of, with_weights
 from .structure import text_modules
 
 OTHER_INPUTS = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache_params", "cache"}
@@ -271,7 +271,7 @@ class _Call:
         placed = [(slot, weight) for slots, weight in pairs for slot in slots]
         held = ((slot, slot[0]._parameters[slot[1]]) for slot in self.frozen)
         placed += [(slot, now.detach()) for slot, now in held if now is not None and now.requires_grad]
-        with holding([slot for slot, _ in placed], [weight for _, weight in placed]):
+        with with_weights([slot for slot, _ in placed], [weight for _, weight in placed]):
             return self.of.outputs(x)
 
 

@@ -79,7 +79,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         context.text.random.enter_text()
     named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
     local = local_inputs(module, named, context)
-    return (), whole_heads.taken(module, local) if context.whole_head else local
+    return (), whole_heads.inputs_taken(module, local) if context.whole_head else local
 
 
 def _leave(module: nn.Module, _args: Any, output: Any) -> Any:
@@ -89,7 +89,7 @@ def _leave(module: nn.Module, _args: Any, output: Any) -> Any:
     context.text.running = False
     if context.text.random is not None:
         context.text.random.leave_text()
-    return whole_heads.whole(output, context) if context.whole_head and output is not None else None
+    return whole_heads.gather_hidden_states(output, context) if context.whole_head and output is not None else None
 
 
 def local_inputs(text: nn.Module, named: dict[str, Any], context: BatchContext) -> dict[str, Any]:

@@ -33,18 +33,18 @@ def _hook(original: Callable[..., Any]) -> Callable[..., Any]:
             f"NEFTune ({alpha}): each rank draws noise for its own tokens, so losses differ from those of one process "
             "as with another seed"
         )
-        return output + noise(output, alpha / math.sqrt(tokens * output.shape[-1]), context.ring.rank)
+        return output + draw_noise(output, alpha / math.sqrt(tokens * output.shape[-1]), context.ring.rank)
 
     return add_noise
 
 
-def noise(x: Tensor, bound: float, rank: int) -> Tensor:
+def draw_noise(x: Tensor, bound: float, rank: int) -> Tensor:
     """Uniform numbers within ``bound`` in the shape of ``x``, others on each rank, by the process's generator."""
     generator = torch.Generator(x.device).manual_seed(ring_random.seed_of_rank(ring_random.draw_seed(), rank))
     return torch.zeros_like(x).uniform_(-bound, bound, generator=generator)
 
 
-def is_local(module: nn.Module) -> bool | None:
+def adds_local_noise(module: nn.Module) -> bool | None:
     """True if ``module`` adds noise by a hook that does not know the whole row; None: it adds none."""
     if not module.__dict__.get(ALPHA):
         return None

@@ -20,7 +20,7 @@ from ...layers.host_memory import HostMemory, Stored, host_memory
 from ..context.batch_context import BatchContext
 from ..context.model_record import ModelRecord
 from ..log import warn
-from .auto_saving import saves
+from .auto_saving import saves_attention
 
 SMALLEST = 1 << 20
 """Bytes below which a tensor stays on a GPU."""
@@ -142,7 +142,7 @@ class LayerCall:
         if self.sizes and self.saves:
             self.layer.saved = self.beside / self.sizes[0]
         each = [size / self.context.local_shape.numel() for size in self.sizes] if self.of_row else []
-        self.layer.per_token[saves(self.context)] = each
+        self.layer.per_token[saves_attention(self.context)] = each
         pending = self.context.state(_Pending)
         if pending.reserve is not None and self.of_row:
             reserve, pending.reserve = pending.reserve, None
@@ -180,14 +180,14 @@ def reserve(model: nn.Module, record: ModelRecord, context: BatchContext) -> Non
     layers = record.state(CheckpointedLayers)
     if not layers or not record.uses_ring() or not model.training or not torch.is_grad_enabled():
         return
-    if any(layer.per_token[saves(context)] for layer in layers):
+    if any(layer.per_token[saves_attention(context)] for layer in layers):
         _reserve(layers, context)
     else:
         context.state(_Pending).reserve = partial(_reserve, layers, context)
 
 
 def _reserve(layers: Sequence[CheckpointedLayer], context: BatchContext) -> None:
-    first, ring = next(layer for layer in layers if layer.per_token[saves(context)]), context.ring
+    first, ring = next(layer for layer in layers if layer.per_token[saves_attention(context)]), context.ring
     device = first.device
     memory = host_memory(device)
     failure, memory.full = memory.full, None
@@ -200,7 +200,7 @@ def _reserve(layers: Sequence[CheckpointedLayer], context: BatchContext) -> None
 
 def _sizes(layers: Sequence[CheckpointedLayer], first: CheckpointedLayer, context: BatchContext) -> list[int]:
     """Bytes of each tensor that layers will store; a layer that never ran counts as the ``first`` one that did."""
-    found, tokens, saved = [], context.local_shape.numel(), saves(context)
+    found, tokens, saved = [], context.local_shape.numel(), saves_attention(context)
     for layer in layers:
         each = [round(size * tokens) for size in layer.per_token[saved] or first.per_token[saved]]
         if not layer.stays(each[0], context.config.offload_above or 0.0, saved):

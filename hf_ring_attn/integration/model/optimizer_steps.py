@@ -13,7 +13,7 @@ _hook: list[RemovableHandle] = []
 """The handle of the one hook, once a function is to be called."""
 
 
-def before_each(function: Callable[[Optimizer], None]) -> None:
+def call_before_each_step(function: Callable[[Optimizer], None]) -> None:
     """Calls ``function`` with the optimizer before each step from now on; once, however often this is said."""
     if function not in _called:
         _called.append(function)

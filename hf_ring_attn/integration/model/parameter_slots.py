@@ -21,7 +21,7 @@ def slots_of(module: nn.Module) -> Iterator[tuple[Slot, Any]]:
 
 
 @contextmanager
-def holding(slots: Sequence[Slot], weights: Sequence[Any]) -> Iterator[None]:
+def with_weights(slots: Sequence[Slot], weights: Sequence[Any]) -> Iterator[None]:
     """Inside, ``slots`` hold ``weights``, which need not be parameters; afterwards, what they held before."""
     before = [part._parameters[name] for part, name in slots]
     try:

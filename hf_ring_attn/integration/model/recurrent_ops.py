@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ... import errors
-from ...layers.halo import RowShare, along
-from ...layers.head_parallel import by_heads
+from ...layers.halo import RowShare, compute_with_halo
+from ...layers.head_parallel import compute_by_heads
 from ..patching.compiler import uncompiled
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -115,7 +115,7 @@ def _convolution(original: Callable[..., Any]) -> Any:
             found: Tensor = original(x.transpose(1, 2), weight, bias, activation=activation)
             return found.transpose(1, 2)
 
-        return along(hidden_states.transpose(1, 2), rows, weight.shape[-1] - 1, compute).transpose(1, 2)
+        return compute_with_halo(hidden_states.transpose(1, 2), rows, weight.shape[-1] - 1, compute).transpose(1, 2)
 
     return causal_conv1d_fn
 
@@ -149,7 +149,7 @@ def _scan(name: str, original: Callable[..., Any]) -> Any:
             found: Tensor = out[0] if scan.pair else out
             return found.transpose(1, 2) if scan.by_channels else found
 
-        out = by_heads(
+        out = compute_by_heads(
             rows,
             [x.transpose(1, 2) if scan.by_channels else x for x in heads.values()],
             [x.transpose(1, 2).unsqueeze(2) if scan.by_channels else x for x in shared.values()],

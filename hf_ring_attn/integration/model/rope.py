@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import errors
-from ...traffic.gathered_kv import recomputing
+from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.tracked_input import memory_of
@@ -51,7 +51,7 @@ def _longest(module: nn.Module, position_ids: Tensor) -> int | None:
 @uncompiled("hf_ring_attn remembers position_ids for a recompute")
 def _remembered(module: nn.Module, position_ids: Tensor, of_batch: int | None) -> int | None:
     """Remembers the longest position in a forward, and returns that of the forward in a recompute."""
-    if not recomputing():
+    if not is_recomputing():
         _LONGEST[position_ids] = of_batch
         return of_batch
     if position_ids in _LONGEST:

@@ -57,7 +57,7 @@ def _turn_on(module: Any, *_call: Any) -> None:
         setattr(module, _TURNED_OFF, False)
 
 
-def scaled(module: Any, query: Tensor, spec: MaskSpec) -> Tensor:
+def scale_queries(module: Any, query: Tensor, spec: MaskSpec) -> Tensor:
     """Scales queries [B, H, T, D] of a layer that is tuned, as in one process; returns others unchanged."""
     if not getattr(module, _TURNED_OFF, False):
         return query

@@ -65,7 +65,7 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
             ],
         )
     _SEEN[wrapper] = before | trained
-    optimizer_steps.before_each(_refuse_unaveraged)
+    optimizer_steps.call_before_each_step(_refuse_unaveraged)
 
 
 def note_call(wrapper: Any, ring: Ring) -> None:

@@ -52,7 +52,7 @@ IN_TRAINING: list[tuple[Callable[[nn.Module], bool | None], str]] = [
         "nn.Dropout",
     ),
     (
-        neftune.is_local,
+        neftune.adds_local_noise,
         "scales NEFTune's noise by the local length, by a hook of its own or one attached before hf_ring_attn was "
         "imported: import hf_ring_attn first, or set neftune_noise_alpha=None",
     ),

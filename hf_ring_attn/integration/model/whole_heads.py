@@ -58,7 +58,7 @@ def prepare_pooler(body: Any) -> None:
         attach(pooler, "whole rows", _gather_inputs)
 
 
-def taken(body: nn.Module, local: dict[str, Any]) -> dict[str, Any]:
+def inputs_taken(body: nn.Module, local: dict[str, Any]) -> dict[str, Any]:
     """The inputs in ``local`` that the forward of ``body`` takes.
 
     Raises:
@@ -72,16 +72,16 @@ def taken(body: nn.Module, local: dict[str, Any]) -> dict[str, Any]:
 
 
 @uncompiled(_BY_HOST)
-def whole(x: Any, context: BatchContext) -> Any:
+def gather_hidden_states(x: Any, context: BatchContext) -> Any:
     """An output of the body with the hidden states [B, T, ...] of all tokens, [B, S, ...]."""
     if isinstance(x, Tensor):
         is_share = x.dim() > 2 and x.shape[:2] == context.local_shape
         return gather_sequence(x, context.ring, context.layout) if is_share else x
     if isinstance(x, Mapping):
-        fields: Any = {name: whole(part, context) for name, part in x.items()}
+        fields: Any = {name: gather_hidden_states(part, context) for name, part in x.items()}
         return type(x)(**fields)
     if type(x) in (tuple, list):
-        return type(x)(whole(part, context) for part in x)
+        return type(x)(gather_hidden_states(part, context) for part in x)
     return x
 
 
@@ -89,4 +89,4 @@ def _gather_inputs(_pooler: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     context = batch_context.current()
     if context is None or not context.whole_head or context.before_text:
         return None
-    return whole(args, context), {name: whole(x, context) for name, x in kwargs.items()}
+    return gather_hidden_states(args, context), {name: gather_hidden_states(x, context) for name, x in kwargs.items()}

@@ -90,7 +90,7 @@ def backward_calls(tiles: Tensor, q: Blocks, k: Blocks) -> tuple[Call, ...]:
     return _backward_calls(tiles.contiguous().numpy().tobytes(), q, k)
 
 
-def read(table: bytes) -> Iterator[Tile]:
+def read_tiles(table: bytes) -> Iterator[Tile]:
     """The tiles of a table's bytes."""
     numbers, columns = memoryview(table).cast("q"), len(Tile._fields)
     for at in range(0, len(numbers), columns):
@@ -111,7 +111,7 @@ def rectangle(tile: Tile) -> tuple[Rectangle, Bounds]:
 def _forward_calls(table: bytes, batch: int, queries: int, keys: int) -> Forward:
     rows_of: dict[tuple[Rectangle, Bounds], list[int]] = {}
     reach, covered = FREE, [0] * batch
-    for tile in sorted(read(table)):
+    for tile in sorted(read_tiles(table)):
         assert tile.q_offset >= covered[tile.row], "a query met two tiles: unsupported() should have refused holes"
         covered[tile.row] = tile.q_offset + tile.q_length
         at, bounds = rectangle(tile)
@@ -130,10 +130,10 @@ def _forward_calls(table: bytes, batch: int, queries: int, keys: int) -> Forward
             entries.setdefault(bounds, []).append(
                 Rectangle(at.q_start + q, at.q_stop + q, at.k_start + k, at.k_stop + k)
             )
-    return Forward(tuple(packed(bounds, dict(enumerate(list_))) for bounds, list_ in entries.items()), whole, reach)
+    return Forward(tuple(pack_call(bounds, dict(enumerate(list_))) for bounds, list_ in entries.items()), whole, reach)
 
 
-def packed(bounds: Bounds, entries: dict[int, Rectangle]) -> Packed:
+def pack_call(bounds: Bounds, entries: dict[int, Rectangle]) -> Packed:
     """Makes one call of numbered entries; missing numbers become empty entries."""
     every = [entries.get(index, Rectangle(0, 0, 0, 0)) for index in range(max(entries) + 1)]
     return Packed(
@@ -174,7 +174,7 @@ class Piece(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _backward_calls(table: bytes, q: Blocks, k: Blocks) -> tuple[Call, ...]:
-    pieces = [piece for tile in read(table) for piece in _pieces(tile, q, k)]
+    pieces = [piece for tile in read_tiles(table) for piece in _pieces(tile, q, k)]
     if q.shared and k.shared:
         return tuple(_of_shared(pieces, q, k))
     assert not (q.shared or k.shared), "either all segments are shared or none"
@@ -234,35 +234,35 @@ def _of_same(pieces: Sequence[Piece], q: Blocks, k: Blocks) -> Iterator[Packed]:
                 at.q_start + start, at.q_stop + start, at.k_start + end, at.k_stop + end
             )
     for bounds, entries in by_bounds.items():
-        yield packed(bounds, entries)
+        yield pack_call(bounds, entries)
 
 
 def _of_shared(pieces: Iterable[Piece], q: Blocks, k: Blocks) -> Iterator[Dense]:
     by_row: dict[int, list[Dense]] = {}
     for piece in pieces:
         by_row.setdefault(piece.row, []).append(_alone(piece))
-    return of_rows(by_row, q.side, k.side)
+    return join_rows(by_row, q.side, k.side)
 
 
-def of_rows(by_row: Mapping[int, list[Dense]], q_side: int, k_side: int) -> Iterator[Dense]:
+def join_rows(by_row: Mapping[int, list[Dense]], q_side: int, k_side: int) -> Iterator[Dense]:
     """Joins adjacent rectangles of a row, and rows with the same rectangles."""
     rows_of: dict[Dense, list[int]] = {}
     for row, dense in by_row.items():
-        for call in joined(dense, q_side, k_side):
+        for call in join_blocks(dense, q_side, k_side):
             rows_of.setdefault(call._replace(rows=(0, 0)), []).append(row)
     for call, rows in rows_of.items():
         for some in _runs(rows):
             yield call._replace(rows=some)
 
 
-def joined(calls: list[Dense], q_side: int, k_side: int) -> list[Dense]:
+def join_blocks(calls: list[Dense], q_side: int, k_side: int) -> list[Dense]:
     """Joins rectangles whose blocks follow each other without padding."""
     for i, one in enumerate(calls):
         for j, other in enumerate(calls):
             both = _beside(one, other, k_side) or _below(one, other, q_side)
             if i != j and both is not None:
                 rest = [call for n, call in enumerate(calls) if n not in (i, j)]
-                return joined([*rest, both], q_side, k_side)
+                return join_blocks([*rest, both], q_side, k_side)
     return calls
 
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base import HALVES, Gradients, InOrder, Params, Request, accumulate_dtype, products_in_place, with_sinks
 from ..score_mods.score_mod import ScoreMod, Unfit
-from ..score_mods.trial import MOST_TRIALS, fails
+from ..score_mods.trial import MOST_TRIALS, failures_of
 from .calls import NO_ROOM, Calls
 from .graph import Graph
 from .leaves import spread, sum_copies
@@ -135,7 +135,7 @@ class Flex(InOrder):
         except Unfit as error:
             return (str(error),)
         while self._tried:
-            reasons = fails(self, request)
+            reasons = failures_of(self, request)
             no_room = any(text in reason for text in NO_ROOM for reason in reasons)
             if not no_room or not self._calls.smaller(graph, request.dtype, request.head_dim, request.value_dim):
                 return reasons

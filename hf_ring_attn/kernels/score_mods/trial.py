@@ -27,7 +27,7 @@ MOST_TRIALS = 64
 """Results of trials that a kernel caches. Equal requests are of functions of the same code and graph: one trial."""
 
 
-def fails(kernel: Kernel, request: Request) -> tuple[str, ...]:
+def failures_of(kernel: Kernel, request: Request) -> tuple[str, ...]:
     """Lists what the kernel gets wrong with the function of a request, in words."""
     assert request.asked is not None
     mod = request.asked.function()

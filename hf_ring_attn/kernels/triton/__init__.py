@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...config import triton_is_interpreted
 from ..base import Asked, Gradients, InOrder, Params, Request
-from ..score_mods.trial import MOST_TRIALS, fails
+from ..score_mods.trial import MOST_TRIALS, failures_of
 from .blocks import WIDTHS, widest_head
 from .distance import why_not
 
@@ -36,7 +36,7 @@ class Triton(InOrder):
     name = "triton"
 
     def __init__(self) -> None:
-        self._failures = lru_cache(maxsize=MOST_TRIALS)(partial(fails, self))
+        self._failures = lru_cache(maxsize=MOST_TRIALS)(partial(failures_of, self))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, out: Tensor | None = None

@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
-from hf_ring_attn.integration.hosts.gathered_loss import gathered
+from hf_ring_attn.integration.hosts.gathered_loss import with_gathered_logits
 from tests.helpers.jobs.plain_jobs import Batch
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.trainer_jobs import launched
@@ -127,7 +127,7 @@ def smoothed(batch: Batch, wrap: str) -> tuple[Tensor, Tensor]:
         model = torch.compile(model, backend="eager")
     config = RingConfig(loss="gathered")
     sharded = replace_labels(hf_ring_attn.shard(batch, config=config, model=model), batch)
-    with sharded, gathered(model, sharded):
+    with sharded, with_gathered_logits(model, sharded):
         # Trainer divides the count by the size of the ring where it averages no counts.
         got = Trainer.compute_loss(
             trainer_with(model, smoother), model, sharded.inputs, False, count / dist.get_world_size()

@@ -11,8 +11,8 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_ring_attn.comm.ring import Ring
-from hf_ring_attn.layers.halo import RowShare, along
-from hf_ring_attn.layers.head_parallel import by_heads
+from hf_ring_attn.layers.halo import RowShare, compute_with_halo
+from hf_ring_attn.layers.head_parallel import compute_by_heads
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.testing import relative_error
 
@@ -48,7 +48,7 @@ def other_bits(dtype: torch.dtype) -> dict[str, float]:
     found["delta"] = max(_differing(rows, delta, heads, shared, []))
     mixed = [numbers(2, length, 64)]
     alone = convolution(mixed[0])
-    mine = along(_local(rows, mixed[0]), rows, 3, convolution)
+    mine = compute_with_halo(_local(rows, mixed[0]), rows, 3, convolution)
     found["convolution"] = _share_of_others(rows, alone, mine)
     heads, shared = [numbers(2, length, 8, 16), numbers(2, length, 8)], [numbers(2, length, 1, 8)] * 2
     *_, found["shared"] = _differing(rows, scan, heads, shared, [-torch.rand(8, generator=generator)], relative_error)
@@ -73,7 +73,7 @@ def _differing(
     whole = [x.clone().requires_grad_() for x in (*heads, *shared)]
     local = [_local(rows, x).requires_grad_() for x in (*heads, *shared)]
     n = len(heads)
-    want, got = compute(whole[:n], whole[n:], weights), by_heads(rows, local[:n], local[n:], weights, compute)
+    want, got = compute(whole[:n], whole[n:], weights), compute_by_heads(rows, local[:n], local[n:], weights, compute)
     dout = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(want.dtype)
     wants = [want, *torch.autograd.grad(want, whole, dout)]
     gots = [got, *torch.autograd.grad(got, local, _local(rows, dout))]

@@ -252,7 +252,7 @@ def fsdp2(
     with launched(Mesh(cp=2)):  # the launch config of a ring; the sizes here go before it
         accelerator = Accelerator(parallelism_config=ParallelismConfig(**shards.sizes))
         model = ready(step, "ring_fp32")
-        hf_ring_attn.integration.hosts.accelerate.settle(accelerator, model)
+        hf_ring_attn.integration.hosts.accelerate.decide_by_models(accelerator, model)
         mesh = accelerator.torch_device_mesh[shards.axes]
         for part in reversed(list(model.modules())):  # as accelerate wraps: mixers of Mamba by themselves, too
             if type(part).__name__ in model._no_split_modules:

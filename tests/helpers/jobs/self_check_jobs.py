@@ -20,7 +20,7 @@ import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
 from hf_ring_attn.integration import log
 from hf_ring_attn.integration.context.whole_batch import LOSS_INPUTS
-from hf_ring_attn.integration.hosts.gathered_loss import gathered
+from hf_ring_attn.integration.hosts.gathered_loss import with_gathered_logits
 from hf_ring_attn.integration.model.replicas import averages_gradients
 from hf_ring_attn.integration.selfcheck.row import SelfCheckState
 from tests.helpers.jobs.plain_jobs import CHECKPOINTING, Batch, padded, tokens
@@ -202,7 +202,7 @@ def gathered_loss() -> tuple[str, Tensor]:
     batch, model = tokens(23), tiny("llama", "ring_fp32")
     sharded = hf_ring_attn.shard(batch, config=RingConfig(loss="gathered"))
     inputs = {name: x for name, x in sharded.inputs.items() if name not in LOSS_INPUTS}
-    with sharded, gathered(model, sharded):
+    with sharded, with_gathered_logits(model, sharded):
         loss = model(**inputs, labels=batch["labels"]).loss
     return sharded.context.state(SelfCheckState).verdict, loss
 

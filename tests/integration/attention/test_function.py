@@ -76,11 +76,11 @@ def test_the_line_tells_what_a_faster_kernel_lacks(asked: str, monkeypatch: pyte
     lines: list[str] = []
     monkeypatch.setattr(kernels, "KERNELS", {"faster": Faster(), **kernels.KERNELS})
     monkeypatch.setattr(function, "say", lines.append)
-    kernel_choice.passed_over.cache_clear()
+    kernel_choice.why_not_preferred.cache_clear()
     spec = causal()
     spec.config = RingConfig(kernel=asked)
     ring_attention_forward(Layer(), *qkv(), spec)
-    kernel_choice.passed_over.cache_clear()
+    kernel_choice.why_not_preferred.cache_clear()
     why = " (not faster: its package does not import)" if asked == "auto" else ""
     assert lines == [f"no ring active; kernel reference{why}"]
 

@@ -32,7 +32,7 @@ from hf_ring_attn import errors
 from hf_ring_attn.integration.context.mesh import ring_enabled, ring_group
 from hf_ring_attn.integration.hosts import accelerate as ours
 from hf_ring_attn.integration.hosts.buffers import _leave_sharded, prepared, shard_buffers_in_place
-from hf_ring_attn.integration.hosts.parallelism_config import deferring_cp_checks, promote
+from hf_ring_attn.integration.hosts.parallelism_config import deferring_cp_checks, turn_into_ring
 from hf_ring_attn.sharding.layout import Layout
 from tests.helpers.jobs.states import of_two_gpus
 from tests.helpers.patience import patient
@@ -96,8 +96,8 @@ def test_a_ring_may_stand_beside_pure_data_parallelism() -> None:
 def test_a_ring_of_one_is_no_ring() -> None:
     config = ParallelismConfig(cp_size=1, cp_backend="ring", dp_replicate_size=2)
     assert (ring_enabled(config), config.cp_enabled, config.non_dp_dim_names) == (False, False, [])
-    assert not promote(config)
-    assert not promote(None)
+    assert not turn_into_ring(config)
+    assert not turn_into_ring(None)
 
 
 @pytest.mark.parametrize(
@@ -124,15 +124,15 @@ def test_a_config_that_cannot_be_is_refused(arguments: dict[str, Any], text: str
 
 def test_promotion_refuses_what_was_never_tested() -> None:
     with pytest.raises(errors.UntestedParallelism, match=r"ring_fp32 with tensor .* never tested: set tp_size=1"):
-        promote(ParallelismConfig(cp_size=2, tp_size=2))
+        turn_into_ring(ParallelismConfig(cp_size=2, tp_size=2))
     with pytest.raises(errors.UntestedParallelism, match="set sp_size=1, and cp_size instead"):
-        promote(ParallelismConfig(sp_size=2))
+        turn_into_ring(ParallelismConfig(sp_size=2))
 
 
 def test_a_pickled_config_loads_without_the_plugin(tmp_path: Path) -> None:
     config = ParallelismConfig(cp_size=2)
-    assert promote(config)
-    assert not promote(config)
+    assert turn_into_ring(config)
+    assert not turn_into_ring(config)
     (tmp_path / "config").write_bytes(pickle.dumps(config))
     program = (
         "import pickle, sys; config = pickle.load(open(sys.argv[1], 'rb')); "
@@ -154,7 +154,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def accelerator(config: Any, plugin: Any = None) -> Any:
-    """As much of an Accelerator as `settle` looks at, with accelerate's real state."""
+    """As much of an Accelerator as `decide_by_models` looks at, with accelerate's real state."""
     state = AcceleratorState(
         parallelism_config=config, fsdp_plugin=plugin, dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True
     )
@@ -172,7 +172,7 @@ def test_a_stock_ddp_config_stays_ddp(gpus: dict[str, Any], backend: Any) -> Non
     made = accelerator(config)
     assert made.distributed_type is gpus["distributed_type"] is DistributedType.MULTI_GPU
     assert config.cp_backend == backend
-    ours.settle(made, torch.nn.DataParallel(model()))
+    ours.decide_by_models(made, torch.nn.DataParallel(model()))
     assert ring_enabled(config)
 
 
@@ -182,18 +182,18 @@ def test_fsdp2_with_nothing_but_the_ring_to_shard_over(gpus: dict[str, Any]) -> 
         gpus["distributed_type"] = DistributedType.MULTI_GPU
         made = accelerator(config, FullyShardedDataParallelPlugin(fsdp_version=2))
         assert made.is_fsdp2
-        ours.settle(made, model())
+        ours.decide_by_models(made, model())
         assert ring_enabled(config)
 
 
 def test_another_model_gets_the_refusal_that_waited(gpus: dict[str, Any]) -> None:
     made = accelerator(ParallelismConfig(cp_size=2))
     with pytest.raises(errors.TorchContextParallelRefused, match=r"fsdp_plugin \(FSDP2\).*MULTI_GPU") as refusal:
-        ours.settle(made, model("eager"))
+        ours.decide_by_models(made, model("eager"))
     assert 'or load the model with attn_implementation="ring_fp32"' in str(refusal.value)
     made.state.fsdp_plugin = SimpleNamespace(fsdp_version=2)
     made.distributed_type = DistributedType.FSDP
-    ours.settle(made, model("eager"))  # torch's own context parallelism, as ever
+    ours.decide_by_models(made, model("eager"))  # torch's own context parallelism, as ever
     assert made.parallelism_config.cp_enabled
 
 
@@ -201,9 +201,9 @@ def test_fsdp1_is_refused_for_either_kind_of_model(gpus: dict[str, Any]) -> None
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     made = accelerator(ParallelismConfig(cp_size=2), plugin)
     with pytest.raises(errors.TorchContextParallelRefused, match="needs FSDP2, but the fsdp_plugin is FSDP1"):
-        ours.settle(made, model("sdpa"))
+        ours.decide_by_models(made, model("sdpa"))
     with pytest.raises(errors.UntestedParallelism, match=r"FSDP1 is refused, .* never tested: set fsdp_version: 2"):
-        ours.settle(made, model())
+        ours.decide_by_models(made, model())
     AcceleratorState._reset_state()
     gpus["distributed_type"] = DistributedType.MULTI_GPU
     with pytest.raises(errors.UntestedParallelism, match="FSDP1"):
@@ -229,13 +229,13 @@ def test_other_engines_are_refused_by_name(gpus: dict[str, Any], kind: str, name
     made.distributed_type = DistributedType[kind]
     text = rf"ring_fp32 with {name} is refused.*use FSDP2 \(fsdp_version: 2\) or DDP"
     with pytest.raises(errors.UntestedParallelism, match=text):
-        ours.settle(made, model())
+        ours.decide_by_models(made, model())
 
 
 def test_settling_without_a_config_or_a_model_changes_nothing(gpus: dict[str, Any]) -> None:
-    ours.settle(SimpleNamespace(parallelism_config=None, num_processes=2), model())
+    ours.decide_by_models(SimpleNamespace(parallelism_config=None, num_processes=2), model())
     made = accelerator(ParallelismConfig(cp_size=2))
-    ours.settle(made, None, object(), torch.optim.SGD(model().parameters()))
+    ours.decide_by_models(made, None, object(), torch.optim.SGD(model().parameters()))
     assert made.parallelism_config.cp_backend == "torch"
 
 

@@ -17,7 +17,7 @@ from transformers import MixtralForCausalLM
 import hf_ring_attn
 from hf_ring_attn.integration.hosts.prediction import whole_sequences
 from hf_ring_attn.integration.model import experts
-from hf_ring_attn.integration.model.experts import FUNCTION, SHARED, balance, known
+from hf_ring_attn.integration.model.experts import FUNCTION, SHARED, balancing_loss, is_known_balance
 from tests.helpers.contexts import alone
 from tests.helpers.jobs.plain_jobs import Batch, padded
 from tests.helpers.live_ranks import LiveRanks
@@ -44,15 +44,15 @@ def test_sums_of_shares_make_the_loss_of_all_tokens() -> None:
         sums.append(x)
         return x
 
-    alone = [balance(share, 5, 2, weights, note) for share, weights in zip(shares, mask, strict=True)]
-    got = balance(shares[0], 5, 2, mask[0], lambda x: x + sums[1])
+    alone = [balancing_loss(share, 5, 2, weights, note) for share, weights in zip(shares, mask, strict=True)]
+    got = balancing_loss(shares[0], 5, 2, mask[0], lambda x: x + sums[1])
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     assert abs(float(sum(alone) / 2 - want)) > 1e-3
 
 
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "jamba"])
 def test_transformers_has_one_function_for_most_models(model: str) -> None:
-    assert known(of(model))
+    assert is_known_balance(of(model))
 
 
 def spoiled(gate_logits: Any, num_experts: int, top_k: int, attention_mask: Any, how: str) -> Any:
@@ -64,12 +64,12 @@ def spoiled(gate_logits: Any, num_experts: int, top_k: int, attention_mask: Any,
 
 @pytest.mark.parametrize("how", ["no mask", "another gradient", "another factor"])
 def test_a_function_that_computes_anything_else_is_not_known(how: str) -> None:
-    assert not known(partial(spoiled, how=how))
+    assert not is_known_balance(partial(spoiled, how=how))
 
 
 @pytest.mark.parametrize("model", ["doge", "switch_transformers"])
 def test_others_are_not_known(model: str) -> None:
-    assert not known(of(model))
+    assert not is_known_balance(of(model))
 
 
 def of_whole_rows(batch: Batch) -> tuple[Tensor, list[Tensor]]:

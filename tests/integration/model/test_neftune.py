@@ -37,7 +37,7 @@ def activated(model: Any, alpha: float, _accelerator: Any) -> Any:
 
 def trained(kind: Kind, mesh: Mesh) -> Trained:
     in_one_process = mock.patch("transformers.trainer.activate_neftune", activated)
-    with mock.patch.object(neftune, "noise", pushed) if mesh.cp > 1 else in_one_process:
+    with mock.patch.object(neftune, "draw_noise", pushed) if mesh.cp > 1 else in_one_process:
         return kinds_jobs.trained(kind, mesh)
 
 
@@ -56,13 +56,13 @@ def test_ranks_draw_other_numbers_within_its_bound() -> None:
     x, found = torch.ones(2, 500, 8, dtype=torch.bfloat16), []
     for rank in (0, 1):
         torch.manual_seed(3)
-        found.append(neftune.noise(x, 0.25, rank))
+        found.append(neftune.draw_noise(x, 0.25, rank))
     assert found[0].dtype is x.dtype and not torch.equal(*found)
     for each in found:
         assert 0.24 < float(each.abs().max()) <= 0.25 and abs(float(each.float().mean())) < 0.01
     both = torch.stack(found).float().flatten(1)
     assert abs(float(torch.corrcoef(both)[0, 1])) < 0.05
-    assert not torch.equal(neftune.noise(x, 0.25, 1), found[1]), "each step draws others"
+    assert not torch.equal(neftune.draw_noise(x, 0.25, 1), found[1]), "each step draws others"
 
 
 def test_trainer_trains_with_it(ranks: Ranks) -> None:

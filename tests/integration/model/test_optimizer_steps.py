@@ -34,7 +34,7 @@ def test_each_function_is_called_once_before_the_weights_change() -> None:
         seen.append(("second", optimizer, 0.0))
 
     for function in (first, second, first):
-        optimizer_steps.before_each(function)
+        optimizer_steps.call_before_each_step(function)
     one, other = an_optimizer(), an_optimizer()
     one.step()
     assert seen == [("first", one, 1.0), ("second", one, 0.0)]
@@ -46,7 +46,7 @@ def test_an_error_of_a_function_ends_the_step_before_it() -> None:
     def refuse(_optimizer: Optimizer) -> None:
         raise ValueError("not averaged")
 
-    optimizer_steps.before_each(refuse)
+    optimizer_steps.call_before_each_step(refuse)
     one = an_optimizer()
     with pytest.raises(ValueError, match="not averaged"):
         one.step()
@@ -55,10 +55,10 @@ def test_an_error_of_a_function_ends_the_step_before_it() -> None:
 
 def test_what_is_forgotten_is_not_called_and_may_come_again() -> None:
     seen: list[Optimizer] = []
-    optimizer_steps.before_each(seen.append)
+    optimizer_steps.call_before_each_step(seen.append)
     optimizer_steps.forget()
     an_optimizer().step()
     assert not seen
-    optimizer_steps.before_each(seen.append)
+    optimizer_steps.call_before_each_step(seen.append)
     an_optimizer().step()
     assert len(seen) == 1
