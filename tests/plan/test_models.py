@@ -88,6 +88,55 @@ def test_a_model_of_images_is_planned_by_its_text_part(plan: Any) -> None:
     assert "AutoModelForImageTextToText.from_pretrained(" in found["launch"]["program"]
 
 
+OWN_TABLES: dict[str, dict[str, Any]] = {
+    "a part of the model": {
+        "model_type": "deepseek_vl_hybrid", "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 1},
+        "high_res_vision_config": {"model_type": "sam_vision_model", "num_hidden_layers": 1},
+    },
+    "a part of its vision part": {
+        "model_type": "deepseek_ocr2",
+        "text_config": {
+            **TEXT, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"],
+        },
+        "vision_config": {"sam_config": {"num_hidden_layers": 1}, "encoder_config": {"num_hidden_layers": 1}},
+    },
+}  # fmt: skip
+"""Models whose vision encoder (SAM) has a table of attention classes of its own."""
+
+
+@pytest.mark.parametrize("entries", OWN_TABLES.values(), ids=list(OWN_TABLES))
+def test_a_vision_part_that_takes_no_ring_leaves_the_text_model_to_it(plan: Any, entries: dict[str, Any]) -> None:
+    code, said, _ = plan(entries, "--tokens", "1K", "--json")
+    found = json.loads(said)
+    assert code == 0 and "vision" in " ".join(found["notes"])
+    argument = 'attn_implementation={"text_config": "ring_fp32"}'
+    assert f"its vision part takes no ring_fp32: load it with {argument}" in found["notes"]
+    assert f"    {argument}," in found["launch"]["program"]
+    config = AutoConfig.for_model(**json.loads(json.dumps(entries)))
+    for _ in range(2):
+        built: Any = loading.empty_model(config, "ring_fp32").config
+        assert built.text_config._attn_implementation == "ring_fp32" != built.vision_config._attn_implementation
+    assert loading.text_part(config) == "text_config" and loading.text_part(config.text_config) is None
+
+
+def test_a_model_that_no_ring_trains_is_refused_though_its_vision_part_takes_none(plan: Any) -> None:
+    code, said, _ = plan({"model_type": "unlimited_ocr"}, "--tokens", "8K")
+    assert code == 1 and "its layers of type ['reference_sliding_attention'] do not go through ring" in said
+
+
+def test_a_missing_package_is_named(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' message begins with an empty line."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ImportError("\nTimmWrapperModel requires the timm library\n")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", fails)
+    code, _, said = plan(SMALL, "--tokens", "8K")
+    assert code == 2 and "cannot be read (TimmWrapperModel requires the timm library)" in said
+
+
 ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
 POSITIONS = {
     "beyond": ({**SMALL, "max_position_embeddings": 4096}, "8,192 tokens are beyond the model's 4,096 positions"),
