@@ -66,9 +66,9 @@ def share(folder: str, name: str, contender: str, tokens: int, part: str = "both
     return mine["share"] * 100, min(shares), max(shares)
 
 
-def ranged(values: tuple[float, float, float], form: str = ".0f") -> str:
+def ranged(values: tuple[float, float, float]) -> str:
     """Writes "median (lowest to highest)"."""
-    return f"{values[0]:{form}} ({values[1]:{form}} to {values[2]:{form}})"
+    return "{:.0f} ({:.0f} to {:.0f})".format(*values)
 
 
 SPEED_RUNS = {

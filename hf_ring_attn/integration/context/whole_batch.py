@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,22 +132,12 @@ def whole_rows(
     if layout.padded != length and not config.pad:
         raise errors.UnevenLength(length, layout.world_size)
     inputs = {name: x for name, x in batch.items() if x is not None and name not in KERNEL_HINTS}
+    _check_tensors(inputs, rows, length)
     attention_mask = inputs.get("attention_mask")
-    masked = isinstance(attention_mask, Tensor)
-    for name in DENSE & inputs.keys():
-        if name != "attention_mask" or masked:
-            check_tensor(name, inputs[name], (*INTEGERS, *FLOATS, torch.bool))
-    if attention_mask is not None and (not masked or attention_mask.shape != (rows, length)):
-        what = f"has shape {tuple(attention_mask.shape)}" if masked else "is no tensor"
-        raise errors.BadBatch(
-            f"attention_mask {what}, but a ring takes [{rows}, {length}], one entry a "
-            "token: pass the 2-D mask of the tokenizer, or position_ids that restart at each document."
-        )
     items = None if head else _labels(inputs, rows, length)
     ignored = inputs.get("ignore_index")
     if items is not None and ignored is not None and ignored != IGNORED:
         raise errors.OtherIgnoreIndex("the batch holds", ignored)
-    hinted = any(batch.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx"))  # they are not passed on
     featured = any(map(FEATURES.search, inputs))
     if head and featured:
         raise errors.BadBatch(
@@ -155,10 +145,9 @@ def whole_rows(
             "text, or without a ring."
         )
     if late or head or featured:
-        if hinted:
-            text = text_positions(inputs.get("position_ids"))
-            counted = torch.arange(length)[None] if text is None else text
-            _check_hints(batch, mask_facts(layout, rows, counted, attention_mask).documents, rows, length)
+        text = text_positions(inputs.get("position_ids"))
+        counted = torch.arange(length)[None] if text is None else text
+        _check_hints(batch, lambda: mask_facts(layout, rows, counted, attention_mask), rows, length)
         # Its documents are not known yet, so it stays in the zigzag layout.
         names = set() if head else {"labels", "shift_labels"} & inputs.keys()
         return WholeBatch(inputs, names, layout, None, None, items, rows, head)
@@ -172,8 +161,7 @@ def whole_rows(
 
     on_cpu = None if numbered else given.cpu()
     facts = mask_facts(layout, rows, on_cpu, attention_mask)
-    if hinted:
-        _check_hints(batch, facts.documents, rows, length)
+    _check_hints(batch, lambda: facts, rows, length)
     if (blocks := batch.get("block_sequence_ids")) is not None:
         if tuple(blocks.shape) != (rows, length):
             raise errors.BadShape("block_sequence_ids", tuple(blocks.shape), f"it must be [{rows}, {length}]")
@@ -186,6 +174,21 @@ def whole_rows(
     arranged, facts = _arranged(facts, layout, config)
     largest = max(0, length - 1) if on_cpu is None else int(on_cpu.max()) if length else 0
     return WholeBatch(inputs, per_token, arranged, facts, largest, items, rows)
+
+
+def _check_tensors(inputs: Mapping[str, Any], rows: int, length: int) -> None:
+    """Refuses inputs that are no dense tensors, and a mask that has not one entry a token."""
+    mask = inputs.get("attention_mask")
+    masked = isinstance(mask, Tensor)
+    for name in DENSE & inputs.keys():
+        if name != "attention_mask" or masked:
+            check_tensor(name, inputs[name], (*INTEGERS, *FLOATS, torch.bool))
+    if mask is not None and (not masked or mask.shape != (rows, length)):
+        what = f"has shape {tuple(mask.shape)}" if masked else "is no tensor"
+        raise errors.BadBatch(
+            f"attention_mask {what}, but a ring takes [{rows}, {length}], one entry a "
+            "token: pass the 2-D mask of the tokenizer, or position_ids that restart at each document."
+        )
 
 
 def _arranged(facts: MaskFacts, layout: Layout, config: RingConfig) -> tuple[Layout, MaskFacts]:
@@ -271,9 +274,11 @@ def _documents(positions: Tensor, attention_mask: Tensor | None) -> Tensor | Non
     return torch.nn.functional.pad(restart.cumsum(1), (1, 0)) if bool(restart.any()) else None
 
 
-def _check_hints(batch: Mapping[str, Any], documents: Tensor | None, rows: int, length: int) -> None:
-    """Refuses hints of documents that differ from position_ids: kernels use the hints, masks the positions."""
-    known = _starts(torch.zeros(rows, length) if documents is None else documents[:, :length])
+def _check_hints(batch: Mapping[str, Any], read: Callable[[], MaskFacts], rows: int, length: int) -> None:
+    """Refuses hints of documents that differ from position_ids: kernels use the hints, masks the positions.
+
+    ``read`` gives the facts of the positions; without hints it is not called.
+    """
     given = {}
     if (hint := batch.get("cu_seq_lens_q")) is not None:
         given["cu_seq_lens_q"] = set(hint.tolist()) - {rows * length}
@@ -281,6 +286,10 @@ def _check_hints(batch: Mapping[str, Any], documents: Tensor | None, rows: int, 
         if tuple(ids.shape) not in ((rows, length), (1, length)):
             raise errors.BadShape("seq_idx", tuple(ids.shape), f"it must be [{rows}, {length}]")
         given["seq_idx"] = _starts(ids.cpu().expand(rows, -1))
+    if not given:
+        return
+    documents = read().documents
+    known = _starts(torch.zeros(rows, length) if documents is None else documents[:, :length])
     for name, starts in given.items():
         if odd := starts ^ known:
             row, token = divmod(min(odd), length)
