@@ -115,7 +115,7 @@ class Binding:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Without the hook before every module: a model that is compiled in place would trace it."""
+        """Removes the hook before every module while inside: a model compiled in place would trace it."""
         handle, self.handle = self.handle, None
         if handle is not None:
             handle.remove()
@@ -146,7 +146,7 @@ class Binding:
         embedded_inputs.free_embeddings(model, running, undos)
 
     def forget_parts(self, model: nn.Module) -> None:
-        """Undoes what was bound of a model's parts, which a program called before it: the embeddings, say."""
+        """Unbinds parts of a model that the program called before the model itself, such as its embeddings."""
         log = self.context.log
         inner = {id(module) for module in introspect.modules_of(model)} if [*log.models] else set()
         for part in [part for part in log.models if id(introspect.inside(part)) in inner]:
@@ -193,7 +193,7 @@ class Binding:
         return any(model_record.latest_record(model).holds(inner) for model in self.context.log.models)
 
     def _is_text_part(self, module: nn.Module) -> bool:
-        """Returns True for a text model inside a known model. Called by itself, it may get other inputs than that."""
+        """Returns True for a text model inside a known model. A call of it alone may have other inputs."""
         inner, context = introspect.inside(module), self.context
         if context.text is not None or any(introspect.inside(model) is inner for model in context.log.models):
             return False

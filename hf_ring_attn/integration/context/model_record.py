@@ -135,7 +135,7 @@ class ModelRecord:
         return [module for reference in self._modules if (module := reference()) is not None]
 
     def holds(self, module: nn.Module) -> bool:
-        """Returns True for a module of the model; not for a later one in the memory of one that is gone."""
+        """Returns True for a module of the model, and False for a newer module that has a freed one's id."""
         known = self._by_id.get(id(module))
         return known is not None and known() is module
 
@@ -170,7 +170,7 @@ class ModelRecord:
         return found
 
     def matches(self, visit: Visit) -> bool:
-        """Returns True if the model is as it was. By ids, which are not reused while what has them lives."""
+        """Returns True if the model has not changed. It compares ids, which no other object gets in the meantime."""
         return not self._gone and visit.structure == self._structure and _values(self.configs) == self.values
 
 

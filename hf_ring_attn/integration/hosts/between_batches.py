@@ -13,7 +13,7 @@ HOSTS = ("transformers.", "trl.", "hf_ring_attn.")
 
 
 def average_each_batch(trainer: Any) -> None:
-    """Makes a trainer with code of its own between batches average gradients after each batch: the sum is the same."""
+    """Averages gradients after each batch, for trainers that run code between batches. The sum is the same."""
     callbacks = trainer.callback_handler.callbacks
     if _is_own(trainer, "training_step") or any(_is_own(one, "on_substep_end") for one in callbacks):
         trainer.accelerator.no_sync = lambda model=None: nullcontext()

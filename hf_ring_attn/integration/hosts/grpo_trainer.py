@@ -55,7 +55,7 @@ def start(host: Any) -> None:
 
 
 def _refuse(host: Any) -> None:
-    """Refuses what was never tried in a ring. At the start not all attributes are there, so each step asks again."""
+    """Refuses what is not tested in a ring. Some attributes are set after the start, so each step checks again."""
     trainer.refuse_trainer(host)
     trainer_overrides.refuse_unknown(host, _COUNT_PROCESSES)
     admission.refuse_always(host.model)

@@ -17,7 +17,7 @@ LONGEST = 1000
 
 
 class _LocalAccelerator:
-    """An `Accelerator` that sends nothing: it takes this process's values for those of all.
+    """An `Accelerator` that sends nothing: this process's values stand for those of all processes.
 
     Other rings may be at another place in their program.
     """

@@ -21,7 +21,7 @@ _COUNTED = "_hf_ring_attn_counted"
 
 
 def count_last_batch(loader: Any) -> Any:
-    """Marks a loader that accelerate prepared: if it reads a stream, the size of its last batch is known at the end."""
+    """Marks a prepared loader, so that the size of a stream's last batch is known at its end."""
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         vars(loader)[_COUNTED] = True
     return loader

@@ -202,7 +202,7 @@ def _gathering(model: nn.Module, sharded: Sharded) -> AbstractContextManager[Non
 
 
 def prepared(trainer: Any, local: dict[str, Any]) -> Replaced:
-    """Keeps the trainer from preparing ``local`` again: a subclass might number each rank's tokens anew."""
+    """Makes ``_prepare_inputs`` return ``local`` as it is: a subclass might number each rank's tokens from 0."""
     prepare = trainer._prepare_inputs
     return Replaced(trainer, "_prepare_inputs", lambda inputs: inputs if inputs is local else prepare(inputs))
 

@@ -152,7 +152,7 @@ def _facts(model: nn.Module, weights: list[Any], record: ModelRecord, context: B
 
 
 def _sample(model: nn.Module, weights: list[Any], agreed: _Agreement, context: BatchContext) -> dict[str, object]:
-    """A sample of one trained weight, of another one at each batch; none if ranks hold shards of weights."""
+    """Samples one trained weight, each batch another; none if ranks hold shards of weights."""
     trained, sharded = agreed.trained, "DTensor" in latest_record(model).classes
     if not trained or sharded or not model.training or not context.config.self_check:
         return {"no weight": None}

@@ -105,7 +105,7 @@ class Budget(NamedTuple):
 
 @dataclass(eq=False)
 class _Measurement:
-    """The measurement of all batches from one of more tokens than before until an optimizer steps.
+    """Memory measured from a batch with more tokens than any before to the next step of an optimizer.
 
     Args:
         before: bytes allocated before its first forward. start: before a forward, the most.
@@ -267,7 +267,7 @@ def saves_attention(context: BatchContext) -> bool:
 
 
 def tokens_that_fit(record: ModelRecord, context: BatchContext, device: torch.device) -> int:
-    """The most tokens of a rank with which the results of this model's attention fit on this rank; 0: not known.
+    """The most tokens on this rank for which the results of attention fit in its memory; 0: not known.
 
     -1: this model cannot save, or does not train.
     """

@@ -91,7 +91,7 @@ def refuse_other_masks(mask: Any, places: Any, caller: str, context: BatchContex
 
 
 def _says_the_same(name: str, x: Tensor, own: Tensor, real: Tensor, context: BatchContext) -> bool:
-    """Returns True if a mask hides the tokens, or positions begin the documents, that the batch's own do."""
+    """Returns True if a mask hides the same tokens as the batch's, or positions begin the same documents."""
     real = real.to(x.device)
     if x.shape[1:] != real.shape:
         return False

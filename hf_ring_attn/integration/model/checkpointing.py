@@ -148,7 +148,7 @@ def _offload(modules: list[nn.Module], stock: bool) -> list[CheckpointedLayer]:
 
 
 def _split(function: Any) -> tuple[CheckpointedLayer | None, Any]:
-    """The layer that `_checkpointed` around a checkpoint function knows, if any, and that function."""
+    """Splits a patched checkpoint function into its layer, if `_checkpointed` has one, and the function itself."""
     return function.args if function.func is _checkpointed else (None, function)
 
 

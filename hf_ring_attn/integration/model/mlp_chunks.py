@@ -90,7 +90,7 @@ _HOSTS = {"transformers", "accelerate", "peft", "liger_kernel", "bitsandbytes"}
 
 
 def _hooked_inside(part: nn.Module) -> str | None:
-    """The name of a module in ``part`` with hooks or a forward of a program; those of ``part`` itself see all."""
+    """Names a module inside ``part`` that has the program's hooks or forward. Hooks on ``part`` get all tokens."""
     name: str
     for name, module in part.named_modules():
         # transformers' own hooks record what a model returns: see `_records_routers`.
@@ -139,7 +139,7 @@ def _weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _takes_hidden_states_alone(module: nn.Module, most: int = 9) -> bool:
-    """By the signature of its class: this package replaces forwards of modules. ``most``: of all its parameters."""
+    """Returns True if the forward of the module's class needs one argument, and has at most ``most``."""
     inner = module._modules.get("original_module") or module  # of PEFT's modules_to_save
     parameters = dict(inspect.signature(type(inner).forward).parameters)
     parameters.pop("self", None)

@@ -14,7 +14,7 @@ _hook: list[RemovableHandle] = []
 
 
 def call_before_each_step(function: Callable[[Optimizer], None]) -> None:
-    """Calls ``function`` with the optimizer before each step from now on; once, however often this is said."""
+    """Calls ``function`` with the optimizer before each later step. To register it again has no effect."""
     if function not in _called:
         _called.append(function)
     if not _hook:

@@ -22,7 +22,7 @@ def slots_of(module: nn.Module) -> Iterator[tuple[Slot, Any]]:
 
 @contextmanager
 def with_weights(slots: Sequence[Slot], weights: Sequence[Any]) -> Iterator[None]:
-    """Inside, ``slots`` hold ``weights``, which need not be parameters; afterwards, what they held before."""
+    """Puts ``weights``, which need not be parameters, into ``slots``; on exit puts the old ones back."""
     before = [part._parameters[name] for part, name in slots]
     try:
         _put(slots, weights)

@@ -63,7 +63,7 @@ def _searched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True, eq=False)
 class Suspicion:
-    """A reason in a model's structure that need not be true of what its program does: the self-check decides.
+    """A reason in a model's structure that may not matter in this program: the self-check decides.
 
     Args:
         where, what: the part of the model, and the reason.

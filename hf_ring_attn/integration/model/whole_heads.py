@@ -73,7 +73,7 @@ def inputs_taken(body: nn.Module, local: dict[str, Any]) -> dict[str, Any]:
 
 @uncompiled(_BY_HOST)
 def gather_hidden_states(x: Any, context: BatchContext) -> Any:
-    """An output of the body with the hidden states [B, T, ...] of all tokens, [B, S, ...]."""
+    """Gathers the hidden states [B, T, ...] in an output of the body to those of whole rows [B, S, ...]."""
     if isinstance(x, Tensor):
         is_share = x.dim() > 2 and x.shape[:2] == context.local_shape
         return gather_sequence(x, context.ring, context.layout) if is_share else x
