@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_ring_attn import cli
+from hf_ring_attn.bench.results import FILE, read
 from hf_ring_attn.integration.model import loading
 from hf_ring_attn.integration.model.recurrent import recurrent_layers
 from hf_ring_attn.plan import hardware, linear_attention
@@ -32,6 +33,7 @@ from hf_ring_attn.plan.setup import Setup
 from hf_ring_attn.plan.shape import AttentionShape, DeltaShape, ModelShape
 from tests.plan.saved_tensors import saved_bytes, scan, train
 from tests.plan.shapes import shape
+from tests.plan.test_filed_results import RESULTS
 
 SMALL = {
     "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128,
@@ -153,6 +155,18 @@ def test_buffers_of_the_scans_backward_by_hand() -> None:
     channel = replace(delta, key_heads=32, by_channel=True)
     of_head = (7 * 128 + states) * 2 + (6 * 128 + 2 * 64) * 4
     assert linear_attention._backward_bytes(channel, setup) == 131072 * 16 * of_head
+
+
+def test_the_peak_of_a_scan_is_the_filed_one() -> None:
+    """The run has its inputs before, of which values and beta are saved; it keeps the output, and its gradient."""
+    delta = DeltaShape(heads=16, key_heads=16, key_width=128, value_width=128, by_channel=False)
+    (run,) = [run for run in read(RESULTS / "2026-11-27-linear-attention" / FILE) if run.name == "scan"]
+    rows = {row["tokens"]: row["peak_MiB"] for row in run.rows if row["kind"] == "gdr"}
+    for tokens in (32768, 131072):
+        setup, number = Setup(gpus=1, tokens=tokens), tokens * 16 * 2
+        saved = linear_attention._scanned_bytes(delta, setup) - number * (128 + 1)
+        peak = saved + linear_attention._backward_bytes(delta, setup) + number * 128
+        assert peak / 2**20 == pytest.approx(rows[tokens], rel=0.005)
 
 
 def test_operations_grow_with_the_tokens() -> None:
