@@ -120,7 +120,6 @@ class BatchFacts(MaskFacts):
         has_labels: the batch has labels, so the model computes a loss.
         numbered: the batch had no position_ids, so each row is numbered 0, 1, 2, ...
         explicit: `shard` got options, which override those of the model.
-        labelled: how many tokens of the batch have a label, if these are labels of tokens.
     """
 
     max_position: int | None = None
@@ -128,7 +127,6 @@ class BatchFacts(MaskFacts):
     has_labels: bool = False
     numbered: bool = False
     explicit: bool = False
-    labelled: Tensor | None = None
 
 
 class Models:

@@ -54,7 +54,7 @@ def cut_batch(
     facts = BatchFacts(
         **vars(seen), max_position=whole.max_position, rows=whole.rows,
         has_labels=whole.items is not None or (whole.head and not batch.keys().isdisjoint(OF_HEADS)),
-        numbered=whole.facts is not None and batch.get("position_ids") is None, labelled=whole.items,
+        numbered=whole.facts is not None and batch.get("position_ids") is None,
     )  # fmt: skip
     text = TextModel(gathers=whole.head) if whole.facts is None else None
     context = BatchContext(ring, layout, config, facts, text)
