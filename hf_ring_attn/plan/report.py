@@ -83,7 +83,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"  {name:46s}{part:9.2f}"
     on_h200 = "" if gpu == "h200" else " (speeds were measured on an H200)"
     if seconds.left_out:
-        yield f"  {'total without ' + ', '.join(seconds.left_out):46s}{seconds.total:9.2f}{on_h200}"
+        yield f"  {'total without ' + ', '.join(seconds.left_out):46s}{seconds.total:9.2f}  {on_h200}".rstrip()
     else:
         yield f"  {'total':46s}{seconds.total:9.2f}   {_speed(one):,.0f} tokens/s a GPU, MFU {_mfu(one):.0%}{on_h200}"
     if lock := sum(memory.host.get(name, 0) for name in (CHECKPOINTS, SAVED)) / GIB / LOCKED_GIB_PER_SECOND:

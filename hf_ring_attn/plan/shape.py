@@ -151,5 +151,9 @@ class ModelShape:
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of LoRA matrices of ``rank`` on every linear layer."""
-        of_layers = sum(rank * sum(sizes) for layer in self.layers for sizes in layer.adapted)
-        return of_layers + sum(rank * sum(sizes) for sizes in self.adapted)
+        return rank * self._adapted_widths
+
+    @cached_property
+    def _adapted_widths(self) -> int:
+        sizes = [*self.adapted, *(sizes for layer in self.layers for sizes in layer.adapted)]
+        return sum(map(sum, sizes))
