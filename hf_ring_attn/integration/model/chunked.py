@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
 
 from ... import errors
 from ..context import batch_context
@@ -59,7 +61,7 @@ class _LazyForward:
         if context is None or not _wants(context) or not isinstance(hidden, Tensor) or not hidden.numel():
             return self.real(*args, **kwargs)
         state = context.state(ChunkedLoss)
-        if why := next(reasons(self.module), ""):
+        if why := "a checkpoint calls its head" if _is_checkpointed() else next(reasons(self.module), ""):
             state.why = why
             return self.real(given)
         head = Head(self.module, self.forward, hidden, state)
@@ -70,6 +72,12 @@ class _LazyForward:
             head.origin = given.origin if hidden.requires_grad else _follow(head, given.origin.anew())
         state.losses, state.runs, state.ring = 0, True, context.ring if context.whole_head else None
         return LazyLogits.of(head, (), (*hidden.shape[:-1], head.vocabulary), head.dtype)
+
+
+def _is_checkpointed() -> bool:
+    """Returns True inside a checkpoint, whose recompute comes after the batch: it must save what its forward did."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 def _wants(context: BatchContext) -> bool:

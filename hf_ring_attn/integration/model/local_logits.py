@@ -153,7 +153,7 @@ def followed(
     after = Past(selected_by(result, x, origin, past.selected, function, args), past.pooled or reduces)
     if not trains:
         return LocalLogits.of(
-            result,
+            result.detach(),  # a view made without gradients, as in a function's own forward, says that it has one
             origin,
             after._replace(statistics=statistics_of(result, origin, step, after.selected, past.statistics)),
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attn
 from hf_ring_attn import Sharded
@@ -71,9 +72,32 @@ class Negative(torch.autograd.Function):
         return -gradient
 
 
+class Same(torch.autograd.Function):
+    """A function of a program's own whose result is a view of its input."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 def by_a_function(logits: Any, inputs: Inputs) -> Tensor:
     negative: Any = Negative.apply(logits)  # type: ignore[no-untyped-call]
     return summed(-negative, inputs)
+
+
+def by_a_view(logits: Any, inputs: Inputs) -> Tensor:
+    return summed(Same.apply(logits), inputs)  # type: ignore[no-untyped-call]
+
+
+def checkpointed_head(model: Any, sharded: Any) -> Tensor:
+    """The loss of a head that a checkpoint of the program's own calls, and calls again after the batch."""
+    hidden = model(**sharded.inputs, output_hidden_states=True).hidden_states[-1]
+    loss: Tensor = checkpoint(lambda x: summed(model.lm_head(x), sharded.inputs), hidden, use_reentrant=False)
+    return loss
 
 
 def compiled(logits: Any, inputs: Inputs) -> Tensor:
@@ -198,6 +222,9 @@ EXACT: dict[str, Loss] = {
     "in parts": lambda model, sharded: in_parts(logits_alone(model, sharded), sharded.inputs),
     "in slices": lambda model, sharded: in_slices(logits_of(model, sharded), sharded.inputs),
     "a function of its own": lambda model, sharded: by_a_function(logits_alone(model, sharded), sharded.inputs),
+    "a function of its own that gives a view": lambda model, sharded: by_a_view(
+        logits_alone(model, sharded), sharded.inputs),
+    "a head in a checkpoint": checkpointed_head,
     "compiled": lambda model, sharded: compiled(logits_alone(model, sharded), sharded.inputs),
     "of a tuple": lambda model, sharded: summed(
         model(**{**sharded.inputs, "labels": None}, return_dict=False)[0], sharded.inputs),
