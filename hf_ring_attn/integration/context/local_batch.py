@@ -20,10 +20,11 @@ class MadeInputs(dict[str, Any]):
     """The inputs of one rank that the batch lacked, and that were made for it.
 
     Of this rank also ``labels`` and ``shifted``, which the count belongs to, and the padding ``mask`` and position ids
-    (``places``) of which the model makes its attention masks.
+    (``places``) of which the model makes its attention masks; ``whole_shifted``: shifted labels of whole rows.
     """
 
     labels = shifted = mask = places = TrackedInput.of(None)
+    whole_shifted: Tensor | None = None
 
 
 MADE = ("position_ids", "attention_mask", "shift_labels", "num_items_in_batch", "use_cache")
@@ -68,6 +69,7 @@ def cut_batch(
         made = context.state(MadeInputs)
         made.update({name: inputs[name] for name in MADE if name in inputs and batch.get(name) is None})
         made.labels, made.shifted = TrackedInput.of(inputs.get("labels")), TrackedInput.of(inputs.get("shift_labels"))
+        made.whole_shifted = whole.inputs.get("shift_labels")
         if whole.facts is not None:  # else they are not cut yet
             made.mask, made.places = (TrackedInput.of(inputs.get(name)) for name in ("attention_mask", "position_ids"))
     return LocalBatch(inputs, context)

@@ -25,6 +25,7 @@ from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
 from .local_logits import LocalLogits, held
 from .loss_origins import Origin
+from .loss_targets import shifted_further
 
 
 @contextmanager
@@ -133,10 +134,16 @@ def _follow(head: Head, origin: Origin) -> Origin:
     return origin
 
 
+def _is_of_tokens(x: Tensor, context: BatchContext) -> bool:
+    rows, tokens = context.local_shape
+    return x.shape[:2] == (rows, tokens) or (x.dim() == 2 and tokens > 1 and len(x) == rows * tokens)
+
+
 def hand_out(output: Any, context: BatchContext, without_loss: bool = False) -> Any:
-    """Marks what a model returns for each token [B, T, ...] as that of one rank's tokens (`local_logits`).
+    """Marks what a model returns for each token as that of one rank's tokens (`local_logits`).
 
     Args:
+        output: of these, [B, T, ...] or [B * T, ...] are marked.
         without_loss: they are logits of which the model computed no loss.
     """
     if context.whole_head:
@@ -148,12 +155,13 @@ def hand_out(output: Any, context: BatchContext, without_loss: bool = False) -> 
                 output[name] = marked
     if type(output) in (tuple, list):
         return type(output)(hand_out(x, context) for x in output)
-    if not isinstance(output, Tensor) or output.shape[:2] != context.local_shape or not output.is_floating_point():
+    if not isinstance(output, Tensor) or not output.is_floating_point() or not _is_of_tokens(output, context):
         return output
     padding = (context.layout.positions() >= context.layout.length).nonzero().flatten().tolist()
     inputs = context.state(MadeInputs)
     own, shifted = (x.value for x in (inputs.labels, inputs.shifted))
-    labels = None if own is None or own.shape != context.local_shape else (own, shifted)
+    further = shifted_further(inputs.whole_shifted, context.layout)
+    labels = None if own is None or own.shape != context.local_shape else (own, shifted, *further)
     origin = Origin(context.ring, context.facts.rows, context.layout.local_length, padding, labels)
     if isinstance(output, LazyLogits):
         _follow(output.head, origin)

@@ -25,7 +25,7 @@ from torch import Tensor
 from ... import errors
 from ...comm.fingerprint import numbers_of, row_of
 from ...comm.ring import Ring
-from . import loss_gradients, loss_weights
+from . import loss_gradients, loss_targets, loss_weights
 from .loss_readings import Sample
 
 
@@ -36,7 +36,7 @@ class _Noted:
     Attributes:
         divisors: what tokens were divided by, each by itself. weights: the gradients of tokens in sums and means.
         each: the gradients of numbers of tokens, from the loss on. cuts: slices of tokens.
-        in_16_bits: some of these are. targets: two flags each, see `Origin.of_target`.
+        in_16_bits: some of these are. targets: two flags each, see `loss_targets.facts_of`.
         reduced, picked: what must be the same of results made of all tokens, and of one token.
     """
 
@@ -56,7 +56,8 @@ class Origin:
 
     Args:
         rows, tokens: B and T. padding: the places among T of tokens that pad the row to the ring's length.
-        labels: the rank's labels, and those that were shifted on the whole row, both [B, T], if the batch has any.
+        labels: the rank's labels, and those that were shifted on the whole row, by one token, by two, and so on, all
+            [B, T], if the batch has any.
 
     Attributes:
         used: a loss may have been computed from it, on every rank. noted: of the current backward.
@@ -67,7 +68,7 @@ class Origin:
     rows: int
     tokens: int
     padding: list[int]
-    labels: tuple[Tensor, Tensor] | None = None
+    labels: tuple[Tensor, ...] | None = None
     used: bool = False
     trains: bool = False
     noted: _Noted = field(default_factory=_Noted)
@@ -113,22 +114,11 @@ class Origin:
         return next((axis for axis in (*range(1, len(shape)), 0) if shape[axis : axis + 1] == (self.tokens,)), None)
 
     def of_target(self, x: Any) -> Tensor | None:
-        """[2] integers for targets: they are the rank's labels shifted by hand; they are others.
-
-        Both 0: they are the labels that were shifted on the whole row, which differ where two chunks meet. None: no
-        targets of all tokens, or of all but one.
-        """
+        """Facts about targets, if these are of all tokens or of all but one (`loss_targets.facts_of`)."""
         sizes = (self.rows * self.tokens, self.rows * (self.tokens - 1))
         if self.labels is None or not isinstance(x, Tensor) or x.is_floating_point() or x.numel() not in sizes:
             return None
-        known = x.detach().reshape(self.rows, -1)[:, : self.tokens - 1]
-
-        def like(y: Tensor) -> Tensor:
-            """[2] Exactly, and where there are labels."""
-            return torch.stack([(known.clamp(min=0) == y.clamp(min=0)).all(), ((known == y) | (y < 0)).all()])
-
-        by_hand, right = like(self.labels[0][:, 1:]), like(self.labels[1][:, :-1])
-        return torch.stack([(by_hand & ~right).any(), ~(by_hand | right).any()]).long()
+        return loss_targets.facts_of(x.detach().reshape(self.rows, -1), *self.labels)
 
     def note(self, result: Tensor, step: Step, cut: tuple[int, int] | None = None) -> None:
         """Notes facts about a step from tokens to the loss, once the backward passes through its ``result``.
@@ -180,8 +170,9 @@ class Origin:
         mine: list[Any] = [0, 0, 0, *_as_set(noted.divisors, device), *_as_set([*noted.reduced, *picked], device)]
         if noted.targets:
             mine[:2] = torch.stack(noted.targets).amax(0).to(device)
-        if self.padding and gradient.shape[:2] == (self.rows, self.tokens):  # else it is that of a weight
-            mine[2] = gradient[:, self.padding].any().long().to(device)
+        of_tokens = gradient.shape[:2] == (self.rows, self.tokens) or len(gradient) == self.rows * self.tokens
+        if self.padding and of_tokens:  # else it is that of a weight
+            mine[2] = gradient.reshape(self.rows, self.tokens, -1)[:, self.padding].any().long().to(device)
         mine += [*self._dropped(noted.cuts), int(noted.in_16_bits)]
         mine += loss_weights.facts_of(noted.weights, noted.each, self.rows, self.tokens, device)
         end = self.ring.start_agreement({}, device, collect=mine, doing="compared how it made its loss")
@@ -212,7 +203,7 @@ class Step(NamedTuple):
     """A step from tokens to a loss.
 
     Args:
-        tokens: whose mean it took; 1 of a sum. divisor: by which it divided tokens. target: see `Origin.of_target`.
+        tokens: whose mean it took; 1 of a sum. divisor: by which it divided tokens. target: see `loss_targets`.
         made_of: how it made them of all tokens. is_each: it made one number of each. statistics: numbers of the rank's
             tokens that it used, which have no gradient.
     """

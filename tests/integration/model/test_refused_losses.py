@@ -122,6 +122,12 @@ REFUSED: dict[str, tuple[Batch, Loss]] = {
         EVEN, lambda model, sharded: hidden_of(model, sharded).diff(dim=1).square().sum()),
     "PooledOnOneRank: tokens against tokens": (
         BATCH, lambda model, sharded: similar(hidden_of(model, sharded)[sharded.inputs["shift_labels"] != -100])),
+    "ShiftedByHand: shifted labels, once more": (
+        BATCH, lambda model, sharded: summed(
+            logits_of(model, sharded), {**sharded.inputs, "shift_labels": padded(sharded.inputs["shift_labels"])})),
+    "ShiftedByHand: labels, by two": (
+        BATCH, lambda model, sharded: summed(
+            logits_of(model, sharded), {**sharded.inputs, "shift_labels": padded(padded(sharded.inputs["labels"]))})),
     "ShiftedByHand: by two tokens": (
         BATCH, lambda model, sharded: cross_entropy(
             logits_of(model, sharded)[:, :-2].flatten(0, 1), sharded.inputs["labels"][:, 2:].flatten(),
@@ -278,6 +284,31 @@ def selected(losses: Any, counts: Tensor) -> Any:
 
 def without(losses: Any, counts: Tensor) -> Any:
     return losses.masked_fill(~counts, torch.nan)
+
+
+def balanced(router_logits: Any) -> Tensor:
+    """An auxiliary loss of experts, which takes a rank's tokens for the batch's."""
+    chances = router_logits.softmax(-1)
+    chosen = nn.functional.one_hot(chances.topk(2, -1).indices, chances.shape[-1]).sum(1).to(chances.dtype)
+    loss: Tensor = (chosen.mean(0) * chances.mean(0)).sum()
+    return loss
+
+
+def of_experts(balances: bool) -> None:
+    model = tiny("mixtral", "ring_fp32")
+    sharded = hf_ring_attn.shard(BATCH)
+    with sharded:
+        out = model(**sharded.inputs, output_router_logits=True)
+    aux = sum(map(balanced, out.router_logits)) if balances else out.aux_loss
+    (out.loss + 0.1 * aux).backward()
+    sharded.reduce_gradients(model)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def test_experts_are_balanced_on_whole_rows(ranks: Ranks) -> None:
+    for error in ranks(2).run(attempt, of_experts, True):
+        assert error is not None and error[0] == "PooledOnOneRank"
+    assert ranks(2).run(attempt, of_experts, False) == [None] * 2
 
 
 def refused(why: str, trains: str = "") -> None:
