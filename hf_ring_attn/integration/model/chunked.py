@@ -29,8 +29,12 @@ from .loss_targets import shifted_further
 
 
 @contextmanager
-def lazy_heads(model: nn.Module) -> Iterator[None]:
-    """Inside, the head of ``model`` returns lazy logits where the batch that runs asks for them."""
+def lazy_heads(model: nn.Module, running: bool = False) -> Iterator[None]:
+    """Inside, the head of ``model`` returns lazy logits where the batch that runs asks for them.
+
+    Args:
+        running: the model is running already.
+    """
     owner = loss_model_of(model)
     # A compiled part would trace what differs from call to call.
     parts = [*unwrapped(model), *(latest_record(model).modules() if latest_record(model).compiled else [])]
@@ -42,6 +46,9 @@ def lazy_heads(model: nn.Module) -> Iterator[None]:
         for head in heads:
             handles.enter_context(Replaced(head, "forward", _LazyForward(head)))
         if heads:
+            handles.enter_context(owner.register_forward_pre_hook(_begin))
+            if running and owner is model:
+                _begin(owner, ())
             handles.enter_context(owner.register_forward_hook(_check, prepend=True))  # before FSDP2 frees weights
         yield
 
@@ -62,7 +69,11 @@ class _LazyForward:
         if context is None or not _wants(context) or not isinstance(hidden, Tensor) or not hidden.numel():
             return self.real(*args, **kwargs)
         state = context.state(ChunkedLoss)
-        if why := "a checkpoint calls its head" if _is_checkpointed() else next(reasons(self.module), ""):
+        # What calls the head alone may be computed again after the batch, where it gives ordinary logits.
+        if not state.runs and _is_checkpointed():
+            state.why = "a checkpoint calls its head"
+            return self.real(given)
+        if why := next(reasons(self.module), ""):
             state.why = why
             return self.real(given)
         head = Head(self.module, self.forward, hidden, state)
@@ -71,12 +82,12 @@ class _LazyForward:
             return self.real(given)
         if isinstance(given, LocalLogits):  # the program calls the head
             head.origin = given.origin if hidden.requires_grad else _follow(head, given.origin.anew())
-        state.losses, state.runs, state.ring = 0, True, context.ring if context.whole_head else None
+        state.losses, state.ring = 0, context.ring if context.whole_head else None
         return LazyLogits.of(head, (), (*hidden.shape[:-1], head.vocabulary), head.dtype)
 
 
 def _is_checkpointed() -> bool:
-    """Returns True inside a checkpoint, whose recompute comes after the batch: it must save what its forward did."""
+    """Returns True inside a checkpoint's forward or recompute."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
@@ -85,13 +96,20 @@ def _wants(context: BatchContext) -> bool:
     return context.config.loss in ("auto", "chunked") and context.facts.has_labels and not context.gathers_logits
 
 
+def _begin(_owner: nn.Module, _args: Any) -> None:
+    if (context := batch_context.current()) is not None:
+        context.state(ChunkedLoss).runs = True
+
+
 def _check(owner: nn.Module, _args: Any, output: Any) -> None:
     """Makes the logits after a forward that computed no loss of them, while the head has its weights."""
     context = batch_context.current()
-    if context is None or not _wants(context):
+    if context is None:
         return
     state = context.state(ChunkedLoss)
     state.runs, state.ring = False, None  # from now on a rank may compute a loss alone
+    if not _wants(context):
+        return
     logits = output.get("logits") if isinstance(output, Mapping) else None
     if state.losses:
         return

@@ -64,7 +64,7 @@ class ChunkedLoss:
     Args:
         smoothing: by which the loss of the next forward smooths labels.
         keeps: all logits are made, too, while the head's weights are there; without a float32 copy.
-        runs: the model's forward, which called the head, has not ended.
+        runs: the model's forward has begun, and has not ended.
         losses: how many were computed in chunks. why: the reason why logits were made instead.
         ring: set while the forward runs, if all ranks hold the same tokens: each computes the loss of a part of them.
     """

@@ -45,7 +45,7 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
     whole = model if compiled_whole is None and as_one else compiled_whole
     wrapper = next(filter(introspect.is_ddp, introspect.unwrapped(model)), None) if whole is None else None
     owners = introspect.loss_models_of(model)  # several in a module of a program's own
-    with lazy_heads(model), ExitStack() as handles:
+    with lazy_heads(model, running), ExitStack() as handles:
         for called in owners if whole is None else [whole] * bool(owners):
             # The call of a model that is running has begun, so only hooks see its loss.
             compiled = not running and called.__dict__.get("_compiled_call_impl") is not None
