@@ -60,11 +60,12 @@ class LocalLogits(Tensor):
         given = next((x for x in local if held(x).requires_grad), local[0] if local else None)
         # What a function of the program's own made has its gradient from that function.
         statistics = [() if _is_attached(x) else vars(x)["past"].statistics for x in local]
-        args, kwargs = tree_map(held, (args, kwargs))
+        args, kwargs = tuple(map(_all_held, args)), {name: _all_held(x) for name, x in kwargs.items()}
         if given is None:
             return function(*args, **kwargs)
         x, origin, past = held(given), vars(given)["origin"], vars(given)["past"]
-        past = past._replace(statistics=tuple(one for each in statistics for one in each))
+        each_once = {id(one): one for several in statistics for one in several}
+        past = past._replace(statistics=tuple(each_once.values()))
         return followed(function(*args, **kwargs), x, origin, function, args, kwargs, past)
 
     @classmethod
@@ -81,6 +82,11 @@ def held(x: Any) -> Any:
     if not isinstance(x, LocalLogits):
         return x
     return _Read.apply(x) if _is_attached(x) else vars(x)["held"]  # type: ignore[no-untyped-call]
+
+
+def _all_held(x: Any) -> Any:
+    """`held`, also of what is in a list; most arguments are in none, and functions are many."""
+    return tree_map(held, x) if isinstance(x, (tuple, list, dict)) else held(x)
 
 
 def _is_attached(x: LocalLogits) -> bool:

@@ -35,7 +35,8 @@ class _Noted:
 
     Attributes:
         divisors: what tokens were divided by, each by itself. weights: the gradients of tokens in sums and means.
-        each: the gradients of numbers of tokens, from the loss on. cuts: slices of tokens.
+        each: the gradients of numbers of tokens, the first few from the loss on; each_count: of how many steps.
+        cuts: slices of tokens.
         in_16_bits: some of these are. targets: two flags each, see `loss_targets.facts_of`.
         reduced, picked: what must be the same of results made of all tokens, and of one token.
     """
@@ -43,11 +44,18 @@ class _Noted:
     divisors: list[Any] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     each: list[Tensor] = field(default_factory=list)
+    each_count: int = 0
     cuts: set[tuple[int, int]] = field(default_factory=set)
     in_16_bits: bool = False
     targets: list[Tensor] = field(default_factory=list)
     reduced: list[Any] = field(default_factory=list)
     picked: list[Tensor] = field(default_factory=list)
+
+    def add_each(self, weights: Tensor) -> None:
+        """Notes a gradient of numbers of tokens; of many it keeps no more than ranks compare."""
+        self.each_count += 1
+        if len(self.each) < loss_weights.MOST_EACH:
+            self.each.append(weights.detach().double().reshape(-1))
 
 
 @dataclass(eq=False)
@@ -96,7 +104,7 @@ class Origin:
                 return
             origin.used = True
             if not (origin.noted.each or origin.noted.weights):
-                origin.noted.each.append(sample.weights(gradient))
+                origin.noted.add_each(sample.weights(gradient))
                 origin.noted.in_16_bits |= gradient.dtype.itemsize == 2
 
         logits.register_hook(passes)
@@ -140,7 +148,7 @@ class Origin:
                 noted.weights.append((gradient.detach().double() / step.tokens).reshape(-1))
                 noted.in_16_bits |= gradient.dtype.itemsize == 2
             if step.is_each:
-                noted.each.append(gradient.detach().double().reshape(-1))
+                noted.add_each(gradient)
                 noted.in_16_bits |= gradient.dtype.itemsize == 2
             if step.target is not None:
                 noted.targets.append(step.target)
@@ -174,7 +182,7 @@ class Origin:
         if self.padding and of_tokens:  # else it is that of a weight
             mine[2] = gradient.reshape(self.rows, self.tokens, -1)[:, self.padding].any().long().to(device)
         mine += [*self._dropped(noted.cuts), int(noted.in_16_bits)]
-        mine += loss_weights.facts_of(noted.weights, noted.each, self.rows, self.tokens, device)
+        mine += loss_weights.facts_of(noted.weights, noted.each, noted.each_count, self.rows, self.tokens, device)
         end = self.ring.start_agreement({}, device, collect=mine, doing="compared how it made its loss")
         loss_gradients.wait_for(device, lambda: _refuse(*end()))
 

@@ -1,7 +1,7 @@
 """Trials of functions that a program calls on its tokens: is each token's result its own, or made of others, too?
 
 A function is called on a few tokens, and on either half of them, once for each kind of call: with random numbers in
-float64 on the CPU. So functions need no list here, and new ones are known.
+float64 on the CPU. So torch's functions need no list here, and new ones are known.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ UNTRIED = {
     "squeeze", "unsqueeze", "numpy", "backward", "retain_grad", "register_hook",
 }  # fmt: skip
 """Functions that take tokens, or change the shape of tensors."""
+ARITHMETIC = {
+    "add", "radd", "sub", "subtract", "rsub", "mul", "multiply", "rmul", "div", "divide", "true_divide", "truediv",
+    "rtruediv", "rdiv", "pow", "rpow", "eq", "ne", "gt", "ge", "lt", "le", "clamp", "neg", "abs",
+}  # fmt: skip
+"""Functions of each number by itself, if their other arguments are Python numbers, which may be new in each step."""
+CHANGED = {"out", "generator"}
+"""Arguments that a call changes."""
 
 _known: dict[Any, str] = {}
 
@@ -44,27 +51,40 @@ def tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], token
     """
     name = function.__name__
     in_place = name.startswith("__i") or name.endswith("_") != name.endswith("__")
-    if name in UNTRIED or in_place or "out" in kwargs:
+    if name in UNTRIED or in_place or not kwargs.keys().isdisjoint(CHANGED) or not _may_be_called_again(function):
         return ""
-    leaves, spec = tree_flatten((args, dict(kwargs)))
-    key = (function, spec, tokens > 2 * HALF, *(_kind(x, tokens) for x in leaves))
+    if name.strip("_") in ARITHMETIC and sum(isinstance(x, Tensor) for x in (*args, *kwargs.values())) == 1:
+        return ""
     try:
+        key = (function, tokens > 2 * HALF, _kind(args, tokens), _kind(kwargs, tokens))
         if key not in _known:
             if len(_known) >= MOST:
                 _known.clear()
-            _known[key] = _tried(function, leaves, spec, tokens)
+            _known[key] = _tried(function, args, kwargs, tokens)
         return _known[key]
     except TypeError:  # a key that cannot be hashed
         return ""
 
 
+def _may_be_called_again(function: Any) -> bool:
+    """Returns True for torch's own functions: a custom operator may count its calls, or talk to other ranks."""
+    if not isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return True
+    return str(function).startswith("aten.")
+
+
 def _kind(x: Any, tokens: int) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, tuple("tokens" if size == tokens else size for size in x.shape)
+    if isinstance(x, (tuple, list)):
+        return type(x), *(_kind(part, tokens) for part in x)
+    if isinstance(x, Mapping):
+        return tuple((name, _kind(part, tokens)) for name, part in x.items())
     return type(x) if isinstance(x, float) else x
 
 
-def _tried(function: Any, leaves: list[Any], spec: Any, tokens: int) -> str:
+def _tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int) -> str:
+    leaves, spec = tree_flatten((args, dict(kwargs)))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     if any(type(x) not in (Tensor, nn.Parameter) or x.is_complex() for x in tensors):
         return ""
@@ -105,7 +125,7 @@ def _few(x: Any, tokens: int, few: int, drawn: torch.Generator) -> Any:
         return x.to("cpu", torch.float64 if x.is_floating_point() else x.dtype, copy=True)
     x = x.narrow(dims[0], 0, few).cpu()
     if x.is_floating_point():
-        x = 0.1 + 0.8 * torch.rand(x.shape, generator=drawn, dtype=torch.float64)
+        x = 0.1 + 0.8 * torch.rand(x.shape, generator=drawn, dtype=torch.float64, device="cpu")
     return x, dims[0]
 
 

@@ -23,18 +23,19 @@ _ONE = 3 + MOST_WEIGHTS + 1
 
 
 def facts_of(
-    weights: list[Tensor], each: list[Tensor], rows: int, tokens: int, device: torch.device
+    weights: list[Tensor], each: list[Tensor], each_count: int, rows: int, tokens: int, device: torch.device
 ) -> list[int | Tensor]:
     """Numbers for `are_of_a_rank`, as many on every rank.
 
     Args:
-        weights: of tokens in sums and means. each: gradients of numbers of tokens, [B * T] or of fewer tokens.
+        weights: of tokens in sums and means. each: gradients of numbers of tokens, [B * T] or of fewer tokens; the
+            first `MOST_EACH` of each_count.
     """
     sent = [_different(weights, device)]
     for at in range(MOST_EACH):
         some = [x.to(device) for x in each[at : at + 1]]
         sent += [_sums(some, rows, tokens, device), _different(some, device)]
-    return [len(each), *torch.cat(sent).view(torch.int64)]
+    return [each_count, *torch.cat(sent).view(torch.int64)]
 
 
 def are_of_a_rank(sent: tuple[list[int], ...], in_16_bits: bool) -> bool:
