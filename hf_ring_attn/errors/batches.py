@@ -261,12 +261,19 @@ class OtherIgnoreIndex(Refused):
 
 
 class NoRingAttention(Refused):
-    def __init__(self) -> None:
-        super().__init__(
+    """``ran``: a model was called."""
+
+    def __init__(self, ran: bool = True) -> None:
+        without_call = (
+            "a rank left its batch without a call of the model, for which other ranks of its ring may wait. Call it on "
+            "every rank and for every batch. To skip a batch, return the model's loss times 0."
+        )
+        without_attention = (
             "a forward ran inside an active ring, but no layer of it called ring attention, so each rank saw its own "
             "tokens only. Load the model with attn_implementation='ring_fp32'. A model without transformers' attention "
             "interface (such as bloom or mpt) cannot run in a ring."
         )
+        super().__init__(without_attention if ran else without_call)
 
 
 # ---- trainers -------------------------------------------------------------------------------------------------------

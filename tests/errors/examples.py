@@ -66,6 +66,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "why": "it was made in a ring, so it holds one rank's tokens; make it outside, from whole rows",
         }
     ],
+    "NoRingAttention": [{"ran": True}, {"ran": False}],
     "OtherIgnoreIndex": [{"what": f"{LLAMA} was called in a ring with"}],
     "LossNotSharded": [{"what": TAKES_NO_COUNT, "gathers": False, "again": again} for again in (False, True)]
     + [

@@ -172,7 +172,7 @@ class Binding:
         if self._is_before_images_model(module):
             replicas.note_trained(module, self.context)
             return
-        self.running = module
+        self.running, self.context.log.ran = module, True
         try:
             searched = known or self._bind_running(module)
         except BaseException:

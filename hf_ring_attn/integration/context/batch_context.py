@@ -156,6 +156,7 @@ class RunLog:
         plain, scored: ring attentions without and with a score_mod; compiled ones without are not counted.
         before: attentions before this batch, or of another batch nested in its context.
         fused: TRL's fused head was asked for, which computes the loss in chunks of tokens.
+        ran: a model was called since the context was entered.
         attends: False for a model that is known to have no attention.
         models: the outermost models that were admitted, in order. named: those given to `shard`.
         configs: their transformers configs.
@@ -168,6 +169,7 @@ class RunLog:
     before: int = 0
     entered: bool = False
     called: bool = False
+    ran: bool = False
     fused: bool = False
     attends: bool = True
     models: Models = field(default_factory=Models)
@@ -279,7 +281,7 @@ def activate(context: BatchContext) -> Iterator[BatchContext]:
     log = context.log
     _count_attentions()
     if context not in _STACK:
-        log.before = attentions()
+        log.before, log.ran = attentions(), False
     _STACK.append(context)
     try:
         yield context
@@ -287,7 +289,7 @@ def activate(context: BatchContext) -> Iterator[BatchContext]:
         _count_attentions()
         del _STACK[len(_STACK) - 1 - _STACK[::-1].index(context)]  # its latest entry
     if log.called and log.attends and attentions() == log.before:
-        raise errors.NoRingAttention()
+        raise errors.NoRingAttention(log.ran)
 
 
 _counted = 0

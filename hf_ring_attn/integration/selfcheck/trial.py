@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +77,8 @@ def run_step(
         # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
         with batch_context.activate(local.context), in_ring(model, as_one=as_one):
             given.training = model.training
-            loss = loss_of(call()) if step.loss is None else step.loss(given, row, local)
+            with nullcontext() if as_one else _called_on_every_rank(model, local):
+                loss = loss_of(call()) if step.loss is None else step.loss(given, row, local)
             if weights and isinstance(loss, Tensor):  # else a rank would wait for one that has no backward
                 facts = {"dependence of the loss on the model": "some" if _reaches_model(loss) else "none"}
                 local.context.ring.agree(facts, local.context.ring.small_device(loss.device), loss_gradients.TODO)
@@ -85,6 +86,39 @@ def run_step(
         if not isinstance(loss, Tensor):
             return None
         return StepResult(loss.detach().double(), gradients)
+
+
+_LEFT_OUT = (
+    "Call the model on every rank, also for tokens without labels: the others wait. To skip a batch, look at "
+    "num_items_in_batch, and return the model's loss times 0."
+)
+
+
+@contextmanager
+def _called_on_every_rank(model: nn.Module, local: LocalBatch) -> Iterator[None]:
+    """Refuses a loss that calls the model, or a part of it, on some ranks only. A compiled model would trace the hook.
+
+    Raises:
+        RanksDiffer: on every rank, before one of them waits for the others' keys and values.
+    """
+    ring, parts = local.context.ring, set(map(id, model.modules()))
+    device = ring.small_device(next(model.parameters()).device)
+
+    def agree(use: str) -> None:
+        handle.remove()
+        ring.agree({"call of the model in the loss": use}, device, _LEFT_OUT)
+
+    def before(module: nn.Module, _inputs: Any) -> None:
+        if id(module) in parts:
+            agree("made")
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
+    try:
+        yield
+        if handle.id in torch.nn.modules.module._global_forward_pre_hooks:
+            agree("left out")
+    finally:
+        handle.remove()
 
 
 @contextmanager
