@@ -13,8 +13,9 @@ from ...config import RingConfig
 from ..context.whole_batch import KERNEL_HINTS
 
 TODO = (
-    "Every rank of a ring must get the same whole batch: with your own DataLoader, seed its "
-    "shuffling and leave out a DistributedSampler over these ranks; with an IterableDataset set dispatch_batches=False."
+    "Every rank of a ring must get the same whole batch. Leave out DistributedSampler and split_dataset_by_node, seed "
+    "shuffling, and set dispatch_batches=False. If a dataset or a collator draws random numbers, no rank may draw "
+    "alone: generate samples on all ranks."
 )
 _OWN_EMBEDDINGS = (
     " These inputs_embeds require a gradient. If a module outside the model made them, nobody averages its gradients, "

@@ -248,7 +248,7 @@ def with_images(**more: Any) -> Any:
     return {"input_ids": IDS, "pixel_values": torch.zeros(8, 96), "image_grid_thw": grid, **more}
 
 
-SAME = "Every rank of a ring must get the same whole batch: with your own DataLoader, seed its shuffling"
+SAME = "Every rank of a ring must get the same whole batch. Leave out DistributedSampler and split_dataset_by_node"
 DIFFERENT = {
     "tokens": (
         [altered("labels"), altered("input_ids")],
