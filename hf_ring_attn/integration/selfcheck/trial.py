@@ -18,9 +18,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 from ...layers.chunked_loss import graph_nodes, graph_of_its_own
-from ..context import batch_context
+from ..context import batch_context, introspect
 from ..context.local_batch import LocalBatch
 from ..context.program_states import TORCHS_OWN
 from ..context.trial_step import TrialStep
@@ -96,29 +97,33 @@ _LEFT_OUT = (
 
 @contextmanager
 def _called_on_every_rank(model: nn.Module, local: LocalBatch) -> Iterator[None]:
-    """Refuses a loss that calls the model, or a part of it, on some ranks only. A compiled model would trace the hook.
+    """Refuses a loss that calls a model that attends, or such a part, more often on some ranks than on others.
 
     Raises:
         RanksDiffer: on every rank, before one of them waits for the others' keys and values.
     """
-    ring, parts = local.context.ring, set(map(id, model.modules()))
+    ring = local.context.ring
     device = ring.small_device(next(model.parameters()).device)
+    running: list[RemovableHandle] = []
 
     def agree(use: str) -> None:
-        handle.remove()
-        ring.agree({"call of the model in the loss": use}, device, _LEFT_OUT)
+        ring.agree({"next call of the model in the loss": use}, device, _LEFT_OUT)
+
+    def after(*_: Any) -> None:
+        running.pop().remove()
 
     def before(module: nn.Module, _inputs: Any) -> None:
-        if id(module) in parts:
+        if not running and introspect.uses_ring(module):
             agree("made")
+            running.append(module.register_forward_hook(after, always_call=True))
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
     try:
         yield
-        if handle.id in torch.nn.modules.module._global_forward_pre_hooks:
-            agree("left out")
+        agree("left out")
     finally:
-        handle.remove()
+        for one in (handle, *running):
+            one.remove()
 
 
 @contextmanager
