@@ -65,7 +65,8 @@ class Origin:
     Args:
         rows, tokens: B and T. padding: the places among T of tokens that pad the row to the ring's length.
         labels: the rank's labels, and those that were shifted on the whole row, by one token, by two, and so on, all
-            [B, T], if the batch has any.
+            [B, T], if the batch has any. on_some_ranks: a loss may be computed from it on some ranks only, as a value
+            head's where a rank has marked tokens; its gradient is there on all of them, by way of later layers.
 
     Attributes:
         used: a loss may have been computed from it, on every rank. noted: of the current backward.
@@ -77,6 +78,7 @@ class Origin:
     tokens: int
     padding: list[int]
     labels: tuple[Tensor, ...] | None = None
+    on_some_ranks: bool = False
     used: bool = False
     trains: bool = False
     noted: _Noted = field(default_factory=_Noted)
@@ -84,7 +86,9 @@ class Origin:
     def begin_at(self, x: Tensor) -> None:
         """Lets ranks compare once the backward has the gradient of ``x``, on which all that is followed depends."""
         self.trains = x.requires_grad
-        if x.requires_grad:
+        if x.requires_grad and self.on_some_ranks and x.grad_fn is not None:
+            x.register_hook(self.compare)  # lives as long as the graph, where a program has dropped the output
+        elif x.requires_grad:
             weakref.finalize(self, x.register_hook(_comparison(weakref.ref(self))).remove)
 
     def read(self, logits: Tensor) -> None:
@@ -111,7 +115,7 @@ class Origin:
 
     def anew(self) -> Origin:
         """The same for another beginning."""
-        return replace(self, noted=_Noted())
+        return replace(self, on_some_ranks=False, noted=_Noted())
 
     def axis(self, shape: torch.Size, selected: int = 0) -> int | None:
         """The axis of the tokens; None: it is not for each token. ``selected``: their number, if these are not all."""
@@ -170,10 +174,12 @@ class Origin:
 
     def compare(self, gradient: Tensor) -> None:
         """Starts the comparison."""
+        device = self.ring.small_device(gradient.device)
         if not self.used:
+            if self.on_some_ranks:
+                self._send(_NOTHING, device)
             return
         noted, self.noted = self.noted, _Noted()
-        device = self.ring.small_device(gradient.device)
         picked = noted.picked if len(noted.picked) == 1 else []  # more: a program that takes token by token
         mine: list[Any] = [0, 0, 0, *_as_set(noted.divisors, device), *_as_set([*noted.reduced, *picked], device)]
         if noted.targets:
@@ -183,6 +189,9 @@ class Origin:
             mine[2] = gradient.reshape(self.rows, self.tokens, -1)[:, self.padding].any().long().to(device)
         mine += [*self._dropped(noted.cuts), int(noted.in_16_bits)]
         mine += loss_weights.facts_of(noted.weights, noted.each, noted.each_count, self.rows, self.tokens, device)
+        self._send(mine, device)
+
+    def _send(self, mine: list[Any], device: torch.device) -> None:
         end = self.ring.start_agreement({}, device, collect=mine, doing="compared how it made its loss")
         loss_gradients.wait_for(device, lambda: _refuse(*end()))
 
@@ -205,6 +214,10 @@ class Origin:
         shifted = self.labels[1]
         dropped = shifted[:, :at_start], shifted[:, self.tokens - at_end :]
         return [at_start, at_end, torch.cat([x >= 0 for x in dropped], 1).any().long()]
+
+
+_NOTHING = [*(0,) * 9, 1, 0, *loss_weights.NOTHING]
+"""Numbers of a rank that computed no loss."""
 
 
 class Step(NamedTuple):

@@ -8,6 +8,7 @@ Then they have one sum on every rank, or the same ratios, and are others.
 from __future__ import annotations
 
 import math
+import struct
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ MOST_EACH = 4
 """The most tensors of a number for each token, from the loss on, whose gradients are compared."""
 _ONE = 3 + MOST_WEIGHTS + 1
 """Numbers of such a tensor."""
+_NAN = struct.unpack("<q", struct.pack("<d", math.nan))[0]
+NOTHING: list[int] = [0, *(_NAN,) * (MOST_WEIGHTS + 1 + MOST_EACH * _ONE)]
+"""`facts_of` no weights."""
 
 
 def facts_of(
