@@ -36,7 +36,9 @@ def step_of(
     targets = map(origin.of_target, (*args, *kwargs.values())) if function.__name__ in TARGETED else iter(())
     target = next((flags for flags in targets if flags is not None), None)
     made_of = _made_of(result, x, origin, function, args, kwargs, past.selected)
-    counted = None if past.pooled or made_of == "summed" else _counted(result, x, origin, function, args, kwargs)
+    each = not result.numel() or (past.selected and origin.axis(result.shape, past.selected) is not None)
+    is_whole = not (each or past.pooled or made_of == "summed")
+    counted = _counted(result, x, origin, function, args, kwargs) if is_whole else None
     if made_of == "summed" and past.selected and function.__name__ in MEANS:
         counted = past.selected
     number, tokens = _number(x, origin, function, args, kwargs), past.selected or origin.rows * origin.tokens
