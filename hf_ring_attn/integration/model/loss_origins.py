@@ -87,7 +87,8 @@ class Origin:
         """Lets ranks compare once the backward has the gradient of ``x``, on which all that is followed depends."""
         self.trains = x.requires_grad
         if x.requires_grad and self.on_some_ranks and x.grad_fn is not None:
-            x.register_hook(self.compare)  # lives as long as the graph, where a program has dropped the output
+            place = x.device  # the hook lives as long as the graph, where a program has dropped the output
+            x.register_hook(lambda gradient: self.compare(gradient, place))
         elif x.requires_grad:
             weakref.finalize(self, x.register_hook(_comparison(weakref.ref(self))).remove)
 
@@ -102,9 +103,9 @@ class Origin:
         noted_by = weakref.ref(self)
         sample = Sample.of(logits.detach(), None if self.labels is None else self.labels[1])
 
-        def passes(gradient: Tensor) -> None:
+        def passes(gradient: Tensor | None) -> None:
             origin = noted_by()
-            if origin is None:
+            if origin is None or gradient is None:  # under DDP, of logits that no loss uses
                 return
             origin.used = True
             if not (origin.noted.each or origin.noted.weights):
@@ -172,13 +173,17 @@ class Origin:
         if step.made_of or step.statistics or step.is_each or any(fact is not None for fact in facts):
             result.register_hook(passes)
 
-    def compare(self, gradient: Tensor) -> None:
-        """Starts the comparison."""
-        device = self.ring.small_device(gradient.device)
-        if not self.used:
-            if self.on_some_ranks:
-                self._send(_NOTHING, device)
+    def compare(self, gradient: Tensor | None, place: torch.device | None = None) -> None:
+        """Starts the comparison.
+
+        Args:
+            gradient: None under DDP, where no loss uses this output. place: the device of the output.
+        """
+        if gradient is None or not self.used:
+            if self.on_some_ranks and place is not None:
+                self._send(_NOTHING, self.ring.small_device(place))
             return
+        device = self.ring.small_device(gradient.device)
         noted, self.noted = self.noted, _Noted()
         picked = noted.picked if len(noted.picked) == 1 else []  # more: a program that takes token by token
         mine: list[Any] = [0, 0, 0, *_as_set(noted.divisors, device), *_as_set([*noted.reduced, *picked], device)]
@@ -237,10 +242,10 @@ class Step(NamedTuple):
     statistics: tuple[Any, ...] = ()
 
 
-def _comparison(of: weakref.ref[Origin]) -> Callable[[Tensor], None]:
+def _comparison(of: weakref.ref[Origin]) -> Callable[[Tensor | None], None]:
     """A hook that does not keep its origin alive: a weight may have it."""
 
-    def compare(gradient: Tensor) -> None:
+    def compare(gradient: Tensor | None) -> None:
         origin = of()
         if origin is not None:
             origin.compare(gradient)
