@@ -236,9 +236,9 @@ def shard_for(
         sharded = Sharded(*cut_batch(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     try:
         compiled, *everyone = agree()
-    except errors.PeerLost as lost:
+    except (errors.PeerLost, errors.RanksDiffer) as error:
         if lacks_backward():
-            lost.add_note(_NO_BACKWARD)
+            error.add_note(_NO_BACKWARD)
         raise
     if any(compiled):
         shared_kv.go_by_bits()
