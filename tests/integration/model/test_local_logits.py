@@ -177,26 +177,28 @@ def scaled_by_all(logits: Any, inputs: Inputs) -> Tensor:
 
 
 def by_a_loss_of_its_own(logits: Any, inputs: Inputs) -> Tensor:
-    found: Any = OwnSum.apply(logits.flatten(0, 1), inputs["shift_labels"].flatten())  # type: ignore[no-untyped-call]
+    found: Any = OwnLoss.apply(  # type: ignore[no-untyped-call]
+        logits.flatten(0, 1), inputs["shift_labels"].flatten(), "sum"
+    )
     loss: Tensor = found / float(inputs["num_items_in_batch"])
     return loss
 
 
-class OwnSum(torch.autograd.Function):
-    """A sum over a rank's labels, with a gradient of the program's own."""
+class OwnLoss(torch.autograd.Function):
+    """A loss of a rank's labels, with a gradient of the program's own."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
         with torch.enable_grad():
             x = logits.detach().requires_grad_()
-            loss = cross_entropy(x, targets, reduction="sum")
+            loss = cross_entropy(x, targets, reduction=reduction)
             (gradient,) = torch.autograd.grad(loss, x)
         ctx.save_for_backward(gradient)
         return loss.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.saved_tensors[0] * gradient, None
+        return ctx.saved_tensors[0] * gradient, None, None
 
 
 def in_two_uneven_parts(logits: Any, inputs: Inputs) -> Tensor:

@@ -18,6 +18,7 @@ from tests.integration.model.test_local_logits import (
     WITHOUT_LABELS,
     Loss,
     Negative,
+    OwnLoss,
     Ranks,
     each_loss,
     hidden_of,
@@ -217,25 +218,8 @@ def own_negative(x: Any) -> Any:
     return Negative.apply(x)  # type: ignore[no-untyped-call]
 
 
-class OwnMean(torch.autograd.Function):
-    """A mean over a rank's labels, with a gradient of the program's own."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = logits.detach().requires_grad_()
-            loss = cross_entropy(x, targets)
-            (gradient,) = torch.autograd.grad(loss, x)
-        ctx.save_for_backward(gradient)
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.saved_tensors[0] * gradient, None
-
-
 def own_mean(logits: Any, targets: Tensor) -> Any:
-    return OwnMean.apply(logits, targets)  # type: ignore[no-untyped-call]
+    return OwnLoss.apply(logits, targets, "mean")  # type: ignore[no-untyped-call]
 
 
 def by_hand(logits: Any, targets: Tensor) -> Tensor:
