@@ -80,6 +80,11 @@ class Layout:
         """Tokens that every rank holds, padding included (T)."""
         return self.padded // self.world_size
 
+    @cached_property
+    def padding(self) -> list[int]:
+        """The places among this rank's tokens of those that only pad the row."""
+        return [int(place) for place in (self.positions() >= self.length).nonzero()]
+
     def runs(self, rank: int | None = None) -> tuple[Run, ...]:
         """The contiguous runs of tokens that ``rank`` (default: this one) holds, in its local order."""
         most = self.world_size - 1

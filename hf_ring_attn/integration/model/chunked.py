@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
 from .local_logits import LocalLogits, held
 from .loss_origins import Origin
-from .loss_targets import shifted_further
+from .loss_targets import FurtherLabels
 
 
 @contextmanager
@@ -176,12 +177,11 @@ def hand_out(output: Any, context: BatchContext, without_loss: bool = False, is_
         return type(output)(hand_out(x, context, is_last=at == len(output)) for at, x in enumerate(output, start=1))
     if not isinstance(output, Tensor) or not output.is_floating_point() or not _is_of_tokens(output, context):
         return output
-    padding = (context.layout.positions() >= context.layout.length).nonzero().flatten().tolist()
-    inputs = context.state(MadeInputs)
+    inputs, layout = context.state(MadeInputs), context.layout
     own, shifted = (x.value for x in (inputs.labels, inputs.shifted))
-    further = shifted_further(inputs.whole_shifted, context.layout)
-    labels = None if own is None or own.shape != context.local_shape else (own, shifted, *further)
-    origin = Origin(context.ring, context.facts.rows, context.layout.local_length, padding, labels)
+    labels = None if own is None or own.shape != context.local_shape else (own, shifted)
+    further = partial(context.state(FurtherLabels).of, inputs.whole_shifted, layout)
+    origin = Origin(context.ring, context.facts.rows, layout.local_length, layout.padding, labels, further)
     if isinstance(output, LazyLogits):
         _follow(output.head, origin)
         if output.made is not None and without_loss:

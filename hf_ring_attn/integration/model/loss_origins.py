@@ -64,9 +64,10 @@ class Origin:
 
     Args:
         rows, tokens: B and T. padding: the places among T of tokens that pad the row to the ring's length.
-        labels: the rank's labels, and those that were shifted on the whole row, by one token, by two, and so on, all
-            [B, T], if the batch has any. on_some_ranks: a loss may be computed from it on some ranks only, as a value
-            head's where a rank has marked tokens; its gradient is there on all of them, by way of later layers.
+        labels: the rank's labels, and those that were shifted on the whole row by one token, both [B, T], if the batch
+            has any. further: makes those that were shifted by more.
+        on_some_ranks: a loss may be computed from it on some ranks only, as a value head's where a rank has marked
+            tokens; its gradient is there on all of them, by way of later layers.
 
     Attributes:
         used: a loss may have been computed from it, on every rank. noted: of the current backward.
@@ -77,7 +78,8 @@ class Origin:
     rows: int
     tokens: int
     padding: list[int]
-    labels: tuple[Tensor, ...] | None = None
+    labels: tuple[Tensor, Tensor] | None = None
+    further: Callable[[], tuple[Tensor, ...]] = tuple
     on_some_ranks: bool = False
     used: bool = False
     trains: bool = False
@@ -131,7 +133,7 @@ class Origin:
         sizes = (self.rows * self.tokens, self.rows * (self.tokens - 1))
         if self.labels is None or not isinstance(x, Tensor) or x.is_floating_point() or x.numel() not in sizes:
             return None
-        return loss_targets.facts_of(x.detach().reshape(self.rows, -1), *self.labels)
+        return loss_targets.facts_of(x.detach().reshape(self.rows, -1), *self.labels, *self.further())
 
     def note(self, result: Tensor, step: Step, cut: tuple[int, int] | None = None) -> None:
         """Notes facts about a step from tokens to the loss, once the backward passes through its ``result``.

@@ -36,13 +36,14 @@ def step_of(
     targets = map(origin.of_target, (*args, *kwargs.values())) if function.__name__ in TARGETED else iter(())
     target = next((flags for flags in targets if flags is not None), None)
     made_of = _made_of(result, x, origin, function, args, kwargs, past.selected)
-    each = not result.numel() or (past.selected and origin.axis(result.shape, past.selected) is not None)
-    is_whole = not (each or past.pooled or made_of == "summed")
-    counted = _counted(result, x, origin, function, args, kwargs) if is_whole else None
+    has_tokens = origin.axis(result.shape, past.selected) is not None
+    is_of_rows = bool(result.numel()) and not (past.selected and has_tokens)
+    counts = is_of_rows and not past.pooled and made_of != "summed"
+    counted = _counted(result, x, origin, function, args, kwargs) if counts else None
     if made_of == "summed" and past.selected and function.__name__ in MEANS:
         counted = past.selected
     number, tokens = _number(x, origin, function, args, kwargs), past.selected or origin.rows * origin.tokens
-    is_each = result.numel() == tokens and origin.axis(result.shape, past.selected) is not None
+    is_each = result.numel() == tokens and has_tokens
     return Step(counted if made_of in ("", "summed") else None, number, target, made_of, is_each, past.statistics)
 
 

@@ -6,8 +6,6 @@ several tokens): this is right as a column of the batch, and wrong if a rank shi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -18,17 +16,23 @@ MOST = 4
 """The most tokens by which labels are shifted."""
 
 
-def shifted_further(whole: Tensor | None, layout: Layout) -> Iterator[Tensor]:
-    """Yields a rank's labels [B, T] that were shifted on the whole row by two tokens, by three, and so on.
+class FurtherLabels:
+    """A rank's labels [B, T] that were shifted on the whole row by two tokens, by three, and so on.
 
-    Args:
-        whole: [B, S] labels that were shifted by one.
+    A state of a batch: they are made once, for the first loss that has targets.
     """
-    if whole is None or whole.dim() != 2 or whole.shape[1] != layout.length:
-        return
-    for by in range(1, MOST):
-        further = torch.nn.functional.pad(whole[:, by:], (0, min(by, whole.shape[1])), value=IGNORED)
-        yield layout.shard(layout.pad(further, 1, IGNORED), 1)
+
+    made: tuple[Tensor, ...] | None = None
+
+    def of(self, whole: Tensor | None, layout: Layout) -> tuple[Tensor, ...]:
+        """Returns them. ``whole``: [B, S] labels that were shifted by one."""
+        if whole is None or whole.dim() != 2 or whole.shape[1] != layout.length:
+            return ()
+        if self.made is None:
+            tails = [whole[:, by:] for by in range(1, MOST)]
+            further = [torch.nn.functional.pad(x, (0, layout.length - x.shape[1]), value=IGNORED) for x in tails]
+            self.made = tuple(layout.shard(layout.pad(x, 1, IGNORED), 1) for x in further)
+        return self.made
 
 
 def facts_of(targets: Tensor, labels: Tensor, *shifted: Tensor) -> Tensor:
