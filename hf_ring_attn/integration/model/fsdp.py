@@ -44,7 +44,7 @@ def keep_float32(accelerator: Any) -> None:
 
 @contextmanager
 def wrapping_layers_it_has(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, ``models`` name only those layers to accelerate that they have.
+    """Hides from accelerate the names of layers that ``models`` do not have, while inside.
 
     The text model of Qwen3.5 or of Gemma 4 names layers of its family's vision model, too (`_no_split_modules`), and
     accelerate's wrap policy of FSDP2 refuses a name that it does not find.

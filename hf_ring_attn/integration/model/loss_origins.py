@@ -139,7 +139,7 @@ class Origin:
         """Notes facts about a step from tokens to the loss, once the backward passes through its ``result``.
 
         Args:
-            cut: the tokens from one to another that it took.
+            cut: the first token and the end of those that it took, if it is a slice.
         """
 
         reduced = result.detach() if step.made_of == "reduced" else None
