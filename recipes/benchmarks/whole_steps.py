@@ -100,6 +100,8 @@ def parts() -> list[Run]:
         Run("qlora32_256K", 256, "--shape 32B --qlora --liger --mlp-tokens 16384 --offload-above 0", steps=1),
         Run("qlora70_140K", 140, "--shape 70B --qlora --mlp-tokens 16384"),
         Run("lora_512K", 512, "--liger --no-lora-casts --mlp-tokens 16384 --offload-above 0"),
+        Run("own_fused_8K", 8, f"{SDPA} {FUSED}"),
+        Run("ring_auto_8K", 8, FUSED, "own_fused_8K"),
         Run("own_fused_32K", 32, f"{SDPA} {FUSED}"),
         Run("ring_fused_32K", 32, f"{FUSED} --no-save-attention", "own_fused_32K"),
         Run("ring_saved_32K", 32, f"{FUSED} --save-attention", "own_fused_32K"),
