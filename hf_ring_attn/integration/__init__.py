@@ -1,6 +1,7 @@
 """Integration with Hugging Face.
 
-Imports go one way: hosts -> batch -> {selfcheck, attention} -> model -> context -> {patching, log}.
+Imports go one way: hosts -> batch -> {selfcheck, attention} -> model -> {losses, memory} -> gradients -> context ->
+{patching, log}.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from .attention.function import ring_attention_forward
 from .attention.masks import ring_mask
 from .context.introspect import NAME
 from .context.model_record import forget_models
+from .gradients import loss_gradients, replicas, thawed
 from .hosts import accelerate, checkpoints, prediction, random_states, sft_trainer, trainer, trainer_start
-from .model import loss_gradients, neftune, optimizer_steps, replicas, structure, thawed
-from .patching import changes, modules
+from .model import neftune, structure
+from .patching import changes, modules, optimizer_steps
 
 CHANGES: list[changes.Change] = [
     changes.Registration("transformers.modeling_utils:AttentionInterface", NAME, ring_attention_forward),

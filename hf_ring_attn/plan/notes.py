@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ..integration.context.introspect import text_modules
 from ..integration.model.loading import attention_argument
-from ..integration.model.structure import text_modules
 from .hardware import GIB
 from .linear_attention import FLA, NAME, scan_seconds, torch_bytes
 from .memory import memory_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..integration.model.structure import text_modules
+from ..integration.context.introspect import text_modules
 
 ROPE = "RoPE scaling such as YaRN (recipes/extend-context)"
 MORE = "a larger factor of its RoPE scaling (recipes/extend-context)"

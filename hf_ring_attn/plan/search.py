@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..integration.model.auto_saving import HOST_LEFT_FREE, LEFT_FREE
+from ..integration.memory.auto_saving import HOST_LEFT_FREE, LEFT_FREE
 from .hardware import GIB
 from .memory import Memory, kept_bytes, memory_of
 from .seconds import Seconds, seconds_of

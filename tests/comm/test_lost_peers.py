@@ -15,7 +15,7 @@ import torch.distributed as dist
 import hf_ring_attn
 from hf_ring_attn.comm.ring import LOCAL, Pending, Ring
 from hf_ring_attn.errors import NotSendable, PeerLost, RanksDiffer
-from hf_ring_attn.integration.model import loss_gradients
+from hf_ring_attn.integration.gradients import loss_gradients
 from tests.helpers.checks import Ranks
 from tests.helpers.live_ranks import RanksFailed
 from tests.helpers.models.tiny_models import tiny

@@ -3,7 +3,7 @@
 Tiny models of every kind in a ring, over NCCL where there are GPUs, in float32, against transformers' own attention on
 one device: hybrids, experts with their auxiliary loss, windows, sinks, latent attention; whole rows, padded and packed
 ones; and towers that draw random numbers. Windows and short documents make sparse plans. Losses of whole rows:
-tests/integration/model/test_whole_heads.py.
+tests/integration/losses/test_whole_heads.py.
 """
 
 from __future__ import annotations

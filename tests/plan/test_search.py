@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_ring_attn.integration.model.auto_saving import LEFT_FREE
+from hf_ring_attn.integration.memory.auto_saving import LEFT_FREE
 from hf_ring_attn.plan.hardware import GIB
 from hf_ring_attn.plan.memory import memory_of
 from hf_ring_attn.plan.search import decided

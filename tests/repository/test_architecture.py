@@ -26,6 +26,7 @@ BASE = {"errors", "config", "arguments"}
 DATA = BASE | {"comm", "sharding"}
 RING = DATA | {"kernels", "traffic", "layers", "attention"}
 SHARED = {"integration.log", "integration.patching", "integration.context"}
+MODELS = {"integration.gradients", "integration.losses", "integration.memory", "integration.model"}
 HOST = RING | {"integration", "biases"}
 TOOLS = {"autoload", "doctor", "plan", "bench", "verify"}
 
@@ -44,15 +45,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integration.patching": BASE,
     "integration.log": BASE | {"comm"},
     "integration.context": RING | {"integration.log", "integration.patching"},
-    "integration.model": RING | SHARED,
-    "integration.selfcheck": RING | SHARED | {"integration.model"},
-    "integration.attention": RING | SHARED | {"integration.model"},
-    "integration.batch": RING | SHARED | {"integration.model", "integration.selfcheck", "integration.attention"},
-    "integration.hosts": RING | SHARED | {"integration.model", "integration.batch"},
+    "integration.gradients": RING | SHARED,
+    "integration.losses": RING | SHARED | {"integration.gradients"},
+    "integration.memory": RING | SHARED,
+    "integration.model": RING | SHARED | {"integration.gradients", "integration.losses", "integration.memory"},
+    "integration.selfcheck": RING | SHARED | MODELS,
+    "integration.attention": RING | SHARED | MODELS,
+    "integration.batch": RING | SHARED | MODELS | {"integration.selfcheck", "integration.attention"},
+    "integration.hosts": RING | SHARED | MODELS | {"integration.batch"},
     "integration": {
         "integration.patching",
         "integration.context",
         "integration.attention",
+        "integration.gradients",
         "integration.model",
         "integration.hosts",
     },

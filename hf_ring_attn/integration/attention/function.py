@@ -25,8 +25,9 @@ from ..context import batch_context
 from ..context.batch_context import MaskSpec
 from ..context.introspect import class_of, file_of
 from ..context.mesh import ring_group, warn_without_ring
+from ..gradients import replicas
 from ..log import say
-from ..model import replicas, temperature
+from ..model import temperature
 from ..patching.compiler import uncompiled
 
 _NO_RING = "Train this model without a ring, with attn_implementation='sdpa' or its own"

@@ -23,11 +23,13 @@ from ...traffic import interruption_guard
 from ..attention import masks
 from ..context import batch_context, introspect, model_record
 from ..context.batch_context import BatchContext
+from ..context.introspect import TOKENS
 from ..context.model_record import Visits
 from ..context.shared_kv import SharedKV
 from ..context.trial_step import TrialStep
-from ..context.whole_batch import TOKENS
-from ..model import agreement, call_inputs, embedded_inputs, liger, offloading, replicas, thawed
+from ..gradients import replicas, thawed
+from ..memory import embedded_inputs, offloading
+from ..model import agreement, call_inputs, liger
 from ..model.recurrent_ops import RUNNING
 from ..model.ring_calls import in_ring
 from ..patching.compiler import uncompiled

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...layers.rows import cumsum_row, last_of_row, mean_row, sum_row
 from ..context.batch_context import BatchContext
-from ..model.local_logits import held
+from ..losses.local_logits import held
 
 
 class RowReductions:

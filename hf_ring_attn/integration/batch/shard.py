@@ -20,14 +20,17 @@ from ...sharding.layout import Layout, note_balanced
 from ...traffic import interruption_guard
 from ..context import batch_context, model_record, ring_random, shared_kv
 from ..context.batch_context import BatchContext
+from ..context.introspect import TOKENS
 from ..context.local_batch import cut_batch
 from ..context.mesh import find_ring
 from ..context.model_record import Visits
 from ..context.trial_step import TrialStep
-from ..context.whole_batch import LOSS_INPUTS, TOKENS, tokens_of, whole_rows
-from ..model import call_inputs, fsdp, replicas, whole_heads
+from ..context.whole_batch import LOSS_INPUTS, tokens_of, whole_rows
+from ..gradients import fsdp, replicas
+from ..losses import whole_heads
+from ..losses.local_logits import held
+from ..model import call_inputs
 from ..model.call_inputs import TrackedInputs, track
-from ..model.local_logits import held
 from ..selfcheck import row
 from . import compared_inputs
 from .binding import admit, ring_context

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 NAME = "ring_fp32"
 """Ring attention's name in transformers' registries."""
+TOKENS = ("input_ids", "inputs_embeds")
 CACHES = ("cache", "past_key_values")
 """The argument that holds a model's cache: its name since transformers 5.24, and before."""
 
@@ -167,3 +169,19 @@ def uses_interface(model: nn.Module) -> bool:
     """Returns True if the file of any transformers model in ``model`` refers to the attention interface."""
     files = {file_of(module) for module in model.modules() if "config" in module.__dict__}
     return any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)
+
+
+def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules except those in towers for images or sound, which see whole inputs."""
+    towers: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(tower) for tower in towers):
+            continue
+        if isinstance(module, PreTrainedModel) and not _takes_tokens(module):
+            towers.append(f"{name}.")
+        else:
+            yield name, module
+
+
+def _takes_tokens(model: PreTrainedModel) -> bool:
+    return model.main_input_name in TOKENS and getattr(model.config.get_text_config(), "vocab_size", None) is not None

@@ -15,9 +15,8 @@ from ...arguments import FLOATS, INTEGERS, check_dense, check_tensor
 from ...config import RingConfig
 from ...sharding.balance import balanced
 from ...sharding.layout import Layout
-from .introspect import CACHES
+from .introspect import CACHES, TOKENS
 
-TOKENS = ("input_ids", "inputs_embeds")
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 """Inputs of which a model computes the loss of a row."""
 IGNORED = -100

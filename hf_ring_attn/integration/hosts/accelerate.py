@@ -21,7 +21,8 @@ from ...comm.groups import any_ring
 from ...comm.ring import set_timeout
 from ..context.introspect import uses_ring
 from ..context.mesh import RING, ring_enabled
-from ..model import fsdp, liger, quantized
+from ..gradients import fsdp
+from ..model import liger, quantized
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import parallelism_config, schedulers, streams

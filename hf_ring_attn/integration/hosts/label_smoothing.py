@@ -12,8 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..context import introspect
 from ..context.batch_context import BatchContext
+from ..losses.lazy_logits import ChunkedLoss
 from ..model.experts import AuxiliaryLoss
-from ..model.lazy_logits import ChunkedLoss
 from ..patching.modules import Replaced
 
 

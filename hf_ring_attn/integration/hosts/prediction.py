@@ -16,8 +16,8 @@ from ..batch.shard import Sharded
 from ..context.introspect import CACHES
 from ..context.model_record import PooledOutputs, latest_record
 from ..context.trial_step import TrialStep
-from ..model.lazy_logits import ChunkedLoss, with_logits
-from ..model.replicas import mean_loss
+from ..gradients.replicas import mean_loss
+from ..losses.lazy_logits import ChunkedLoss, with_logits
 from ..patching.changes import Patch
 from .rings_as_processes import RingsAsProcesses
 from .trainer import TRAINER, count_over_all, group_of, shard_inputs, shards_batches

@@ -20,8 +20,10 @@ from ..context import batch_context, introspect, model_record
 from ..context.local_batch import LocalBatch
 from ..context.mesh import ring_enabled, ring_group
 from ..context.trial_step import TrialStep
+from ..gradients import fsdp
 from ..log import warn
-from ..model import adapters, admission, fsdp, whole_heads
+from ..losses import whole_heads
+from ..model import adapters, admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import between_batches, liger_arguments, logged_numbers, trainer_overrides

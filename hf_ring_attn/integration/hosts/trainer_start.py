@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..model import fsdp
+from ..gradients import fsdp
 from ..patching.changes import Patch, install
 from . import accelerate, grpo_trainer, preference_trainers, sft_trainer, trainer
 from .parallelism_config import deferring_cp_checks

@@ -17,16 +17,15 @@ from ..context import shared_kv
 from ..context.batch_context import BatchContext
 from ..context.introspect import inside, name_of
 from ..context.model_record import ModelRecord, Visits, configured, latest_record, visit
+from ..gradients import fsdp
+from ..gradients import hooks as gradient_hooks
 from ..log import warn
+from ..losses import kinds as loss
+from ..memory import checkpointing, mlp_chunks
 from . import (
     adapters,
-    checkpointing,
     experts,
-    fsdp,
-    gradient_hooks,
     liger,
-    loss,
-    mlp_chunks,
     multimodal,
     quantized,
     recurrent,

@@ -20,7 +20,8 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import inside
 from ..context.mesh import mixed_precision
 from ..context.model_record import ModelRecord, Visits, configured, forget_model, latest_record
-from . import admission, auto_saving, saved_buffers
+from ..memory import auto_saving
+from . import admission, saved_buffers
 from .saved_buffers import written_buffers
 
 SAMPLE = 2**14

@@ -22,10 +22,10 @@ from ..context.model_record import latest_record
 from ..context.tracked_input import TrackedInput
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import IGNORED, LOSS_INPUTS, restarts
+from ..gradients import replicas
+from ..losses.chunked import hand_out
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
-from . import replicas
-from .chunked import hand_out
 
 PLACES = ("position_ids", "attention_mask")
 """Inputs that a model must get unchanged from `shard`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .structure import text_modules
+from ..context.introspect import text_modules
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:

@@ -21,10 +21,12 @@ from ... import errors
 from ...sharding.layout import Layout
 from ..context import batch_context
 from ..context.batch_context import BatchContext, MaskSpec
+from ..context.introspect import TOKENS
 from ..context.tensor_tree import tensors_of
-from ..context.whole_batch import LOSS_INPUTS, TOKENS, mask_facts, padding_of, text_positions
+from ..context.whole_batch import LOSS_INPUTS, mask_facts, padding_of, text_positions
+from ..losses import whole_heads
 from ..patching.modules import attach
-from . import structure, whole_heads
+from . import structure
 from .call_inputs import CACHED
 
 PER_TOKEN = {*TOKENS, "visual_pos_masks", "per_layer_inputs"}

@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from ...comm.ring import Ring
 from ..context import batch_context, introspect
 from ..context.batch_context import BatchContext
+from ..context.introspect import TOKENS
 from ..context.local_batch import MadeInputs
-from ..context.whole_batch import LOSS_INPUTS, TOKENS
+from ..context.whole_batch import LOSS_INPUTS
+from ..gradients import loss_gradients, thawed
+from ..losses import factor as loss_factor
+from ..losses.changed_labels import shifted_anew
+from ..losses.chunked import lazy_heads
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
-from . import loss_factor, loss_gradients, thawed
 from .call_inputs import FilledIn, is_number
-from .changed_labels import shifted_anew
-from .chunked import lazy_heads
 
 
 @contextmanager

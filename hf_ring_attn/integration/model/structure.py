@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from ... import errors
 from ..context.batch_context import BatchContext
-from ..context.introspect import NAME, configs_of, place_of, uses_interface, uses_ring
-from ..context.whole_batch import TOKENS
+from ..context.introspect import NAME, configs_of, place_of, text_modules, uses_interface, uses_ring
 from ..patching.changes import Patch
 from .recurrent import recurrent_of
 
@@ -134,22 +133,6 @@ def position_reasons(model: nn.Module, hidden: bool) -> Iterator[str]:
         if by_tokens or ("cumsum" in code.co_names and hidden):  # OPT: by the padding mask
             how = "input_ids" if by_tokens else "the padding mask"
             yield f"{place_of(name, module)} numbers positions by {how}; put its position_ids into the batch"
-
-
-def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules except those in towers for images or sound, which see whole inputs."""
-    towers: list[str] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(tower) for tower in towers):
-            continue
-        if isinstance(module, PreTrainedModel) and not _takes_tokens(module):
-            towers.append(f"{name}.")
-        else:
-            yield name, module
-
-
-def _takes_tokens(model: PreTrainedModel) -> bool:
-    return model.main_input_name in TOKENS and getattr(model.config.get_text_config(), "vocab_size", None) is not None
 
 
 def _attention_of(original: Callable[..., str]) -> Callable[..., str]:

@@ -16,13 +16,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import class_of, place_of
+from ..context.introspect import class_of, place_of, text_modules
 from ..context.model_record import latest_record
 from ..log import say
 from ..patching.compiler import uncompiled
 from ..patching.modules import attach
 from . import neftune
-from .structure import text_modules
 
 _DROPS_PATHS = re.compile(r"DropPath|StochasticDepth")
 

@@ -31,9 +31,9 @@ from ..context.local_batch import LocalBatch, local_batch
 from ..context.model_record import ModelRecord, PooledOutputs, latest_record
 from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
+from ..gradients.replicas import SAME_WEIGHTS
 from ..log import warn
-from ..model.lazy_logits import ChunkedLoss
-from ..model.replicas import SAME_WEIGHTS
+from ..losses.lazy_logits import ChunkedLoss
 from ..model.ring_calls import in_ring
 from ..patching import changes
 from . import trial

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ...sharding.layout import Layout
 from ..context import batch_context, introspect
+from ..context.introspect import TOKENS
 from ..context.tensor_tree import tensors_of
-from ..context.whole_batch import FEATURES, IGNORED, LOSS_INPUTS, TOKENS, WholeBatch
+from ..context.whole_batch import FEATURES, IGNORED, LOSS_INPUTS, WholeBatch
 from ..log import warn
 
 LEAST_TOKENS, LEAST_CHUNK = 26, 4

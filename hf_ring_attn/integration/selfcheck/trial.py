@@ -25,7 +25,8 @@ from ..context import batch_context, introspect
 from ..context.local_batch import LocalBatch
 from ..context.program_states import TORCHS_OWN
 from ..context.trial_step import TrialStep
-from ..model import loss_gradients, neftune
+from ..gradients import loss_gradients
+from ..model import neftune
 from ..model.ring_calls import in_ring
 
 VALUES = 1 << 16

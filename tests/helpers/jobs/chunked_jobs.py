@@ -22,8 +22,8 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.config import Loss
 from hf_ring_attn.integration.batch.announce import loss_in_words
-from hf_ring_attn.integration.model import lazy_logits
-from hf_ring_attn.integration.model.lazy_logits import ChunkedLoss, LazyLogits
+from hf_ring_attn.integration.losses import lazy_logits
+from hf_ring_attn.integration.losses.lazy_logits import ChunkedLoss, LazyLogits
 from hf_ring_attn.layers import chunked_loss
 from tests.helpers.hosts import stays_float64
 from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens

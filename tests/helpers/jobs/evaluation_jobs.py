@@ -10,7 +10,7 @@ from unittest import mock
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
-from hf_ring_attn.integration.model import lazy_logits
+from hf_ring_attn.integration.losses import lazy_logits
 from tests.helpers.jobs import sft_jobs
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics, trainer_of

@@ -1,4 +1,4 @@
-"""What ranks run for tests/integration/model/test_fsdp.py: accelerate's own FSDP2, which it gives to GPUs alone."""
+"""What ranks run for tests/integration/gradients/test_fsdp.py: accelerate's own FSDP2, which it gives to GPUs alone."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import hf_ring_attn
-from hf_ring_attn.integration.model import fsdp
+from hf_ring_attn.integration.gradients import fsdp
 from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, trainer_of

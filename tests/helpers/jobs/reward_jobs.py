@@ -19,7 +19,8 @@ from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.context.mesh import ring_group
-from hf_ring_attn.integration.model import multimodal, whole_heads
+from hf_ring_attn.integration.losses import whole_heads
+from hf_ring_attn.integration.model import multimodal
 from hf_ring_attn.layers import collectives
 from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
 from tests.helpers.jobs.preference_jobs import numbers

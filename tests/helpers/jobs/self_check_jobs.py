@@ -20,8 +20,8 @@ import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
 from hf_ring_attn.integration import log
 from hf_ring_attn.integration.context.whole_batch import LOSS_INPUTS
+from hf_ring_attn.integration.gradients.replicas import averages_gradients
 from hf_ring_attn.integration.hosts.gathered_loss import with_gathered_logits
-from hf_ring_attn.integration.model.replicas import averages_gradients
 from hf_ring_attn.integration.selfcheck.row import SelfCheckState
 from tests.helpers.jobs.plain_jobs import CHECKPOINTING, Batch, padded, tokens
 from tests.helpers.models.remote_models import remote

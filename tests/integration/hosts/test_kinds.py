@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_ring_attn.integration.model import fsdp
+from hf_ring_attn.integration.gradients import fsdp
 from hf_ring_attn.layers.host_memory import host_memory
 from tests.helpers.jobs import kinds_jobs
 from tests.helpers.jobs.comparison import LOSS, Ranks

@@ -16,7 +16,7 @@ from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.jobs.self_check_jobs import lora
 from tests.helpers.models.tiny_models import tiny
-from tests.integration.model.test_own_losses import ONE_PROCESS
+from tests.integration.losses.test_own_losses import ONE_PROCESS
 
 RETURNS: dict[str, Callable[[Any, Any], Any]] = {
     "a sum": lambda x, y: x.loss + y.loss,

@@ -17,7 +17,7 @@ import hf_ring_attn
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, gradients_of, tokens
 from tests.helpers.models.tiny_models import tiny
-from tests.integration.model.test_custom_forward import assert_same_step
+from tests.integration.losses.test_custom_forward import assert_same_step
 
 
 class Scaled(nn.Module):

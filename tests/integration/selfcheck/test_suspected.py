@@ -19,7 +19,7 @@ from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.models.tiny_models import VOCABULARY, tiny
-from tests.integration.model.test_custom_forward import assert_same_step, step
+from tests.integration.losses.test_custom_forward import assert_same_step, step
 
 WIDTH = 32
 

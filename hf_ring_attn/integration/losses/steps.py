@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ... import errors
-from .loss_origins import Origin, Step
-from .loss_trials import tried
+from .origins import Origin, Step
+from .trials import tried
 
 MEANS = {"mean", "nanmean"}
 DIVISIONS = {"div", "divide", "true_divide", "__truediv__", "div_", "divide_", "true_divide_", "__itruediv__"}

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from hf_ring_attn import Sharded
 from hf_ring_attn.testing import relative_error
-from tests.integration.model.test_local_logits import BATCH, FLOAT64, Ranks, trained
+from tests.integration.losses.test_local_logits import BATCH, FLOAT64, Ranks, trained
 
 
 def two_ahead(in_ring: bool) -> tuple[Tensor, dict[str, Tensor]]:

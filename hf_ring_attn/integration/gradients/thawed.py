@@ -20,7 +20,7 @@ from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
 from ..context.introspect import is_ddp, name_of, unwrapped
 from ..context.model_record import Visits, latest_record
-from . import optimizer_steps
+from ..patching import optimizer_steps
 
 _SEEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 """The identities of the weights that trained in any batch of each DDP wrapper, which keeps them alive."""

@@ -14,8 +14,8 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.attention.op import attentions
 from hf_ring_attn.integration import log
-from hf_ring_attn.integration.model import auto_saving
-from hf_ring_attn.integration.model.auto_saving import DeviceMemory
+from hf_ring_attn.integration.memory import auto_saving
+from hf_ring_attn.integration.memory.auto_saving import DeviceMemory
 from hf_ring_attn.layers.host_memory import host_memory
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import tokens

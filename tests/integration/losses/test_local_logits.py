@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import hf_ring_attn
 from hf_ring_attn import Sharded
 from hf_ring_attn.comm.ring import Ring
-from hf_ring_attn.integration.model.local_logits import LocalLogits
-from hf_ring_attn.integration.model.loss_origins import Origin
+from hf_ring_attn.integration.losses.local_logits import LocalLogits
+from hf_ring_attn.integration.losses.origins import Origin
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
 from tests.helpers.live_ranks import LiveRanks

@@ -27,7 +27,7 @@ from ...layers.free_memory import free_bytes
 from ..context.batch_context import BatchContext
 from ..context.model_record import ModelRecord
 from ..log import warn
-from . import optimizer_steps
+from ..patching import optimizer_steps
 
 LEFT_FREE = 0.1
 """The part of a GPU's memory that saving leaves free."""

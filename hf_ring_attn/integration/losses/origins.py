@@ -25,8 +25,10 @@ from torch import Tensor
 from ... import errors
 from ...comm.fingerprint import numbers_of, row_of
 from ...comm.ring import Ring
-from . import loss_gradients, loss_targets, loss_weights
-from .loss_readings import Sample
+from ..gradients import loss_gradients
+from .readings import Sample
+from .targets import target_facts
+from .weights import MOST_EACH, NO_WEIGHTS, are_of_a_rank, weight_facts
 
 
 @dataclass
@@ -37,7 +39,7 @@ class _Noted:
         divisors: what tokens were divided by, each by itself. weights: the gradients of tokens in sums and means.
         each: the gradients of numbers of tokens, the first few from the loss on; each_count: of how many steps.
         cuts: slices of tokens.
-        in_16_bits: some of these are. targets: two flags each, see `loss_targets.facts_of`.
+        in_16_bits: some of these are. targets: two flags each, see `target_facts`.
         reduced, picked: what must be the same of results made of all tokens, and of one token.
     """
 
@@ -54,7 +56,7 @@ class _Noted:
     def add_each(self, weights: Tensor) -> None:
         """Notes a gradient of numbers of tokens; of many it keeps no more than ranks compare."""
         self.each_count += 1
-        if len(self.each) < loss_weights.MOST_EACH:
+        if len(self.each) < MOST_EACH:
             self.each.append(weights.detach().double().reshape(-1))
 
 
@@ -129,11 +131,11 @@ class Origin:
         return next((axis for axis in (*range(1, len(shape)), 0) if shape[axis : axis + 1] == (self.tokens,)), None)
 
     def of_target(self, x: Any) -> Tensor | None:
-        """Facts about targets, if these are of all tokens or of all but one (`loss_targets.facts_of`)."""
+        """Facts about targets, if these are of all tokens or of all but one (`target_facts`)."""
         sizes = (self.rows * self.tokens, self.rows * (self.tokens - 1))
         if self.labels is None or not isinstance(x, Tensor) or x.is_floating_point() or x.numel() not in sizes:
             return None
-        return loss_targets.facts_of(x.detach().reshape(self.rows, -1), *self.labels, *self.further())
+        return target_facts(x.detach().reshape(self.rows, -1), *self.labels, *self.further())
 
     def note(self, result: Tensor, step: Step, cut: tuple[int, int] | None = None) -> None:
         """Notes facts about a step from tokens to the loss, once the backward passes through its ``result``.
@@ -195,7 +197,7 @@ class Origin:
         if self.padding and of_tokens:  # else it is that of a weight
             mine[2] = gradient.reshape(self.rows, self.tokens, -1)[:, self.padding].any().long().to(device)
         mine += [*self._dropped(noted.cuts), int(noted.in_16_bits)]
-        mine += loss_weights.facts_of(noted.weights, noted.each, noted.each_count, self.rows, self.tokens, device)
+        mine += weight_facts(noted.weights, noted.each, noted.each_count, self.rows, self.tokens, device)
         self._send(mine, device)
 
     def _send(self, mine: list[Any], device: torch.device) -> None:
@@ -223,7 +225,7 @@ class Origin:
         return [at_start, at_end, torch.cat([x >= 0 for x in dropped], 1).any().long()]
 
 
-_NOTHING = [*(0,) * 9, 1, 0, *loss_weights.NOTHING]
+_NOTHING = [*(0,) * 9, 1, 0, *NO_WEIGHTS]
 """Numbers of a rank that computed no loss."""
 
 
@@ -231,7 +233,7 @@ class Step(NamedTuple):
     """A step from tokens to a loss.
 
     Args:
-        tokens: whose mean it took; 1 of a sum. divisor: by which it divided tokens. target: see `loss_targets`.
+        tokens: whose mean it took; 1 of a sum. divisor: by which it divided tokens. target: see `target_facts`.
         made_of: how it made them of all tokens. is_each: it made one number of each. statistics: numbers of the rank's
             tokens that it used, which have no gradient.
     """
@@ -280,7 +282,7 @@ def _refuse(by_hand: list[int], others: list[int], counts_padding: list[int], *c
     if any(are_labelled) and all(len(set(x)) == 1 for x in (at_start, at_end)) and at_start[0] + at_end[0] > 0:
         raise errors.ShiftedByHand()
     averages = _differ(compared[0], compared[1], of_one_count=True)
-    averages = averages or loss_weights.are_of_a_rank(compared[8:], any(in_16_bits))
+    averages = averages or are_of_a_rank(compared[8:], any(in_16_bits))
     if _differ(compared[2], compared[3]) and not averages:
         raise errors.PooledOnOneRank()
     if any(counts_padding):

@@ -25,8 +25,8 @@ from ..context.model_record import latest_record
 from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
 from .local_logits import LocalLogits, held
-from .loss_origins import Origin
-from .loss_targets import FurtherLabels
+from .origins import Origin
+from .targets import FurtherLabels
 
 
 @contextmanager

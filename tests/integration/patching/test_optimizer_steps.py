@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
-from hf_ring_attn.integration.model import optimizer_steps
+from hf_ring_attn.integration.patching import optimizer_steps
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Numbers of one rank's tokens, as a program gets them: tensors that are followed through torch's functions.
 
-What happens to them on the way to a loss is noted at their origin, the model's output (`loss_origins`).
+What happens to them on the way to a loss is noted at their origin, the model's output (`origins`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .loss_origins import Origin
-from .loss_steps import cut_of, refuse_shift, selected_by, statistics_of, step_of
+from .origins import Origin
+from .steps import cut_of, refuse_shift, selected_by, statistics_of, step_of
 
 
 class Past(NamedTuple):

@@ -31,9 +31,9 @@ from ...layers.chunked_loss import (
 from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_unit
 from ..context.tracked_input import version_of
+from ..patching.parameter_slots import slots_of, with_weights
 from .local_logits import followed
-from .loss_origins import Origin
-from .parameter_slots import slots_of, with_weights
+from .origins import Origin
 
 Operation = Callable[[Tensor], Tensor]
 

@@ -18,7 +18,7 @@ from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.attention.op import attentions
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.integration import log
-from hf_ring_attn.integration.model import checkpointing
+from hf_ring_attn.integration.memory import checkpointing
 from hf_ring_attn.testing import relative_error
 from tests.helpers.contexts import alone
 from tests.helpers.jobs.comparison import Ranks

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from tests.helpers.jobs.plain_jobs import Batch, tokens
-from tests.integration.model.test_local_logits import Ranks, assert_same, trained
+from tests.integration.losses.test_local_logits import Ranks, assert_same, trained
 
 IDS = tokens(24)["input_ids"]
 AT = torch.arange(24).expand(2, -1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.integration import log
-from hf_ring_attn.integration.model import mlp_chunks
+from hf_ring_attn.integration.memory import mlp_chunks
 from hf_ring_attn.layers import chunked_loss, token_chunks
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import activation_jobs as jobs

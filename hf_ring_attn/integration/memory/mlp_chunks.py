@@ -21,14 +21,13 @@ from ... import errors
 from ...layers.token_chunks import run_in_chunks
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import class_of, configs_of, is_unit
+from ..context.introspect import class_of, configs_of, is_unit, text_modules
 from ..context.model_record import latest_record
 from ..context.tracked_input import version_of
 from ..log import warn
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced, attached, hooks_of, replace
-from .parameter_slots import Slot, slots_of, with_weights
-from .structure import text_modules
+from ..patching.parameter_slots import Slot, slots_of, with_weights
 
 OTHER_INPUTS = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache_params", "cache"}
 """Arguments of modules that look along the sequence."""

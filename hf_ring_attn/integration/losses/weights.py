@@ -22,11 +22,11 @@ MOST_EACH = 4
 _ONE = 3 + MOST_WEIGHTS + 1
 """Numbers of such a tensor."""
 _NAN = struct.unpack("<q", struct.pack("<d", math.nan))[0]
-NOTHING: list[int] = [0, *(_NAN,) * (MOST_WEIGHTS + 1 + MOST_EACH * _ONE)]
-"""`facts_of` no weights."""
+NO_WEIGHTS: list[int] = [0, *(_NAN,) * (MOST_WEIGHTS + 1 + MOST_EACH * _ONE)]
+"""`weight_facts` no weights."""
 
 
-def facts_of(
+def weight_facts(
     weights: list[Tensor], each: list[Tensor], each_count: int, rows: int, tokens: int, device: torch.device
 ) -> list[int | Tensor]:
     """Numbers for `are_of_a_rank`, as many on every rank.
@@ -43,7 +43,7 @@ def facts_of(
 
 
 def are_of_a_rank(sent: tuple[list[int], ...], in_16_bits: bool) -> bool:
-    """Returns True if tokens of some ranks count more. ``sent``: each of `facts_of`, of all ranks."""
+    """Returns True if tokens of some ranks count more. ``sent``: each of `weight_facts`, of all ranks."""
     relative, counts = SAME_WEIGHT[in_16_bits], sent[0]
     table = torch.tensor(sent[1:], dtype=torch.int64).view(torch.float64).T  # [R, numbers]
     in_sums = _known(table[:, : MOST_WEIGHTS + 1])

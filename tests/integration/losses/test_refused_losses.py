@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax, nll_loss, pa
 import hf_ring_attn
 from tests.helpers.jobs.plain_jobs import Batch, attempt
 from tests.helpers.models.tiny_models import VOCABULARY, tiny
-from tests.integration.model.test_local_logits import (
+from tests.integration.losses.test_local_logits import (
     BATCH,
     EVEN,
     WITHOUT_LABELS,

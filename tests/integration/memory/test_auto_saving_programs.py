@@ -15,12 +15,12 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.attention.op import attentions
 from hf_ring_attn.integration import log
-from hf_ring_attn.integration.model import auto_saving
-from hf_ring_attn.integration.model.auto_saving import DeviceMemory
+from hf_ring_attn.integration.memory import auto_saving
+from hf_ring_attn.integration.memory.auto_saving import DeviceMemory
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.models.tiny_models import tiny
-from tests.integration.model.test_auto_saving import GIB, PLENTY, fits
+from tests.integration.memory.test_auto_saving import GIB, PLENTY, fits
 
 OPTIONS = RingConfig(self_check=False)
 

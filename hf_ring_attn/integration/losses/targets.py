@@ -35,7 +35,7 @@ class FurtherLabels:
         return self.made
 
 
-def facts_of(targets: Tensor, labels: Tensor, *shifted: Tensor) -> Tensor:
+def target_facts(targets: Tensor, labels: Tensor, *shifted: Tensor) -> Tensor:
     """[2] integers: targets are labels that were shifted by hand; they are others. Both 0: shifted on the whole row.
 
     Args:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.comm.ring import Ring
-from hf_ring_attn.integration.model import loss_trials
-from hf_ring_attn.integration.model.local_logits import LocalLogits
-from hf_ring_attn.integration.model.loss_origins import Origin
+from hf_ring_attn.integration.losses import trials
+from hf_ring_attn.integration.losses.local_logits import LocalLogits
+from hf_ring_attn.integration.losses.origins import Origin
 
 called: list[int] = []
 
@@ -24,7 +24,7 @@ def doubled(x: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_trials, "_known", {})
+    monkeypatch.setattr(trials, "_known", {})
 
 
 def local(trains: bool = True) -> LocalLogits:
@@ -68,22 +68,22 @@ def on_another_device() -> Iterator[None]:
 @pytest.mark.usefixtures("on_another_device")
 def test_a_default_device_is_not_that_of_trials() -> None:
     x = torch.rand(2, 8, 11, device="cpu")
-    assert loss_trials.tried(torch.softmax, (x, 1), {}, 8) == "mixed"
-    assert loss_trials.tried(torch.softmax, (x, 2), {}, 8) == ""
+    assert trials.tried(torch.softmax, (x, 1), {}, 8) == "mixed"
+    assert trials.tried(torch.softmax, (x, 2), {}, 8) == ""
 
 
 def test_numbers_that_are_new_in_each_step_need_no_trial() -> None:
     for step in range(1, 4):
         _ = local() * step / (3 * step)
-    assert not loss_trials._known
+    assert not trials._known
 
 
 def test_arguments_by_name_and_in_lists_are_told_apart() -> None:
     x = torch.rand(2, 8, 11)
-    assert loss_trials.tried(torch.softmax, (x,), {"dim": 1}, 8) == "mixed"
-    assert loss_trials.tried(torch.softmax, (x,), {"dim": 2}, 8) == ""
-    assert loss_trials.tried(torch.amax, (x, [1]), {}, 8) == "reduced"
-    assert loss_trials.tried(torch.amax, (x, [2]), {}, 8) == ""
+    assert trials.tried(torch.softmax, (x,), {"dim": 1}, 8) == "mixed"
+    assert trials.tried(torch.softmax, (x,), {"dim": 2}, 8) == ""
+    assert trials.tried(torch.amax, (x, [1]), {}, 8) == "reduced"
+    assert trials.tried(torch.amax, (x, [2]), {}, 8) == ""
 
 
 def test_a_number_of_tokens_is_noted_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_ring_attn.integration.model import lazy_logits
+from hf_ring_attn.integration.losses import lazy_logits
 from hf_ring_attn.layers import chunked_loss
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import chunked_jobs as jobs

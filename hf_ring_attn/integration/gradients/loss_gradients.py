@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from ... import errors
 from ...comm.ring import Ring
-from . import optimizer_steps
+from ..patching import optimizer_steps
 
 TODO = (
     "A program may use the loss in any way, but not by what its rank's tokens or labels are. Look at whole rows in the "

@@ -24,7 +24,7 @@ from tests.helpers.jobs.plain_jobs import gradients_of, tokens
 from tests.helpers.jobs.runs import Mesh, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, trainer_of
 from tests.helpers.models.tiny_models import tiny
-from tests.integration.model.test_own_losses import ONE_PROCESS, error_of
+from tests.integration.losses.test_own_losses import ONE_PROCESS, error_of
 
 RUN = Run(why="", steps=2, arguments={"eval_strategy": "no"})
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
-from hf_ring_attn.integration.model import checkpointing
+from hf_ring_attn.integration.memory import checkpointing
 from hf_ring_attn.layers import host_memory
 from tests.helpers.contexts import alone
 from tests.helpers.hosts import CHECKPOINTS_SOME_LAYERS, checkpoint
@@ -27,7 +27,7 @@ from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, in_rings, wi
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.models.tiny_models import tiny
-from tests.integration.model.test_mlp_chunks import assert_equal
+from tests.integration.memory.test_mlp_chunks import assert_equal
 
 FOUR = {"num_hidden_layers": 4}
 INPUT = 2 * 23 * 32 * 8

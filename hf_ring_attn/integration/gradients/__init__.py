@@ -1,0 +1,1 @@
+"""Gradients: averaged by DDP, FSDP2 or a program, the same on every rank."""
