@@ -66,11 +66,11 @@ ATTENTION = {
 
 DELTA_RULES: dict[str, dict[tuple[int, int], tuple[float, float]]] = {
     "by head": {(16, 128): (63.4, 107.7)},
-    "by channel": {},
+    "by channel": {(16, 128): (88.8, 295.4)},
 }
 """Nanoseconds per token of a row that the scan of linear attention takes, by heads on a GPU and their width: forward,
 backward. By head: chunk_gated_delta_rule of flash-linear-attention; by channel: its chunk_kda. Where nothing is filed,
-a forecast leaves the time out, and says so. Of a row of 128K tokens on an H100; of 32K it is 8 % more
+a forecast leaves the time out, and says so. Of a row of 128K tokens on an H100; of 32K it is 6 to 8 % more
 (recipes/results/2026-11-27-linear-attention)."""
 
 ELEMENTWISE = 0.82

@@ -1,7 +1,7 @@
 """Memory, operations and traffic of one layer's linear attention (a gated delta rule), head-parallel in a ring.
 
 Counted as the layers of transformers with the kernels of flash-linear-attention save and allocate them. Tests count the
-first on the CPU, and compare the second with a filed run (decays by head; those by channel follow the code of 0.5.2).
+first on the CPU, and compare the second with filed runs.
 A rank computes whole rows of its share of the heads.
 """
 

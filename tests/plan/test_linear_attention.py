@@ -157,16 +157,28 @@ def test_buffers_of_the_scans_backward_by_hand() -> None:
     assert linear_attention._backward_bytes(channel, setup) == 131072 * 16 * of_head
 
 
-def test_the_peak_of_a_scan_is_the_filed_one() -> None:
-    """The run has its inputs before, of which values and beta are saved; it keeps the output, and its gradient."""
-    delta = DeltaShape(heads=16, key_heads=16, key_width=128, value_width=128, by_channel=False)
-    (run,) = [run for run in read(RESULTS / "2026-11-27-linear-attention" / FILE) if run.name == "scan"]
-    rows = {row["tokens"]: row["peak_MiB"] for row in run.rows if row["kind"] == "gdr"}
+@pytest.mark.parametrize(("name", "by_channel"), [("scan", False), ("scan_kda", True)])
+def test_the_peak_of_a_scan_is_the_filed_one(name: str, by_channel: bool) -> None:
+    """Inputs were there before, of which it saves values, beta, decays by channel; it keeps the output's gradient."""
+    delta = DeltaShape(heads=16, key_heads=16, key_width=128, value_width=128, by_channel=by_channel)
+    (run,) = [run for run in read(RESULTS / "2026-11-27-linear-attention" / FILE) if run.name == name]
+    rows = {row["tokens"]: row["peak_MiB"] for row in run.rows if row["kind"] == ("kda" if by_channel else "gdr")}
     for tokens in (32768, 131072):
-        setup, number = Setup(gpus=1, tokens=tokens), tokens * 16 * 2
-        saved = linear_attention._scanned_bytes(delta, setup) - number * (128 + 1)
-        peak = saved + linear_attention._backward_bytes(delta, setup) + number * 128
+        setup, number = Setup(gpus=1, tokens=tokens), tokens * 16
+        saved = linear_attention._scanned_bytes(delta, setup) - number * (2 * (128 + 1) + 4 * 128 * by_channel)
+        peak = saved + linear_attention._backward_bytes(delta, setup) + number * 2 * 128
         assert peak / 2**20 == pytest.approx(rows[tokens], rel=0.005)
+
+
+@pytest.mark.parametrize(("name", "by_channel"), [("scan", False), ("scan_kda", True)])
+def test_the_speed_of_a_scan_is_the_filed_one(name: str, by_channel: bool) -> None:
+    delta = DeltaShape(heads=16, key_heads=16, key_width=128, value_width=128, by_channel=by_channel)
+    (run,) = [run for run in read(RESULTS / "2026-11-27-linear-attention" / FILE) if run.name == name]
+    (row,) = [row for row in run.rows if row["heads"] == 16 and row["tokens"] == 131072 and row["kind"] != "conv"]
+    found = scan_seconds(delta, Setup(gpus=1, tokens=131072))
+    assert found is not None
+    assert found[0] * 1e3 == pytest.approx(row["forward_ms"], rel=0.01)
+    assert sum(found) * 1e3 == pytest.approx(row["both_ms"], rel=0.01)
 
 
 def test_operations_grow_with_the_tokens() -> None:
