@@ -26,6 +26,7 @@ from ..context.batch_context import MaskSpec
 from ..context.introspect import class_of, file_of
 from ..context.mesh import ring_group, warn_without_ring
 from ..gradients import replicas
+from ..gradients.backward_end import BackwardEnd, in_backward
 from ..log import say
 from ..model import temperature
 from ..patching.compiler import uncompiled
@@ -105,7 +106,20 @@ def ring_attention_forward(
         out, _ = attend(Call(q, k, v, spec.plan, params, options), _shared(spec, module, key, value, k.dtype))
     if out.requires_grad and not trains and not spec.in_batch and not torch.compiler.is_compiling():
         out.register_hook(lambda _gradient: warn_without_ring())  # it trains: a program need not call model.train()
+    if out.requires_grad and not torch.compiler.is_compiling():
+        _expect_end(out)
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
+
+
+@uncompiled("hf_ring_attn hooks the backward of an attention")
+def _expect_end(out: Tensor) -> None:
+    """Notes that the backward of an attention ends the batch's, whatever the loss is."""
+    context = batch_context.current()
+    if (
+        context is not None and context.ring.size > 1 and not in_backward()
+    ):  # a reentrant checkpoint's is inside another
+        end = context.state(BackwardEnd)
+        out.register_hook(lambda _gradient: end.expect())
 
 
 _SCORED_LOCALLY = (

@@ -48,7 +48,7 @@ def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None]
     if context.ring.size > 1 and inside_transforms():
         raise errors.UnsupportedVmap(f"{introspect.name_of(model)} was called in a ring")
     record = agreement.admit(model, context, meanwhile)
-    thawed.refuse_thawed(model, context)
+    thawed.note_trained(model, context)
     replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
     check_suspected(model, context, record)
     offloading.reserve(model, record, context)

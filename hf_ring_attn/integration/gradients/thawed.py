@@ -1,10 +1,8 @@
-"""Refuses steps with gradients that DDP has not averaged: each rank would step by the gradient of its own tokens.
+"""Watches what DDP averages, and refuses steps by gradients of a rank's own tokens.
 
-DDP averages the weights that trained when it wrapped their model: none that began to train later. And unless it looks
-for unused ones, it awaits a gradient of each: of one that was frozen since, too, and meanwhile leaves others as they
-are. It says so in the next forward, which the last step has not. In its no_sync it averages none, for a program that
-does so later. Without a ring replicas drift apart in the same way.
-"""
+DDP averages the weights that trained when it wrapped their model; what it leaves out is averaged by `backward_end`. In
+its no_sync DDP averages none, for a program that does so later. An optimizer that steps inside the backward comes
+before any average."""
 
 from __future__ import annotations
 
@@ -21,22 +19,24 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import is_ddp, name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..patching import optimizer_steps
+from ..patching.modules import attach
+from .backward_end import BackwardEnd, Wrapped
 
 _SEEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 """The identities of the weights that trained in any batch of each DDP wrapper, which keeps them alive."""
+
+_WRAPPED: weakref.WeakKeyDictionary[Any, Wrapped] = weakref.WeakKeyDictionary()
+"""The state of each DDP wrapper."""
 
 _LOCAL: weakref.WeakKeyDictionary[Any, tuple[Ring, str]] = weakref.WeakKeyDictionary()
 """The ring of each DDP wrapper whose last forward was in its ``no_sync``, or past it, and what to do about that; until
 its weights' optimizer steps."""
 
 
-def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
-    """Refuses a batch in which a model under DDP trains weights that were frozen when it was wrapped.
+def note_trained(model: nn.Module, context: BatchContext) -> None:
+    """Notes the weights that a model under DDP trains in a batch: DDP averages those that trained when it wrapped it.
 
     DDP says how many weights it averages, not which: those that trained until now, and no others, if they are as many.
-
-    Raises:
-        UnsupportedModel: with the name of the first such weight.
     """
     wrapper: Any = next(filter(is_ddp, unwrapped(model)), None)
     if wrapper is None or context.ring.size == 1 or not model.training or not torch.is_grad_enabled():
@@ -45,26 +45,19 @@ def refuse_thawed(model: nn.Module, context: BatchContext) -> None:
         _LOCAL.pop(wrapper, None)
     else:
         _LOCAL[wrapper] = context.ring, _NO_SYNC
+    is_new = wrapper not in _WRAPPED
+    wrapped = _WRAPPED.setdefault(wrapper, Wrapped(wrapper))
+    if is_new:
+        attach(wrapper, "backward_end", wrapped.before_forward, wrapped.after_forward)
+    context.state(BackwardEnd).calls[id(wrapper)] = wrapped.end
     visit = context.state(Visits).get(latest_record(model))
-    if visit is None:
-        return
-    trained = frozenset(map(id, visit.trained))
-    before = _SEEN.get(wrapper, frozenset())
-    if trained <= before:
-        return
-    averaged = wrapper._get_ddp_logging_data()["num_parameter_tensors"]
-    if len(before | trained) > averaged:
-        late = trained - before
-        name = next(name for name, x in model.named_parameters() if id(x) in late).removeprefix("module.")
-        raise errors.UnsupportedModel(
-            name_of(model),
-            [
-                f"its weights began to train after DDP wrapped it ({name}, ...): DDP averages the {averaged} weights "
-                "that trained then, and no others, without a ring too; let them require gradients before train(), with "
-                "ddp_find_unused_parameters=True, or wrap the model again"
-            ],
-        )
-    _SEEN[wrapper] = before | trained
+    if visit is not None:
+        trained = frozenset(map(id, visit.trained))
+        seen = _SEEN[wrapper] = _SEEN.get(wrapper, frozenset()) | trained
+        wrapped.trained[trained] = visit.trained
+        wrapped.has_late = len(seen) > wrapper._get_ddp_logging_data()["num_parameter_tensors"]
+    if is_new and context.log.ran:  # it is running, past its hooks
+        wrapped.before_forward()
     optimizer_steps.call_before_each_step(_refuse_unaveraged)
 
 
@@ -81,6 +74,9 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
         UnsupportedModel: with the name of the first weight that DDP awaits, if it is known.
         RanksDiffer: DDP was told not to average, and gradients differ.
     """
+    for wrapper, wrapped in list(_WRAPPED.items()):
+        if wrapped.awaits and wrapped.has_late:  # a backward that nothing ended (reentrant checkpoints below a loss)
+            _LOCAL.setdefault(wrapper, (Ring.of(wrapper.process_group), _LATE))
     for wrapper, (ring, todo) in list(_LOCAL.items()):
         names = {id(x): name.removeprefix("module.") for name, x in wrapper.named_parameters()}
         mine = [x for group in optimizer.param_groups for x in group["params"] if id(x) in names]
@@ -104,10 +100,8 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
             raise errors.UnsupportedModel(
                 name_of(wrapper),
                 [
-                    "its optimizer steps before DDP averaged all gradients: DDP waits for those of weights that were "
-                    f"frozen after it wrapped the model, or that this loss does not use{example}; set "
-                    "ddp_find_unused_parameters=True, or freeze them before train(), and let no optimizer step inside "
-                    "the backward"
+                    f"its optimizer steps before DDP averaged all gradients{example}: let no optimizer step inside the "
+                    "backward; if this loss does not use some weights, set ddp_find_unused_parameters=True"
                 ],
             ) from None
 
@@ -119,13 +113,19 @@ _NO_SYNC = (
 )
 
 
+_LATE = (
+    "Weights began to train after DDP wrapped the model, so it does not average their gradients: let them require "
+    "gradients before, with find_unused_parameters=True, or wrap the model again."
+)
+
 _PAST = (
-    "The model inside DDP was called, so DDP did not average its gradients: call the model that compute_loss gets, not "
-    "self.model."
+    "The model inside DDP was called, so DDP did not average its gradients, and the loss is not the model's: call the "
+    "model that DDP wraps, or compute_loss gets."
 )
 
 
 def forget() -> None:
     """Forgets all wrappers."""
     _SEEN.clear()
+    _WRAPPED.clear()
     _LOCAL.clear()

@@ -24,6 +24,7 @@ from ..context.introspect import TOKENS
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import loss_gradients, thawed
+from ..gradients.backward_end import BackwardEnd
 from ..losses import factor as loss_factor
 from ..losses.changed_labels import shifted_anew
 from ..losses.chunked import lazy_heads
@@ -162,19 +163,23 @@ class _OfBatch(torch.autograd.Function):
     """A rank's loss with the mean over the ring as its value.
 
     Args:
+        end: what comes at the end of its backward.
         compared: ranks compare its gradient, and ``factor``: see `loss_factor`.
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, ring: Ring, compared: bool, factor: float | Tensor | None) -> Tensor:
-        ctx.ring, ctx.compared, ctx.factor = ring, compared, factor
+    def forward(
+        ctx: Any, loss: Tensor, ring: Ring, end: BackwardEnd, compared: bool, factor: float | Tensor | None
+    ) -> Tensor:
+        ctx.ring, ctx.end, ctx.compared, ctx.factor = ring, end, compared, factor
         return ring.mean(loss).clone()  # a program may change it in place, which a view refuses
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        ctx.end.expect()
         if ctx.compared:
             loss_gradients.start(gradient, ctx.ring, ctx.factor)
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 @uncompiled(_BY_HOST)
@@ -209,7 +214,7 @@ def of_batch(loss: Tensor, context: BatchContext, computed: loss_factor.Computed
         return loss
     compared = context.config.self_check
     factor = computed.factor_of(loss) if computed is not None and compared else None
-    found: Tensor = _OfBatch.apply(loss, context.ring, compared, factor)  # type: ignore[no-untyped-call]
+    found: Tensor = _OfBatch.apply(loss, context.ring, context.state(BackwardEnd), compared, factor)  # type: ignore[no-untyped-call]
     return found
 
 
