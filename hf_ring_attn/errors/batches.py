@@ -62,8 +62,8 @@ class OtherInputs(Refused):
         got = " and ".join([*lacking, *(f"with another {name}" for name in other)])
         super().__init__(
             f"{model} was called in a ring {got}. One rank's tokens do not determine positions, padding and labels of "
-            "the whole row, so only shard()'s inputs are exact. Call model(**sharded.inputs) unchanged; to change an "
-            "input (a mask, labels, num_items_in_batch), change it in the batch given to shard()."
+            "the whole row. Call model(**inputs) with the inputs of shard() or of the trainer. Change a mask or labels "
+            "in the batch, before it is sharded. For other rows call shard() again, in a trainer in training_step."
         )
 
 
@@ -169,7 +169,7 @@ class SelfCheckNotRun(Refused):
 
     def __init__(self, model: str, rows: int, tokens: int, error: str, untested: Sequence[str]) -> None:
         row = "a row" if rows == 1 else f"{rows} rows"
-        tested = " ".join(f"'{requirement}'" for requirement in untested)
+        tested, error = " ".join(f"'{requirement}'" for requirement in untested), error.rstrip(".")
         advice = f"Install tested versions first: pip install {tested}. " if tested else ""
         super().__init__(
             f"the self-check could not run {model} on {row} of {tokens} random tokens: {error}. So its exactness in a "
@@ -203,7 +203,7 @@ class PooledOutput(Refused):
         super().__init__(
             f"{model} returns {output!r}, which has no entry for each token, and in a ring of {ring_size} it differs "
             "from one process: each rank pools its own tokens. Leave it out (for example add_pooling_layer=False), and "
-            f"compute it from whole sequences: sharded.gather(out.last_hidden_state). {_UNCHECKED}"
+            f"pool hidden states by sharded.row_mean or sharded.last_token. {_UNCHECKED}"
         )
 
 
@@ -270,8 +270,9 @@ class NoRingAttention(Refused):
         )
         without_attention = (
             "a forward ran inside an active ring, but no layer of it called ring attention, so each rank saw its own "
-            "tokens only. Load the model with attn_implementation='ring_fp32'. A model without transformers' attention "
-            "interface (such as bloom or mpt) cannot run in a ring."
+            "tokens only. Load the model with attn_implementation='ring_fp32'. Remove code that replaces the forward "
+            "of attention layers. A model without transformers' attention interface (such as bloom or mpt) cannot run "
+            "in a ring."
         )
         super().__init__(without_attention if ran else without_call)
 

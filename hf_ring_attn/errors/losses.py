@@ -10,6 +10,10 @@ OWN_TERM = (
     "accelerator.num_processes."
 )
 _OWN_LOOP = "in your own loop leave labels out of the batch, and compute the loss on sharded.gather(out.logits)."
+_WHOLE_LOGITS = (
+    "else leave labels out of the batch, and compute the loss on sharded.gather(out.logits): in your own loop, or in a "
+    "trainer's training_step (the guide of own trainers shows it)."
+)
 
 
 class LossNotSharded(Refused):
@@ -20,8 +24,9 @@ class LossNotSharded(Refused):
     """
 
     def __init__(self, what: str, gathers: bool = False, again: bool = False, own: bool = False) -> None:
-        trainer = "No trainer can train it in a ring yet"
+        trainer, loop = "If the model pools rows, set its loss_type='ForSequenceClassification'", _WHOLE_LOGITS
         if again:
+            loop = _OWN_LOOP
             trainer = (
                 "Give it to transformers.Trainer as compute_loss_func, a function of whole rows' logits, with "
                 "hf_ring_attn.configure(model, RingConfig(loss='gathered'))"
@@ -29,11 +34,12 @@ class LossNotSharded(Refused):
         if own:
             trainer = "A loss of whole rows is a compute_loss_func, with RingConfig(loss='gathered')"
         if gathers:
+            loop = _OWN_LOOP
             trainer = (
                 "Use the gathered loss: hf_ring_attn.configure(model, RingConfig(loss='gathered')) with "
                 "transformers.Trainer (SFTTrainer makes no logits)"
             )
-        todo = f"{OWN_TERM} {trainer}." if own else f"{trainer}; {_OWN_LOOP}"
+        todo = f"{OWN_TERM} {trainer}." if own else f"{trainer}; {loop}"
         super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {todo}")
 
 

@@ -114,7 +114,13 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
     found = next((name for name in TOKENS if batch.get(name) is not None), None)
     if found is not None:
         raise errors.BadBatch(f"{found} is a {type(batch[found]).__name__}, not a tensor. Make it one, [B, S, ...].")
-    raise errors.BadBatch(f"the batch holds neither input_ids nor inputs_embeds, only {sorted(batch)}.")
+    todo = ""
+    if any(name.endswith("input_ids") for name in batch):
+        todo = (
+            " Shard each kind of rows under these names, shard({'input_ids': ..., 'attention_mask': ...}), in a "
+            "trainer in training_step (the guide of own trainers shows it)."
+        )
+    raise errors.BadBatch(f"the batch holds neither input_ids nor inputs_embeds, only {sorted(batch)}.{todo}")
 
 
 def whole_rows(

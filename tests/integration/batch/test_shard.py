@@ -131,6 +131,10 @@ IDS = torch.zeros(2, 8, dtype=torch.int64)
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to shard": ({"labels": IDS}, "the batch holds neither input_ids nor inputs_embeds, only ['labels']."),
+    "rows under other names": (
+        {"chosen_input_ids": IDS, "rejected_input_ids": IDS},
+        "only ['chosen_input_ids', 'rejected_input_ids']. Shard each kind of rows under these names",
+    ),
     "one row without a batch": ({"input_ids": IDS[0]}, "input_ids has shape (8,), but it must be [B, S]"),
     "embeddings without a width": ({"inputs_embeds": IDS}, "inputs_embeds has shape (2, 8), but it must be [B, S]"),
     "lists": ({"input_ids": [[1, 2, 3]]}, "input_ids is a list, not a tensor. Make it one, [B, S, ...]."),

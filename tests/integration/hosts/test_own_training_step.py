@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
+import hf_ring_attn
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.kinds_jobs import under_fsdp2
 from tests.helpers.jobs.runs import Mesh, Rows, Run
@@ -44,6 +45,31 @@ class Adversarial(Trainer):
         return loss
 
 
+class Pairs(Trainer):
+    """Prefers a row to its reverse, and shards both: Trainer shards one kind of rows, under the usual names."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        ids = self._prepare_inputs(inputs)["input_ids"]
+        better, worse = (self.log_probs(model, rows) for rows in (ids, ids.flip(1)))
+        loss = -torch.nn.functional.logsigmoid(0.01 * (better - worse)).mean()
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def log_probs(self, model: Any, ids: Tensor) -> Any:
+        if distributed.get_world_size() == 1:
+            of_tokens = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
+            return of_tokens[..., 0].sum(-1)
+        targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        sharded = hf_ring_attn.shard({"input_ids": ids, "targets": targets})
+        mine = {**sharded.inputs}
+        targets = mine.pop("targets")
+        with sharded:
+            logits = model(**mine).logits
+        of_tokens = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])
+        return sharded.row_sum(of_tokens[..., 0], mask=targets != -100)
+
+
 class ClipsBetween(TrainerCallback):
     def on_substep_end(self, *_: Any, model: Any = None, **__: Any) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -68,9 +94,11 @@ def trained(kind: type[Trainer], callbacks: list[TrainerCallback], mesh: Mesh, f
         (Clipping, [], False),
         (Clipping, [], True),
         (Adversarial, [], False),
+        (Pairs, [], False),
+        (Pairs, [], True),
         (Trainer, [ClipsBetween()], False),
     ],
-    ids=["clips", "clips, FSDP2", "an adversary", "a callback"],
+    ids=["clips", "clips, FSDP2", "an adversary", "pairs", "pairs, FSDP2", "a callback"],
 )
 def test_gradients_between_batches_are_those_of_one_process(
     ranks: Ranks, kind: type[Trainer], callbacks: list[TrainerCallback], fsdp: bool

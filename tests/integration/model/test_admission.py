@@ -24,7 +24,7 @@ BERT = {"attention_probs_dropout_prob": 0.0}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 97}
 NO_INTERFACE = "its code does not use transformers' attention interface, so its attention would stay on each rank"
 GATHERED_INSTEAD = "cannot be computed exactly from one rank's tokens. Use the gathered loss: hf_ring_attn.configure("
-IN_A_LOOP = "cannot be computed exactly from one rank's tokens. No trainer can train it in a ring yet; in your own loop"
+IN_A_LOOP = "cannot be computed exactly from one rank's tokens. If the model pools rows, set its loss_type="
 
 FORWARDS = [
     Forward(
