@@ -69,6 +69,8 @@ def warn_without_ring() -> None:
         warn(_NOT_SHARED.format(group.size()), everywhere=False)
     elif processes > 1:
         warn(_WITHOUT_RING.format(processes), everywhere=False)
+    elif launched_processes() > 1:
+        warn(_NOT_INITIALIZED.format(launched_processes()))
 
 
 _NOT_INITIALIZED = (

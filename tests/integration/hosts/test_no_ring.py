@@ -176,6 +176,18 @@ def test_a_frozen_model_is_told_nothing(ranks: Ranks) -> None:
     assert ranks(2).run(forwards, False, True, False, True) == [[], []]
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_loop_without_a_process_group_is_told(processes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its processes trains by itself, and the line at start said only that no ring is active."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    texts = told(lambda: [model(**tokens(24)).loss.backward() for _ in range(2)])
+    assert len(texts) == (processes == "2")
+    for text in texts:
+        assert text.startswith("a launcher started 2 processes (WORLD_SIZE=2), but this one has no process group")
+
+
 @pytest.mark.parametrize("launched_processes", ["1", "2"])
 def test_a_process_of_a_launcher_without_a_group_is_told(
     launched_processes: str, monkeypatch: pytest.MonkeyPatch
