@@ -23,8 +23,8 @@ class BackwardEnd:
     """The functions to call at the end of each backward of a batch's loss."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, Callable[[int], None]] = {}
-        """Functions of the number of a backward, by the identity of what they end."""
+        self.calls: dict[object, Callable[[int], None]] = {}
+        """Functions of the number of a backward, by the identities of what they end."""
         self._task: int | None = None
 
     def expect(self) -> None:
@@ -49,8 +49,24 @@ def _call_at_end(function: Callable[[], None]) -> None:
     engine.queue_callback(function)
 
 
-def average(weights: list[Any], ring: Ring) -> None:
+def average(weights: Sequence[Any], ring: Ring) -> None:
     """Averages the gradients of ``weights``. What has none on any rank keeps none: an optimizer would decay it."""
+    part: list[Any] = []
+    numbers = 0
+    for x in weights:
+        if part and numbers + x.numel() > TOGETHER:
+            _average(part, ring)
+            part, numbers = [], 0
+        part.append(x)
+        numbers += x.numel()
+    _average(part, ring)
+
+
+TOGETHER = 1 << 26
+"""The most numbers whose averages are in memory beside the gradients, unless one gradient has more."""
+
+
+def _average(weights: list[Any], ring: Ring) -> None:
     if not weights:
         return
     # A rank without a gradient (of an unused expert) still takes part in the sum.
@@ -60,12 +76,10 @@ def average(weights: list[Any], ring: Ring) -> None:
     *averaged, had = ring.means([*gradients, had])
     nowhere = {index for index in lacking if not had[index]}
     for index, (weight, mean) in enumerate(zip(weights, averaged, strict=True)):
-        if index in nowhere:
-            continue
-        if weight.grad is None:
+        if weight.grad is not None:
+            weight.grad.detach().copy_(mean)  # DDP may hold its memory
+        elif index not in nowhere:
             weight.grad = mean
-        else:  # DDP may hold its memory
-            weight.grad.copy_(mean)
 
 
 class Wrapped:

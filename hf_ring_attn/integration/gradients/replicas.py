@@ -1,7 +1,8 @@
 """Replicas of a model in a plain loop: averages their gradients, and detects that they differ.
 
-DDP and FSDP average gradients over the ranks of a ring; a bare model needs `Sharded.reduce_gradients`, whose absence
-shows at the next batch. They also broadcast weights; those of a bare model are compared before it trains.
+DDP and FSDP average gradients over the ranks of a ring. Those of a bare model are averaged at the end of each backward
+that is seen, else by `Sharded.reduce_gradients`, whose absence shows at the next batch. DDP and FSDP also broadcast
+weights; those of a bare model are compared before it trains.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import unwrapped
 from ..context.model_record import Visits, latest_record
 from ..log import warn
+from .backward_end import BackwardEnd, average
 from .fsdp import is_sharded
 from .loss_gradients import TODO
 
@@ -112,6 +115,9 @@ class _Gradient:
 _GRADIENTS = WeakIdKeyDictionary()
 """The smallest trained weight of each model that trains unwrapped, and its `_Gradient`, until ranks average it."""
 
+_AVERAGED = WeakIdKeyDictionary()
+"""The gradient of each bare weight, and its version, as the end of the last backward left them."""
+
 _SAME_FACTOR = 1e-3
 """The relative difference of factors that rounding explains."""
 
@@ -137,17 +143,15 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
     if watched is not None:
         watched.handle.remove()
         factor = watched.factor(weight)
-    # The ranks' refusals and factors travel with the gradients, so that all ranks refuse, or none.
-    message = torch.zeros(2, ring.size, device=weight.device)
+    # The ranks' refusals and factors travel, so that all ranks refuse, or none.
+    message = torch.zeros(3, ring.size, device=weight.device)
     message[0, ring.rank] = float(refusal is not None)
     message[1, ring.rank] = 1.0 if factor is None else factor
-    # A rank without a gradient (of an unused expert) still takes part in the sum.
-    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in trained]
-    lacking = [index for index, x in enumerate(trained) if x.grad is None]
-    had = torch.tensor([float(x.grad is not None) for x in trained], device=weight.device)
-    *averaged, message, had = ring.means([*gradients, message, had])
-    refusals, factors = (message * ring.size).tolist()
-    if any(refusals):
+    message[2, ring.rank] = float(not all(map(_is_averaged, trained)))
+    refusals, factors, changed = (ring.mean(message) * ring.size).tolist()
+    # Averaged gradients are the same on all ranks, and so are weights that a program moves along them.
+    reduced: Any = context.state(ReducedGradients)
+    if any(refusals) and not (all(refusals) and all(x in reduced for x in trained)):
         ring.agree({}, ring.small_device(weight.device), failure=refusal, doing="averaged its gradients")
     each = [f for f in factors if f and math.isfinite(f)]
     if each and max(each) - min(each) > _SAME_FACTOR * max(map(abs, each)):
@@ -155,17 +159,41 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
             f"each rank scaled its gradients by another factor (from {min(each):.3g} to {max(each):.3g})",
             "The norm of a rank's gradients is not that of the batch's: clip gradients after it.",
         )
-    reduced: Any = context.state(ReducedGradients)
-    reduced.update(dict.fromkeys(trained))
+    if any(changed):
+        average(trained, ring)
+    _note_averaged(trained, context)
     for x in trained:  # what comes now may change it, before another forward of this batch (SAM)
         versions.pop(x, None)
+
+
+def _end(batch: weakref.ref[BatchContext], references: list[weakref.ref[Any]], ring: Ring, _task: int) -> None:
+    """Averages the gradients of bare weights at the end of a backward: a program may read them from then on."""
+    weights = [x for x in _alive(references) if x.requires_grad and x.is_leaf]
+    with torch.no_grad():
+        average(weights, ring)
+    for x in weights:
+        if x in _GRADIENTS:  # a program may scale it from here on, if it does so on all ranks
+            _GRADIENTS[x].note(x)
+        _AVERAGED[x] = None if x.grad is None else weakref.ref(x.grad), 0 if x.grad is None else x.grad._version
+    context = batch()
+    if context is not None:
+        _note_averaged(weights, context)
+
+
+def _is_averaged(weight: Any) -> bool:
+    """Returns True if the gradient is as the end of the last backward left it."""
+    gradient, version = _AVERAGED.get(weight, (lambda: ..., 0))
+    if gradient is None or weight.grad is None:
+        return gradient is None and weight.grad is None
+    return gradient() is weight.grad and weight.grad._version == version
+
+
+def _note_averaged(weights: list[Any], context: BatchContext) -> None:
+    reduced: Any = context.state(ReducedGradients)
+    reduced.update(dict.fromkeys(weights))
     _last[:] = [
         one for one in _last if one.batch() is not context or any(x not in reduced for x in _alive(one.weights))
     ]
-    # What no rank has a gradient of keeps none: an optimizer would decay its weights, or step by its momentum.
-    nowhere = {index for index in lacking if not had[index]}
-    for index, (parameter, mean) in enumerate(zip(trained, averaged, strict=True)):
-        parameter.grad = None if index in nowhere else mean
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -239,8 +267,11 @@ def _note(name: str, trained: list[Any], context: BatchContext) -> None:
     for weight, version in zip(trained, versions, strict=True):
         noted.setdefault(weight, version)
     _last[:] = [one for one in _last if one.batch() is context]
+    references = list(map(weakref.ref, trained))
+    context.state(BackwardEnd).calls[tuple(map(id, trained))] = partial(
+        _end, weakref.ref(context), references, context.ring
+    )
     if not any(one.name == name and _same(one.weights, trained) for one in _last):
-        references = list(map(weakref.ref, trained))
         _last.append(_Trained(name, references, weakref.ref(context), context.ring.size, sum(versions)))
 
 
@@ -272,4 +303,5 @@ def forget() -> None:
     for watched in list(_GRADIENTS.values()):
         watched.handle.remove()
     _GRADIENTS.clear()
+    _AVERAGED.clear()
     _last.clear()

@@ -155,8 +155,6 @@ def bias_loop(reduces: bool) -> None:
 
 
 @pytest.mark.parametrize("reduces", [True, False])
-def test_a_loop_is_told_when_a_bias_drifts(ranks: Ranks, reduces: bool) -> None:
-    for texts in ranks(2).run(told, bias_loop, reduces):
-        assert [text.split(" trained in a ring of 2")[0] for text in texts] == (
-            [] if reduces else ["the score_mod Alibi"]
-        )
+def test_no_bias_drifts_that_is_not_reduced(ranks: Ranks, reduces: bool) -> None:
+    """It drifted, with a warning; now its gradient is averaged at the end of the backward."""
+    assert ranks(2).run(told, bias_loop, reduces) == [[], []]
