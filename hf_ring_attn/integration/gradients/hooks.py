@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,34 +29,64 @@ ROUNDING = 1e-4
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Yields a reason for each kind of such hooks on trained weights."""
+    """Yields a reason for each kind of such hooks on trained weights, or for hooks that do so together."""
     if context.ring.size == 1 or not model.training:
         return
-    for name, weight, hook, call in _one_of_each_kind(model):
-        if not _passes_through_average(hook, call, weight, model):
-            function = getattr(code_of(hook), "co_qualname", type(hook).__name__)
-            yield (
-                f"a hook on the gradient of {name} ({function}) gets that of a rank's tokens, and would change their "
-                "average otherwise (it clips, normalises, steps ...); change gradients after the backward, in Trainer "
-                "in on_pre_optimizer_step"
-            )
+    every = list(_hooked(model))
+    refused = [one for one in _one_of_each_kind(every) if _passes_through_average([one], model) is False]
+    if not refused and every:  # one may scale by a norm that another one takes
+        together = _smallest(every)
+        passes = {_passes_through_average(order, model) for order in (together, together[::-1])}
+        refused = together[:1] if False in passes or passes == {None} else []
+    for name, _, hook, _ in refused:
+        function = getattr(code_of(hook), "co_qualname", type(hook).__name__)
+        yield (
+            f"a hook on the gradient of {name} ({function}) gets that of a rank's tokens, and would change their "
+            "average otherwise, by itself or with other hooks (it clips, normalises, steps ...); change gradients "
+            "after the backward, in Trainer in on_pre_optimizer_step"
+        )
 
 
 Call = Callable[[Tensor], Any]
 
 
-def _one_of_each_kind(model: nn.Module) -> Iterator[tuple[str, Tensor, Call, Call]]:
-    """The smallest weight for each kind of hook, known by its code; the hook, and a call of it with a gradient."""
-    found: dict[object, tuple[str, Tensor, Call, Call]] = {}
+class _Hooked(NamedTuple):
+    """A hook of a weight, and a call of it with a gradient."""
+
+    name: str
+    weight: Tensor
+    hook: Call
+    call: Call
+
+
+def _hooked(model: nn.Module) -> Iterator[_Hooked]:
+    """The program's hooks on trained weights, in the model's order."""
     for name, x in model.named_parameters():
         # FSDP2 sets gradients of its shards without hooks.
         if not x.requires_grad or is_dtensor(x) or x.is_meta or x.numel() > MOST_VALUES:
             continue
-        for hook, call in _hooks_of(x):
-            kind = code_of(hook)
-            if not is_ours(hook) and (kind not in found or x.numel() < found[kind][1].numel()):
-                found[kind] = (name, x, hook, call)
-    yield from found.values()
+        yield from (_Hooked(name, x, hook, call) for hook, call in _hooks_of(x) if not is_ours(hook))
+
+
+def _one_of_each_kind(every: list[_Hooked]) -> list[_Hooked]:
+    """The hook of the smallest weight for each kind of hook, known by its code."""
+    found: dict[object, _Hooked] = {}
+    for one in every:
+        kind = code_of(one.hook)
+        if kind not in found or one.weight.numel() < found[kind].weight.numel():
+            found[kind] = one
+    return list(found.values())
+
+
+def _smallest(every: list[_Hooked]) -> list[_Hooked]:
+    """The hooks of the smallest weights, up to `MOST_VALUES` together, in the model's order."""
+    total, chosen = 0, set[int]()
+    for one in sorted(every, key=lambda one: one.weight.numel()):
+        total += 0 if id(one.weight) in chosen else one.weight.numel()
+        if total > MOST_VALUES:
+            break
+        chosen.add(id(one.weight))
+    return [one for one in every if id(one.weight) in chosen]
 
 
 def _hooks_of(weight: Any) -> Iterator[tuple[Call, Call]]:
@@ -86,29 +116,47 @@ def _accumulated(hook: Call, weight: Any, gradient: Tensor) -> Any:
         weight.data.copy_(value)
 
 
-def _passes_through_average(hook: Call, call: Call, weight: Tensor, model: nn.Module) -> bool:
-    """Returns True if the average of what ``hook`` makes of two gradients is what it makes of their average."""
-    device = weight.device
-    generator, close = torch.Generator().manual_seed(0), max(ROUNDING, 8 * torch.finfo(weight.dtype).eps)
-    devices = [device] if device.type == "cuda" else []
+def _passes_through_average(together: list[_Hooked], model: nn.Module) -> bool | None:
+    """Returns True if the average of what hooks make of two sets of gradients is what they make of their averages.
 
-    def changed(gradient: Tensor) -> Tensor:
-        given = gradient.to(weight.dtype)  # a copy: a hook may write to it
-        result = call(given)
-        return (given if result is None else result).to(torch.float64)
+    Each call begins with the program's state as it is. None: a hook raised an error, perhaps since it needs another's.
+    """
+    weights = {id(one.weight): one.weight for one in together}
+    devices = {x.device for x in weights.values() if x.device.type == "cuda"}
+    hooks, modules = [one.hook for one in together], list(modules_of(model))
+    generator = torch.Generator().manual_seed(0)
 
-    with preserved_objects([hook], modules_of(model)), torch.random.fork_rng(devices), torch.no_grad():
+    def changed(gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+        given = {at: x.to(weights[at].dtype, copy=True) for at, x in gradients.items()}  # a hook may write to it
+        with preserved_objects(hooks, modules):
+            for one in together:
+                result = one.call(given[id(one.weight)])
+                given[id(one.weight)] = given[id(one.weight)] if result is None else result
+        return {at: x.to(torch.float64) for at, x in given.items()}
+
+    with torch.random.fork_rng(list(devices)), torch.no_grad():
         changes = False
         for number, size in enumerate(SIZES):
-            both = torch.randn(2, *weight.shape, generator=generator, dtype=torch.float64)
-            first, second = (both * both.new_tensor([size, size / 10]).view(2, *[1] * weight.dim())).to(device)
+            pairs = {at: _pair(x, size, generator) for at, x in weights.items()}
             try:
-                want, got = (changed(first) + changed(second)) / 2, changed((first + second) / 2)
+                first, second = (changed({at: pair[part] for at, pair in pairs.items()}) for part in (0, 1))
+                got = changed({at: pair.mean(0) for at, pair in pairs.items()})
             except _Taken:
                 return False
-            if float((got - want).norm()) > close * float(want.norm()):
-                return False
-            changes |= float((want - (first + second) / 2).norm()) > close * float(want.norm())
+            except Exception:  # noqa: BLE001  a program's own hook may raise anything
+                return None
+            for at, pair in pairs.items():
+                want = (first[at] + second[at]) / 2
+                close = max(ROUNDING, 8 * torch.finfo(weights[at].dtype).eps) * float(want.norm())
+                if float((got[at] - want).norm()) > close:
+                    return False
+                changes |= float((want - pair.mean(0)).norm()) > close
             if number == 1 and not changes:
                 break
     return True
+
+
+def _pair(weight: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    """Two random gradients [2, ...] of a weight, in float64."""
+    both = torch.randn(2, *weight.shape, generator=generator, dtype=torch.float64)
+    return (both * both.new_tensor([size, size / 10]).view(2, *[1] * weight.dim())).to(weight.device)

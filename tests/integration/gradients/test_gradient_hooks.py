@@ -188,3 +188,103 @@ def collected() -> int:
 def test_a_hook_that_collects_has_the_steps_gradients_alone(ranks: Ranks) -> None:
     """Those of the self-check's row were among them."""
     assert ranks(2).run(collected) == [1, 1]
+
+
+# ---- hooks together --------------------------------------------------------------------------------------------------
+
+
+def scales_by_anothers_norm(model: Any) -> None:
+    """It was silent (0.36 of the gradient norm): each hook alone is a factor, or changes nothing."""
+    norms: dict[str, Tensor] = {}
+    model.lm_head.weight.register_hook(lambda gradient: norms.update(head=gradient.norm()))
+    model.get_parameter(WEIGHT).register_hook(lambda gradient: gradient / norms["head"])
+
+
+def scales_by_the_last_norm(model: Any) -> None:
+    """The weight that is measured has its gradient later in a backward."""
+    norms = {"first": torch.ones(())}
+    model.model.embed_tokens.weight.register_hook(lambda gradient: norms.update(first=gradient.norm()))
+    model.get_parameter(WEIGHT).register_hook(lambda gradient: gradient / norms["first"])
+
+
+def scales_by_an_attribute(model: Any) -> None:
+    class Clip:
+        norm = 1.0
+
+        def note(self, gradient: Tensor) -> None:
+            self.norm = float(gradient.norm())
+
+        def scale(self, gradient: Tensor) -> Tensor:
+            return gradient / max(self.norm, 1e-6)
+
+    clip = Clip()
+    model.lm_head.weight.register_hook(clip.note)
+    model.get_parameter(WEIGHT).register_hook(clip.scale)
+
+
+def scales_by_anothers_gradient(model: Any) -> None:
+    """There is none when the hooks are tried."""
+    model.get_parameter(WEIGHT).register_hook(lambda gradient: gradient / model.lm_head.weight.grad.norm())
+
+
+def logs_and_scales(model: Any) -> None:
+    seen: list[float] = []
+    for x in model.parameters():
+        x.register_hook(lambda gradient: seen.append(float(gradient.norm())))
+    model.get_parameter(WEIGHT).register_hook(lambda gradient: 0.5 * gradient)
+
+
+def warms_up(model: Any) -> None:
+    """A factor that grows with its calls."""
+    calls = {"count": 0}
+
+    def scale(gradient: Tensor) -> Tensor:
+        calls["count"] += 1
+        return gradient * min(1.0, calls["count"] / 3)
+
+    model.get_parameter(WEIGHT).register_hook(scale)
+
+
+def scales_by_a_weights_norm(model: Any) -> None:
+    for x in model.parameters():
+        x.register_hook(lambda gradient, x=x: gradient * x.detach().norm() / 10)
+
+
+def scales_each_layer(model: Any) -> None:
+    rates = {id(x): 0.9**number for number, x in enumerate(model.parameters())}
+    for x in model.parameters():
+        x.register_hook(lambda gradient, x=x: gradient * rates[id(x)])
+
+
+REFUSED = [scales_by_anothers_norm, scales_by_the_last_norm, scales_by_an_attribute, scales_by_anothers_gradient]
+EXACT = [logs_and_scales, warms_up, scales_by_a_weights_norm, scales_each_layer]
+
+
+def gradients_with(add: Callable[[Any], None], in_ring: bool) -> tuple[str, Tensor]:
+    model: Any = tiny("llama", "ring_fp32" if in_ring else None).train()
+    add(model)
+
+    def step() -> None:
+        if not in_ring:
+            model(**tokens(23)).loss.backward()
+            return
+        with (sharded := hf_ring_attn.shard(tokens(23))):
+            loss = model(**sharded.inputs).loss
+        loss.backward()
+        sharded.reduce_gradients(model)
+
+    error = attempt(step)
+    return "" if error is None else ": ".join(error), torch.tensor(0.0) if error else model.get_parameter(WEIGHT).grad
+
+
+@pytest.mark.parametrize("add", REFUSED)
+def test_hooks_that_clip_together_are_refused(ranks: Ranks, add: Callable[[Any], None]) -> None:
+    for error, _ in ranks(2).run(gradients_with, add, True):
+        assert "a hook on the gradient of " in error and "with other hooks" in error
+
+
+@pytest.mark.parametrize("add", EXACT)
+def test_hooks_that_log_or_scale_together_are_exact(ranks: Ranks, add: Callable[[Any], None]) -> None:
+    _, want = gradients_with(add, False)
+    for error, got in ranks(2).run(gradients_with, add, True):
+        assert error == "" and relative_error(got, want) < 1e-5
