@@ -121,7 +121,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "DispatchedBatches": [{"how": "a DataLoader was prepared with dispatch_batches=True"}],
     "BadBuffers": [{"got": "buffer 1 that requires a gradient", "needed": "it cannot be sharded in place"}],
     "UnclearCount": [{"got": 1000, "why": "it is neither"}],
-    "UnclearScheduler": [{"why": "100 is a multiple of it, 7 is not"}],
+    "UnclearScheduler": [{"why": "100 was computed from it, and 7 was not"}],
     "TiedByFsdp": [{"names": ["model.embed_tokens.weight", "lm_head.weight"]}],
     "OtherAttention": [{"name": "flash_attention_2"}],
     "NoSuchProgram": [{"why": "there is no such file (looked in /workspace)"}],

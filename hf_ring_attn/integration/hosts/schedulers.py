@@ -4,6 +4,9 @@ accelerate steps a scheduler once per process. Programs that follow its rule mul
 accelerator.num_processes, and their scheduler steps once per process here, too. Others count batches, and step once per
 ring. The numbers in a scheduler decide: with cp_size > 1, num_processes is a `ProcessCount`, and so are its multiples.
 
+A share of a multiple, as a warmup of int(steps * ratio), counts as a multiple if it is one by value: then it is that
+many times the share of one process.
+
 Not detected: a number of processes from elsewhere (torch.distributed, an environment variable), and a product with a
 float on the left. Such a scheduler counts batches, and a log line at its first step says so.
 """
@@ -15,7 +18,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.state import AcceleratorState, PartialState
 
@@ -31,9 +34,37 @@ class ProcessCount(int):
 
     lost = False
     """True if a program converted a count to a plain number. Schedulers made later may use it."""
+    shares: ClassVar[set[int]] = set()
+    """Whole numbers that a program made of a `ShareOfCount`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int.__int__(self),)
+
+
+class ShareOfCount(float):
+    """A product of a `ProcessCount` and a float, as of a number of steps and a ratio of warmup."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, (float(repr(self)),)
+
+
+def _rounding(name: str) -> Callable[..., Any]:
+    plain = getattr(float, name)
+
+    def operation(self: float, *others: Any) -> Any:
+        found = plain(self, *others)
+        if type(found) is int:
+            ProcessCount.shares.add(found)
+        return found
+
+    return operation
+
+
+def _multiply(self: int, other: Any) -> Any:
+    found = int.__mul__(self, other)
+    if type(found) is int:
+        return ProcessCount(found)
+    return ShareOfCount(float(int.__int__(self)) * other) if type(other) is float else found
 
 
 def _counting(name: str) -> Callable[..., Any]:
@@ -58,10 +89,13 @@ def _converting(name: str) -> Callable[..., Any]:
     return operation
 
 
-for _name in ("mul", "rmul", "add", "radd", "sub", "rsub", "floordiv", "ceil", "floor", "round", "trunc", "pos"):
+for _name in ("rmul", "add", "radd", "sub", "rsub", "floordiv", "ceil", "floor", "round", "trunc", "pos"):
     setattr(ProcessCount, f"__{_name}__", _counting(f"__{_name}__"))
 for _name in ("int", "float", "truediv"):
     setattr(ProcessCount, f"__{_name}__", _converting(f"__{_name}__"))
+for _name in ("int", "ceil", "floor", "round", "trunc"):
+    setattr(ShareOfCount, f"__{_name}__", _rounding(f"__{_name}__"))
+setattr(ProcessCount, "__mul__", _multiply)  # noqa: B010  mypy takes no assignment to a method
 
 
 def _write_as_plain_numbers() -> None:
@@ -73,11 +107,13 @@ def _write_as_plain_numbers() -> None:
     dumpers = [getattr(yaml, name, plain) for name in ("SafeDumper", "Dumper", "CSafeDumper", "CDumper")]
     for representer in (plain, yaml.representer.Representer, *dumpers):  # each may have a table of its own
         representer.add_representer(ProcessCount, plain.represent_int)
+        representer.add_representer(ShareOfCount, plain.represent_float)
 
 
 def mark_process_counts(state: Any) -> None:
     """Turns num_processes of an `AcceleratorState`, and of its `PartialState`, into a `ProcessCount`."""
     ProcessCount.lost = False
+    ProcessCount.shares.clear()
     _write_as_plain_numbers()
     for values in (PartialState._shared_state, vars(state)):
         values["num_processes"] = ProcessCount(int.__int__(values["num_processes"]))
@@ -128,6 +164,10 @@ def _steps_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in _NO_STEPS}
 
 
+def _is_multiple(number: int, count: int) -> bool:
+    return isinstance(number, ProcessCount) or (number in ProcessCount.shares and number % count == 0)
+
+
 _LOST_BEFORE: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """By prepared scheduler: True if a count became a plain number before. Later ones cannot be in the scheduler."""
 _READ: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -141,10 +181,12 @@ def counts_processes(prepared: Any) -> bool:
     """
     if prepared not in _READ:
         numbers = [number for number in _numbers(prepared.scheduler, {}) if number > 0]
-        multiples = [number for number in numbers if isinstance(number, ProcessCount)]
-        others = [number for number in numbers if not isinstance(number, ProcessCount)]
+        count = int.__int__(AcceleratorState().num_processes)
+        multiples = [number for number in numbers if _is_multiple(number, count)]
+        others = [number for number in numbers if not _is_multiple(number, count)]
         if multiples and others:
-            raise errors.UnclearScheduler(f"{multiples[0]} is a multiple of it, {others[0]} is not")
+            what = "was not" if others[0] not in ProcessCount.shares else f"is no whole multiple of {count}"
+            raise errors.UnclearScheduler(f"{multiples[0]} was computed from it, and {others[0]} {what}")
         if numbers and not multiples and _LOST_BEFORE.get(prepared, ProcessCount.lost):
             raise errors.UnclearScheduler("a multiple of it became a plain number, perhaps this scheduler's")
         _READ[prepared] = bool(multiples)

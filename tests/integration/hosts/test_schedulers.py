@@ -34,6 +34,7 @@ Make = Callable[[Any, int, int], Any]
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(schedulers.ProcessCount, "lost", False)
+    monkeypatch.setattr(schedulers.ProcessCount, "shares", set())
     return of_two_gpus(monkeypatch)
 
 
@@ -85,6 +86,10 @@ def milestones(made: Any, times: int, steps: int) -> Any:
 KINDS: dict[str, Make] = {
     **{name: functools.partial(of_transformers, name) for name in ("linear", "cosine", "polynomial")},
     "restarts": functools.partial(of_transformers, "cosine_with_restarts", scheduler_specific_kwargs={"num_cycles": 2}),
+    "a ratio": lambda made, times, steps: get_scheduler("linear", made, int(steps * times * 0.25), steps * times),
+    "a rounded ratio": lambda made, times, steps: get_scheduler(
+        "cosine", made, math.ceil(steps * times * 0.25), steps * times
+    ),
     "no warmup": lambda made, times, steps: get_scheduler("linear", made, 0 * times, steps * times),
     "a function": own,
     "one after the other": sequential,
@@ -145,6 +150,9 @@ UNCLEAR: dict[str, Make] = {
     "warmup is not multiplied": lambda made, n, steps: get_scheduler("linear", made, WARMUP, steps * n),
     "steps are not multiplied": lambda made, n, steps: get_scheduler("linear", made, WARMUP * n, steps),
     "a share of a product": lambda made, n, steps: get_scheduler("linear", made, int(0.25 * (steps * n)), steps * n),
+    "a share that is no whole multiple": lambda made, n, steps: get_scheduler(
+        "linear", made, int(steps * n * 0.3), steps * n
+    ),
     "a plain product": lambda made, n, steps: get_scheduler("linear", made, 0, int(steps * n)),
     "a plain count": lambda made, n, steps: get_scheduler("linear", made, 0, steps * int(n)),
     "a division": lambda made, n, steps: get_scheduler("linear", made, 0, math.ceil(steps * n / 3)),
@@ -176,7 +184,8 @@ def test_a_count_of_processes_is_written_as_a_number(process: dict[str, Any]) ->
     count = processes(process, 1)
     for dump in (yaml.safe_dump, yaml.dump, functools.partial(yaml.dump, Dumper=yaml.CSafeDumper)):
         assert dump({"processes": 2 * count}) == "processes: 4\n"
-    assert json.dumps([count]) == "[2]"
+        assert dump({"share": count * 0.25}) == "share: 0.5\n"
+    assert json.dumps([count, count * 0.25]) == "[2, 0.5]"
 
 
 def test_a_count_of_processes_is_a_number() -> None:
@@ -188,6 +197,8 @@ def test_a_count_of_processes_is_a_number() -> None:
     assert [*range(count)] == [0, 1, 2]
     assert f"{count} {count!r} {count:02d}" == "3 3 03"
     assert type(pickle.loads(pickle.dumps(count))) is int
+    assert (count * 0.5, 0.5 * count, int(count * 1.5), round(count * 0.5, 1)) == (1.5, 1.5, 4, 1.5)
+    assert type(pickle.loads(pickle.dumps(count * 0.1))) is float
 
 
 class SharedOut:
