@@ -26,7 +26,7 @@ from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
 from .local_logits import LocalLogits, held
 from .origins import Origin
-from .targets import FurtherLabels
+from .shifts import FurtherLabels
 
 
 @contextmanager

@@ -32,7 +32,8 @@ from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_unit
 from ..context.tracked_input import version_of
 from ..patching.parameter_slots import slots_of, with_weights
-from .local_logits import followed
+from .calls import Call
+from .local_logits import Same, followed
 from .origins import Origin
 
 Operation = Callable[[Tensor], Tensor]
@@ -281,7 +282,7 @@ class LazyLogits(Tensor):
         if result is None:
             args, kwargs = tree_map(lambda x: _ordinary(x, name), (args, kwargs))
             result = function(*args, **kwargs)
-        return result if origin is None else followed(result, lazy, origin, function, args, kwargs)
+        return result if origin is None else followed(result, Call(origin, function, args, kwargs, lazy), origin)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub has no class
@@ -387,14 +388,10 @@ class _Make(torch.autograd.Function):
         return (None, None, None, None, None, None if first is None else first.reshape(head.hidden.shape), *rest)
 
 
-class _Read(torch.autograd.Function):
+class _Read(Same):
     """Lazy logits -> ordinary ones."""
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits) -> Tensor:
         ctx.set_materialize_grads(False)
         return lazy.values().detach()  # an alias: its memory may be the head's
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor | None) -> Tensor | None:
-        return gradient

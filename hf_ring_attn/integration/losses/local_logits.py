@@ -5,32 +5,17 @@ What happens to them on the way to a loss is noted at their origin, the model's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from .calls import NOTHING, Call, Past
 from .origins import Origin
-from .steps import cut_of, refuse_shift, selected_by, statistics_of, step_of
-
-
-class Past(NamedTuple):
-    """Facts about what a program computed from a rank's tokens.
-
-    Args:
-        selected: the number of tokens that it selected; 0: all of the rank's. pooled: it reduced them.
-        statistics: numbers of the rank's tokens in a value without a gradient, which a loss may use.
-    """
-
-    selected: int = 0
-    pooled: bool = False
-    statistics: tuple[Any, ...] = ()
-
-
-NOTHING = Past()
+from .shifts import refuse_shift
+from .steps import look_at
 
 
 class LocalLogits(Tensor):
@@ -63,10 +48,10 @@ class LocalLogits(Tensor):
         args, kwargs = tuple(map(_all_held, args)), {name: _all_held(x) for name, x in kwargs.items()}
         if given is None:
             return function(*args, **kwargs)
-        x, origin, past = held(given), vars(given)["origin"], vars(given)["past"]
+        x, origin = held(given), vars(given)["origin"]
         each_once = {id(one): one for several in statistics for one in several}
-        past = past._replace(statistics=tuple(each_once.values()))
-        return followed(function(*args, **kwargs), x, origin, function, args, kwargs, past)
+        past = vars(given)["past"]._replace(statistics=tuple(each_once.values()))
+        return followed(function(*args, **kwargs), Call(origin, function, args, kwargs, x, past), origin)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub has no class
@@ -95,7 +80,15 @@ def _is_attached(x: LocalLogits) -> bool:
         return x.requires_grad and torch.is_grad_enabled() and not vars(x)["held"].requires_grad
 
 
-class _Hold(torch.autograd.Function):
+class Same(torch.autograd.Function):
+    """A function whose result has the values of its input."""
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        return gradient
+
+
+class _Hold(Same):
     """A tensor -> one of no memory in its graph."""
 
     @staticmethod
@@ -105,12 +98,8 @@ class _Hold(torch.autograd.Function):
         )
         return made
 
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
-
-class _Read(torch.autograd.Function):
+class _Read(Same):
     """Local logits -> the tensor that they hold, in their graph."""
 
     @staticmethod
@@ -118,54 +107,35 @@ class _Read(torch.autograd.Function):
         tensor: Tensor = vars(x)["held"]
         return tensor.detach()
 
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
-
-def followed(
-    result: Any,
-    x: Tensor,
-    origin: Origin,
-    function: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    past: Past = NOTHING,
-) -> Any:
-    """Follows what a function computed from local logits ``x``, and notes facts about it.
-
-    Args:
-        args, kwargs: as the function got them. past: of ``x``, with the statistics of all arguments.
+def followed(result: Any, call: Call, origin: Origin) -> Any:
+    """Follows what a function computed from numbers of tokens, and notes facts about it.
 
     Raises:
         ShiftedByHand: it took all tokens but the first or the last one.
     """
-    if x.requires_grad or not origin.trains:  # else it is detached, as for a log
-        refuse_shift(x.shape, origin, function, args)
+    if call.x.requires_grad or not origin.trains:  # else it is detached, as for a log
+        refuse_shift(call)
     # Not an attribute, but a transpose; nor what a compiler traces.
-    is_attribute = function.__name__ == "__get__" and function.__self__.__name__ not in ("T", "mT")
-    if is_attribute or torch.compiler.is_compiling():
-        return result
+    is_attribute = call.name == "__get__" and call.function.__self__.__name__ not in ("T", "mT")
+    return result if is_attribute or torch.compiler.is_compiling() else _local(result, call, origin)
+
+
+def _local(result: Any, call: Call, origin: Origin) -> Any:
     if isinstance(result, (tuple, list)):
-        parts: Any = [followed(part, x, origin, function, args, kwargs, past) for part in result]
+        parts: Any = [_local(part, call, origin) for part in result]
         return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
     if type(result) is not Tensor:
         return result
     trains = result.requires_grad and torch.is_grad_enabled() and result.is_floating_point()
     if not (trains or origin.trains):
         return result
-    step = step_of(result, x, origin, function, args, kwargs, past)
-    reduces = step.made_of in ("summed", "reduced", "picked") or step.tokens is not None
-    after = Past(selected_by(result, x, origin, past.selected, function, args), past.pooled or reduces)
-    if not trains:
-        return LocalLogits.of(
-            result.detach(),  # a view made without gradients, as in a function's own forward, says that it has one
-            origin,
-            after._replace(statistics=statistics_of(result, origin, step, after.selected, past.statistics)),
-        )
-    if not x.requires_grad:
+    facts, past = look_at(call, result, trains)
+    if not trains:  # detached: a view made without gradients, as in a function's own forward, says that it has one
+        return LocalLogits.of(result.detach(), origin, past)
+    if not call.x.requires_grad:
         origin = origin.anew()
         origin.begin_at(result)
     origin.used = True
-    origin.note(result, step, cut_of(x.shape, origin, function, args))
-    return LocalLogits.of(result, origin, after)
+    origin.note(facts, result)
+    return LocalLogits.of(result, origin, past)

@@ -1,7 +1,8 @@
 """Trials of functions that a program calls on its tokens: is each token's result its own, or made of others, too?
 
 A function is called on a few tokens, and on either half of them, once for each kind of call: with random numbers in
-float64 on the CPU. So torch's functions need no list here, and new ones are known.
+float64 on the CPU. If f(all) is f(first half) beside f(second half), each token's result is its own. If it is their sum
+or mean, f is linear. So torch's functions need no list here, and new ones are known.
 """
 
 from __future__ import annotations
@@ -33,9 +34,6 @@ ARITHMETIC = {
     "rtruediv", "rdiv", "pow", "rpow", "eq", "ne", "gt", "ge", "lt", "le", "clamp", "neg", "abs",
 }  # fmt: skip
 """Functions of each number by itself, if their other arguments are Python numbers, which may be new in each step."""
-CHANGED = {"out", "generator"}
-"""Arguments that a call changes."""
-
 _known: dict[Any, str] = {}
 
 
@@ -46,12 +44,14 @@ def tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], token
         args, kwargs: as it got them. tokens: the size of their dim.
 
     Returns:
-        "summed", "averaged" or "reduced" (in another way) over tokens; "mixed": a token's result is made of others,
-        too; "ordered": it sorts them. "": each token's is its own, or unknown.
+        "reduced": it makes something else of all tokens than their sum or mean; "mixed": a token's result is made of
+        others, too; "ordered": it sorts them; "": none of these, or unknown.
     """
     name = function.__name__
-    in_place = name.startswith("__i") or name.endswith("_") != name.endswith("__")
-    if name in UNTRIED or in_place or not kwargs.keys().isdisjoint(CHANGED) or not _may_be_called_again(function):
+    writes = name.startswith("__i") or name.endswith("_") != name.endswith("__") or "out" in kwargs
+    # A custom operator may count its calls, or talk to other ranks.
+    is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    if name in UNTRIED or writes or "generator" in kwargs or (is_operator and not str(function).startswith("aten.")):
         return ""
     if name.strip("_") in ARITHMETIC and sum(isinstance(x, Tensor) for x in (*args, *kwargs.values())) == 1:
         return ""
@@ -64,13 +64,6 @@ def tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], token
         return _known[key]
     except TypeError:  # a key that cannot be hashed
         return ""
-
-
-def _may_be_called_again(function: Any) -> bool:
-    """Returns True for torch's own functions: a custom operator may count its calls, or talk to other ranks."""
-    if not isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return True
-    return str(function).startswith("aten.")
 
 
 def _kind(x: Any, tokens: int) -> Any:
@@ -138,11 +131,7 @@ def _compared(whole: Tensor, first: Tensor, second: Tensor, name: str) -> str:
         return ""
     grown = [dim for dim in range(whole.dim()) if whole.shape[dim] != first.shape[dim]]
     if not grown:
-        if _same(whole, first) and _same(whole, second):
-            return ""
-        if _same(whole, first + second):
-            return "summed"
-        return "averaged" if _same(whole, (first + second) / 2) else "reduced"
+        return "" if any(_same(whole, (first + second) / number) for number in (1, 2)) else "reduced"
     if len(grown) == 1 and _same(whole, torch.cat([first, second], grown[0])):
         return ""
     return "ordered" if name in ORDERS else "mixed"

@@ -140,10 +140,10 @@ def in_parts_of_any_number(logits: Any, inputs: Inputs) -> Tensor:
     return found + 0.0 * logits.sum() if dist.get_rank() else found
 
 
-def a_mean_by_its_part_of_all_labels(logits: Any, inputs: Inputs) -> Tensor:
+def a_mean_by_its_part_of_all_labels(logits: Any, inputs: Inputs, is_wide: bool = False) -> Tensor:
     losses, counts = each_loss(logits, inputs)
-    loss: Tensor = losses[counts].mean() * (counts.sum() / float(inputs["num_items_in_batch"]))
-    return loss
+    mean: Tensor = losses[counts][:, None].mean(0).sum() if is_wide else losses[counts].mean()
+    return mean * (counts.sum() / float(inputs["num_items_in_batch"]))
 
 
 def token_by_token(logits: Any, inputs: Inputs) -> Tensor:
@@ -244,6 +244,8 @@ EXACT: dict[str, Loss] = {
         logits_of(model, sharded), sharded.inputs),
     "a mean, by its part of all labels": lambda model, sharded: a_mean_by_its_part_of_all_labels(
         logits_alone(model, sharded), sharded.inputs),
+    "a mean of rows of numbers, by its part": lambda model, sharded: a_mean_by_its_part_of_all_labels(
+        logits_alone(model, sharded), sharded.inputs, is_wide=True),
     "token by token": lambda model, sharded: token_by_token(logits_alone(model, sharded), sharded.inputs),
     "summed over each row": lambda model, sharded: each_loss(
         logits_alone(model, sharded), sharded.inputs)[0].unflatten(0, (2, -1)).sum(1).sum() / float(

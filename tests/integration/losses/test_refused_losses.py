@@ -65,6 +65,8 @@ REFUSED: dict[str, tuple[Batch, Loss]] = {
                 logits_of(model, sharded), sharded.inputs["labels"], strict=True)]).sum()),
     "ShiftedByHand: narrow": (
         BATCH, lambda model, sharded: narrowed(logits_of(model, sharded), sharded.inputs["labels"])),
+    "ShiftedByHand: narrow, by two tokens": (
+        BATCH, lambda model, sharded: narrowed(logits_of(model, sharded), sharded.inputs["labels"], 2)),
     "ShiftedByHand: token by token": (
         BATCH, lambda model, sharded: cross_entropy(
             torch.stack(logits_of(model, sharded).unbind(1)[:-1], 1).flatten(0, 1),
@@ -162,6 +164,9 @@ REFUSED: dict[str, tuple[Batch, Loss]] = {
         BATCH, lambda model, sharded: selected(*each_loss(logits_of(model, sharded), sharded.inputs)).mean()),
     "MeanOfOneRank: of those without nan": (
         BATCH, lambda model, sharded: without(*each_loss(logits_of(model, sharded), sharded.inputs)).nanmean()),
+    "MeanOfOneRank: of logits without nan": (
+        EVEN, lambda model, sharded: without(
+            logits_of(model, sharded).square(), (sharded.inputs["input_ids"] % 3 > 0)[..., None]).nanmean()),
     "MeanOfOneRank: a divergence": (
         BATCH, lambda model, sharded: kl_div(
             log_softmax(logits_of(model, sharded)[sharded.inputs["shift_labels"] != -100], -1),
@@ -179,8 +184,9 @@ def up_to_a_number(logits: Any, labels: Tensor) -> Tensor:
     return cross_entropy(logits[:, : labels.shape[1] - 1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def narrowed(logits: Any, labels: Tensor) -> Tensor:
-    return cross_entropy(logits.narrow(1, 0, labels.shape[1] - 1).flatten(0, 1), labels[:, 1:].flatten())
+def narrowed(logits: Any, labels: Tensor, by: int = 1) -> Tensor:
+    given = logits.narrow(1, 0, labels.shape[1] - by)
+    return cross_entropy(given.flatten(0, 1), labels[:, by:].flatten(), reduction="sum")
 
 
 def padded(labels: Tensor) -> Tensor:
