@@ -113,12 +113,12 @@ def ring_attention_forward(
 
 @uncompiled("hf_ring_attn hooks the backward of an attention")
 def _expect_end(out: Tensor) -> None:
-    """Notes that the backward of an attention ends the batch's, whatever the loss is."""
+    """Lets the backward of an attention call what comes at the end of the batch's, whatever the loss is."""
     context = batch_context.current()
-    if (
-        context is not None and context.ring.size > 1 and not in_backward()
-    ):  # a reentrant checkpoint's is inside another
-        end = context.state(BackwardEnd)
+    if context is None or context.ring.size == 1 or in_backward():  # a reentrant checkpoint's is inside another
+        return
+    end = context.state(BackwardEnd)
+    if end.calls:  # none under FSDP2
         out.register_hook(lambda _gradient: end.expect())
 
 
