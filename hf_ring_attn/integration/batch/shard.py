@@ -115,7 +115,7 @@ class Sharded(RowReductions):
     def reduce_gradients(self, model: nn.Module | nn.Parameter) -> None:
         """Averages gradients over the ring, in float32, for a model (or one weight) that neither DDP nor FSDP wraps.
 
-        Call it after backward, before gradients are clipped and before optimizer.step().
+        Call it after backward, before optimizer.step(). It leaves gradients that the end of the backward averaged.
 
         Raises:
             GradientsChanged: weights changed since the forward; or ranks scaled a gradient by different factors (only
