@@ -24,7 +24,7 @@ from ..log import say, warn
 from ..model import admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import prediction, trainer, trainer_overrides, vllm_generation
+from . import prediction, ring_overrides, trainer, trainer_overrides, vllm_generation
 from . import rings_as_processes as rings
 from .whole_row_calls import log_probs_of_rows, whole_row_calls
 
@@ -58,6 +58,8 @@ def _refuse(host: Any) -> None:
     """Refuses what is not tested in a ring. Some attributes are set after the start, so each step checks again."""
     trainer.refuse_trainer(host)
     trainer_overrides.refuse_unknown(host, _COUNT_PROCESSES)
+    if not getattr(host, "ring_fp32_exact", False):
+        ring_overrides.count_rings(host, _SEE_ROWS)
     admission.refuse_always(host.model)
     for option, is_on in {
         "use_transformers_continuous_batching": host.args.use_transformers_continuous_batching,
@@ -69,11 +71,10 @@ def _refuse(host: Any) -> None:
             raise errors.UnsupportedOption(f"{type(host).__name__} with {option}", _UNTRIED)
 
 
-_COUNT_PROCESSES = (
-    "_generate_and_score_completions", "_generate", "_calculate_rewards", "_get_per_token_logps_and_entropies",
-    "prediction_step",
-)  # fmt: skip
+_COUNT_PROCESSES = ("_generate", "_get_per_token_logps_and_entropies", "prediction_step")
 """Methods whose override might gather from every rank, or compute whole rows."""
+_SEE_ROWS = ("_generate_and_score_completions", "_calculate_rewards")
+"""Methods that see rows of a process, and gather from others."""
 _VLLM = "vLLM itself was never run with ring_fp32: tests have a stand-in for its server and its colocated engines"
 _UNTRIED = "its rows were never tested in a ring; generate text with transformers' generate, or in a rollout_func"
 
@@ -139,9 +140,6 @@ def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
-    model.train()  # as Trainer does, but only after this call: an evaluation may have ended just now
-    if callable(getattr(host.optimizer, "train", None)):
-        host.optimizer.train()
     whole = host._prepare_inputs(inputs)
     prompts, completions = ([whole[f"{part}_{x}"] for x in ("ids", "mask")] for part in ("prompt", "completion"))
     ids, mask = (torch.cat(both, 1) for both in zip(prompts, completions, strict=True))

@@ -56,6 +56,13 @@ Prepare = Callable[[Any, nn.Module, Any], tuple[Callable[[], Any], Any]]
 """Maps a trainer, its model and a whole batch to the context of a step and the step's inputs."""
 
 
+def begin_training(trainer: Any, model: nn.Module) -> None:
+    """Sets the mode for a step. Trainer does so before `_prepare_inputs`, but after what calls that in a ring."""
+    model.train()
+    if callable(getattr(trainer.optimizer, "train", None)):
+        trainer.optimizer.train()
+
+
 def patch_prepare(host: str, shards: Callable[[Any], bool], prepare: Prepare) -> Patch:
     """Patches the method of a host: it calls ``prepare`` instead if ``shards(trainer)``."""
 
@@ -63,6 +70,7 @@ def patch_prepare(host: str, shards: Callable[[Any], bool], prepare: Prepare) ->
         def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: Any) -> Any:
             if not shards(self):
                 return original(self, model, inputs)
+            begin_training(self, model)
             override = getattr(self, PREPARE)
             if not isinstance(override, _CheckedOverride):
                 if not _is_exact(self):  # it runs now, and nobody looks at what it returns

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from accelerate.utils import gather, gather_object
 from datasets import Dataset
 from torch import Tensor
 from transformers import PrinterCallback
@@ -251,11 +254,49 @@ class OtherTokens(GRPOTrainer):
 
 
 class OwnRewards(GRPOTrainer):
-    """Might gather rewards from every rank."""
+    """Scales rewards by a number of all of them."""
 
     def _calculate_rewards(self, *args: Any) -> Any:
         parent: Any = super()
-        return parent._calculate_rewards(*args)
+        rewards = parent._calculate_rewards(*args)
+        return rewards / (1 + gather(rewards).sum() / self.accelerator.num_processes / rewards.numel())
+
+
+class OwnAdvantages(GRPOTrainer):
+    """Clips advantages by their norm over all rows, adds noise, and logs."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        parent: Any = super()
+        output = parent._generate_and_score_completions(inputs)
+        advantages = output["advantages"]
+        everyone = self.accelerator.gather(advantages)
+        noise = 0.1 * torch.randn(advantages.shape)
+        output["advantages"] = advantages.clamp(-1, 1) / everyone.norm() + noise.to(advantages)
+        self._metrics["train"]["rows"].append(float(len(gather_object(advantages.tolist()))))
+        return output
+
+
+class OwnRandomness(GRPOTrainer):
+    """Draws from a generator that nobody seeded, and has no super()."""
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        drawn = random.Random(dist.get_rank() if dist.is_initialized() else 0)
+        lengths = [len(x) % 5 + drawn.random() for x in completion_ids_list]
+        rewards = torch.tensor([[float(x)] * len(self.reward_funcs) for x in lengths])
+        return gather(rewards)
+
+
+OVERRIDES: dict[str, Any] = {kind.__name__: kind for kind in (OwnRewards, OwnAdvantages, OwnRandomness)}
+
+
+def overridden(name: str, mesh: Mesh) -> list[dict[str, float]]:
+    """The steps of a trainer with an override, and an evaluation."""
+    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
+        case = Case("", {"gradient_accumulation_steps": 2}, fixed=False)
+        grpo = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa", OVERRIDES[name])
+        grpo.train()
+        found = [numbers(entry) for entry in grpo.state.log_history if "loss" in entry]
+        return [*found, numbers(grpo.evaluate())]
 
 
 class WithTools(GRPOTrainer):

@@ -12,13 +12,14 @@ from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_in_float64, assert_equal_outcomes
 from tests.helpers.jobs.grpo_jobs import (
     DEFECTS,
+    OVERRIDES,
     STEPS,
     Case,
     OfImages,
     OtherTokens,
-    OwnRewards,
     WithTools,
     one_step,
+    overridden,
     ratios,
     trained,
     trained_with,
@@ -145,6 +146,16 @@ def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     compare(ranks, case, mesh)
 
 
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_an_override_that_sees_rows_is_exact(ranks: Ranks, name: str) -> None:
+    """It was refused."""
+    want = ranks(1).run(overridden, name, Mesh())[0]
+    for got in ranks(2).run(overridden, name, Mesh(cp=2)):
+        assert len(got) == len(want)
+        for mine, theirs in zip(got, want, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.turns
 def test_the_ratio_of_the_first_inner_step_is_one(ranks: Ranks) -> None:
     case = Case("", {"num_iterations": 2}, fixed=False)
@@ -178,7 +189,6 @@ def test_a_planted_defect_is_seen(ranks: Ranks, defect: str) -> None:
 REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [
     ("logits of whole rows", Case(""), {"ring": RingConfig(loss="gathered")}, "NoLogits: loss='gathered' needs"),
     ("a loss of other tokens", Case(""), {"kind": OtherTokens}, "OtherInputs: LlamaForCausalLM was called in a ring "),
-    ("rewards of its own", Case(""), {"kind": OwnRewards}, "UnknownTrainer: OwnRewards counts or shards its batches "),
     ("tools", Case(""), {"kind": WithTools}, "UnsupportedOption: WithTools with tools is not possible with ring_fp32"),
     ("images", Case(""), {"kind": OfImages}, "UnsupportedOption: OfImages with a model of images is not possible"),
     (

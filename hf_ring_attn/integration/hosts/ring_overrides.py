@@ -1,0 +1,85 @@
+"""Overrides of methods that see one process's rows: they count rings, and a ring takes what its first rank returns.
+
+An override may number or gather rows before and after it calls super(). Inside, its trainer's accelerator and
+accelerate's functions count rings, as in TRL's own methods, and all ranks of a ring draw the same random numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import accelerate.utils
+from accelerate.utils import operations, send_to_device
+
+from ... import errors
+from ..context import ring_random
+from ..context.mesh import ring_of_process
+from ..patching.changes import installed
+from ..patching.modules import Replaced
+from . import rings_as_processes as rings
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"gather": rings.gather, "gather_object": rings.gather_object}
+
+
+def count_rings(trainer: Any, methods: tuple[str, ...]) -> None:
+    """Lets overrides of ``methods`` in a trainer's class count rings.
+
+    Raises:
+        UnknownTrainer: a method was set on the trainer itself.
+    """
+    kind = type(trainer)
+    for method in methods:
+        own = vars(trainer).get(method)
+        if isinstance(own, _OfRing):
+            continue
+        if own is not None:
+            raise errors.UnknownTrainer(kind.__name__, f"the trainer's own {method}")
+        if _overrides(kind, method):
+            setattr(trainer, method, _OfRing(trainer, method))
+
+
+class _OfRing:
+    """Calls the override of a trainer's class once for each ring."""
+
+    def __init__(self, trainer: Any, method: str) -> None:
+        self._trainer = weakref.ref(trainer)  # else each would keep the other alive
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = self._trainer()
+        override, ring = getattr(type(trainer), self._method), ring_of_process()
+        if not installed() or ring.size == 1:
+            return override(trainer, *args, **kwargs)
+        with ExitStack() as stack:
+            stack.enter_context(rings.rings_as_processes(trainer))
+            for replaced in _functions_of_rings(type(trainer), self._method):
+                stack.enter_context(replaced)
+            stack.enter_context(ring_random.as_first_rank(ring))
+            returned = override(trainer, *args, **kwargs)
+        mine = send_to_device(returned, "cpu") if ring.rank == 0 else None
+        first = ring.of_first(mine, f"sent what its trainer's {self._method} returned")
+        return returned if ring.rank == 0 else send_to_device(first, trainer.accelerator.device)
+
+
+def _overrides(kind: type, method: str) -> list[type]:
+    """The classes that override a patched method."""
+    found = [cls for cls in kind.__mro__ if method in vars(cls)]
+    patched = [f"{cls.__module__}:{cls.__qualname__}.{method}" in installed() for cls in found]
+    return found[: patched.index(True)]
+
+
+def _functions_of_rings(kind: type, method: str) -> Iterator[Replaced]:
+    """Replaces accelerate's functions where the overrides of a method find them."""
+    modules = [sys.modules.get(cls.__module__) for cls in _overrides(kind, method)]
+    for module in dict.fromkeys([*modules, accelerate.utils, operations]):
+        for name, make in FUNCTIONS.items():
+            original = vars(module).get(name)
+            if original is _ACCELERATES[name]:
+                yield Replaced(module, name, make(original))
+
+
+_ACCELERATES = {name: getattr(operations, name) for name in FUNCTIONS}
