@@ -77,7 +77,9 @@ class Origin(Share):
 
         def passes(gradient: Tensor) -> None:
             for name, fact in facts.items():
-                self.noted[name].append(fact(gradient.detach()) if callable(fact) else fact)
+                found = self.noted[name]
+                is_enough = name == "each" and len(found) >= weights.MOST_EACH  # of more, ranks compare the number
+                found.append(None if is_enough else fact(gradient.detach()) if callable(fact) else fact)
 
         if facts:
             result.register_hook(passes)
