@@ -12,7 +12,16 @@ from .attention.masks import ring_mask
 from .context.introspect import NAME
 from .context.model_record import forget_models
 from .gradients import loss_gradients, replicas, thawed
-from .hosts import accelerate, checkpoints, prediction, random_states, sft_trainer, trainer, trainer_start
+from .hosts import (
+    accelerate,
+    between_batches,
+    checkpoints,
+    prediction,
+    random_states,
+    sft_trainer,
+    trainer,
+    trainer_start,
+)
 from .model import neftune, structure
 from .patching import changes, modules, optimizer_steps
 
@@ -26,6 +35,7 @@ CHANGES: list[changes.Change] = [
     *trainer_start.PATCHES,
     *trainer.PATCHES,
     *prediction.PATCHES,
+    *between_batches.PATCHES,
     *checkpoints.PATCHES,
     *random_states.PATCHES,
     *sft_trainer.PATCHES,

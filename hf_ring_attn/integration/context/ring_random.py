@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy
@@ -148,15 +148,17 @@ def preserved() -> Iterator[None]:
 @contextmanager
 def as_first_rank(ring: Ring) -> Iterator[None]:
     """Inside, every rank draws what the ring's first rank draws; afterwards each goes on with its own generators."""
+    with nullcontext() if ring.rank == 0 else preserved():
+        follow_first_rank(ring)
+        yield
+
+
+def follow_first_rank(ring: Ring) -> None:
+    """Makes every rank go on with the generators of the ring's first rank."""
     sources = (*_HOST, _GPU) if torch.cuda.is_initialized() else _HOST
     states = ring.of_first(None if ring.rank > 0 else [source.get() for source in sources], _SENT)
-    if ring.rank == 0:
-        yield
-        return
-    with preserved():
-        for source, state in zip(sources, states, strict=True):
-            source.put(state)
-        yield
+    for source, state in zip(sources, states, strict=True) if ring.rank > 0 else ():
+        source.put(state)
 
 
 _SENT = "sent the state of its random generators"

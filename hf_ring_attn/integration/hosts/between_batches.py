@@ -1,13 +1,23 @@
-"""Gradients between the batches of an accumulated step, where a program's own code may use them.
+"""Gradients and random numbers between a trainer's batches, where a program's own code may use them.
 
 Trainer lets DDP and FSDP2 average after a step's last batch, so before that each rank has the gradients of its tokens.
 A program that clips them there, or moves along them, has those of whole rows in one process.
+
+A program may draw random numbers on one rank alone (it samples text to log). What draws for a batch (a collator) must
+draw the same on all ranks, so they go on with the generators of the ring's first rank, which are one process's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+
+import torch
+
+from ..context import ring_random
+from ..context.mesh import ring_enabled, ring_of_process
+from ..patching.changes import Patch
 
 HOSTS = ("transformers.", "trl.", "hf_ring_attn.")
 
@@ -19,7 +29,31 @@ def average_each_batch(trainer: Any) -> None:
         trainer.accelerator.no_sync = lambda model=None: nullcontext()
 
 
+def _get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        config = getattr(self.accelerator, "parallelism_config", None)
+        if ring_enabled(config) and _runs_own_code(self):
+            ring_random.follow_first_rank(ring_of_process())
+        return original(self, epoch_iterator, num_batches, device)
+
+    return get_batch_samples
+
+
+def _runs_own_code(trainer: Any) -> bool:
+    kinds = map(type, trainer.callback_handler.callbacks)
+    return not all(kind.__module__.startswith(HOSTS) for kind in (type(trainer), *kinds))
+
+
 def _is_own(one: Any, method: str) -> bool:
     """Returns True if ``one`` has this method from the program, not from its host."""
     place = next((cls for cls in type(one).__mro__ if method in vars(cls)), None)
     return method in vars(one) or (place is not None and not place.__module__.startswith(HOSTS))
+
+
+PATCHES = (
+    Patch(
+        "transformers.trainer:Trainer.get_batch_samples",
+        "(self, epoch_iterator, num_batches, device)",
+        _get_batch_samples,
+    ),
+)
