@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import hf_ring_attn
 from hf_ring_attn.testing import relative_error
 from tests.helpers.checks import Ranks
-from tests.helpers.jobs.plain_jobs import attempt, tokens, told
+from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.jobs.self_check_jobs import lora
 from tests.helpers.models.tiny_models import tiny
 
@@ -35,24 +36,30 @@ def with_another(model: Any) -> Scaled:
     return scaled
 
 
-def loop_that_forgets() -> None:
-    """Averages all gradients after the first batch, and only the model's from then on."""
-    model = tiny("llama", "ring_fp32").train()
+def scale_of_a_loop(in_ring: bool) -> float:
+    """The weight of a module that a model calls, after three steps whose loop reduces the model's gradients alone."""
+    model = tiny("llama", "ring_fp32" if in_ring else None).train()
     scaled = with_another(model)
     optimizer = torch.optim.SGD([*model.parameters(), *scaled.parameters()], lr=0.1)
-    for step in range(3):
-        sharded = hf_ring_attn.shard(tokens(24))
-        with sharded:
-            loss = model(**sharded.inputs).loss
-        loss.backward()
-        sharded.reduce_gradients(nn.ModuleList([model, scaled]) if step == 0 else model)
+    for _ in range(3):
+        batch = tokens(24)
+        if in_ring:
+            sharded = hf_ring_attn.shard(batch)
+            with sharded:
+                loss = model(**sharded.inputs).loss
+            loss.backward()
+            sharded.reduce_gradients(model)
+        else:
+            model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    return scaled.scale.item()
 
 
 def test_a_module_that_a_model_only_calls_is_found_in_each_batch(ranks: Ranks) -> None:
-    for texts in ranks(2).run(told, loop_that_forgets):
-        assert [text.split(" of 2, but neither")[0] for text in texts] == ["Scaled trained in a ring"]
+    want = scale_of_a_loop(False)
+    assert abs(want - 1) > 1e-5
+    assert ranks(2).run(scale_of_a_loop, True) == pytest.approx([want, want], abs=1e-7)
 
 
 def hooks_of_each_batch() -> list[tuple[int, bool]]:
@@ -75,32 +82,35 @@ def test_no_hook_runs_before_each_module_of_a_known_model(ranks: Ranks) -> None:
     assert ranks(2).run(hooks_of_each_batch) == [[(1, True), (0, True), (0, True)]] * 2
 
 
-def loop_that_forgets_a_second(at_address: bool) -> bool:
-    """Averages the gradients of one module beside a model, and none of another that takes its place in memory."""
-    model = tiny("llama", "ring_fp32").train()
-    sharded, scaled = hf_ring_attn.shard(tokens(24)), Scaled()
-    with sharded:
-        scaled(model(**sharded.inputs).loss).backward()
-    sharded.reduce_gradients(nn.ModuleList([model, scaled]))
+def gradient_of_a_second(in_ring: bool, at_address: bool = False) -> tuple[bool, float]:
+    """The gradient of a module beside a model that takes the place of another one in memory."""
+    model = tiny("llama", "ring_fp32" if in_ring else None).train()
+    batch: Any = tokens(24)
+    sharded = hf_ring_attn.shard(batch) if in_ring else None
+    inputs = batch if sharded is None else sharded.inputs
+    scaled = Scaled()
+    with sharded or nullcontext():
+        scaled(model(**inputs).loss).backward()
+    if sharded is not None:
+        sharded.reduce_gradients(nn.ModuleList([model, scaled]))
     address, others = id(scaled.scale), []
     del scaled
     for _ in range(20_000):
         others.append(Scaled())
         if not at_address or id(others[-1].scale) == address:
             break
-    with sharded:
-        others[-1](model(**sharded.inputs).loss).backward()
-    sharded.reduce_gradients(model)
-    torch.optim.SGD(others[-1].parameters(), lr=0.1).step()
-    with hf_ring_attn.shard(tokens(24)):
-        return id(others[-1].scale) == address
+    with sharded or nullcontext():
+        others[-1](model(**inputs).loss).backward()
+    assert others[-1].scale.grad is not None
+    return id(others[-1].scale) == address, others[-1].scale.grad.item()
 
 
 @pytest.mark.parametrize("at_address", [False, True])
-def test_a_module_in_the_memory_of_one_that_is_gone_was_not_reduced(ranks: Ranks, at_address: bool) -> None:
+def test_a_module_in_the_memory_of_one_that_is_gone_is_averaged(ranks: Ranks, at_address: bool) -> None:
     """Its weight passed for the other's if Python put it at the same address, and nothing was said."""
-    for texts in ranks(2).run(told, loop_that_forgets_a_second, at_address):
-        assert [text.split(" of 2, but neither")[0] for text in texts] == ["Scaled trained in a ring"]
+    _, want = gradient_of_a_second(False)
+    for _, got in ranks(2).run(gradient_of_a_second, True, at_address):
+        assert got == pytest.approx(want, rel=1e-5)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hf_ring_attn
 from hf_ring_attn.testing import relative_error
 from tests.helpers.checks import Ranks
-from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.jobs.plain_jobs import attempt, tokens, told
 from tests.helpers.models.tiny_models import tiny
 
 Forward = Callable[[int], Tensor]
@@ -138,3 +138,16 @@ def test_one_that_does_not_reduce_them_does_too(ranks: Ranks, name: str) -> None
     want = trained(name, False)
     for got in ranks(2).run(trained, name, True, "", False):
         assert max(relative_error(got[one], x) for one, x in want.items()) < 1e-5
+
+
+def loss_of_its_own(model: Any, forward: Forward) -> None:
+    forward(-1).backward()
+
+
+PROGRAMS["loss_of_its_own"] = loss_of_its_own
+
+
+@pytest.mark.parametrize("checkpoints", ["recomputed", "reentrant"])
+def test_a_backward_whose_end_is_not_seen_is_told_of_if_nothing_reduces(ranks: Ranks, checkpoints: str) -> None:
+    for texts in ranks(2).run(told, attempt, trained, "loss_of_its_own", True, checkpoints, False):
+        assert ["replicas drift apart" in text for text in texts] == [True] * (checkpoints == "reentrant")
