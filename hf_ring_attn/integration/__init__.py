@@ -11,7 +11,7 @@ from .attention.function import ring_attention_forward
 from .attention.masks import ring_mask
 from .context.introspect import NAME
 from .context.model_record import forget_models
-from .gradients import loss_gradients, replicas, thawed
+from .gradients import ddp, loss_gradients, replicas
 from .hosts import (
     accelerate,
     between_batches,
@@ -58,7 +58,7 @@ def uninstall() -> None:
     changes.uninstall()
     modules.remove_all()
     optimizer_steps.forget()
-    thawed.forget()
+    ddp.forget()
     loss_gradients.forget()
     replicas.forget()
     forget_models()

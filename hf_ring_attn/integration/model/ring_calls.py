@@ -23,7 +23,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import TOKENS
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS
-from ..gradients import loss_gradients, thawed
+from ..gradients import ddp, loss_gradients
 from ..gradients.backward_end import BackwardEnd
 from ..losses import factor as loss_factor
 from ..losses.changed_labels import shifted_anew
@@ -78,7 +78,7 @@ def _hook(model: nn.Module, wrapper: nn.Module | None, traced: bool, is_called: 
     def note(_model: nn.Module, _args: Any) -> None:
         context = batch_context.current()
         if context is not None and context.ring.size > 1:
-            thawed.note_call(wrapper, context.ring)
+            ddp.note_call(wrapper, context.ring)
 
     def uncalled(*call: Any) -> Any:
         if wrapper is not None:

@@ -1,16 +1,21 @@
-"""Watches what DDP averages, and refuses steps by gradients of a rank's own tokens.
+"""DDP in a ring: averages the gradients that it leaves as each rank has them, and refuses steps by such gradients.
 
-DDP averages the weights that trained when it wrapped their model; what it leaves out is averaged by `backward_end`. In
-its no_sync DDP averages none, for a program that does so later. An optimizer that steps inside the backward comes
-before any average."""
+DDP averages the weights that trained when it wrapped their model, once for each forward, when each has had a gradient.
+It leaves out weights that began to train later and a second backward of one forward, and it waits for weights that were
+frozen since, or that a loss does not use. So the latter get zeros, and the former are averaged at the end of the
+backward. In its no_sync it averages none, for a program that does so later. An optimizer that steps inside the backward
+comes before any average.
+"""
 
 from __future__ import annotations
 
+import re
 import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ... import errors
@@ -20,7 +25,109 @@ from ..context.introspect import is_ddp, name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..patching import optimizer_steps
 from ..patching.modules import attach
-from .backward_end import BackwardEnd, Wrapped
+from .backward_end import BackwardEnd, average
+
+
+class Wrapped:
+    """A wrapper of DDP in a ring."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self.awaits = self.is_local = False
+        """It averages at the next backward; its last forward was in its no_sync."""
+        self.trained: dict[frozenset[int], Sequence[Tensor]] = {}
+        """The weights that trained in the batches since its last average, by their identities."""
+        self.has_late = False
+        """Some of them began to train after it was made."""
+        self._paused = False
+        self._reduced: list[Tensor] | None = None
+        self._task: int | None = None
+
+    def before_forward(self, *_given: Any) -> None:
+        """Notes a forward of the wrapper."""
+        wrapper: Any = self._wrapper()
+        if not torch.is_grad_enabled():
+            return
+        self.is_local = not wrapper.require_backward_grad_sync
+        self.awaits |= not self.is_local
+        # It would expect gradients that do not come, and take later ones for them.
+        if self.has_late and not self.is_local and not any(x.requires_grad for x in self.reduced()):
+            wrapper.require_backward_grad_sync, self._paused = False, True
+
+    def after_forward(self, *_given: Any) -> None:
+        """Lets the wrapper average again."""
+        wrapper: Any = self._wrapper()
+        if self._paused:
+            self._paused = False
+            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
+
+    def reduced(self) -> list[Tensor]:
+        """The weights that the wrapper averages, in its order. The first call needs memory for their gradients."""
+        wrapper: Any = self._wrapper()
+        if self._reduced is None:
+            buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+            known = {id(x) for bucket in buckets for x in bucket.parameters()}
+            self._reduced = [x for x in wrapper.module.parameters() if id(x) in known]
+        return self._reduced
+
+    @torch.no_grad()
+    def end(self, task: int) -> None:
+        """Averages what the wrapper has not, at the end of a backward, whose number is ``task``."""
+        wrapper: Any = self._wrapper()
+        if wrapper is None or wrapper.static_graph or self.is_local or task == self._task:
+            return
+        self._task = task
+        ring = Ring.of(wrapper.process_group)
+        if not self.awaits:
+            average([x for x in wrapper.module.parameters() if x.requires_grad], ring)
+            return
+        self.awaits = False
+        if not wrapper.find_unused_parameters:
+            self._give_zeros(wrapper, ring)
+        average(list(self._left_out()), ring)
+        self.trained.clear()
+
+    def _left_out(self) -> Iterator[Tensor]:
+        """Weights of the batches since the last average that it leaves out, or that were frozen since."""
+        reduced = set(map(id, self.reduced())) if self.has_late else set()
+        every = {id(x): x for weights in self.trained.values() for x in weights}
+        return (x for x in every.values() if not x.requires_grad or (self.has_late and id(x) not in reduced))
+
+    def _give_zeros(self, wrapper: Any, ring: Ring) -> None:
+        """Gives the weights that the wrapper waits for gradients of zeros; those without one on any rank lose them."""
+        lacking: list[Any] = []
+        try:
+            wrapper.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            numbers = _UNMARKED.search(str(error))
+            if numbers is None:
+                return
+            weights = self.reduced()
+            indices = [int(number) for number in numbers[1].split()]
+            lacking = [weights[index] for index in indices]
+        count = wrapper._get_ddp_logging_data()["num_parameter_tensors"]
+        device = next(wrapper.module.parameters()).device
+        had = torch.ones(count, device=device)
+        without: list[Any] = []
+        if lacking:
+            had[indices] = 0.0
+            without = [(index, x) for index, x in zip(indices, lacking, strict=True) if x.grad is None]
+            frozen = [x for x in lacking if not x.requires_grad]
+            for x in frozen:
+                x.requires_grad_(True)
+            torch.autograd.backward(lacking, [x.new_zeros(()).expand_as(x) for x in lacking])
+            for x in frozen:
+                x.requires_grad_(False)
+        had = ring.mean(had)
+        if without:
+            ranks = had.tolist()
+            for index, x in without:
+                if not ranks[index]:
+                    x.grad = None
+
+
+_UNMARKED = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
+
 
 _SEEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 """The identities of the weights that trained in any batch of each DDP wrapper, which keeps them alive."""
