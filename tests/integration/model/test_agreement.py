@@ -180,8 +180,8 @@ DRIFTS = {
     "a skipped step": (2, "weight ", "its optimizer took another step"),
     "another rate": (1, "weight ", "its optimizer took another step"),
     "in DDP": (2, "weight ", "its optimizer took another step"),
-    "reduced after": (0, "were changed after the forward", "before optimizer.step()"),
-    "clipped before": (0, "scale", "clip gradients after"),
+    "reduced after": (99, "", ""),  # the end of the backward has averaged
+    "clipped before": (99, "", ""),
     "divided before": (99, "", ""),
     "none": (99, "", ""),
 }

@@ -158,4 +158,6 @@ def test_a_trainer_refuses_what_it_sets_into_training(ranks: Ranks) -> None:
     )  # fmt: skip
     for raised in ranks(2).run(jobs.refused_training, training):
         assert raised is not None and raised[0] == "UnsupportedModel" and raised[2] == 0
-        assert raised[1].startswith(f"OPTDecoder cannot be trained in a ring exactly: in training it {SKIPS}")
+        assert raised[1].startswith(
+            f"OPTForCausalLM cannot be trained in a ring exactly: model.decoder (OPTDecoder) {SKIPS}"
+        )
