@@ -58,7 +58,8 @@ Prepare = Callable[[Any, nn.Module, Any], tuple[Callable[[], Any], Any]]
 
 def begin_training(trainer: Any, model: nn.Module) -> None:
     """Sets the mode for a step. Trainer does so before `_prepare_inputs`, but after what calls that in a ring."""
-    model.train()
+    if not model.training:  # after an evaluation; the call takes 5 ms for adapters on 32 layers
+        model.train()
     if callable(getattr(trainer.optimizer, "train", None)):
         trainer.optimizer.train()
 
