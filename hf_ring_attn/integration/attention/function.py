@@ -21,12 +21,13 @@ from ...comm.ring import Ring
 from ...kernels import Params, Request, ScoreFunction, ScoreMod
 from ...sharding.mask import Band
 from ...traffic import GatheredKV, LayerRole
+from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context
 from ..context.batch_context import MaskSpec
 from ..context.introspect import class_of, file_of
 from ..context.mesh import ring_group, warn_without_ring
 from ..gradients import replicas
-from ..gradients.backward_end import BackwardEnd, in_backward
+from ..gradients.backward_end import BackwardEnd
 from ..log import say
 from ..model import temperature
 from ..patching.compiler import uncompiled
@@ -115,7 +116,7 @@ def ring_attention_forward(
 def _expect_end(out: Tensor) -> None:
     """Lets the backward of an attention call what comes at the end of the batch's, whatever the loss is."""
     context = batch_context.current()
-    if context is None or context.ring.size == 1 or in_backward():  # a reentrant checkpoint's is inside another
+    if context is None or context.ring.size == 1 or is_recomputing():  # a reentrant checkpoint's is inside another
         return
     end = context.state(BackwardEnd)
     if end.calls:  # none under FSDP2

@@ -30,11 +30,6 @@ class BackwardEnd:
             call(task)
 
 
-def in_backward() -> bool:
-    """Returns True inside of a backward."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _call_at_end(function: Callable[[], None]) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
@@ -65,7 +60,8 @@ def _average(weights: list[Any], ring: Ring) -> None:
     lacking = [index for index, x in enumerate(weights) if x.grad is None]
     had = torch.tensor([float(x.grad is not None) for x in weights], device=weights[0].device)
     *averaged, had = ring.means([*gradients, had])
-    nowhere = {index for index in lacking if not had[index]}
+    everywhere = had.tolist() if lacking else []  # the host waits for all of it at once
+    nowhere = {index for index in lacking if not everywhere[index]}
     for index, (weight, mean) in enumerate(zip(weights, averaged, strict=True)):
         if weight.grad is not None:
             weight.grad.detach().copy_(mean)  # DDP may hold its memory

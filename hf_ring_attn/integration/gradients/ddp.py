@@ -182,7 +182,7 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
         RanksDiffer: DDP was told not to average, and gradients differ.
     """
     for wrapper, wrapped in list(_WRAPPED.items()):
-        if wrapped.awaits and wrapped.has_late:  # a backward that nothing ended (reentrant checkpoints below a loss)
+        if wrapped.awaits and wrapped.has_late:  # a backward whose end was not seen
             _LOCAL.setdefault(wrapper, (Ring.of(wrapper.process_group), _LATE))
     for wrapper, (ring, todo) in list(_LOCAL.items()):
         names = {id(x): name.removeprefix("module.") for name, x in wrapper.named_parameters()}

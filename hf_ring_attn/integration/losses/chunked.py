@@ -22,6 +22,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import is_compiled, is_unit, loss_model_of, name_of, unwrapped
 from ..context.local_batch import MadeInputs
 from ..context.model_record import latest_record
+from ..gradients.backward_end import BackwardEnd
 from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
 from .local_logits import LocalLogits, held
@@ -181,7 +182,10 @@ def hand_out(output: Any, context: BatchContext, without_loss: bool = False, is_
     own, shifted = (x.value for x in (inputs.labels, inputs.shifted))
     labels = None if own is None or own.shape != context.local_shape else (own, shifted)
     further = partial(context.state(FurtherLabels).of, inputs.whole_shifted, layout)
-    origin = Origin(context.ring, context.facts.rows, layout.local_length, layout.padding, labels, further)
+    origin = Origin(
+        context.ring, context.facts.rows, layout.local_length, layout.padding, labels, further,
+        arrives=context.state(BackwardEnd).expect,
+    )  # fmt: skip
     if isinstance(output, LazyLogits):
         _follow(output.head, origin)
         if output.made is not None and without_loss:

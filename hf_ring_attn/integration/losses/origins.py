@@ -40,6 +40,7 @@ class Origin(Share):
     Args:
         on_some_ranks: a loss may be computed from it on some ranks only, as a value head's where a rank has marked
             tokens; its gradient is there on all of them, by way of later layers.
+        arrives: called in each backward that arrives at it.
 
     Attributes:
         used: a loss may have been computed from it, on every rank. trains: it has a gradient.
@@ -47,6 +48,7 @@ class Origin(Share):
     """
 
     on_some_ranks: bool = False
+    arrives: Callable[[], None] | None = None
     used: bool = False
     trains: bool = False
     noted: dict[str, list[Any]] = field(default_factory=partial(defaultdict, list))
@@ -62,6 +64,8 @@ class Origin(Share):
 
         def compare(gradient: Tensor | None) -> None:
             if (origin := of()) is not None:
+                if origin.arrives is not None:
+                    origin.arrives()
                 origin.compare(gradient, device)
 
         hook = x.register_hook(compare)
