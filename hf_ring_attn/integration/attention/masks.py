@@ -23,6 +23,7 @@ from ...comm.ring import LOCAL, Ring, world_size
 from ...sharding.layout import Layout
 from ...sharding.mask import Band, Mask, Term, Terms, both
 from ...sharding.plan import Plan
+from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context, model_record
 from ..context.batch_context import MaskSpec
 from ..context.introspect import CACHES, NAME
@@ -128,7 +129,7 @@ def _ring_mask(
                 kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, config=config,
                 **kwargs,
             )  # fmt: skip
-        if torch._C._current_graph_task_id() != -1 and world_size() > 1:
+        if is_recomputing() and world_size() > 1:
             raise errors.MaskOutsideRing()
         layout = Layout(q_length, 1, 0)
         return _spec_of_whole_rows(layout, None, batch_size, mask_function, attention_mask, config)
@@ -260,7 +261,7 @@ def _refuse_share(given: Mapping[str, Any], cache: Any) -> None:
     has_cache = cache is not None
     if context is None:
         call_inputs.refuse_cache_of_share(cache)
-        if torch._C._current_graph_task_id() == -1:  # `ring_mask` refuses a recompute with more detail
+        if not is_recomputing():  # `ring_mask` refuses a recompute with more detail
             call_inputs.refuse_outside((mask, positions))
         if has_cache and mask is None and given["config"]._attn_implementation == NAME and _has_documents(positions):
             warn(DOCUMENTS_WITH_A_CACHE)

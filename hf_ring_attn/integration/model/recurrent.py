@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ... import errors
 from ...layers.halo import RowShare
+from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import configs_of, place_of, uses_interface
@@ -146,7 +147,7 @@ def _replaced(module: nn.Module) -> str | None:
 
 @uncompiled(BY_HOST)
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given, recomputed = [*args, *kwargs.values()], torch._C._current_graph_task_id() != -1
+    given, recomputed = [*args, *kwargs.values()], is_recomputing()
     if (
         (context := _context_for_recurrence()) is not None
         and MASK not in _forward(module).__globals__
