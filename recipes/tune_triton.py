@@ -1,15 +1,17 @@
 """Measures block sizes on the GPU at hand, and prints rows for `hf_ring_attn/kernels/triton/blocks.py`.
 
-python recipes/tune_triton.py [--widths 64 128] [--bias] [--processes 16]
+python recipes/tune_triton.py [--widths 64 128] [--bias] [--processes 16] [--save times.jsonl]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 from collections.abc import Container
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ WIDE_BLOCKS = tuple(
         (128, 64, 4, 3), (128, 64, 4, 2), (64, 128, 8, 2), (64, 128, 8, 1), (64, 128, 4, 2), (64, 64, 8, 2),
         (64, 64, 8, 1), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 1), (32, 128, 8, 2), (32, 64, 8, 2),
         (32, 64, 8, 1), (64, 32, 4, 2), (64, 32, 8, 2), (64, 32, 8, 1), (64, 16, 8, 1), (128, 16, 8, 1),
-        (128, 32, 8, 2), (128, 32, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2),
+        (128, 32, 8, 2), (128, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 2),
         (32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 2), (16, 64, 4, 1), (16, 64, 8, 1), (16, 32, 4, 1), (32, 16, 4, 1),
     )
 )  # fmt: skip
@@ -67,13 +69,16 @@ class Job(NamedTuple):
     bias: bool
 
 
-def tune(processes: int = 16, widths: Container[int] = WIDTHS, bias: bool = False) -> dict[tuple[str, int, int], Row]:
+def tune(
+    processes: int = 16, widths: Container[int] = WIDTHS, bias: bool = False, save: Path | None = None
+) -> dict[tuple[str, int, int], Row]:
     """Times every candidate on the current GPU, prints the table's rows and what each candidate took, best first.
 
     Args:
         processes: compile this many kernels at once.
         widths: of heads; other rows are left out.
         bias: with a bias by distance (16-bit inputs alone).
+        save: writes the milliseconds of every candidate there, a JSON line each.
 
     Returns:
         the rows, as in `blocks.TABLE`, or in `blocks.WITH_BIAS`.
@@ -96,6 +101,8 @@ def tune(processes: int = 16, widths: Container[int] = WIDTHS, bias: bool = Fals
             if not timed:
                 raise RuntimeError(f"no candidate runs for {what} of heads {width} wide, {element_bytes} bytes")
             best[what] = timed[0]
+            if save is not None:
+                _write(save, mine[0], timed)
             listing = ", ".join(f"{tuple(blocks)} {milliseconds:.2f}" for milliseconds, blocks in timed[:6])
             print(f"# {what}, {element_bytes} bytes, width {width}, ms: {listing}")
         keys, values = best["dk and dv"][1], None
@@ -105,6 +112,13 @@ def tune(processes: int = 16, widths: Container[int] = WIDTHS, bias: bool = Fals
         text = ", ".join(f"Blocks{tuple(blocks)}" for blocks in row if blocks is not None)
         print(f"({family!r}, {element_bytes}, {width}): Row({text}),")
     return rows
+
+
+def _write(save: Path, job: Job, timed: list[tuple[float, Blocks]]) -> None:
+    of = {"pass": job.what, "element_bytes": job.element_bytes, "width": job.width, "bias": job.bias}
+    with save.open("a") as file:
+        for milliseconds, blocks in timed:
+            file.write(json.dumps({**of, "blocks": blocks, "milliseconds": round(milliseconds, 4)}) + "\n")
 
 
 def _passes(element_bytes: int, width: int) -> tuple[str, ...]:
@@ -166,5 +180,6 @@ if __name__ == "__main__":
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--widths", type=int, nargs="+", choices=WIDTHS, default=WIDTHS)
     parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
-    tune(given.processes, given.widths, given.bias)
+    tune(given.processes, given.widths, given.bias, given.save)
