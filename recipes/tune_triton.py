@@ -1,6 +1,6 @@
 """Measures block sizes on the GPU at hand, and prints rows for `hf_ring_attn/kernels/triton/blocks.py`.
 
-python recipes/tune_triton.py [--widths 64 128] [--bias] [--processes 16] [--save times.jsonl]
+python recipes/tune_triton.py [--widths 64 128] [--bias] [--processes 16] [--save times.jsonl] [--like 80]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from like_gpu import SHARED_MEMORY, compile_like
 
 from hf_ring_attn.kernels import Gradients, Params, ScoreFunction, ScoreMod
 from hf_ring_attn.kernels.triton import launch
@@ -70,7 +71,11 @@ class Job(NamedTuple):
 
 
 def tune(
-    processes: int = 16, widths: Container[int] = WIDTHS, bias: bool = False, save: Path | None = None
+    processes: int = 16,
+    widths: Container[int] = WIDTHS,
+    bias: bool = False,
+    save: Path | None = None,
+    like: int | None = None,
 ) -> dict[tuple[str, int, int], Row]:
     """Times every candidate on the current GPU, prints the table's rows and what each candidate took, best first.
 
@@ -79,6 +84,7 @@ def tune(
         widths: of heads; other rows are left out.
         bias: with a bias by distance (16-bit inputs alone).
         save: writes the milliseconds of every candidate there, a JSON line each.
+        like: compile for this compute capability: `compile_like`.
 
     Returns:
         the rows, as in `blocks.TABLE`, or in `blocks.WITH_BIAS`.
@@ -90,7 +96,10 @@ def tune(
         for what in _passes(element_bytes, width)
         for blocks in (WIDE_BLOCKS if element_bytes == 2 else NARROW_BLOCKS)
     ]
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:  # fills the cache on disk
+    if like is not None:
+        compile_like(like)
+    begin: Any = (None, ()) if like is None else (compile_like, (like,))
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), *begin) as pool:  # fills the disk's cache
         possible = [job for job, runs in zip(jobs, pool.map(_runs, jobs), strict=True) if runs]
     family, rows = family_of(torch.device("cuda")), {}
     for element_bytes, width in shapes:
@@ -181,5 +190,6 @@ if __name__ == "__main__":
     parser.add_argument("--widths", type=int, nargs="+", choices=WIDTHS, default=WIDTHS)
     parser.add_argument("--bias", action="store_true")
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--like", type=int, choices=SHARED_MEMORY, help="as this compute capability would: like_gpu.py")
     given = parser.parse_args()
-    tune(given.processes, given.widths, given.bias, given.save)
+    tune(given.processes, given.widths, given.bias, given.save, given.like)

@@ -46,8 +46,6 @@ SHAPES = (
     replace(WIDE, why="D 512, grouped, window", head_dim=512, value_dim=512, heads=4, band=sliding(700)),
     replace(WIDE, why="D 512, Dv 128, softcap", head_dim=512, value_dim=128, heads=2, softcap=20.0),
 )
-SMALLEST_SHARED_MEMORY = 99 * 1024
-"""Bytes that a program may have on the smallest NVIDIA GPUs from Ampere on (8.6, 8.9, 12.0)."""
 needs_memory = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 70e9, reason="needs 70 GB"
 )
@@ -118,32 +116,18 @@ def test_wide_heads_in_float32_are_refused() -> None:
     assert TRITON.unsupported(replace(request, dtype=torch.bfloat16)) == []
 
 
-@pytest.mark.parametrize(("element_bytes", "width"), [key[1:] for key in TABLE if key[0] == "other"])
-def test_rows_that_were_never_measured_fit_the_smallest_shared_memory(element_bytes: int, width: int) -> None:
+@pytest.mark.parametrize(("family", "element_bytes", "width"), [key for key in TABLE if key[0] != "hopper"])
+def test_rows_of_other_gpus_are_right(family: str, element_bytes: int, width: int) -> None:
     dtype = torch.bfloat16 if element_bytes == 2 else torch.float32
     case = replace(WIDE, length=300, heads=2, kv_heads=1, head_dim=width, value_dim=width)
-    x, row = on("cuda", inputs(case, dtype)), TABLE["other", element_bytes, width]
-    before = set(shared_memory())
+    x, row = on("cuda", inputs(case, dtype)), TABLE[family, element_bytes, width]
     q, k, v, dout, params, table = x["q"], x["k"], x["v"], x["dout"], params_of(case, x), table_of(case)
     out, lse = launch.forward(q, k, v, table, params, row)
     into = Gradients(TRITON.new_gradient(q), TRITON.new_gradient(k), TRITON.new_gradient(v))
     launch.backward(dout, q, k, v, lse, TRITON.delta(dout, out), table, params, into, row)
-    new = [size for compiled, size in shared_memory().items() if compiled not in before]
-    assert len(new) == 3 and max(new) <= SMALLEST_SHARED_MEMORY, new
     want, bound = computed_in_float64(case, x, table, out), 4e-6 if element_bytes == 4 else torch.finfo(dtype).eps / 2
     got = {"out": out, "lse": lse, "dq": into.dq, "dk": into.dk, "dv": into.dv}
     assert max(relative_error(got[name], want[name]) for name in want) < bound
-
-
-def shared_memory() -> dict[str, int]:
-    """Bytes that each kernel compiled so far takes."""
-    names = (("forward", "forward_kernel"), ("backward", "keys_kernel"), ("backward", "queries_kernel"))
-    return {
-        compiled.hash: compiled.metadata.shared
-        for kernel in names
-        for caches in launch.jit(*kernel).device_caches.values()
-        for compiled in caches[0].values()
-    }
 
 
 def computed_in_float64(case: Case, x: Inputs, table: Tensor, out: Tensor | None = None) -> Answer:

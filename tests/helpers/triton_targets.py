@@ -64,7 +64,7 @@ def compiled(capability: int, element_bytes: int, width: int) -> dict[str, int]:
 
             return launched
 
-    family = "hopper" if capability // 10 == 9 else "other"
+    family = next((name for name, of in blocks.FAMILIES.items() if divmod(capability, 10) in of), "other")
 
     def row_for(_device: torch.device, *facts: Any) -> blocks.Row:
         with mock.patch.object(blocks, "family_of", return_value=family):

@@ -1,6 +1,8 @@
 """Block sizes by GPU family: a fixed table, not tuned at run time, so that ranks and runs agree to the bit.
 
-recipes/tune_triton.py measures the rows of a GPU; rows of families that were never measured say so.
+recipes/tune_triton.py measures the rows of a GPU. Those of "ampere" and "ada" were measured on an H100 that ran machine
+code made from their instructions, within their shared memory: recipes/results/support/like_ampere. Rows of families that
+were never measured say so.
 """
 
 from __future__ import annotations
@@ -33,6 +35,10 @@ class Row(NamedTuple):
     values: Blocks | None = None
 
 
+FAMILIES = {"ampere": ((8, 0), (8, 7)), "ada": ((8, 6), (8, 9)), "hopper": ((9, 0),)}
+"""The compute capabilities of each family: the first has 163 KiB of shared memory for a program, the second 99, the third
+227."""
+
 WIDTHS = (64, 128, 192, 256, 512)
 """A head's width is rounded up to one of these to find its row; narrower heads take the first."""
 
@@ -49,6 +55,18 @@ TABLE: dict[tuple[str, int, int], Row] = {
     ("hopper", 4, 64): Row(Blocks(64, 64, 4, 2), Blocks(128, 32, 8, 1), Blocks(64, 64, 4, 1)),
     ("hopper", 4, 128): Row(Blocks(32, 64, 4, 1), Blocks(64, 32, 8, 1), Blocks(32, 64, 4, 1)),
     ("hopper", 4, 256): Row(Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1)),
+    ("ampere", 2, 64): Row(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 32, 4, 2)),
+    ("ampere", 2, 128): Row(Blocks(128, 32, 4, 2), Blocks(64, 128, 8, 2), Blocks(128, 32, 4, 2)),
+    ("ampere", 2, 256): Row(Blocks(64, 128, 8, 1), Blocks(64, 64, 8, 2), Blocks(64, 128, 8, 1)),
+    ("ampere", 4, 64): Row(Blocks(64, 32, 4, 2), Blocks(128, 32, 8, 1), Blocks(32, 64, 4, 1)),
+    ("ampere", 4, 128): Row(Blocks(32, 64, 4, 1), Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 1)),
+    ("ampere", 4, 256): Row(Blocks(32, 64, 8, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
+    ("ada", 2, 64): Row(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 32, 4, 2)),
+    ("ada", 2, 128): Row(Blocks(128, 32, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2)),
+    ("ada", 2, 256): Row(Blocks(64, 64, 8, 1), Blocks(32, 32, 4, 2), Blocks(32, 64, 4, 1)),
+    ("ada", 4, 64): Row(Blocks(64, 32, 4, 2), Blocks(128, 32, 8, 1), Blocks(32, 64, 4, 1)),
+    ("ada", 4, 128): Row(Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 64, 8, 1)),
+    ("ada", 4, 256): Row(Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1), Blocks(16, 32, 4, 1)),
     # never measured: sizes that fit the smallest shared memory of the family (100 KiB, 64 KiB on ROCm)
     ("other", 2, 64): Row(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     ("other", 2, 128): Row(Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 1), Blocks(64, 32, 4, 1)),
@@ -62,6 +80,8 @@ TABLE: dict[tuple[str, int, int], Row] = {
 WITH_BIAS: dict[tuple[str, int, int], Row] = {
     ("hopper", 2, 64): Row(Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1), Blocks(128, 128, 8, 1)),
     ("hopper", 2, 128): Row(Blocks(64, 32, 4, 2), Blocks(64, 64, 4, 1), Blocks(128, 128, 8, 1)),
+    ("ampere", 2, 64): Row(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1)),
+    ("ampere", 2, 128): Row(Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1)),
 }
 """Rows that differ with a bias by distance, whose positions take registers."""
 
@@ -100,18 +120,19 @@ def widest_head(device: str, element_bytes: int) -> int:
 
 @cache
 def family_of(device: torch.device) -> str:
-    """ "hopper" or "other"."""
-    return "hopper" if _cuda_generation(device) == 9 else "other"
+    """A key of `FAMILIES`, or "other"."""
+    capability = _cuda_capability(device)
+    return next((family for family, members in FAMILIES.items() if capability in members), "other")
 
 
 @cache
 def has_copy_engine(device: torch.device) -> bool:
     """Returns True if blocks can be fetched by descriptors: NVIDIA's Hopper and later."""
-    return _cuda_generation(device) >= 9
+    return _cuda_capability(device) >= (9, 0)
 
 
-def _cuda_generation(device: torch.device) -> int:
-    """The major compute capability; 0 for devices that are not NVIDIA's."""
+def _cuda_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability; (0, 0) for devices that are not NVIDIA's."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return 0
-    return torch.cuda.get_device_capability(device)[0]
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
