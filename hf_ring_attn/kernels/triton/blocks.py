@@ -1,8 +1,7 @@
 """Block sizes by GPU family: a fixed table, not tuned at run time, so that ranks and runs agree to the bit.
 
-recipes/tune_triton.py measures the rows of a GPU. Those of "ampere" and "ada" were measured on an H100 that ran machine
-code made from their instructions, within their shared memory: recipes/results/support/like_ampere. Rows of families that
-were never measured say so.
+recipes/tune_triton.py measures the rows of a GPU. Those of "ampere" and "ada" were measured on an H100 that ran their
+instructions within their shared memory (recipes/like_gpu.py). Rows of families that were never measured say so.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Row(NamedTuple):
 
 
 FAMILIES = {"ampere": ((8, 0), (8, 7)), "ada": ((8, 6), (8, 9)), "hopper": ((9, 0),)}
-"""The compute capabilities of each family: the first has 163 KiB of shared memory for a program, the second 99, the third
-227."""
+"""The compute capabilities of each family. A program may have 163, 99 and 227 KiB of shared memory."""
 
 WIDTHS = (64, 128, 192, 256, 512)
 """A head's width is rounded up to one of these to find its row; narrower heads take the first."""
@@ -58,12 +56,14 @@ TABLE: dict[tuple[str, int, int], Row] = {
     ("ampere", 2, 64): Row(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 32, 4, 2)),
     ("ampere", 2, 128): Row(Blocks(128, 32, 4, 2), Blocks(64, 128, 8, 2), Blocks(128, 32, 4, 2)),
     ("ampere", 2, 256): Row(Blocks(64, 128, 8, 1), Blocks(64, 64, 8, 2), Blocks(64, 128, 8, 1)),
+    ("ampere", 2, 512): Row(_TINY, _TINY, _TINY),
     ("ampere", 4, 64): Row(Blocks(64, 32, 4, 2), Blocks(128, 32, 8, 1), Blocks(32, 64, 4, 1)),
     ("ampere", 4, 128): Row(Blocks(32, 64, 4, 1), Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 1)),
     ("ampere", 4, 256): Row(Blocks(32, 64, 8, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
     ("ada", 2, 64): Row(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 32, 4, 2)),
     ("ada", 2, 128): Row(Blocks(128, 32, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2)),
     ("ada", 2, 256): Row(Blocks(64, 64, 8, 1), Blocks(32, 32, 4, 2), Blocks(32, 64, 4, 1)),
+    ("ada", 2, 512): Row(_TINY, _TINY, _TINY),
     ("ada", 4, 64): Row(Blocks(64, 32, 4, 2), Blocks(128, 32, 8, 1), Blocks(32, 64, 4, 1)),
     ("ada", 4, 128): Row(Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 64, 8, 1)),
     ("ada", 4, 256): Row(Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1), Blocks(16, 32, 4, 1)),
