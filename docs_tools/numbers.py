@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ring_attn.bench import results
+from hf_ring_attn.kernels.triton.blocks import TABLE
 
 FILED = Path(__file__).resolve().parents[1] / "recipes" / "results"
 RING, ULYSSES = "ring_fp32 ring pulls", "Ulysses, flash-attn-4"
@@ -216,6 +217,7 @@ BESIDE_OWN = "2026-11-26-two-h100-beside-own"
 H100_AUTO, H100_DEFAULTS = "2026-11-27-two-h100-auto", "2026-11-27-two-h100-defaults"
 WHOLE_FULL, FULL_1M = "2026-11-27-full-and-first-steps", "2026-11-27-full-1m"
 NATIVE, LINEAR = "2026-11-27-default-allocator", "2026-11-27-linear-attention"
+BLOCKS = "2026-11-27-ampere-blocks"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "", AGAIN, "ring_8K", "own_8K"),
@@ -280,6 +282,34 @@ def compiled_table() -> str:
 def times(folder: str, slow: str, fast: str) -> float:
     """Seconds a step of one run over those of another."""
     return float(step(folder, slow)["seconds_per_step"] / step(folder, fast)["seconds_per_step"])
+
+
+# ---- block sizes -----------------------------------------------------------------------------------------------------
+
+
+LIKE = {"ampere": 80, "ada": 89}
+"""The compute capability for which the kernels of a family were compiled and timed."""
+
+
+def block_times(
+    family: str, element_bytes: int, width: int, bias: bool = False
+) -> dict[str, dict[tuple[int, ...], float]]:
+    """Milliseconds of each pass by block sizes."""
+    times: dict[str, dict[tuple[int, ...], float]] = {}
+    for one in results.read(FILED / BLOCKS / results.FILE):
+        for each in one.rows if one.head["compiled_for"] == LIKE[family] else []:
+            if (each.get("element_bytes"), each.get("width"), each.get("bias")) == (element_bytes, width, bias):
+                times.setdefault(each["pass"], {})[tuple(each["blocks"])] = each["milliseconds"]
+    return times
+
+
+def blocks_faster(family: str, element_bytes: int, width: int) -> str:
+    """How often as fast the shipped blocks are as those for a GPU that was never measured."""
+    times = block_times(family, element_bytes, width)
+    never = TABLE["other", element_bytes, width]
+    before = zip(("forward", "dk and dv", "dq"), (never.forward, never.keys, never.queries), strict=True)
+    took = [(times[what][tuple(blocks)], min(times[what].values())) for what, blocks in before]
+    return f"{sum(was for was, _ in took) / sum(now for _, now in took):.1f}"
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -353,6 +383,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "support_not_run": lambda: str(support()["not run"]),
     "loss_chunked_gib": lambda: f"{gib(LOSS, 'chunked_8K')} GiB",
     "loss_sharded_gib": lambda: f"{gib(LOSS, 'sharded_8K')} GiB",
+    "blocks_ampere": lambda: blocks_faster("ampere", 2, 128),
+    "blocks_ada": lambda: blocks_faster("ada", 2, 128),
     "plain_64k_gib": lambda: f"{gib(ON_ONE, 'plain_64K')} GiB",
     "tiled_64k_gib": lambda: f"{gib(ON_ONE, 'tiled_64K')} GiB",
     "tiled_64k_slower": lambda: f"{(1 / times(ON_ONE, 'plain_64K', 'tiled_64K') - 1) * 100:.1f} %",

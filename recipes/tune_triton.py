@@ -108,19 +108,23 @@ def tune(
             mine = [job for job in possible if job[:3] == (what, element_bytes, width)]
             timed = sorted((_milliseconds(job), job.blocks) for job in mine)
             if not timed:
-                raise RuntimeError(f"no candidate runs for {what} of heads {width} wide, {element_bytes} bytes")
+                print(f"# {what}, {element_bytes} bytes, width {width}: no candidate runs")
+                continue
             best[what] = timed[0]
             if save is not None:
                 _write(save, mine[0], timed)
             listing = ", ".join(f"{tuple(blocks)} {milliseconds:.2f}" for milliseconds, blocks in timed[:6])
             print(f"# {what}, {element_bytes} bytes, width {width}, ms: {listing}")
-        keys, values = best["dk and dv"][1], None
-        if "dk" in best and best["dk"][0] + best["dv"][0] < best["dk and dv"][0]:
-            keys, values = best["dk"][1], best["dv"][1]
-        rows[family, element_bytes, width] = row = Row(best["forward"][1], keys, best["dq"][1], values)
+        rows[family, element_bytes, width] = row = _row(best)
         text = ", ".join(f"Blocks{tuple(blocks)}" for blocks in row if blocks is not None)
         print(f"({family!r}, {element_bytes}, {width}): Row({text}),")
     return rows
+
+
+def _row(best: dict[str, tuple[float, Blocks]]) -> Row:
+    ways = [way for way in (("dk and dv",), ("dk", "dv")) if all(what in best for what in way)]
+    keys, *values = min(ways, key=lambda way: sum(best[what][0] for what in way))
+    return Row(best["forward"][1], best[keys][1], best["dq"][1], best[values[0]][1] if values else None)
 
 
 def _write(save: Path, job: Job, timed: list[tuple[float, Blocks]]) -> None:

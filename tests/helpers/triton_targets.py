@@ -71,8 +71,9 @@ def compiled(capability: int, element_bytes: int, width: int) -> dict[str, int]:
             return blocks.row_for(torch.device("cuda"), *facts)
 
     dtype = torch.bfloat16 if element_bytes == 2 else torch.float32
-    q, dout = (torch.zeros(1, TOKENS, HEADS, width, dtype=dtype) for _ in range(2))
-    k, v = (torch.zeros(1, TOKENS, KV_HEADS, width, dtype=dtype) for _ in range(2))
+    values = blocks.NARROWER_VALUES.get(width, width)
+    q, dout = (torch.zeros(1, TOKENS, HEADS, x, dtype=dtype) for x in (width, values))
+    k, v = (torch.zeros(1, TOKENS, KV_HEADS, x, dtype=dtype) for x in (width, values))
     lse = torch.zeros(1, HEADS, TOKENS)
     into = Gradients(torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape))
     tiles = torch.tensor([Tile(0, 0, TOKENS, 0, 0, TOKENS, 0, lo=0, hi=UNBOUNDED)])

@@ -34,11 +34,14 @@ class Row(NamedTuple):
     values: Blocks | None = None
 
 
-FAMILIES = {"ampere": ((8, 0), (8, 7)), "ada": ((8, 6), (8, 9)), "hopper": ((9, 0),)}
-"""The compute capabilities of each family. A program may have 163, 99 and 227 KiB of shared memory."""
+FAMILIES = {"ampere": ((8, 0), (8, 7)), "ada": ((8, 6), (8, 9), (12, 0), (12, 1)), "hopper": ((9, 0),)}
+"""The compute capabilities of each family. A program may have 163, 99 and 227 KiB of shared memory. 12.0 and 12.1
+multiply with the instruction of 8.9."""
 
 WIDTHS = (64, 128, 192, 256, 512)
 """A head's width is rounded up to one of these to find its row; narrower heads take the first."""
+NARROWER_VALUES = {192: 128}
+"""Rows for heads with values at most this wide."""
 
 _TINY = Blocks(16, 16, 4, 1)
 _SMALL = Blocks(32, 32, 4, 1)
@@ -55,15 +58,17 @@ TABLE: dict[tuple[str, int, int], Row] = {
     ("hopper", 4, 256): Row(Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1)),
     ("ampere", 2, 64): Row(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 32, 4, 2)),
     ("ampere", 2, 128): Row(Blocks(128, 32, 4, 2), Blocks(64, 128, 8, 2), Blocks(128, 32, 4, 2)),
+    ("ampere", 2, 192): Row(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
     ("ampere", 2, 256): Row(Blocks(64, 128, 8, 1), Blocks(64, 64, 8, 2), Blocks(64, 128, 8, 1)),
-    ("ampere", 2, 512): Row(_TINY, _TINY, _TINY),
+    ("ampere", 2, 512): Row(Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(64, 64, 8, 1)),
     ("ampere", 4, 64): Row(Blocks(64, 32, 4, 2), Blocks(128, 32, 8, 1), Blocks(32, 64, 4, 1)),
     ("ampere", 4, 128): Row(Blocks(32, 64, 4, 1), Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 1)),
     ("ampere", 4, 256): Row(Blocks(32, 64, 8, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
     ("ada", 2, 64): Row(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 32, 4, 2)),
     ("ada", 2, 128): Row(Blocks(128, 32, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2)),
+    ("ada", 2, 192): Row(Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
     ("ada", 2, 256): Row(Blocks(64, 64, 8, 1), Blocks(32, 32, 4, 2), Blocks(32, 64, 4, 1)),
-    ("ada", 2, 512): Row(_TINY, _TINY, _TINY),
+    ("ada", 2, 512): Row(Blocks(32, 32, 8, 2), Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 32, 4, 1)),
     ("ada", 4, 64): Row(Blocks(64, 32, 4, 2), Blocks(128, 32, 8, 1), Blocks(32, 64, 4, 1)),
     ("ada", 4, 128): Row(Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 64, 8, 1)),
     ("ada", 4, 256): Row(Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1), Blocks(16, 32, 4, 1)),
@@ -82,6 +87,8 @@ WITH_BIAS: dict[tuple[str, int, int], Row] = {
     ("hopper", 2, 128): Row(Blocks(64, 32, 4, 2), Blocks(64, 64, 4, 1), Blocks(128, 128, 8, 1)),
     ("ampere", 2, 64): Row(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1)),
     ("ampere", 2, 128): Row(Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1)),
+    ("ada", 2, 64): Row(Blocks(64, 32, 4, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1)),
+    ("ada", 2, 128): Row(Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1), Blocks(64, 128, 8, 1)),
 }
 """Rows that differ with a bias by distance, whose positions take registers."""
 
@@ -102,7 +109,7 @@ def row_for(
     if device.type == "cpu":
         return INTERPRETER
     family = family_of(device)
-    widths = [width for width in WIDTHS if max(head_dim, value_dim) <= width]
+    widths = [width for width in WIDTHS if head_dim <= width and value_dim <= NARROWER_VALUES.get(width, width)]
     key = next(key for width in widths if (key := (family, element_bytes, width)) in TABLE)
     row = WITH_BIAS.get(key, TABLE[key]) if bias else TABLE[key]
     if family == "hopper" and not descriptors:
