@@ -20,11 +20,13 @@ class MadeInputs(dict[str, Any]):
     """The inputs of one rank that the batch lacked, and that were made for it.
 
     Of this rank also ``labels`` and ``shifted``, which the count belongs to, and the padding ``mask`` and position ids
-    (``places``) of which the model makes its attention masks; ``whole_shifted``: shifted labels of whole rows.
+    (``places``) of which the model makes its attention masks; ``whole_shifted``: shifted labels of whole rows;
+    ``ids``: input_ids of this rank and of whole rows.
     """
 
     labels = shifted = mask = places = TrackedInput.of(None)
     whole_shifted: Tensor | None = None
+    ids: tuple[Tensor | None, Tensor | None] = None, None
 
 
 MADE = ("position_ids", "attention_mask", "shift_labels", "num_items_in_batch", "use_cache")
@@ -70,6 +72,7 @@ def cut_batch(
         made.update({name: inputs[name] for name in MADE if name in inputs and batch.get(name) is None})
         made.labels, made.shifted = TrackedInput.of(inputs.get("labels")), TrackedInput.of(inputs.get("shift_labels"))
         made.whole_shifted = whole.inputs.get("shift_labels")
+        made.ids = inputs.get("input_ids"), whole.inputs.get("input_ids")
         if whole.facts is not None:  # else they are not cut yet
             made.mask, made.places = (TrackedInput.of(inputs.get(name)) for name in ("attention_mask", "position_ids"))
     return LocalBatch(inputs, context)

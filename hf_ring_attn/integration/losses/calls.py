@@ -21,7 +21,7 @@ class Share:
     Args:
         rows, tokens: B and T. padding: the places among T of tokens that pad the row to the ring's length.
         labels: the rank's labels, and those that were shifted on the whole row by one token, both [B, T], if the batch
-            has any. further: makes those that were shifted by more.
+            has any. known_targets: makes what a loss may have as targets (`shifts.KnownTargets`).
     """
 
     ring: Ring
@@ -29,7 +29,7 @@ class Share:
     tokens: int
     padding: list[int]
     labels: tuple[Tensor, Tensor] | None = None
-    further: Callable[[], tuple[Tensor, ...]] = tuple
+    known_targets: Callable[[], Any] | None = None
 
     def axis(self, shape: torch.Size, selected: int = 0) -> int | None:
         """The axis of the tokens; None: it is not for each token. ``selected``: their number, if these are not all."""

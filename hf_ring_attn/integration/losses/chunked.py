@@ -27,7 +27,7 @@ from ..patching.modules import Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
 from .local_logits import LocalLogits, held
 from .origins import Origin
-from .shifts import FurtherLabels
+from .shifts import TargetsOfBatch
 
 
 @contextmanager
@@ -181,9 +181,9 @@ def hand_out(output: Any, context: BatchContext, without_loss: bool = False, is_
     inputs, layout = context.state(MadeInputs), context.layout
     own, shifted = (x.value for x in (inputs.labels, inputs.shifted))
     labels = None if own is None or own.shape != context.local_shape else (own, shifted)
-    further = partial(context.state(FurtherLabels).of, inputs.whole_shifted, layout)
+    known_targets = partial(context.state(TargetsOfBatch).of, inputs, context.facts.rows, layout)
     origin = Origin(
-        context.ring, context.facts.rows, layout.local_length, layout.padding, labels, further,
+        context.ring, context.facts.rows, layout.local_length, layout.padding, labels, known_targets,
         arrives=context.state(BackwardEnd).expect,
     )  # fmt: skip
     if isinstance(output, LazyLogits):

@@ -141,16 +141,18 @@ class Message(
     def of(origin: Origin, gradient: Tensor | None, device: torch.device) -> Message:
         """Collects the facts. ``gradient``: of the output, or of a weight; None: the rank computed no loss."""
         noted, rows, tokens, padding = origin.noted, origin.rows, origin.tokens, origin.padding
-        by_hand, others = torch.stack(noted["targets"]).amax(0).to(device) if noted["targets"] else (0, 0)
+        targets = torch.stack(noted["targets"]).to(device) if noted["targets"] else None
+        by_hand, others = (0, 0) if targets is None else targets[:, :2].amax(0)
+        are_labels = None if targets is None else targets[:, 2].bool().all()
         picked = noted["picked"] if len(noted["picked"]) == 1 else []  # more: a program that takes token by token
         pooled = [*noted["pooled"], *chain.from_iterable(noted["statistics"]), *picked]
         pads: int | Tensor = 0
         if gradient is not None and (gradient.shape[:2] == (rows, tokens) or len(gradient) == rows * tokens):
             pads = gradient.reshape(rows, tokens, -1)[:, padding].any().long().to(device) if padding else 0
         return Message(
-            by_hand, others, *shifts.dropped_by(set(noted["cuts"]), origin), *_as_set(noted["divisors"], device),
-            *_as_set(pooled, device), pads, int(2 in noted["bytes"]), len(noted["each"]),
-            weights.summaries(noted["in_sums"], noted["each"], rows, tokens, device),
+            by_hand, others, *shifts.dropped_by(set(noted["cuts"]), origin, are_labels),
+            *_as_set(noted["divisors"], device), *_as_set(pooled, device), pads, int(2 in noted["bytes"]),
+            len(noted["each"]), weights.summaries(noted["in_sums"], noted["each"], rows, tokens, device),
         )  # fmt: skip
 
     def packed(self) -> list[Any]:

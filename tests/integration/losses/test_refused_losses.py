@@ -28,6 +28,8 @@ from tests.integration.losses.test_local_logits import (
     summed,
 )
 
+MASKED: Batch = {**BATCH, "labels": BATCH["labels"].index_fill(1, torch.tensor([6, 7, 12, 13, 17, 18, 19]), -100)}
+"""No label where chunks of a ring of two begin."""
 REFUSED: dict[str, tuple[Batch, Loss]] = {
     "PooledOnOneRank: the last token": (BATCH, lambda model, sharded: hidden_of(model, sharded)[:, -1].square().sum()),
     "PooledOnOneRank: a token of each row": (
@@ -77,6 +79,18 @@ REFUSED: dict[str, tuple[Batch, Loss]] = {
     "ShiftedByHand: ids whose log-probabilities are gathered": (
         BATCH, lambda model, sharded: -log_softmax(logits_of(model, sharded), -1).gather(
             -1, padded(sharded.inputs["input_ids"]).clamp(min=0)[..., None]).sum()),
+    "ShiftedByHand: ids in the place of labels": (
+        WITHOUT_LABELS, lambda model, sharded: cross_entropy(
+            logits_of(model, sharded).flatten(0, 1), padded(sharded.inputs["input_ids"]).flatten(), reduction="sum")),
+    "ShiftedByHand: ids where labels are masked": (
+        MASKED, lambda model, sharded: summed(
+            logits_alone(model, sharded), {**sharded.inputs, "shift_labels": padded(sharded.inputs["input_ids"])})),
+    "ShiftedByHand: slices for ids where labels are masked": (
+        MASKED, lambda model, sharded: cross_entropy(
+            logits_alone(model, sharded)[:, :-2].flatten(0, 1), sharded.inputs["input_ids"][:, 2:].flatten(),
+            reduction="sum")),
+    "ShiftedByHand: slices of hidden states where labels are masked": (
+        MASKED, lambda model, sharded: hidden_of(model, sharded)[:, :-2].square().sum()),
     "MeanOfOneRank: a product over its count": (
         BATCH, lambda model, sharded: product_over(*each_loss(logits_of(model, sharded), sharded.inputs))),
     "MeanOfOneRank: times 1 / its count": (
