@@ -82,7 +82,8 @@ def whole_row_calls(
     try:
         with ExitStack() as hooks:
             for model in {id(model): model for model in models if model is not None}.values():
-                hooks.enter_context(model.register_forward_pre_hook(before, with_kwargs=True))
+                # First: others would fill in this rank's places if whole rows are as long as a rank's share.
+                hooks.enter_context(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
                 hooks.enter_context(model.register_forward_hook(after, with_kwargs=True, always_call=True))
             yield
     finally:

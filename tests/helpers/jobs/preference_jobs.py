@@ -178,11 +178,15 @@ def trained(case: Case, mesh: Mesh, saved: str = "", self_check: bool = True) ->
         return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(dpo))
 
 
-def evaluated(case: Case, mesh: Mesh, rows: int) -> dict[str, float]:
-    """An evaluation of so many rows, before any training."""
+def evaluated(case: Case, mesh: Mesh, rows: int, lengths: tuple[int, ...] = ()) -> dict[str, float]:
+    """An evaluation of so many rows, before any training. ``lengths``: bytes of their prompts and completions."""
     with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
         attention = "ring_fp32" if mesh.cp > 1 else "sdpa"
-        host = trainer(case, folder, attention, eval_dataset=preferences(case, rows, start=4000))
+        data = preferences(case, rows, start=4000)
+        if lengths:
+            pieces = [{"prompt": "p" * n, "completion": "c" * n, "label": n > 1} for n in lengths]
+            data = Dataset.from_list(pieces)
+        host = trainer(case, folder, attention, eval_dataset=data)
         return numbers(host.evaluate())
 
 

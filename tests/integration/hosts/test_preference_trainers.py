@@ -197,3 +197,11 @@ def test_an_evaluation_of_kto_whose_kl_rows_are_those_of_the_batch(ranks: Ranks)
     (want,) = ranks(1).run(evaluated, case, Mesh(), 6)
     for got in ranks(2).run(evaluated, case, Mesh(cp=2), 6):
         assert got == pytest.approx(want, rel=LOSS, abs=LOSS)
+
+
+@pytest.mark.parametrize("long", [18, 20])
+def test_an_evaluation_of_kto_whose_kl_rows_are_as_long_as_a_ranks_share(ranks: Ranks, long: int) -> None:
+    """They got the positions of the batch's tokens, and were refused (`OtherInputs`)."""
+    (want,) = ranks(1).run(evaluated, Case("", kto=True), Mesh(), 2, (long, 1))
+    for got in ranks(2).run(evaluated, Case("", kto=True), Mesh(cp=2), 2, (long, 1)):
+        assert got == pytest.approx(want, rel=LOSS, abs=LOSS)
