@@ -160,6 +160,7 @@ class RunLog:
         attends: False for a model that is known to have no attention.
         models: the outermost models that were admitted, in order. named: those given to `shard`.
         configs: their transformers configs.
+        rows_a_step: the rows of a trainer's optimizer step, if all its batches on all rings are like this one.
     """
 
     kernel: str = ""
@@ -175,6 +176,7 @@ class RunLog:
     models: Models = field(default_factory=Models)
     named: Models = field(default_factory=Models)
     configs: list[Any] = field(default_factory=list)
+    rows_a_step: int | None = None
 
 
 @dataclass

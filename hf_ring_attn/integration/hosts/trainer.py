@@ -148,6 +148,9 @@ def shard_inputs(
     gathers_logits = options.loss == "gathered" and not head
     numbers = [logged_numbers.digest(trainer)]
     sharded = shard_for(whole, group_of(trainer), options, model, gathers_logits, step, head=head, numbers=numbers)
+    if trains:
+        batches = trainer.args.gradient_accumulation_steps * world_size() // sharded.ring.size
+        sharded.context.log.rows_a_step = sharded.context.facts.rows * batches
     logged_numbers.compare(trainer, sharded.ring, *sharded.context.state(SentNumbers))
     local = _inputs(trainer, whole, sharded)
     return functools.partial(_step, trainer, model, sharded, local), local
