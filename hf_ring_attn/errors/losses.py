@@ -88,8 +88,8 @@ _SUM_SHIFTED = (
 class ShiftedByHand(Refused):
     def __init__(self) -> None:
         super().__init__(
-            "logits, hidden states or labels of one rank were shifted by hand, as by [:, :-1] or [:, 1:]. The label of "
-            f"a chunk's last token is on another rank. {_SUM_SHIFTED}"
+            "logits, hidden states, labels or ids of one rank were shifted by hand, as by [:, :-1] or [:, 1:]. The "
+            f"label of a chunk's last token is on another rank. {_SUM_SHIFTED}"
         )
 
 
