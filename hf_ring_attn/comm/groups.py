@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ..errors import GroupDestroyed
@@ -99,3 +100,10 @@ def _leave_gloo_in_order() -> None:
         time.sleep(0.1)
 
     atexit.register(leave)
+
+
+def send_to_all(tensor: Tensor, rank: int) -> None:
+    """Writes the tensor of one rank of the job into those of the others."""
+    sent = tensor.detach().contiguous()
+    dist.broadcast(sent, rank)
+    tensor.detach().copy_(sent)

@@ -14,6 +14,7 @@ from .context.model_record import forget_models
 from .gradients import ddp, loss_gradients, replicas
 from .hosts import (
     accelerate,
+    best_model,
     between_batches,
     checkpoints,
     prediction,
@@ -37,6 +38,7 @@ CHANGES: list[changes.Change] = [
     *prediction.PATCHES,
     *between_batches.PATCHES,
     *checkpoints.PATCHES,
+    *best_model.PATCHES,
     *random_states.PATCHES,
     *sft_trainer.PATCHES,
 ]
