@@ -15,6 +15,7 @@ compare the facts of the steps that it passed through. What is only logged has n
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict, namedtuple
 from collections.abc import Callable
@@ -82,6 +83,8 @@ class Origin(Share):
         def passes(gradient: Tensor) -> None:
             for name, fact in facts.items():
                 found = self.noted[name]
+                if name == "nearest":
+                    found.clear()
                 is_enough = name == "each" and len(found) >= weights.MOST_EACH  # of more, ranks compare the number
                 found.append(None if is_enough else fact(gradient.detach()) if callable(fact) else fact)
 
@@ -128,13 +131,13 @@ class Message(
     namedtuple(
         "Message",
         "shifted_by_hand other_targets dropped_at_start dropped_at_end dropped_labels divisors divided_by pooled "
-        "pooled_to pads in_16_bits each_count weights",
+        "pooled_to pads in_16_bits each_count weights groups",
     )
 ):
     """Facts about a rank's loss as it sends them; and, as all ranks receive them, a list of each.
 
     Flags: of targets; of tokens that slices drop, if some have labels; of a gradient of padding. divisors, pooled: how
-    many, and then a number for all of them. weights: their summaries, with one more dim as received.
+    many, and then a number for all of them. weights, groups: their summaries, with one more dim as received.
     """
 
     @staticmethod
@@ -153,18 +156,21 @@ class Message(
             by_hand, others, *shifts.dropped_by(set(noted["cuts"]), origin, are_labels),
             *_as_set(noted["divisors"], device), *_as_set(pooled, device), pads, int(2 in noted["bytes"]),
             len(noted["each"]), weights.summaries(noted["in_sums"], noted["each"], rows, tokens, device),
+            weights.groups_of(noted, None if origin.labels is None else origin.labels[1], device),
         )  # fmt: skip
 
     def packed(self) -> list[Any]:
         """Integers, equally many on every rank."""
-        return [*self[:-1], *self.weights.flatten().view(torch.int64)]
+        return [*self[:-2], *torch.cat([self.weights.flatten(), self.groups]).view(torch.int64)]
 
     @staticmethod
     def unpacked(columns: list[list[int]]) -> Message:
         """The lists of all ranks' facts. ``columns``: each integer, of all ranks."""
-        facts: Any = columns[: len(Message._fields) - 1]
+        facts: Any = columns[: len(Message._fields) - 2]
         table = torch.tensor(columns[len(facts) :], dtype=torch.int64).view(torch.float64).T
-        return Message(*[*facts, table.unflatten(1, (-1, weights.SUMMARY))])
+        number = math.prod(weights.GROUPS)
+        summaries, groups = table[:, :-number], table[:, -number:]
+        return Message(*[*facts, summaries.unflatten(1, (-1, weights.SUMMARY)), groups])
 
 
 def _as_set(found: list[Any], device: torch.device) -> tuple[int | Tensor, int | Tensor]:
@@ -191,10 +197,11 @@ def _refuse(ranks: Message) -> None:
     if any(ranks.dropped_labels) and len(dropped) == 1 and dropped != {(0, 0)}:
         raise errors.ShiftedByHand()
     averages = len(set(filter(None, ranks.divisors))) == 1 and _differ(ranks.divisors, ranks.divided_by)
-    averages = averages or weights.are_of_a_rank(ranks.weights, ranks.each_count, any(ranks.in_16_bits))
+    in_16_bits = any(ranks.in_16_bits)
+    averages = averages or weights.are_of_a_rank(ranks.weights, ranks.each_count, in_16_bits)
     if _differ(ranks.pooled, ranks.pooled_to) and not averages:
         raise errors.PooledOnOneRank()
     if any(ranks.pads):
         raise errors.PaddingInLoss()
-    if averages:
+    if averages or (not in_16_bits and weights.divide_by_groups(ranks.groups)):
         raise errors.MeanOfOneRank()

@@ -32,7 +32,7 @@ def pooling_of(call: Call, result: Tensor) -> str:
     if call.axis is None or call.options.get("reduction", "none") != "none":
         return ""
     kind = tried(call.function, call.args, call.kwargs, call.x.shape[call.axis])
-    if kind in ("mixed", "ordered"):
+    if kind in ("mixed", "ordered") or (kind == "summed" and call.name not in SUMS | MEANS | PRODUCTS):
         return kind
     if call.axis_in(result) is not None:
         return ""

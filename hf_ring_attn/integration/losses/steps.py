@@ -7,6 +7,8 @@
 | statistics | numbers of a rank's tokens without a gradient that it used |
 | divisors | numbers by which tokens were divided, each by itself |
 | in_sums, each | gradients of tokens in sums and means, and of numbers of tokens |
+| nearest | the last of the latter, which is nearest to the output |
+| sums | for each of in_sums, the sum of its tokens' gradients, or nan |
 | bytes | of one number of these gradients |
 """
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from .calls import Call, Past
 from .pooling import REDUCTIONS, pooling_of, same_on_ranks
 from .shifts import cut_of, target_of
-from .weights import MEANS, divisor_of, mean_of
+from .weights import MEANS, divisor_of, mean_of, summed_by
 
 
 def look_at(call: Call, result: Tensor, trains: bool) -> tuple[dict[str, Any], Past]:
@@ -50,9 +52,13 @@ def look_at(call: Call, result: Tensor, trains: bool) -> tuple[dict[str, Any], P
     if pooling:
         facts["picked" if pooling == "picked" else "pooled"] = same_on_ranks(pooling, result, count, rank)
     elif count is not None:
+        times = summed_by(call, count)
         facts["in_sums"] = lambda gradient: (gradient.double() / count).reshape(-1)
+        facts["sums"] = lambda gradient: (gradient.double() * times).reshape(-1)
     if has_tokens and result.numel() == (selected or share.rows * share.tokens):
         facts["each"] = lambda gradient: gradient.double().reshape(-1)
+        if not selected:
+            facts["nearest"] = facts["each"]
     if "in_sums" in facts or "each" in facts:
         facts["bytes"] = lambda gradient: gradient.itemsize
     return {name: fact for name, fact in facts.items() if fact is not None}, past

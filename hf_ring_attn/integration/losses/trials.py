@@ -2,7 +2,8 @@
 
 A function is called on a few tokens, and on either half of them, once for each kind of call: with random numbers in
 float64 on the CPU. If f(all) is f(first half) beside f(second half), each token's result is its own. If it is their sum
-or mean, f is linear. So torch's functions need no list here, and new ones are known.
+or mean, f is linear (less what f adds the tokens to: its result of zeros). So torch's functions need no list here, and
+new ones are known.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], token
         args, kwargs: as it got them. tokens: the size of their dim.
 
     Returns:
-        "reduced": it makes something else of all tokens than their sum or mean; "mixed": a token's result is made of
-        others, too; "ordered": it sorts them; "": none of these, or unknown.
+        "summed": it makes sums or means of all tokens; "reduced": something else of them; "mixed": a token's result is
+        made of others, too; "ordered": it sorts them; "": none of these, or unknown.
     """
     name = function.__name__
-    writes = name.startswith("__i") or name.endswith("_") != name.endswith("__") or "out" in kwargs
     # A custom operator may count its calls, or talk to other ranks.
     is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-    if name in UNTRIED or writes or "generator" in kwargs or (is_operator and not str(function).startswith("aten.")):
+    is_foreign = is_operator and not str(function).startswith("aten.")
+    if name in UNTRIED or "out" in kwargs or "generator" in kwargs or is_foreign:
         return ""
     if name.strip("_") in ARITHMETIC and sum(isinstance(x, Tensor) for x in (*args, *kwargs.values())) == 1:
         return ""
@@ -88,8 +89,8 @@ def _tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], toke
     if half < 2 or any(x is None and leaf is not None for x, leaf in zip(given, leaves, strict=True)):
         return ""
 
-    def called(start: int, stop: int) -> Tensor | None:
-        inputs = [x[0].narrow(x[1], start, stop - start).clone() if isinstance(x, tuple) else x for x in given]
+    def called(start: int, stop: int, zeros: bool = False) -> Tensor | None:
+        inputs = [_part(x, start, stop, zeros) for x in given]
         args, kwargs = tree_unflatten(inputs, spec)
         found = function(*args, **kwargs)
         found = found[0] if isinstance(found, (tuple, list)) else found
@@ -99,11 +100,12 @@ def _tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], toke
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             whole, again = called(0, 2 * half), called(0, 2 * half)
             first, second = called(0, half), called(half, 2 * half)
+            of_zeros = [called(0, 2 * half, zeros=True), called(0, half, zeros=True)]
     except Exception:  # noqa: BLE001  any: a function may need other tokens
         return ""
     if whole is None or again is None or first is None or second is None or not _same(whole, again):
         return ""
-    return _compared(whole, first, second, function.__name__)
+    return _compared(whole, first, second, of_zeros, function.__name__)
 
 
 def _few(x: Any, tokens: int, few: int, drawn: torch.Generator) -> Any:
@@ -122,15 +124,27 @@ def _few(x: Any, tokens: int, few: int, drawn: torch.Generator) -> Any:
     return x, dims[0]
 
 
+def _part(x: Any, start: int, stop: int, zeros: bool) -> Any:
+    """An argument of one call, which may write to it."""
+    if not isinstance(x, tuple):
+        return x.clone() if isinstance(x, Tensor) else x
+    part = x[0].narrow(x[1], start, stop - start).clone()
+    return part.zero_() if zeros and part.is_floating_point() else part
+
+
 def _same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def _compared(whole: Tensor, first: Tensor, second: Tensor, name: str) -> str:
+def _compared(whole: Tensor, first: Tensor, second: Tensor, of_zeros: list[Tensor | None], name: str) -> str:
     if first.shape != second.shape or first.dim() != whole.dim():
         return ""
     grown = [dim for dim in range(whole.dim()) if whole.shape[dim] != first.shape[dim]]
     if not grown:
+        added_to, to_half = (0.0 if x is None or not x.isfinite().all() else x for x in of_zeros)
+        made, parts = whole - added_to, first + second - 2 * to_half
+        if made.any() and any(_same(made, parts / number) for number in (1, 2)):
+            return "summed"
         return "" if any(_same(whole, (first + second) / number) for number in (1, 2)) else "reduced"
     if len(grown) == 1 and _same(whole, torch.cat([first, second], grown[0])):
         return ""

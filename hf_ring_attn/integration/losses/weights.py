@@ -4,7 +4,8 @@ Let w_r be the weight of rank r's tokens: loss = sum_r w_r * sum_t x_t. The grad
 a mean of n tokens is n * w_r. If w_r differs among ranks, as 1 / n_r with a rank's own count does, the ranks refuse.
 
 A program may also give each token its own weight. These may be any, unless every rank divided its weights by their own
-sum: then they have one sum on every rank, or the same ratios, and yet they are others. A number by which tokens were
+sum: then they have one sum on every rank, or the same ratios, and yet they are others. Or it divided each document's by
+its own number of them: then those of a document have one sum on every rank (`groups_of`). A number by which tokens were
 divided or multiplied one by one, before any sum, is compared by itself.
 
 No steps are seen of a compiled loss, of an autograd function of the program, and of a gradient that it makes by hand.
@@ -14,10 +15,12 @@ There the gradient of the logits shows the weight: that of a cross entropy is w 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .calls import Call
 
@@ -32,33 +35,56 @@ BY_ONE_NUMBER = {
 
 SAME_WEIGHT = 1e-5, 1e-2
 """Relative, in float32 and in 16 bits: weights of tokens that are computed in another way differ by rounding."""
+MULTIPLE = 1e-4
+"""The most that a multiple in float32 may differ from a whole number."""
 MOST_WEIGHTS = 8
 """The most different weights of tokens that ranks compare; a loss with more has one for each document, perhaps."""
 MOST_EACH = 4
 """The most tensors of a number for each token, from the loss on, whose gradients are compared."""
 SUMMARY = 3 + MOST_WEIGHTS + 1
 """The numbers in a summary of weights."""
+GROUPS = 3, 1 + MOST_WEIGHTS
+"""Groups of tokens are seen in three ways, with these numbers about each (`groups_of`)."""
 
 
 def mean_of(call: Call, result: Tensor) -> int | Tensor | None:
     """Returns the number of tokens whose mean a function took; 1: it took their sum; None: neither, of whole rows."""
-    name, options = call.name, call.options
-    reduction = options.get("reduction")
+    name, reduction = call.name, call.options.get("reduction")
     if result.numel() > call.share.rows:
         return None
     if name in SUMS | PRODUCTS or reduction == "sum":
         return 1
     if name not in MEANS and reduction not in ("mean", "batchmean"):
         return None
-    if "ignore_index" in options and not options["target"].is_floating_point():
-        target, weight = options["target"], options.get("weight")
-        is_labelled = target != options["ignore_index"]
-        return torch.sum(is_labelled if weight is None else weight[target.where(is_labelled, 0)] * is_labelled)
+    if (labelled := _labelled(call)) is not None:
+        return labelled
     if name == "nanmean":
         return (~call.x.isnan()).sum()
     if call.share.axis(call.x.shape) is None:
         return call.x.numel() // result.numel()
     return call.share.rows * (call.share.tokens - len(call.share.padding))
+
+
+def _labelled(call: Call) -> Tensor | None:
+    """The number of tokens with a target, or the sum of their classes' weights; None: they have no targets."""
+    options = call.options
+    if "ignore_index" not in options or options["target"].is_floating_point():
+        return None
+    target, weight = options["target"], options.get("weight")
+    is_labelled = target != options["ignore_index"]
+    return torch.sum(is_labelled if weight is None else weight[target.where(is_labelled, 0)] * is_labelled)
+
+
+def summed_by(call: Call, count: int | Tensor) -> float | Tensor:
+    """Returns the sum of the weights that a function gave to tokens; nan: unknown, as some may be masked.
+
+    Args:
+        count: `mean_of` it.
+    """
+    if not isinstance(count, int) or count > 1:
+        return 1.0
+    labelled = _labelled(call)
+    return (call.past.selected or math.nan) if labelled is None else labelled
 
 
 def divisor_of(call: Call) -> float | Tensor | None:
@@ -91,11 +117,79 @@ def summaries(in_sums: list[Tensor], each: list[Tensor], rows: int, tokens: int,
             only = most.where(most - least <= SAME_WEIGHT[0] * most, math.nan)
             numbers = torch.arange(1, rows + 1, dtype=x.dtype, device=device)
             summary[1:3] = torch.stack([of_rows.sum(1), only]) @ numbers
-        x = x.sort().values
-        again = torch.cat([x[:1].isnan(), x[1:] == x[:-1]]) | (x == 0)
-        different = x.masked_fill(again, math.nan).sort().values[: MOST_WEIGHTS + 1]
+        different = _different_of(x)[: MOST_WEIGHTS + 1]
         summary[3 : 3 + len(different)] = different
     return found
+
+
+def _different_of(x: Tensor) -> Tensor:
+    """The different values beside 0, in order, and then nan."""
+    x = x.sort().values
+    again = torch.cat([x[:1].isnan(), x[1:] == x[:-1]]) | (x == 0)
+    return x.masked_fill(again, math.nan).sort().values
+
+
+def groups_of(noted: Mapping[str, list[Tensor]], labels: Tensor | None, device: torch.device) -> Tensor:
+    """[`GROUPS`] float64 of groups of tokens with one weight, as documents: of all, of those with labels, of sums.
+
+    The least sum of a group's weights, if the others are its multiples (else nan); and different weights, in order.
+
+    Args:
+        noted: facts (`steps`). labels: [B, T] or none.
+    """
+    found = torch.full(GROUPS, math.nan, dtype=torch.float64, device=device)
+    all_noted = filter(torch.is_tensor, [*noted["each"], *noted["in_sums"]])
+    largest = [x.abs().amax().to(device) for x in all_noted if x.numel()]
+    for x in noted["nearest"]:
+        x = x.to(device).abs()
+        x = x.masked_fill(x < SAME_WEIGHT[0] * torch.stack([x.amax(), *largest]).amax(), 0.0)  # rounding of zeros
+        some_of = [x]
+        if labels is not None and labels.numel() == x.numel():
+            some_of.append(x * (labels.flatten() >= 0).to(device))
+        for at, some in enumerate(some_of):
+            of_one = some.sort().values
+            begins = torch.cat([of_one[:1] >= 0, of_one[1:] != of_one[:-1]])
+            found[at] = _group(torch.zeros_like(of_one).index_add(0, begins.cumsum(0) - 1, of_one), of_one)
+    if noted["in_sums"]:
+        each, sums = (torch.cat([x.to(device) for x in noted[name]]).abs() for name in ("in_sums", "sums"))
+        found[2] = _group(sums, each)
+    return found.flatten()
+
+
+def _group(sums: Tensor, each: Tensor) -> Tensor:
+    least = sums.masked_fill(sums == 0, math.inf).amin()
+    are_multiples = _are_whole(sums / least) & least.isfinite()
+    numbers = torch.full(GROUPS[1:], math.nan, dtype=torch.float64, device=each.device)
+    different = _different_of(each)[:MOST_WEIGHTS]
+    numbers[0], numbers[1 : 1 + len(different)] = least.where(are_multiples, math.nan), different
+    return numbers
+
+
+def _are_whole(x: Tensor) -> Tensor:
+    return ((x - x.round()).abs() < MULTIPLE).all()
+
+
+def divide_by_groups(table: Tensor) -> bool:
+    """Returns True if ranks divided the weights of each document by their own number of its tokens.
+
+    Then all documents have one sum on all ranks, and every rank has weights that no other rank has.
+
+    Args:
+        table: [R, `GROUPS`] in float32 of all ranks.
+    """
+    for groups in table.unflatten(1, GROUPS).unbind(1):
+        groups = groups[~groups[:, 1].isnan()]
+        least, each = groups[:, 0], groups[:, 1:]
+        several = len(groups) > 1 and bool((~each[:, 1].isnan()).any())
+        if not several or not least.isfinite().all() or not _are_whole(least / least.amin()):
+            continue
+        x, order = each.flatten().sort()
+        ranks = order // MOST_WEIGHTS
+        is_near = (x.diff() <= SAME_WEIGHT[0] * x[1:]) & (ranks.diff() != 0)
+        of_one = ~(x.isnan() | functional.pad(is_near, (1, 0)) | functional.pad(is_near, (0, 1)))
+        if len(ranks[of_one].unique()) == len(groups):
+            return True
+    return False
 
 
 def are_of_a_rank(table: Tensor, each_counts: list[int], in_16_bits: bool) -> bool:
