@@ -93,3 +93,13 @@ def test_a_number_of_tokens_is_noted_once() -> None:
     for _ in range(12):
         x = x * x
     assert len(vars(x)["past"].statistics) == 1
+
+
+def test_sums_by_index_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    where, sums = torch.tensor([0, 2] * 8), torch.ones(3)
+    for call in (torch.index_add, torch.Tensor.index_add_, torch.scatter_add):
+        monkeypatch.setattr(trials, "_known", {})
+        assert trials.tried(call, (sums, 0, where, torch.rand(16)), {}, 16) == "summed"
+    assert trials.tried(torch.Tensor.cumsum_, (torch.rand(16), 0), {}, 16) == "mixed"
+    assert trials.tried(torch.Tensor.mul_, (torch.rand(16), torch.rand(16)), {}, 16) == ""
+    assert torch.equal(sums, torch.ones(3))
