@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -49,6 +50,11 @@ def unwrapped(model: nn.Module) -> list[nn.Module]:
     """``model``, and the models inside it, through wrappers of DDP and torch.compile; the last is no wrapper."""
     inner = model._modules.get("module" if is_ddp(model) else "_orig_mod")
     return [model] if inner is None else [model, *unwrapped(inner)]
+
+
+def may_train(model: nn.Module) -> bool:
+    """Returns True if a call of ``model`` may train it now, in evaluation mode, too: `from_pretrained` sets that."""
+    return model.training or torch.is_grad_enabled()
 
 
 def is_ddp(module: nn.Module) -> bool:

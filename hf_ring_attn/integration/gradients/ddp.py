@@ -146,7 +146,7 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
     DDP says how many weights it averages, not which: those that trained until now, and no others, if they are as many.
     """
     wrapper: Any = next(filter(is_ddp, unwrapped(model)), None)
-    if wrapper is None or context.ring.size == 1 or not model.training or not torch.is_grad_enabled():
+    if wrapper is None or context.ring.size == 1 or not torch.is_grad_enabled():
         return
     if wrapper.require_backward_grad_sync:
         _LOCAL.pop(wrapper, None)
@@ -170,7 +170,7 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
 
 def note_call(wrapper: Any, ring: Ring) -> None:
     """Notes a call of the model inside a DDP wrapper: past the wrapper no gradient is averaged."""
-    if torch.is_grad_enabled() and wrapper.training and type(wrapper)._active_ddp_module is not wrapper:
+    if torch.is_grad_enabled() and type(wrapper)._active_ddp_module is not wrapper:
         _LOCAL[wrapper] = ring, _PAST
 
 

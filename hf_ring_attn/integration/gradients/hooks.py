@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_dtensor, modules_of
+from ..context.introspect import is_dtensor, may_train, modules_of
 from ..context.model_record import code_of
 from ..context.program_states import preserved_objects
 from ..patching.modules import is_ours
@@ -30,7 +30,7 @@ ROUNDING = 1e-4
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields a reason for each kind of such hooks on trained weights, or for hooks that do so together."""
-    if context.ring.size == 1 or not model.training:
+    if context.ring.size == 1 or not may_train(model):
         return
     every = list(_hooked(model))
     refused = [one for one in _one_of_each_kind(every) if _passes_through_average([one], model) is False]

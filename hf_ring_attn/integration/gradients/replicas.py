@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import errors
 from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
-from ..context.introspect import unwrapped
+from ..context.introspect import may_train, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..log import warn
 from .backward_end import BackwardEnd, average
@@ -64,7 +64,7 @@ def averages_gradients(model: nn.Module) -> bool:
 
 def note_trained(model: nn.Module, context: BatchContext) -> None:
     """Notes a bare model that trains in a ring."""
-    if context.ring.size > 1 and model.training and not averages_gradients(model):
+    if context.ring.size > 1 and may_train(model) and not averages_gradients(model):
         record = latest_record(model)
         visit = context.state(Visits).get(record)
         trained = [x for x in record.weights() if x.requires_grad] if visit is None else visit.trained
@@ -199,18 +199,19 @@ def _note_averaged(weights: list[Any], context: BatchContext) -> None:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-class _Compared(set[str]):
-    """The names of the rings in which a model's weights were compared."""
+class _Compared(set[tuple[str, bool]]):
+    """The rings in which a model's weights were compared, and in training mode or not."""
 
 
 def compare(model: nn.Module, context: BatchContext) -> None:
-    """Compares the trained weights of a bare model over the ring, once for each model and ring.
+    """Compares the trained weights of a bare model over the ring, once for each model, ring and mode.
 
     Raises:
         RanksDiffer: on every rank, with the name of the first weight that differs.
     """
     ring = context.ring
-    if ring.size == 1 or not model.training or ring.name in latest_record(model).state(_Compared):
+    case = ring.name, model.training
+    if ring.size == 1 or not may_train(model) or case in latest_record(model).state(_Compared):
         return
     bare = not averages_gradients(model)
     trained = {name: x for name, x in model.named_parameters() if x.requires_grad and bare}
@@ -218,7 +219,7 @@ def compare(model: nn.Module, context: BatchContext) -> None:
         device = ring.small_device(next(iter(trained.values())).device)
         ring.agree({"number of weights that train": len(trained)}, device, SAME_WEIGHTS)
         ring.agree({f"weights of {name}": x for name, x in trained.items()}, device, SAME_WEIGHTS)
-    latest_record(model).state(_Compared).add(ring.name)
+    latest_record(model).state(_Compared).add(case)
 
 
 def mean_loss(loss: Tensor, ring: Ring, has_one_value: bool = False) -> Tensor:

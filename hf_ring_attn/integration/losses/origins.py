@@ -150,7 +150,7 @@ class Message(
         picked = noted["picked"] if len(noted["picked"]) == 1 else []  # more: a program that takes token by token
         pooled = [*noted["pooled"], *chain.from_iterable(noted["statistics"]), *picked]
         pads: int | Tensor = 0
-        if gradient is not None and (gradient.shape[:2] == (rows, tokens) or len(gradient) == rows * tokens):
+        if gradient is not None and (gradient.shape[:2] == (rows, tokens) or gradient.shape[:1] == (rows * tokens,)):
             pads = gradient.reshape(rows, tokens, -1)[:, padding].any().long().to(device) if padding else 0
         return Message(
             by_hand, others, *shifts.dropped_by(set(noted["cuts"]), origin, are_labels),

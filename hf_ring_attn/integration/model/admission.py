@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ... import errors
@@ -94,10 +95,10 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     model = inside(model)
     log.configs += record.configs
     case = (
-        context.ring.size, model.training, facts.has_labels, facts.numbered, facts.hidden is not None,
-        context.ring.size == 1 and facts.documents is not None, context.config.loss, context.gathers_logits,
-        context.text is not None, context.whole_head, "trl" in sys.modules, context.config.mlp_tokens is None,
-        context.config.offload_above is None,
+        context.ring.size, model.training, torch.is_grad_enabled(), facts.has_labels, facts.numbered,
+        facts.hidden is not None, context.ring.size == 1 and facts.documents is not None, context.config.loss,
+        context.gathers_logits, context.text is not None, context.whole_head, "trl" in sys.modules,
+        context.config.mlp_tokens is None, context.config.offload_above is None,
     )  # fmt: skip
     admitted, suspected = record.state(_Admitted), record.state(structure.Suspicions)
     asked = [EACH_BATCH] if case in admitted else [ONCE, EACH_BATCH]

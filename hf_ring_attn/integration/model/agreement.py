@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ... import errors
 from ...comm.fingerprint import number_of
 from ..context.batch_context import BatchContext
-from ..context.introspect import inside
+from ..context.introspect import inside, may_train
 from ..context.mesh import mixed_precision
 from ..context.model_record import ModelRecord, Visits, configured, forget_model, latest_record
 from ..memory import auto_saving
@@ -97,7 +97,7 @@ def _agree(
     if not agreed.details:
         _examine(inside(model), record, agreed)
     facts = _facts(model, weights, record, context)
-    compared = model.training and context.config.self_check
+    compared = may_train(model) and context.config.self_check
     buffers = written_buffers(inside(model), record) if compared else {"no buffer": None}
     device = ring.small_device(weights[0].device)
     computes = weights[0].device if weights[0].is_cuda else device  # FSDP2's weights may wait on the host
@@ -155,7 +155,7 @@ def _facts(model: nn.Module, weights: list[Any], record: ModelRecord, context: B
 def _sample(model: nn.Module, weights: list[Any], agreed: _Agreement, context: BatchContext) -> dict[str, object]:
     """Samples one trained weight, each batch another; none if ranks hold shards of weights."""
     trained, sharded = agreed.trained, "DTensor" in latest_record(model).classes
-    if not trained or sharded or not model.training or not context.config.self_check:
+    if not trained or sharded or not may_train(model) or not context.config.self_check:
         return {"no weight": None}
     turns = context.ring.state(_Turns)
     turn = turns[inside(model)] = turns.get(inside(model), -1) + 1

@@ -85,9 +85,15 @@ PROGRAMS = {
 }
 
 
-def trained(name: str, in_ring: bool, checkpoints: str = "", reduces: bool = True) -> dict[str, Tensor]:
-    """The weights after two steps of a program. Batches of negative seeds have a loss of their own."""
-    model = tiny("llama", "ring_fp32" if in_ring else None).train()
+def trained(
+    name: str, in_ring: bool, checkpoints: str = "", reduces: bool = True, evaluates: bool = False
+) -> dict[str, Tensor]:
+    """The weights after two steps of a program. Batches of negative seeds have a loss of their own.
+
+    Args:
+        evaluates: the model stays in evaluation mode, as `from_pretrained` leaves it.
+    """
+    model = tiny("llama", "ring_fp32" if in_ring else None).train(not evaluates)
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": checkpoints == "reentrant"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -132,6 +138,15 @@ def test_one_that_does_not_reduce_them_does_too(ranks: Ranks, name: str) -> None
     """Replicas drifted apart, with a warning."""
     want = trained(name, False)
     for got in ranks(2).run(trained, name, True, "", False):
+        assert max(relative_error(got[one], x) for one, x in want.items()) < 1e-5
+
+
+@pytest.mark.parametrize("reduces", [True, False])
+@pytest.mark.parametrize("name", ["fgm", "clips_each_batch", "of_logits"])
+def test_a_loop_that_never_calls_train_does_too(ranks: Ranks, name: str, reduces: bool) -> None:
+    """Ranks clipped by the norm of their own tokens' gradients."""
+    want = trained(name, False)
+    for got in ranks(2).run(trained, name, True, "", reduces, True):
         assert max(relative_error(got[one], x) for one, x in want.items()) < 1e-5
 
 
