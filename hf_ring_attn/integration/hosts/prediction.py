@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,12 +50,33 @@ def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
         # Seq2SeqTrainer gathers without dropping samples: each rank of a ring would give its rows again.
         if group_of(self) is not None and self.gather_function == self.accelerator.gather:
             self.gather_function = RingsAsProcesses(self.accelerator).gather
-        if not shards_batches(self) or self.accelerator._models:  # it is prepared already
-            return original(self, *args, **kwargs)
-        with _prepared_for_evaluation(self):
-            return original(self, *args, **kwargs)
+        prepares = shards_batches(self) and not self.accelerator._models  # else it is prepared already
+        with _prepared_for_evaluation(self) if prepares else nullcontext():
+            output = original(self, *args, **kwargs)
+        _latest.clear()
+        if (group := group_of(self)) is not None and output.num_samples is not None:
+            rings = self.args.world_size // group.size()
+            _latest[output.num_samples] = math.ceil(output.num_samples / (self.args.eval_batch_size * rings))
+        return output
 
     return evaluation_loop
+
+
+_latest: dict[int, int] = {}
+"""The steps of the latest evaluation in a ring, by its number of samples, until its speed is computed."""
+
+
+def _speed_metrics(original: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """Patches the numbers per second: Trainer takes each process to have evaluated a batch of its own at a step."""
+
+    def speed_metrics(
+        split: str, start_time: float, num_samples: Any = None, num_steps: Any = None, num_tokens: Any = None
+    ) -> dict[str, float]:
+        if split != "train" and num_samples is not None:
+            num_steps = _latest.pop(num_samples, num_steps)
+        return original(split, start_time, num_samples, num_steps, num_tokens)
+
+    return speed_metrics
 
 
 @contextmanager
@@ -151,8 +173,10 @@ def whole_sequences(sharded: Sharded, name: str, x: Any, pooled: bool = False) -
     raise errors.UnknownOutput(name, tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, layout.local_length)
 
 
+_SPEED = "(split, start_time, num_samples=, num_steps=, num_tokens=)"
 _EVALUATION = "(self, dataloader, description, prediction_loss_only=, ignore_keys=, metric_key_prefix=)"
 PATCHES = [
     Patch(f"{TRAINER}.evaluation_loop", _EVALUATION, _evaluation_loop),
+    Patch("transformers.trainer:speed_metrics", _SPEED, _speed_metrics),
     patch_prediction(TRAINER, _predict),
 ]

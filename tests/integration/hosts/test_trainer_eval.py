@@ -215,3 +215,19 @@ def test_seq2seq_trainer_counts_each_row_once(ranks: Ranks, generates: bool) -> 
     for log, found in ranks(2).run(of_seq2seq, Mesh(cp=2), generates):
         assert found == shape
         assert [pytest.approx(entry, rel=1e-4) for entry in want] == log
+
+
+def steps_of_evaluations(mesh: Mesh) -> list[int]:
+    """The steps that an evaluation and a prediction say they took, and those of the training between."""
+    with launched(mesh), a_folder(None) as folder:
+        trainer: Any = trainer_of(Run(why="", steps=2, arguments={"eval_strategy": "no"}), mesh, folder)
+        found = [trainer.evaluate(FIVE.make()), trainer.train().metrics, trainer.predict(FIVE.make()).metrics]
+        names = ("eval", "train", "test")
+        each: Any = zip(names, found, strict=True)
+        return [round(numbers[f"{name}_steps_per_second"] * numbers[f"{name}_runtime"]) for name, numbers in each]
+
+
+def test_the_steps_per_second_are_those_of_one_process(ranks: Ranks) -> None:
+    """Trainer divides an evaluation's rows by the batches of all processes: two steps for three."""
+    want = ranks(1).run(steps_of_evaluations, Mesh())
+    assert ranks(2).run(steps_of_evaluations, Mesh(cp=2)) == [want[0]] * 2
