@@ -107,8 +107,8 @@ class UnshardedInput(Refused):
     def __init__(self, queries: int, keys: int, local: int, length: int) -> None:
         super().__init__(
             f"inside an active ring the model must get its rank's {local} of {length} tokens, got {queries} queries "
-            f"and {keys} keys. Pass `**sharded.inputs` to the model, without a cache, and call generate() "
-            "outside the ring's context."
+            f"and {keys} keys. Pass `**sharded.inputs` to the model, without a cache. Trim padding of whole rows: in a "
+            "collator or a trainer's _prepare_inputs, not in compute_loss. Call generate() outside the ring's context."
         )
 
 

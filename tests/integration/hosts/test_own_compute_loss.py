@@ -257,6 +257,65 @@ def test_labels_that_compute_loss_changes_are_refused(ranks: Ranks, change: str)
         assert steps == 0
 
 
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+def of_the_longest(inputs: Any) -> dict[str, Any]:
+    longest = int(inputs["attention_mask"].sum(1).max())
+    return {name: x[:, :longest] if isinstance(x, Tensor) and x.dim() > 1 else x for name, x in inputs.items()}
+
+
+class TrimsWholeRows(Trainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return of_the_longest(super()._prepare_inputs(inputs))
+
+
+class TrimsInItsStep(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        return super().training_step(model, of_the_longest(inputs), num_items_in_batch)
+
+
+class TrimsALoss(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return super().compute_loss(model, of_the_longest(inputs), return_outputs, num_items_in_batch)
+
+
+TRIMS: dict[str, Any] = {kind.__name__: kind for kind in (TrimsWholeRows, TrimsInItsStep, TrimsALoss)}
+
+
+def trimmed(kind: str, mesh: Mesh) -> tuple[str, list[dict[str, float]]]:
+    """What a trainer that trims padding is refused with, or what it logged. Rows are padded by five more tokens."""
+    with launched(mesh), a_folder(None) as folder:
+        run = replace(RUN, arguments={**RUN.arguments, "eval_strategy": "no"})
+        trainer: Any = trainer_of(run, mesh, folder, kind=TRIMS[kind])
+        collate = trainer.data_collator
+
+        def padded(rows: Any) -> dict[str, Tensor]:
+            ends = {"labels": -100}
+            return {
+                name: torch.nn.functional.pad(x, (0, 5), value=ends.get(name, 0)) for name, x in collate(rows).items()
+            }
+
+        trainer.data_collator = padded
+        error, _ = refusal_of(trainer)
+        return error, numbers(trainer.state.log_history)
+
+
+@pytest.mark.parametrize("kind", ["TrimsWholeRows", "TrimsInItsStep"])
+def test_padding_is_trimmed_on_whole_rows(ranks: Ranks, kind: str) -> None:
+    _, log = ranks(1).run(trimmed, kind, Mesh())[0]
+    for error, got in ranks(2).run(trimmed, kind, Mesh(cp=2)):
+        assert not error
+        assert [pytest.approx(entry, rel=1e-5) for entry in log] == got
+
+
+def test_a_loss_that_trims_a_ranks_tokens_is_told_where(ranks: Ranks) -> None:
+    for error, _ in ranks(2).run(trimmed, "TrimsALoss", Mesh(cp=2)):
+        assert error.startswith("UnshardedInput") and "Trim padding of whole rows: in a collator" in error
+
+
 # ---- loops -----------------------------------------------------------------------------------------------------------
 
 
