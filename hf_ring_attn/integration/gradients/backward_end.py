@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from ...comm.ring import Ring
 
@@ -16,6 +17,8 @@ class BackwardEnd:
     def __init__(self) -> None:
         self.calls: dict[object, Callable[[int], None]] = {}
         """Functions of the number of a backward, by the identities of what they end."""
+        self.weights: dict[object, Callable[[], Iterable[Any]]] = {}
+        """The weights whose gradients each function averages."""
         self._task: int | None = None
 
     def expect(self) -> None:
@@ -23,11 +26,24 @@ class BackwardEnd:
         task = torch._C._current_graph_task_id()
         if self.calls and task != self._task:
             self._task = task
+            if not any(_sets_gradients(weights()) for weights in self.weights.values()):
+                return
             _call_at_end(lambda: _call_at_end(lambda: self._call(task)))  # DDP's own end comes in between
 
     def _call(self, task: int) -> None:
         for call in list(self.calls.values()):
             call(task)
+
+
+def _sets_gradients(weights: Iterable[Any]) -> bool:
+    """Returns False if the backward that runs leaves the weights' ``.grad`` as it is, as `torch.autograd.grad` does."""
+    if torch.autograd._is_checkpoint_valid():  # neither that nor backward(inputs=...)
+        return True
+    nodes = [get_gradient_edge(x).node for x in weights if x.requires_grad and x.is_leaf]
+    try:
+        return any(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # torch.autograd.grad of a weight
+        return False
 
 
 def _call_at_end(function: Callable[[], None]) -> None:

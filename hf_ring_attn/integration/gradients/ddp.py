@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from ... import errors
 from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_ddp, name_of, unwrapped
+from ..context.introspect import inside, is_ddp, name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..patching import optimizer_steps
 from ..patching.modules import attach
@@ -74,7 +74,7 @@ class Wrapped:
     def end(self, task: int) -> None:
         """Averages what the wrapper has not, at the end of a backward, whose number is ``task``."""
         wrapper: Any = self._wrapper()
-        if wrapper is None or wrapper.static_graph or self.is_local or task == self._task:
+        if wrapper is None or self.is_local or task == self._task:
             return
         self._task = task
         ring = Ring.of(wrapper.process_group)
@@ -82,7 +82,7 @@ class Wrapped:
             average([x for x in wrapper.module.parameters() if x.requires_grad], ring)
             return
         self.awaits = False
-        if not wrapper.find_unused_parameters:
+        if not (wrapper.find_unused_parameters or wrapper.static_graph):
             self._give_zeros(wrapper, ring)
         average(list(self._left_out()), ring)
         self.trained.clear()
@@ -156,7 +156,8 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
     wrapped = _WRAPPED.setdefault(wrapper, Wrapped(wrapper))
     if is_new:
         attach(wrapper, "backward_end", wrapped.before_forward, wrapped.after_forward)
-    context.state(BackwardEnd).calls[id(wrapper)] = wrapped.end
+    end = context.state(BackwardEnd)
+    end.calls[id(wrapper)], end.weights[id(wrapper)] = wrapped.end, inside(model).parameters
     visit = context.state(Visits).get(latest_record(model))
     if visit is not None:
         trained = frozenset(map(id, visit.trained))
@@ -182,8 +183,8 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
         RanksDiffer: DDP was told not to average, and gradients differ.
     """
     for wrapper, wrapped in list(_WRAPPED.items()):
-        if wrapped.awaits and wrapped.has_late:  # a backward whose end was not seen
-            _LOCAL.setdefault(wrapper, (Ring.of(wrapper.process_group), _LATE))
+        if wrapped.awaits:  # a backward whose end was not seen, or none
+            _LOCAL.setdefault(wrapper, (Ring.of(wrapper.process_group), _LATE if wrapped.has_late else _UNSEEN))
     for wrapper, (ring, todo) in list(_LOCAL.items()):
         names = {id(x): name.removeprefix("module.") for name, x in wrapper.named_parameters()}
         mine = [x for group in optimizer.param_groups for x in group["params"] if id(x) in names]
@@ -223,6 +224,11 @@ _NO_SYNC = (
 _LATE = (
     "Weights began to train after DDP wrapped the model, so it does not average their gradients: let them require "
     "gradients before, with find_unused_parameters=True, or wrap the model again."
+)
+
+_UNSEEN = (
+    "DDP did not average them: it averages in a backward of what its forward returned, not in torch.autograd.grad. "
+    "Call backward, or average by hand."
 )
 
 _PAST = (

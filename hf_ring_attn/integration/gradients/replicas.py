@@ -269,9 +269,9 @@ def _note(name: str, trained: list[Any], context: BatchContext) -> None:
         noted.setdefault(weight, version)
     _last[:] = [one for one in _last if one.batch() is context]
     references = list(map(weakref.ref, trained))
-    context.state(BackwardEnd).calls[tuple(map(id, trained))] = partial(
-        _end, weakref.ref(context), references, context.ring
-    )
+    end, key = context.state(BackwardEnd), tuple(map(id, trained))
+    end.calls[key] = partial(_end, weakref.ref(context), references, context.ring)
+    end.weights[key] = partial(_alive, references)
     if not any(one.name == name and _same(one.weights, trained) for one in _last):
         _last.append(_Trained(name, references, weakref.ref(context), context.ring.size, sum(versions)))
 

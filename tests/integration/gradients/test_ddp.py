@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 import hf_ring_attn
 from hf_ring_attn.testing import relative_error
 from tests.helpers.checks import Ranks
-from tests.helpers.jobs.plain_jobs import tokens
+from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.jobs.runs import Mesh, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, trainer_of
 from tests.helpers.models.tiny_models import tiny
@@ -141,6 +141,9 @@ PROGRAMS = {
 }
 
 
+STATIC = ("two_backwards", "two_forwards_first", "reads_between")
+
+
 def run(name: str, rings: int, **options: Any) -> tuple[Weights, list[float]]:
     program, make = PROGRAMS[name]
     model = (
@@ -158,6 +161,34 @@ def test_a_loop_under_ddp_steps_as_one_process(ranks: Ranks, name: str, options:
     for got, found in ranks(2).run(run, name, 2, **options):
         assert found == pytest.approx(norms, rel=1e-5)
         assert max(relative_error(got[one], x) for one, x in want.items()) < 1e-5
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_a_loop_under_ddp_with_a_static_graph_does_too(ranks: Ranks, name: str) -> None:
+    """The second backward of a step was each rank's own."""
+    want, norms = run(name, 1)
+    for got, found in ranks(2).run(run, name, 2, static_graph=True):
+        assert found == pytest.approx(norms, rel=1e-5)
+        assert max(relative_error(got[one], x) for one, x in want.items()) < 1e-5
+
+
+def by_autograd_grad(**options: Any) -> list[str]:
+    """What a step is refused with whose gradients are set by hand."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    wrapped = DistributedDataParallel(model, **options)
+    optimizer, weights = torch.optim.SGD(model.parameters(), lr=0.1), list(model.parameters())
+    with hf_ring_attn.shard(tokens(23)) as sharded:
+        gradients = torch.autograd.grad(wrapped(**sharded.inputs).loss, weights)
+    for x, gradient in zip(weights, gradients, strict=True):
+        x.grad = gradient
+    return list(attempt(optimizer.step) or ("", ""))
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_gradients_by_autograd_grad_are_refused_at_the_step(ranks: Ranks, options: dict[str, Any]) -> None:
+    """DDP does not see them, and ranks took each its own step."""
+    for name, text in ranks(2).run(by_autograd_grad, **options):
+        assert name == "RanksDiffer" and "not in torch.autograd.grad" in text
 
 
 class Switches(TrainerCallback):
