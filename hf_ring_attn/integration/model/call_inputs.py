@@ -26,7 +26,7 @@ from ..gradients import replicas
 from ..losses.chunked import hand_out
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
-from .changed_tokens import warn_if_changed
+from .changed_tokens import check_tokens
 
 PLACES = ("position_ids", "attention_mask")
 """Inputs that a model must get unchanged from `shard`."""
@@ -216,7 +216,7 @@ def watch(
         if looks and batch_context.current() is context:  # else the self-check's row, or another batch
             _refuse_others(model, args, given, context, _has_loss(output))
             if context.config.self_check and context.text is None:
-                warn_if_changed(model, given, context.state(TrackedInputs))
+                check_tokens(model, given, context.state(TrackedInputs))
             _mark_caches(output)
             if context.state(TrialStep).loss is None and not context.gathers_logits:  # the self-check tries no loss
                 output = hand_out(output, context)

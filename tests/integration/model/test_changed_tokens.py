@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Trainer
 
 import hf_ring_attn
+from hf_ring_attn.errors import OtherInputs
 from hf_ring_attn.integration.model import changed_tokens
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.runs import Mesh, Rows, Run
@@ -66,6 +67,36 @@ def in_half(net: Any, ids: Tensor) -> dict[str, Tensor]:
     return {"inputs_embeds": embedded(net, ids).bfloat16().float()}
 
 
+def placed(net: Any, ids: Tensor) -> dict[str, Tensor]:
+    """With positions of its own, of a rank's length."""
+    found = embedded(net, ids)
+    return {"inputs_embeds": found + torch.linspace(0, 1, found.shape[1])[:, None]}
+
+
+def mixed_rows(net: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Each token with that at its place in another row."""
+    found = embedded(net, ids)
+    return {"inputs_embeds": 0.7 * found + 0.3 * found.flip(0)}
+
+
+CHANGES = [first_token, in_place, placed, mixed_rows, in_half]
+
+
+def refused(change: Change) -> str:
+    """What a loop's call raises."""
+    net = tiny("llama", "ring_fp32")
+    rows = Rows(count=2, length=23)
+    sharded = hf_ring_attn.shard(rows.collate(rows.make()))
+    inputs = dict(sharded.inputs)
+    with sharded:
+        given = change(net, inputs.pop("input_ids"))
+        try:
+            net(**inputs, **given)
+        except OtherInputs as error:
+            return str(error)
+    return ""
+
+
 def warned(change: Change, model: str) -> list[str]:
     """What a loop's step says whose call has changed tokens."""
     net = tiny(model, "ring_fp32")
@@ -79,9 +110,7 @@ def warned(change: Change, model: str) -> list[str]:
     return [str(call.args[0]) for call in warn.call_args_list]
 
 
-@pytest.mark.parametrize(
-    "change", [first_token, in_place, centred, shifted, in_half], ids=lambda change: change.__name__
-)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changed_tokens_are_said(ranks: Ranks, change: Change) -> None:
     """Silent, losses were off by 0.02 to 0.06 of their value in the first steps."""
     name = "input_ids" if change in (first_token, in_place) else "inputs_embeds"
@@ -94,6 +123,12 @@ def test_changed_tokens_are_said(ranks: Ranks, change: Change) -> None:
 def test_others_are_not(ranks: Ranks, change: Change, model: str) -> None:
     """Gemma's embeddings are scaled in their module."""
     assert ranks(2).run(warned, change, model) == [[], []]
+
+
+@pytest.mark.parametrize("change", [centred, shifted], ids=lambda change: change.__name__)
+def test_embeddings_of_other_tokens_are_refused(ranks: Ranks, change: Change) -> None:
+    for text in ranks(2).run(refused, change):
+        assert "another inputs_embeds (mixed tokens)" in text
 
 
 class Hides(Trainer):
