@@ -123,6 +123,16 @@ def is_sharded(model: nn.Module) -> bool:
     return "FSDPModule" in latest_record(model).classes
 
 
+def weights_of(unit: Any) -> Iterator[Tensor]:
+    """The weights that a call of `fully_shard` shards, and those that it has gathered."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.13
+    for weight in (weight for group in groups if group is not None for weight in group.fsdp_params):
+        yield weight.sharded_param
+        if hasattr(weight, "_unsharded_param"):
+            yield weight._unsharded_param
+
+
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields the wrappers that were never tested."""
     kinds = {type(module).__name__ for module in model.modules()} if context.ring.size > 1 else set()

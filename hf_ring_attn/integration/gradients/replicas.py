@@ -21,11 +21,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import errors
 from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
-from ..context.introspect import may_train, unwrapped
+from ..context.introspect import is_ddp, is_dtensor, is_unit, may_train, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..log import warn
+from . import fsdp
 from .backward_end import BackwardEnd, average
-from .fsdp import is_sharded
 from .loss_gradients import TODO
 
 SAME_WEIGHTS = (
@@ -34,6 +34,8 @@ SAME_WEIGHTS = (
 )
 
 AVERAGING = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine", "DTensor"}
+PARTS = {"DistributedDataParallel", "FSDPModule", "DTensor"}
+"""Those that may leave out some of a model's weights, where they wrap its parts."""
 
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
@@ -56,27 +58,38 @@ _last: list[_Trained] = []
 """Modules that train in the last batch."""
 
 
-def averages_gradients(model: nn.Module) -> bool:
-    """Returns True if a wrapper in or around ``model`` combines gradients over ranks."""
-    wrappers = {cls.__name__ for module in unwrapped(model) for cls in type(module).__mro__}
-    return not AVERAGING.isdisjoint(wrappers) or not AVERAGING.isdisjoint(latest_record(model).classes)
+def bare_of(trained: list[Any], model: nn.Module) -> list[Any]:
+    """Those of a model's trained weights whose gradients no wrapper in or around it combines over ranks."""
+    around = {cls.__name__ for module in unwrapped(model) for cls in type(module).__mro__}
+    inside = latest_record(model).classes
+    if AVERAGING.isdisjoint(around | inside):
+        return trained
+    if not (AVERAGING - PARTS).isdisjoint(around) or PARTS.isdisjoint(inside):
+        return []
+    combined: set[int] = set()
+    for module in latest_record(model).modules():
+        weights: Iterable[Any] = fsdp.weights_of(module) if is_unit(module) else ()
+        combined.update(map(id, module.parameters() if is_ddp(module) else weights))
+    return [x for x in trained if id(x) not in combined and not is_dtensor(x)]
 
 
 def note_trained(model: nn.Module, context: BatchContext) -> None:
-    """Notes a bare model that trains in a ring."""
-    if context.ring.size > 1 and may_train(model) and not averages_gradients(model):
+    """Notes a bare model that trains in a ring, or the weights that its wrappers leave out."""
+    if context.ring.size > 1 and may_train(model):
         record = latest_record(model)
         visit = context.state(Visits).get(record)
-        trained = [x for x in record.weights() if x.requires_grad] if visit is None else visit.trained
+        every: list[Any] = [x for x in record.weights() if x.requires_grad] if visit is None else visit.trained
+        trained = bare_of(every, model)
+        if not trained:
+            return
         _note(type(model).__name__, trained, context)
-        if trained:
-            smallest = record.state(_Smallest)
-            if not smallest:
-                # The last of the smallest: LoRA's first factor has no gradient at first, the second one has.
-                smallest.append(min(reversed(range(len(trained))), key=lambda index: trained[index].numel()))
-            weight = trained[smallest[0]]
-            if weight.is_leaf and weight not in _GRADIENTS:  # torch.func.functional_call has others
-                _GRADIENTS[weight] = _Gradient(weight)
+        smallest = record.state(_Smallest)
+        if not smallest:
+            # The last of the smallest: LoRA's first factor has no gradient at first, the second one has.
+            smallest.append(min(reversed(range(len(trained))), key=lambda index: trained[index].numel()))
+        weight = trained[smallest[0]]
+        if weight.is_leaf and weight not in _GRADIENTS:  # torch.func.functional_call has others
+            _GRADIENTS[weight] = _Gradient(weight)
 
 
 # ---- averaging by hand -----------------------------------------------------------------------------------------------
@@ -131,7 +144,7 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
     ring = context.ring
     versions: Any = context.state(_Versions)
     weights = [model] if isinstance(model, Tensor) else model.parameters()
-    trained = [parameter for parameter in weights if parameter.requires_grad]
+    trained = [x for x in weights if x.requires_grad and not is_dtensor(x)]
     if not trained:
         return
     refusal: errors.Refused | None = None
@@ -213,8 +226,9 @@ def compare(model: nn.Module, context: BatchContext) -> None:
     case = ring.name, model.training
     if ring.size == 1 or not may_train(model) or case in latest_record(model).state(_Compared):
         return
-    bare = not averages_gradients(model)
-    trained = {name: x for name, x in model.named_parameters() if x.requires_grad and bare}
+    every = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    bare = set(map(id, bare_of(list(every.values()), model)))
+    trained = {name: x for name, x in every.items() if id(x) in bare}
     if trained:
         device = ring.small_device(next(iter(trained.values())).device)
         ring.agree({"number of weights that train": len(trained)}, device, SAME_WEIGHTS)
@@ -258,7 +272,7 @@ def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) 
     known = {id(weight) for model in models for weight in latest_record(model).weights()}
     own = [x for x in own if id(x) not in known]
     # FSDP's weights have no identity while they are gathered.
-    if own and not any(map(is_sharded, models)):
+    if own and not any(map(fsdp.is_sharded, models)):
         _note(f"the score_mod {name}", own, context)
 
 

@@ -20,7 +20,7 @@ import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
 from hf_ring_attn.integration import log
 from hf_ring_attn.integration.context.whole_batch import LOSS_INPUTS
-from hf_ring_attn.integration.gradients.replicas import averages_gradients
+from hf_ring_attn.integration.gradients.replicas import bare_of
 from hf_ring_attn.integration.hosts.gathered_loss import with_gathered_logits
 from hf_ring_attn.integration.selfcheck.row import SelfCheckState
 from tests.helpers.jobs.plain_jobs import CHECKPOINTING, Batch, padded, tokens
@@ -116,7 +116,7 @@ def trained(kind: str, self_check: bool) -> Trained:
 
 def average(sharded: hf_ring_attn.Sharded, model: nn.Module) -> None:
     """Averages gradients where no wrapper does."""
-    if not averages_gradients(model):
+    if bare_of(list(model.parameters()), model):
         sharded.reduce_gradients(model)
 
 
