@@ -30,6 +30,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "LORA, KaSA": ("LoraConfig", {"r": 4, "kasa_config": {}}),
     "ADALORA": ("AdaLoraConfig", {"total_step": 9}),
+    "ADAMSS": ("AdamssConfig", {"r": 8, "num_subspaces": 3}),
     "ADAPTION_PROMPT": ("AdaptionPromptConfig", {"target_modules": None, "adapter_len": 4, "adapter_layers": 2}),
     "BEFT": ("BeftConfig", {}),
     "BOFT": ("BOFTConfig", {"boft_block_size": 4}),

@@ -55,6 +55,8 @@ def test_an_adapter_from_a_ring_serves_without_the_plugin(ranks: Ranks, tmp_path
 @pytest.mark.parametrize("name", ADAPTERS)
 @pytest.mark.turns
 def test_an_adapter_is_exact_in_a_ring(ranks: Ranks, name: str) -> None:
+    if name == "ADAMSS":
+        pytest.importorskip("sklearn", reason="AdaMSS clusters by scikit-learn")
     got, want = ranks(2).run(shares, name)[0]
     assert len(want) > 1, "no gradients"
     for key, value in want.items():
