@@ -215,9 +215,9 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
 
 
 _NO_SYNC = (
-    "The last backward before the optimizer's step was in DDP's no_sync, which does not average gradients; Trainer "
-    "does so if gradient_accumulation_steps changes while it trains. Leave no_sync for that backward, or average by "
-    "hand."
+    "The last backward before the optimizer's step was in DDP's no_sync, which does not average gradients, as in "
+    "accelerate's LocalSGD; Trainer does so if gradient_accumulation_steps changes while it trains. Leave no_sync for "
+    "that backward, or average by hand."
 )
 
 
