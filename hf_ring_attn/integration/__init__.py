@@ -11,7 +11,7 @@ from .attention.function import ring_attention_forward
 from .attention.masks import ring_mask
 from .context.introspect import NAME
 from .context.model_record import forget_models
-from .gradients import ddp, loss_gradients, replicas
+from .gradients import ddp, fsdp, loss_gradients, replicas
 from .hosts import (
     accelerate,
     best_model,
@@ -61,6 +61,7 @@ def uninstall() -> None:
     modules.remove_all()
     optimizer_steps.forget()
     ddp.forget()
+    fsdp.forget()
     loss_gradients.forget()
     replicas.forget()
     forget_models()

@@ -27,7 +27,7 @@ from ..context.introspect import TOKENS
 from ..context.model_record import Visits
 from ..context.shared_kv import SharedKV
 from ..context.trial_step import TrialStep
-from ..gradients import ddp, replicas
+from ..gradients import ddp, fsdp, replicas
 from ..memory import embedded_inputs, offloading
 from ..model import agreement, call_inputs, liger
 from ..model.recurrent_ops import RUNNING
@@ -49,6 +49,7 @@ def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None]
         raise errors.UnsupportedVmap(f"{introspect.name_of(model)} was called in a ring")
     record = agreement.admit(model, context, meanwhile)
     ddp.note_trained(model, context)
+    fsdp.note_trained(model, context)
     replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
     check_suspected(model, context, record)
     offloading.reserve(model, record, context)

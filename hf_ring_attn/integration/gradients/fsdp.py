@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -10,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from ... import errors
 from ..context import introspect
 from ..context.batch_context import BatchContext
 from ..context.model_record import latest_record
 from ..log import say, warn
+from ..patching import optimizer_steps
 from ..patching.modules import Replaced
 
 UNTESTED = {
@@ -123,14 +126,61 @@ def is_sharded(model: nn.Module) -> bool:
     return "FSDPModule" in latest_record(model).classes
 
 
-def weights_of(unit: Any) -> Iterator[Tensor]:
-    """The weights that a call of `fully_shard` shards, and those that it has gathered."""
+def _groups_of(unit: Any) -> Iterator[Any]:
+    """The groups of weights that a call of `fully_shard` shards together."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.13
-    for weight in (weight for group in groups if group is not None for weight in group.fsdp_params):
+    return (group for group in groups if group is not None)
+
+
+def weights_of(unit: nn.Module) -> Iterator[Tensor]:
+    """The weights that a call of `fully_shard` shards, and those that it has gathered."""
+    for weight in (weight for group in _groups_of(unit) for weight in group.fsdp_params):
         yield weight.sharded_param
         if hasattr(weight, "_unsharded_param"):
             yield weight._unsharded_param
+
+
+_TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that FSDP2 shards and that trained in a ring."""
+
+
+def note_trained(model: nn.Module, context: BatchContext) -> None:
+    """Notes a model that trains under FSDP2, whose steps are looked at."""
+    if context.ring.size > 1 and torch.is_grad_enabled() and is_sharded(model):
+        _TRAINED.add(model)
+        optimizer_steps.call_before_each_step(_refuse_unreduced)
+
+
+def _refuse_unreduced(optimizer: Optimizer) -> None:
+    """Refuses a step that would leave out gradients which FSDP2 was told not to reduce yet.
+
+    Raises:
+        UnsupportedModel: on every rank.
+    """
+    theirs = {id(x) for group in optimizer.param_groups for x in group["params"]}
+    for model in list(_TRAINED):
+        groups = [group for unit in filter(introspect.is_unit, model.modules()) for group in _groups_of(unit)]
+        for group in groups:
+            mine = [weight for weight in group.fsdp_params if id(weight.sharded_param) in theirs]
+            if mine and (getattr(group, "_partial_reduce_output", None) is not None or any(map(_is_unreduced, mine))):
+                raise errors.UnsupportedModel(introspect.name_of(model), [_UNREDUCED])
+
+
+def _is_unreduced(weight: Any) -> bool:
+    whole = getattr(weight, "_unsharded_param", None)
+    return weight.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+_UNREDUCED = (
+    "the last backward before its optimizer's step did not reduce gradients, which the step leaves out: call "
+    "set_requires_gradient_sync(True), and set_requires_all_reduce(True), before that backward"
+)
+
+
+def forget() -> None:
+    """Forgets the models that trained."""
+    _TRAINED.clear()
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:

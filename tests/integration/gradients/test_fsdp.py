@@ -198,3 +198,27 @@ def test_weights_that_a_wrapper_leaves_out_train_as_in_one_process(ranks: Ranks,
     want = wrapped_in_part("")
     for got in ranks(2).run(wrapped_in_part, how):
         assert max(relative_error(got[name], x) for name, x in want.items()) < 1e-5
+
+
+# ---- gradients that FSDP2 was told not to reduce ---------------------------------------------------------------------
+
+
+def refusals_of_steps(dtype: torch.dtype) -> list[str]:
+    """What each of three steps is refused with, of which the second comes after a backward without a reduction."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mp_policy=policy)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), list[str]()
+    for syncs in (True, False, True):
+        model.set_requires_gradient_sync(syncs)
+        with (sharded := hf_ring_attn.shard(tokens(23), config=RingConfig(self_check=False))):
+            model(**sharded.inputs).loss.backward()
+        found.append((plain_jobs.attempt(optimizer.step) or ("", ""))[0])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_without_a_reduction_is_refused(ranks: Ranks, dtype: torch.dtype) -> None:
+    """It changed no weight."""
+    assert ranks(2).run(refusals_of_steps, dtype) == [["", "UnsupportedModel", ""]] * 2
