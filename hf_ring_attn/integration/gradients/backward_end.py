@@ -19,6 +19,8 @@ class BackwardEnd:
         """Functions of the number of a backward, by the identities of what they end."""
         self.weights: dict[object, Callable[[], Iterable[Any]]] = {}
         """The weights whose gradients each function averages."""
+        self.passes: dict[object, Callable[[], None]] = {}
+        """Functions to call in a backward that sets no gradients."""
         self._task: int | None = None
 
     def expect(self) -> None:
@@ -27,6 +29,8 @@ class BackwardEnd:
         if self.calls and task != self._task:
             self._task = task
             if not any(_sets_gradients(weights()) for weights in self.weights.values()):
+                for call in self.passes.values():
+                    call()
                 return
             _call_at_end(lambda: _call_at_end(lambda: self._call(task)))  # DDP's own end comes in between
 

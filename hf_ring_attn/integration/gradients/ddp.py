@@ -39,7 +39,7 @@ class Wrapped:
         """The weights that trained in the batches since its last average, by their identities."""
         self.has_late = False
         """Some of them began to train after it was made."""
-        self._paused = False
+        self._paused = self._passed = False
         self._reduced: list[Tensor] | None = None
         self._task: int | None = None
 
@@ -70,6 +70,11 @@ class Wrapped:
             self._reduced = [x for x in wrapper.module.parameters() if id(x) in known]
         return self._reduced
 
+    def passes(self) -> None:
+        """Notes a backward that sets no gradients: with a static graph the wrapper takes it for the one it awaits."""
+        wrapper: Any = self._wrapper()
+        self._passed |= wrapper is not None and wrapper.static_graph
+
     @torch.no_grad()
     def end(self, task: int) -> None:
         """Averages what the wrapper has not, at the end of a backward, whose number is ``task``."""
@@ -78,7 +83,8 @@ class Wrapped:
             return
         self._task = task
         ring = Ring.of(wrapper.process_group)
-        if not self.awaits:
+        if not self.awaits or self._passed:
+            self.awaits = self._passed = False
             average([x for x in wrapper.module.parameters() if x.requires_grad], ring)
             return
         self.awaits = False
@@ -158,6 +164,7 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
         attach(wrapper, "backward_end", wrapped.before_forward, wrapped.after_forward)
     end = context.state(BackwardEnd)
     end.calls[id(wrapper)], end.weights[id(wrapper)] = wrapped.end, inside(model).parameters
+    end.passes[id(wrapper)] = wrapped.passes
     visit = context.state(Visits).get(latest_record(model))
     if visit is not None:
         trained = frozenset(map(id, visit.trained))

@@ -131,17 +131,25 @@ def reads_between(model: Any, forward: Any, optimizer: Any) -> Iterator[Any]:
         yield step(model, optimizer)
 
 
+def asks_for_a_gradient_first(model: Any, forward: Any, optimizer: Any) -> Iterator[Any]:
+    for _ in range(3):
+        loss = forward().loss
+        torch.autograd.grad(loss, [inside(model).lm_head.weight], retain_graph=True)
+        loss.backward()
+        yield step(model, optimizer)
+
+
 PROGRAMS = {
     one.__name__: (one, make)
     for make, programs in {
         adapted: (switches, switches_inside_a_step, switches_without_sync),
-        tiny: (thaws, freezes, two_backwards, two_forwards_first, reads_between),
+        tiny: (thaws, freezes, two_backwards, two_forwards_first, reads_between, asks_for_a_gradient_first),
     }.items()
     for one in programs
 }
 
 
-STATIC = ("two_backwards", "two_forwards_first", "reads_between")
+STATIC = ("two_backwards", "two_forwards_first", "reads_between", "asks_for_a_gradient_first")
 
 
 def run(name: str, rings: int, **options: Any) -> tuple[Weights, list[float]]:
