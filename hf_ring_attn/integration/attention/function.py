@@ -119,7 +119,7 @@ def _expect_end(out: Tensor) -> None:
     if context is None or context.ring.size == 1 or is_recomputing():  # a reentrant checkpoint's is inside another
         return
     end = context.state(BackwardEnd)
-    if end.calls:  # none under FSDP2
+    if end.parts:  # none under FSDP2
         out.register_hook(lambda _gradient: end.expect())
 
 

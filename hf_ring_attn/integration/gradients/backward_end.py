@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,32 +12,45 @@ from torch.autograd.graph import get_gradient_edge
 from ...comm.ring import Ring
 
 
+@dataclass(frozen=True)
+class Averages:
+    """What averages the gradients of some weights.
+
+    Args:
+        weights: returns them. end: called with a backward's number at its end. passes: called in a backward that sets
+            no gradients.
+    """
+
+    weights: Callable[[], Iterable[Any]]
+    end: Callable[[int], None]
+    passes: Callable[[], None] = lambda: None
+
+
 class BackwardEnd:
-    """The functions to call at the end of each backward of a batch's loss."""
+    """What is to be averaged at the end of each backward of a batch's loss.
+
+    Attributes:
+        parts: by the identities of what each averages.
+    """
 
     def __init__(self) -> None:
-        self.calls: dict[object, Callable[[int], None]] = {}
-        """Functions of the number of a backward, by the identities of what they end."""
-        self.weights: dict[object, Callable[[], Iterable[Any]]] = {}
-        """The weights whose gradients each function averages."""
-        self.passes: dict[object, Callable[[], None]] = {}
-        """Functions to call in a backward that sets no gradients."""
+        self.parts: dict[object, Averages] = {}
         self._task: int | None = None
 
     def expect(self) -> None:
-        """Calls the functions once at the end of the backward that runs now."""
+        """Averages once at the end of the backward that runs now."""
         task = torch._C._current_graph_task_id()
-        if self.calls and task != self._task:
+        if self.parts and task != self._task:
             self._task = task
-            if not any(_sets_gradients(weights()) for weights in self.weights.values()):
-                for call in self.passes.values():
-                    call()
+            if not any(_sets_gradients(part.weights()) for part in self.parts.values()):
+                for part in self.parts.values():
+                    part.passes()
                 return
             _call_at_end(lambda: _call_at_end(lambda: self._call(task)))  # DDP's own end comes in between
 
     def _call(self, task: int) -> None:
-        for call in list(self.calls.values()):
-            call(task)
+        for part in list(self.parts.values()):
+            part.end(task)
 
 
 def _sets_gradients(weights: Iterable[Any]) -> bool:

@@ -25,7 +25,7 @@ from ..context.introspect import inside, is_ddp, name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..patching import optimizer_steps
 from ..patching.modules import attach
-from .backward_end import BackwardEnd, average
+from .backward_end import Averages, BackwardEnd, average
 
 
 class Wrapped:
@@ -162,9 +162,8 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
     wrapped = _WRAPPED.setdefault(wrapper, Wrapped(wrapper))
     if is_new:
         attach(wrapper, "backward_end", wrapped.before_forward, wrapped.after_forward)
-    end = context.state(BackwardEnd)
-    end.calls[id(wrapper)], end.weights[id(wrapper)] = wrapped.end, inside(model).parameters
-    end.passes[id(wrapper)] = wrapped.passes
+    averages = Averages(inside(model).parameters, wrapped.end, wrapped.passes)
+    context.state(BackwardEnd).parts[id(wrapper)] = averages
     visit = context.state(Visits).get(latest_record(model))
     if visit is not None:
         trained = frozenset(map(id, visit.trained))

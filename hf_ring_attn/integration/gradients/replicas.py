@@ -25,7 +25,7 @@ from ..context.introspect import is_ddp, is_dtensor, is_unit, may_train, unwrapp
 from ..context.model_record import Visits, latest_record
 from ..log import warn
 from . import fsdp
-from .backward_end import BackwardEnd, average
+from .backward_end import Averages, BackwardEnd, average
 from .loss_gradients import TODO
 
 SAME_WEIGHTS = (
@@ -283,9 +283,8 @@ def _note(name: str, trained: list[Any], context: BatchContext) -> None:
         noted.setdefault(weight, version)
     _last[:] = [one for one in _last if one.batch() is context]
     references = list(map(weakref.ref, trained))
-    end, key = context.state(BackwardEnd), tuple(map(id, trained))
-    end.calls[key] = partial(_end, weakref.ref(context), references, context.ring)
-    end.weights[key] = partial(_alive, references)
+    averages = Averages(partial(_alive, references), partial(_end, weakref.ref(context), references, context.ring))
+    context.state(BackwardEnd).parts[tuple(map(id, trained))] = averages
     if not any(one.name == name and _same(one.weights, trained) for one in _last):
         _last.append(_Trained(name, references, weakref.ref(context), context.ring.size, sum(versions)))
 
