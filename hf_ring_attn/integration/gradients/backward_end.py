@@ -14,7 +14,7 @@ from ...comm.ring import Ring
 
 @dataclass(frozen=True)
 class Averages:
-    """What averages the gradients of some weights.
+    """The averaging of some weights' gradients.
 
     Args:
         weights: returns them. end: called with a backward's number at its end. passes: called in a backward that sets
@@ -27,7 +27,7 @@ class Averages:
 
 
 class BackwardEnd:
-    """What is to be averaged at the end of each backward of a batch's loss.
+    """The averaging at the end of each backward of a batch's loss.
 
     Attributes:
         parts: by the identities of what each averages.

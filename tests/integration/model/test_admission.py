@@ -142,7 +142,7 @@ FORWARDS = [
     ),
     Forward(
         why="generate in the context", change=jobs.that_generates, error="UnshardedInput",
-        text="and call generate() outside the ring's context.",
+        text="Call generate() outside the ring's context.",
     ),
     Forward(
         why="a checkpoint around the whole model", change=jobs.checkpointed_whole, error="MaskOutsideRing",
