@@ -44,7 +44,7 @@ class SavedBuffers:
         for path, reference, name, first, version in self._known:
             module = reference()
             x = None if module is None else module._buffers.get(name, module._parameters.get(name))
-            if x is not None and not x.is_meta and (x is not first() or version_of(x) != version):
+            if x is not None and _is_whole(x) and not x.is_meta and (x is not first() or version_of(x) != version):
                 found[path] = x
         if not found:
             return {"no buffer": None}
@@ -62,10 +62,13 @@ def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     frozen = {name: x for name, x in module._parameters.items() if x is not None and not x.requires_grad}
     both: dict[str, Any] = {**module._buffers, **frozen}
     for name, x in both.items():
-        # Of quantized weights only their own class knows the values.
-        plain = type(x) in (Tensor, nn.Parameter) and x.is_floating_point()
-        if plain and name not in passing:
+        if _is_whole(x) and x.is_floating_point() and name not in passing:
             yield name, x
+
+
+def _is_whole(x: Tensor) -> bool:
+    """Returns False for shards (FSDP2 may shard a known model later) and for quantized weights."""
+    return type(x) in (Tensor, nn.Parameter)
 
 
 def written_buffers(model: nn.Module, record: ModelRecord) -> dict[str, object]:
