@@ -160,11 +160,16 @@ def _refuse_unreduced(optimizer: Optimizer) -> None:
     """
     theirs = {id(x) for group in optimizer.param_groups for x in group["params"]}
     for model in list(_TRAINED):
-        groups = [group for unit in filter(introspect.is_unit, model.modules()) for group in _groups_of(unit)]
-        for group in groups:
+        units = latest_record(model).once(_units_of, model)
+        for group in (group for unit in units if (module := unit()) is not None for group in _groups_of(module)):
             mine = [weight for weight in group.fsdp_params if id(weight.sharded_param) in theirs]
             if mine and (getattr(group, "_partial_reduce_output", None) is not None or any(map(_is_unreduced, mine))):
                 raise errors.UnsupportedModel(introspect.name_of(model), [_UNREDUCED])
+
+
+def _units_of(model: nn.Module) -> list[weakref.ref[nn.Module]]:
+    """The modules on which `fully_shard` was called."""
+    return [weakref.ref(module) for module in model.modules() if introspect.is_unit(module)]
 
 
 def _is_unreduced(weight: Any) -> bool:

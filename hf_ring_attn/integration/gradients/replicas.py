@@ -66,11 +66,14 @@ def bare_of(trained: list[Any], model: nn.Module) -> list[Any]:
         return trained
     if not (AVERAGING - PARTS).isdisjoint(around) or PARTS.isdisjoint(inside):
         return []
+    trained = [x for x in trained if not is_dtensor(x)]
+    if not trained:  # all are sharded, as before each forward of a model that FSDP2 wraps
+        return []
     combined: set[int] = set()
     for module in latest_record(model).modules():
         weights: Iterable[Any] = fsdp.weights_of(module) if is_unit(module) else ()
         combined.update(map(id, module.parameters() if is_ddp(module) else weights))
-    return [x for x in trained if id(x) not in combined and not is_dtensor(x)]
+    return [x for x in trained if id(x) not in combined]
 
 
 def note_trained(model: nn.Module, context: BatchContext) -> None:

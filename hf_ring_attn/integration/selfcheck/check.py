@@ -89,8 +89,8 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     alone = sharding is None or sharding.ranks() <= ring.ranks()
     inputs, padding = (sample.inputs(), sample.masks()) if alone else ((), ())
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
-    may_train = inner.training or any(x.requires_grad for x in record.weights())
-    trains = step.trains if step.loss else torch.is_grad_enabled() and may_train
+    has_trained = inner.training or any(x.requires_grad for x in record.weights())
+    trains = step.trains if step.loss else torch.is_grad_enabled() and has_trained
     # What is compiled with a model may make another function of its loss when an attribute changes.
     around = introspect.values_around(inner) if as_one else ()
     case, tried = (*batch, inputs, padding), ("step", *batch, inputs, trains, *step.key, around)
