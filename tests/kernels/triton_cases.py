@@ -12,8 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_ring_attn.kernels import Kernel
+from hf_ring_attn.kernels import Gradients, Kernel
 from hf_ring_attn.kernels.triton import Triton, launch
+from hf_ring_attn.kernels.triton.blocks import NARROWER_VALUES, TABLE
 from hf_ring_attn.sharding.layout import Layout, Owners
 from hf_ring_attn.sharding.mask import tiles
 from hf_ring_attn.testing import Case, Inputs, inputs, packed, relative_error, sliding
@@ -114,3 +115,21 @@ def test_any_scale(scale: float) -> None:
     x = inputs(case, torch.float32)
     errors = far(case, x, computed(KERNEL, case, on(DEVICE, x), table_of(case)))
     assert max(error for name, error in errors.items() if scale or name not in ("dq", "dk")) < UNROUNDED, errors
+
+
+@pytest.mark.parametrize("key", [key for key in TABLE if key[0] in ("ampere", "ada")], ids=str)
+def test_rows_of_gpus_that_are_not_at_hand_are_right(key: tuple[str, int, int]) -> None:
+    width, row = key[2], TABLE[key]
+    case = Case(
+        why="unequal blocks", length=150, heads=2, kv_heads=1, head_dim=width,
+        value_dim=NARROWER_VALUES.get(width, width), seed=4,
+    )  # fmt: skip
+    x, table = inputs(case, torch.float32), table_of(case)
+    given = on(DEVICE, x)
+    q, k, v, dout, params = given["q"], given["k"], given["v"], given["dout"], params_of(case, given)
+    out, lse = launch.forward(q, k, v, table, params, row)
+    into = Gradients(KERNEL.new_gradient(q), KERNEL.new_gradient(k), KERNEL.new_gradient(v))
+    launch.backward(dout, q, k, v, lse, KERNEL.delta(dout, out), table, params, into, row)
+    got = {"out": out, "lse": lse, "dq": into.dq, "dk": into.dk, "dv": into.dv}
+    errors = far(case, x, got)
+    assert max(errors.values()) < UNROUNDED, errors
