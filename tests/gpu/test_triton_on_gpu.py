@@ -14,22 +14,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_ring_attn.kernels import KERNELS, Gradients, Request
-from hf_ring_attn.kernels.triton import launch
-from hf_ring_attn.kernels.triton.blocks import NARROWER_VALUES, TABLE, widest_head
+from hf_ring_attn.kernels import KERNELS, Request
+from hf_ring_attn.kernels.triton.blocks import TABLE, widest_head
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import tiles
 from hf_ring_attn.testing import BIDIRECTIONAL, CAUSAL, Case, Inputs, inputs, packed, relative_error, sliding
+from tests.gpu.launch import run
 from tests.helpers.cases import CASES
 from tests.helpers.checks import same_bits
-from tests.helpers.kernel_answers import Answer, computed, mask_of, on, params_of, table_of, unit, vanishing, wanted
+from tests.helpers.kernel_answers import (
+    Answer,
+    computed,
+    computed_in_float64,
+    mask_of,
+    on,
+    params_of,
+    table_of,
+    unit,
+    vanishing,
+    wanted,
+)
 from tests.helpers.rank_functions import poisoned_memory
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU"),
 ]
-TRITON, REFERENCE = KERNELS["triton"], KERNELS["reference"]
+TRITON = KERNELS["triton"]
 WIDE = Case(why="D 128, grouped", length=3001, heads=8, kv_heads=2, head_dim=128, value_dim=128, seed=50)
 SHAPES = (
     WIDE,
@@ -116,31 +127,12 @@ def test_wide_heads_in_float32_are_refused() -> None:
     assert TRITON.unsupported(replace(request, dtype=torch.bfloat16)) == []
 
 
-@pytest.mark.parametrize(("family", "element_bytes", "width"), [key for key in TABLE if key[0] != "hopper"])
-def test_rows_of_other_gpus_are_right(family: str, element_bytes: int, width: int) -> None:
-    dtype = torch.bfloat16 if element_bytes == 2 else torch.float32
-    values = NARROWER_VALUES.get(width, width)
-    case = replace(WIDE, length=300, heads=2, kv_heads=1, head_dim=width, value_dim=values)
-    x, row = on("cuda", inputs(case, dtype)), TABLE[family, element_bytes, width]
-    q, k, v, dout, params, table = x["q"], x["k"], x["v"], x["dout"], params_of(case, x), table_of(case)
-    out, lse = launch.forward(q, k, v, table, params, row)
-    into = Gradients(TRITON.new_gradient(q), TRITON.new_gradient(k), TRITON.new_gradient(v))
-    launch.backward(dout, q, k, v, lse, TRITON.delta(dout, out), table, params, into, row)
-    want, bound = computed_in_float64(case, x, table, out), 4e-6 if element_bytes == 4 else torch.finfo(dtype).eps / 2
-    got = {"out": out, "lse": lse, "dq": into.dq, "dk": into.dk, "dv": into.dv}
-    assert max(relative_error(got[name], want[name]) for name in want) < bound
-
-
-def computed_in_float64(case: Case, x: Inputs, table: Tensor, out: Tensor | None = None) -> Answer:
-    """The reference's answer; with ``out``, its gradients are those of a backward that is given this one."""
-    q, k, v, dout = (x[name].double() for name in ("q", "k", "v", "dout"))
-    sinks = None if x["sinks"] is None else x["sinks"].double()
-    params = replace(params_of(case, x), sinks=sinks)
-    exact, lse = REFERENCE.forward(q, k, v, table, params)
-    delta = REFERENCE.delta(dout, exact if out is None else out.double())
-    into = Gradients(*map(torch.zeros_like, (q, k, v)))  # type: ignore[arg-type]  # three tensors
-    REFERENCE.backward(dout, q, k, v, lse, delta, table, params, into)
-    return {"out": exact, "lse": lse, "dq": into.dq, "dk": into.dk, "dv": into.dv}
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper")
+@pytest.mark.parametrize("family", ["ampere", "ada", "other"])
+def test_blocks_of_other_gpus_are_right(family: str) -> None:
+    """Compiled to the instructions of those GPUs, which Hopper runs: with its own, some take too much shared memory."""
+    rows = sum(key[0] == family for key in TABLE)
+    assert f"{rows} rows of {family}, 0 wrong" in run(["-m", "tests.gpu.other_gpus", family], seconds=300)
 
 
 def flash(x: Inputs) -> Answer:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.bench.replay import Answer as Replayed
-from hf_ring_attn.kernels import Gradients, Kernel, Params
+from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params
 from hf_ring_attn.sharding.layout import Run
 from hf_ring_attn.sharding.mask import UNBOUNDED, Band, Mask, tiles
 from hf_ring_attn.testing import Case, Inputs, inputs, relative_error
@@ -112,3 +112,16 @@ def assert_same(got: Replayed, want: Replayed) -> None:
             mine, theirs = mine.nan_to_num(neginf=0.0), theirs.nan_to_num(neginf=0.0)
         # Where the exact gradient is zero, what is left is the rounding of float32.
         assert relative_error(mine, theirs) < 1e-5 or float((mine - theirs).abs().max()) < 2e-5, name
+
+
+def computed_in_float64(case: Case, x: Inputs, table: Tensor, out: Tensor | None = None) -> Answer:
+    """The reference's answer; with ``out``, its gradients are those of a backward that is given this one."""
+    q, k, v, dout = (x[name].double() for name in ("q", "k", "v", "dout"))
+    sinks = None if x["sinks"] is None else x["sinks"].double()
+    params = replace(params_of(case, x), sinks=sinks)
+    reference = KERNELS["reference"]
+    exact, lse = reference.forward(q, k, v, table, params)
+    delta = reference.delta(dout, exact if out is None else out.double())
+    into = Gradients(*map(torch.zeros_like, (q, k, v)))  # type: ignore[arg-type]  # three tensors
+    reference.backward(dout, q, k, v, lse, delta, table, params, into)
+    return {"out": exact, "lse": lse, "dq": into.dq, "dk": into.dk, "dv": into.dv}
