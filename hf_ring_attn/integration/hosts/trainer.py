@@ -224,6 +224,35 @@ def _count_once(original: Callable[..., Any]) -> Callable[..., Any]:
     return count
 
 
+class _Parameters(dict[frozenset[tuple[str, Any]], int]):
+    """The numbers of a model's parameters, by the arguments of `num_parameters`."""
+
+
+def _floating_point_ops(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches floating_point_ops as `_count_once` does, and counts the parameters once for a model's structure.
+
+    Trainer counts them after every backward while the GPU idles: an adapter's take about 10 ms, 2 % of 8K tokens.
+    """
+    counted = _count_once(original)
+
+    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> Any:
+        count, model = getattr(self.model, "num_parameters", None), self.model
+        if group_of(self) is None or count is None:
+            return counted(self, inputs)
+        known = model_record.latest_record(model).state(_Parameters)
+
+        def num_parameters(**options: Any) -> int:
+            key = frozenset(options.items())
+            if key not in known:
+                known[key] = count(**options)
+            return known[key]
+
+        with Replaced(model, "num_parameters", num_parameters):
+            return counted(self, inputs)
+
+    return floating_point_ops
+
+
 def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
         group = group_of(self)
@@ -295,7 +324,7 @@ TRAINER = "transformers.trainer:Trainer"
 PATCHES = [
     trainer_overrides.patch_prepare(TRAINER, shards_batches, _prepare_inputs),
     Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _count_once),
-    Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _count_once),
+    Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _floating_point_ops),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
     Patch(f"{TRAINER}.training_step", "(self, model, inputs, num_items_in_batch=)", _training_step),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
