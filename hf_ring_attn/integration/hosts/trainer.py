@@ -26,7 +26,7 @@ from ..losses import whole_heads
 from ..model import adapters, admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import between_batches, liger_arguments, logged_numbers, trainer_overrides
+from . import between_batches, liger_arguments, logged_numbers, samplers, trainer_overrides
 from .gathered_loss import with_gathered_logits
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
@@ -325,6 +325,7 @@ PATCHES = [
     trainer_overrides.patch_prepare(TRAINER, shards_batches, _prepare_inputs),
     Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _count_once),
     Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _floating_point_ops),
+    Patch(f"{TRAINER}._get_train_sampler", "(self, train_dataset=)", samplers.rings_balanced),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
     Patch(f"{TRAINER}.training_step", "(self, model, inputs, num_items_in_batch=)", _training_step),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),

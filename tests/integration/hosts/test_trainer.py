@@ -38,6 +38,10 @@ RUNS = [
         why="grouped by length", rows=Rows(shortest=9, pad_to="right"),
         arguments={"train_sampling_strategy": "group_by_length"},
     ),
+    Run(
+        why="rows balanced by their cost, over rings", rows=Rows(shortest=9, pad_to="right", count=12),
+        arguments={"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2},
+    ),
     Run(why="streamed rows, which accelerate would deal out rank by rank", streamed=True),
     Run(why="packed rows", rows=Rows(packed=True, length=31)),
     Run(why="packed rows with a window", model="mistral", rows=Rows(packed=True)),
