@@ -135,6 +135,13 @@ def ranks_of_machine() -> int:
     return max(1, int(text)) if text.isdigit() else 1
 
 
+def launched_ring() -> int:
+    """The ring size in the config of `accelerate launch`; 1 without one."""
+    used = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in ("1", "true", "yes", "on", "y", "t")
+    text = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "")
+    return max(1, int(text)) if used and text.isdigit() else 1
+
+
 def several_asked_for() -> tuple[str, str] | None:
     """Returns a sign in the environment that several processes were requested, and its variable; None: no sign.
 

@@ -44,6 +44,11 @@ def ring_of_process() -> Ring:
     return Ring.of(ring_group()) if ring_enabled(_shared_state("parallelism_config")) else Ring(LOCAL)
 
 
+def parallelism_of_process() -> Any:
+    """The `ParallelismConfig` of this process's `Accelerator`; None without one."""
+    return _shared_state("parallelism_config")
+
+
 def mixed_precision() -> str:
     """The mixed precision of accelerate for a prepared model's forward; "no" without it."""
     return str(_shared_state("_mixed_precision") or "no")

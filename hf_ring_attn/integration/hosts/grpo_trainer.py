@@ -45,6 +45,10 @@ def start(host: Any) -> None:
         counted = f"per_device_train_batch_size {args.per_device_train_batch_size} x {replicas} rings x "
         counted += f"steps_per_generation {args.steps_per_generation}"
         raise errors.PartialGroups(args.generation_batch_size, counted, args.num_generations)
+    generations, rows = args.num_generations_eval or args.num_generations, args.per_device_eval_batch_size * replicas
+    if args.eval_strategy != "no" and rows % generations:  # TRL's config counted processes here, too
+        counted = f"per_device_eval_batch_size {args.per_device_eval_batch_size} x {replicas} rings"
+        raise errors.PartialGroups(rows, counted, generations)
     _refuse(host)
     if args.use_vllm:
         warn(_VLLM, everywhere=False)

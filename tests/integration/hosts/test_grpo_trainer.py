@@ -56,6 +56,7 @@ CASES = [
         {**OFF_POLICY, "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.001},
     ),
     Case("four steps a generation", {**TWICE, "steps_per_generation": 4, "epsilon": 0.02}, fixed=False),
+    Case("a batch of generations", {**TWICE, "generation_batch_size": 12}, fixed=False),
     Case("LoRA, whose adapter is off for the reference", {"beta": 0.1, "num_iterations": 2}, lora=True),
     Case("LoRA, checkpointed, generated", {**CHECKPOINTED, "beta": 0.1, "learning_rate": 0.5}, lora=True, fixed=False),
     Case("an entropy bonus that adapts", {**TWICE, "top_entropy_quantile": 0.5, "use_adaptive_entropy": True}),
@@ -91,6 +92,7 @@ CASES = [
         "RLOO, generated", {**RLOO, **TWICE, "steps_per_generation": 4, "normalize_advantages": True},
         rloo=True, fixed=False,
     ),
+    Case("RLOO, a batch of generations", {**RLOO, "generation_batch_size": 8}, rloo=True, fixed=False),
     Case("RLOO with LoRA", {**RLOO, "learning_rate": 0.01}, rloo=True, lora=True),
 ]  # fmt: skip
 RLOO_GROUPS = Case("RLOO, groups of two replicas", {**RLOO, **TWICE, "num_generations": 8}, rloo=True)
@@ -198,6 +200,11 @@ REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [
     (
         "a group of a rank's rows twice", Case("", {"num_generations": 8}), {},
         "PartialGroups: 4 completions (per_device_train_batch_size 4 x 1 rings x steps_per_generation 1) are no whole",
+    ),
+    (
+        "a group of an evaluation's rows twice, before the first step",
+        Case("", {"num_generations_eval": 8, "eval_strategy": "steps", "eval_steps": 9}), {},
+        "PartialGroups: 4 completions (per_device_eval_batch_size 4 x 1 rings) are no whole groups of 8",
     ),
 ]  # fmt: skip
 

@@ -1,0 +1,33 @@
+"""`generation_batch_size` in a config of GRPO or RLOO: rings generate as many completions as one process would.
+
+The config turns it into steps, and divides it by the number of processes, which a trainer cannot see later: the same
+two numbers come from `steps_per_generation`, where they are right. So it is counted in each process before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...config import launched_ring
+from ..context.mesh import parallelism_of_process
+from ..patching.changes import Patch
+
+
+def _post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def __post_init__(self: Any) -> None:
+        if getattr(self, "generation_batch_size", None) is not None and self.steps_per_generation is None:
+            # `grpo_trainer.start` counts it by rings again.
+            self.generation_batch_size *= _ring_size(self)
+        original(self)
+
+    return __post_init__
+
+
+def _ring_size(args: Any) -> int:
+    """The ring size of trainers that get these TrainingArguments."""
+    config = args.parallelism_config or parallelism_of_process()
+    return launched_ring() if config is None else int(config.cp_size)
+
+
+PATCHES = (Patch("transformers.training_args:TrainingArguments.__post_init__", "(self)", _post_init),)
