@@ -122,6 +122,9 @@ def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
             _seed_workers_by_ring(args[0], config.cp_size)
         if not (ring_enabled(config) or (is_undecided(config) and not self._models)):
             return original(self, *args, **kwargs)
+        if args and getattr(args[0], "in_order", True) is False:
+            # Batches in the order in which workers finish them (dataloader_in_order) differ among the ranks of a ring.
+            args[0].in_order = True
         if options.dispatch_batches and ring_enabled(config):
             raise errors.DispatchedBatches("dispatch_batches=True")
         if options.dispatch_batches is not None:
