@@ -41,6 +41,13 @@ DROPS_WEIGHTS = {
 }  # fmt: skip
 """Rates at which a type drops its weights for all tokens of a call alike."""
 
+DRAWN = "random numbers by which a PEFT adapter drops weights"
+TODO = (
+    "Each rank would drop others, and the ring would mix models: seed all ranks alike, or set the adapter's "
+    f"{', '.join(sorted({rate for rates in DROPS_WEIGHTS.values() for rate in rates}))} to 0. GRPO and RLOO give each "
+    "rank a seed of its own."
+)
+
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields the reasons why the adapters of ``model``, active or not, are not exact in a ring."""
@@ -53,6 +60,12 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
                 if context.text is not None and model.training:
                     yield from _dropped_weights(f"the PEFT adapter {name!r}", adapter)
             return
+
+
+def drop_weights(model: nn.Module) -> bool:
+    """Returns True if an adapter of ``model`` drops weights in training, by numbers that all ranks must draw alike."""
+    adapters: Any = next(filter(None, (getattr(module, "peft_config", None) for module in model.modules())), {})
+    return any(True for name, adapter in adapters.items() for _ in _dropped_weights(name, adapter))
 
 
 def _dropped_weights(which: str, adapter: Any) -> Iterator[str]:

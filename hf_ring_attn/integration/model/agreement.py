@@ -21,7 +21,7 @@ from ..context.introspect import inside, may_train
 from ..context.mesh import mixed_precision
 from ..context.model_record import ModelRecord, Visits, configured, forget_model, latest_record
 from ..memory import auto_saving
-from . import admission, saved_buffers
+from . import adapters, admission, saved_buffers
 from .saved_buffers import written_buffers
 
 SAMPLE = 2**14
@@ -42,7 +42,7 @@ class _Agreement:
     Attributes:
         details: facts that decide which messages are sent, by name. structure: their fingerprint.
         trained: the index of each weight that trains, and its name. rings: the names of the rings that agreed on it.
-        checkpoints: the modules that can checkpoint.
+        checkpoints: the modules that can checkpoint. drops: an adapter drops weights at random.
     """
 
     def __init__(self) -> None:
@@ -50,6 +50,7 @@ class _Agreement:
         self.structure: int | Tensor = 0
         self.trained: list[tuple[int, str]] = []
         self.checkpoints: list[weakref.ref[nn.Module]] = []
+        self.drops = False
         self.rings: set[str] = set()
 
 
@@ -99,11 +100,13 @@ def _agree(
     facts = _facts(model, weights, record, context)
     compared = may_train(model) and context.config.self_check
     buffers = written_buffers(inside(model), record) if compared else {"no buffer": None}
+    drawn = {adapters.DRAWN: torch.get_rng_state() if agreed.drops and model.training else None}
     device = ring.small_device(weights[0].device)
     computes = weights[0].device if weights[0].is_cuda else device  # FSDP2's weights may wait on the host
     agree = ring.start_agreement(
-        {**facts, "structure": agreed.structure, **buffers, **_sample(model, weights, agreed, context)}, device, _DRIFT,
-        refusal, [ring.name not in agreed.rings, auto_saving.tokens_that_fit(record, context, computes)], _DOING,
+        {**facts, "structure": agreed.structure, **buffers, **drawn, **_sample(model, weights, agreed, context)},
+        device, _DRIFT, refusal,
+        [ring.name not in agreed.rings, auto_saving.tokens_that_fit(record, context, computes)], _DOING,
     )  # fmt: skip
     if refusal is None:
         meanwhile()
@@ -112,6 +115,7 @@ def _agree(
     except errors.RanksDiffer:  # on all ranks: find a better name than the fingerprint's
         ring.agree({**facts, **agreed.details}, device, ALIKE, doing=_DOING)
         ring.agree(buffers, device, saved_buffers.TODO, doing=_DOING)
+        ring.agree(drawn, device, adapters.TODO, doing=_DOING)
         raise
     auto_saving.decide_saving(context, offers)
     return any(renewed) and ring.name in agreed.rings
@@ -125,6 +129,7 @@ def _examine(model: nn.Module, record: ModelRecord, agreed: _Agreement) -> None:
         if x is not None
     }
     agreed.trained = [(index, name) for index, (name, x) in enumerate(weights.items()) if x.requires_grad]
+    agreed.drops = adapters.drop_weights(model)
     modules = [module for module in record.modules() if hasattr(module, "gradient_checkpointing")]
     agreed.checkpoints = list(map(weakref.ref, modules))
     agreed.details = {

@@ -156,9 +156,12 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
         options = {**({} if case.rloo else {"rollout_func": of_text}), **options}
     with mock.patch(f"{RLOO if case.rloo else GRPO}.create_model_from_path", reference):
         made = (kind or made_by)(
-            model=net, args=config_of(**args), processing_class=tokenizer(), peft_config=lora() if case.lora else None,
+            model=net, args=config_of(**args), processing_class=tokenizer(),
             train_dataset=prompts(case, TRAIN_ROWS), eval_dataset=prompts(case, EVAL_ROWS, start=4000),
-            **{"reward_funcs": [letters, digits, later], **judged(case, attention), **options},
+            **{
+                "reward_funcs": [letters, digits, later], "peft_config": lora() if case.lora else None,
+                **judged(case, attention), **options,
+            },
         )  # fmt: skip
     made.remove_callback(PrinterCallback)
     return made

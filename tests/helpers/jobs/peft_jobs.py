@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import peft
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PrinterCallback
 from trl.trainer.sft_trainer import SFTTrainer
@@ -154,6 +156,28 @@ def classifier_refusal(kind: str, rate: str, trains: bool) -> str:
         except errors.UnsupportedModel as error:
             return str(error)
         return "no refusal"
+
+
+def seeded_shares(alike: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str:
+    """As `shares`, of LoHa that drops half of its weights' rows, or the refusal. ``alike``: ranks have one seed."""
+    with launched(Mesh()):
+        hf_ring_attn.install()
+        loha, answers = {"r": 4, "rank_dropout": 0.5}, []
+        for attention in ("ring_fp32", "sdpa"):
+            model = adapted("LoHaConfig", loha, attention)
+            try:
+                with hf_ring_attn.shard(row()) if attention == "ring_fp32" else nullcontext() as sharded:
+                    batch = row() if sharded is None else sharded.inputs
+                    torch.manual_seed(3 if alike else 3 + dist.get_rank())
+                    loss = model(**batch).loss
+            except errors.RanksDiffer as error:
+                return str(error)
+            loss.backward()
+            if sharded is not None:
+                sharded.reduce_gradients(model)
+                loss = sharded.reduce(loss)
+            answers.append({"loss": loss.detach(), **gradients(model)})
+        return answers[0], answers[1]
 
 
 def train_an_adapter(base: str, folder: str, mesh: Mesh) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoHaConfig
 
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_in_float64, assert_equal_outcomes
@@ -196,6 +197,11 @@ REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [
     (
         "continuous batches", Case("", {"use_transformers_continuous_batching": True}, rloo=True), {},
         "UnsupportedOption: FixedRLOO with use_transformers_continuous_batching is not possible",
+    ),
+    (
+        "weights that each rank would drop by its own seed", Case("", lora=True),
+        {"peft_config": LoHaConfig(r=4, rank_dropout=0.5, target_modules=["q_proj"])},
+        "RanksDiffer: the ranks of one ring must hold the same random numbers by which a PEFT adapter drops weights",
     ),
     (
         "a group of a rank's rows twice", Case("", {"num_generations": 8}), {},

@@ -14,7 +14,15 @@ from peft.utils.peft_types import PeftType
 from hf_ring_attn.integration.model import adapters as ours
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs.comparison import Ranks
-from tests.helpers.jobs.peft_jobs import ADAPTERS, REFUSED, classifier_refusal, refusal, shares, train_an_adapter
+from tests.helpers.jobs.peft_jobs import (
+    ADAPTERS,
+    REFUSED,
+    classifier_refusal,
+    refusal,
+    seeded_shares,
+    shares,
+    train_an_adapter,
+)
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import Case, model, one_step
 from tests.helpers.patience import patient
@@ -92,6 +100,19 @@ def test_weights_dropped_at_random_are_refused_where_ranks_draw_their_own_number
             in said
         )
     assert ranks(2).run(classifier_refusal, kind, rate, False) == ["no refusal"] * 2
+
+
+def test_weights_dropped_at_random_are_refused_where_ranks_have_other_seeds(ranks: Ranks) -> None:
+    """Each rank dropped others, silently, in GRPO too. With one seed they are those that one process drops."""
+    for said in ranks(2).run(seeded_shares, False):
+        assert isinstance(said, str), "not refused"
+        assert "the same random numbers by which a PEFT adapter drops weights" in said
+    for answer in ranks(2).run(seeded_shares, True):
+        assert isinstance(answer, tuple), answer
+        got, want = answer
+        assert len(want) > 1, "no gradients"
+        for key, value in want.items():
+            assert relative_error(got[key], value) < 1e-4, key
 
 
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
