@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -37,6 +37,11 @@ def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
         accelerator.init_handler = InitProcessGroupKwargs(timeout=timeout)
 
 
+def give_whole_rows(accelerator: Any, models: Sequence[object]) -> None:
+    """Notes models that a host calls with whole rows, outside of the ring: they may have any attention."""
+    accelerator._models_of_whole_rows = models
+
+
 def decide_by_models(accelerator: Any, *objects: object) -> None:
     """Decides from the models among ``objects`` if the accelerator's cp_size means a ring. Idempotent.
 
@@ -46,7 +51,8 @@ def decide_by_models(accelerator: Any, *objects: object) -> None:
         OneProcess, ModelIsNoRing, TorchContextParallelRefused, UntestedParallelism, DispatchedBatches.
     """
     config = accelerator.parallelism_config
-    models = {obj: uses_ring(obj) for obj in objects if isinstance(obj, nn.Module)}
+    others = [*map(id, getattr(accelerator, "_models_of_whole_rows", ()))]
+    models = {obj: uses_ring(obj) for obj in objects if isinstance(obj, nn.Module) and id(obj) not in others}
     if any(models.values()):
         if config is None:
             parallelism_config.refuse_one_process(accelerator)

@@ -24,7 +24,7 @@ from ..log import say, warn
 from ..model import admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import prediction, ring_overrides, trainer, trainer_overrides, vllm_generation
+from . import accelerate, prediction, ring_overrides, trainer, trainer_overrides, vllm_generation
 from . import rings_as_processes as rings
 from .whole_row_calls import log_probs_of_rows, whole_row_calls
 
@@ -50,6 +50,7 @@ def start(host: Any) -> None:
         counted = f"per_device_eval_batch_size {args.per_device_eval_batch_size} x {replicas} rings"
         raise errors.PartialGroups(rows, counted, generations)
     _refuse(host)
+    accelerate.give_whole_rows(host.accelerator, host.reward_funcs)
     if args.use_vllm:
         warn(_VLLM, everywhere=False)
     say(

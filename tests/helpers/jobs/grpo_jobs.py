@@ -43,7 +43,8 @@ class Case:
         args: for GRPOConfig or RLOOConfig.
         fixed: completions are pieces of a text, of uneven lengths; else the model generates them.
         rloo: by RLOOTrainer. kind: the class of the model. stream: prompts come from an IterableDataset.
-        prompt: bytes of the longest. chat: prompts are conversations. judge: a model gives the reward.
+        prompt: bytes of the longest. chat: prompts are conversations. judge: a model gives the reward, one with the
+            attention of the trained model, or of this name.
         fsdp: in a ring FSDP2 shards the weights.
     """
 
@@ -56,7 +57,7 @@ class Case:
     stream: bool = False
     prompt: int = 20
     chat: bool = False
-    judge: bool = False
+    judge: bool | str = False
     fsdp: bool = False
 
     def with_args(self, **more: Any) -> Case:
@@ -123,11 +124,12 @@ class FixedRLOO(RLOOTrainer):
 
 
 def judged(case: Case, attention: str) -> dict[str, Any]:
-    """A reward model, of the attention that a ring's models need."""
+    """A reward model."""
     if not case.judge:
         return {}
     sizes = {**SIZES, "vocab_size": 259, "num_labels": 1, "pad_token_id": 0, "max_position_embeddings": 256}
-    judge = build("LlamaForSequenceClassification", attention, **sizes)
+    own = case.judge if isinstance(case.judge, str) else attention
+    judge = build("LlamaForSequenceClassification", own, **sizes)
     judge.config._name_or_path = "judge"
     return {"reward_funcs": [judge, letters], "reward_processing_classes": [tokenizer(), None]}
 

@@ -69,6 +69,7 @@ CASES = [
     Case("a stream of prompts", TWICE, stream=True),
     Case("conversations", fixed=False, chat=True),
     Case("a reward model", judge=True),
+    Case("a reward model of another attention", judge="sdpa"),
     Case(
         "prompts longer than a rank's share, a head in float32",
         {
@@ -94,6 +95,7 @@ CASES = [
         rloo=True, fixed=False,
     ),
     Case("RLOO, a batch of generations", {**RLOO, "generation_batch_size": 8}, rloo=True, fixed=False),
+    Case("RLOO, a reward model of another attention", RLOO, rloo=True, judge="eager"),
     Case("RLOO with LoRA", {**RLOO, "learning_rate": 0.01}, rloo=True, lora=True),
 ]  # fmt: skip
 RLOO_GROUPS = Case("RLOO, groups of two replicas", {**RLOO, **TWICE, "num_generations": 8}, rloo=True)
