@@ -137,7 +137,9 @@ def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         # accelerate dispatches an IterableDataset by default, and its dispatcher ignores the "cp" axis.
         with Replaced(options, "dispatch_batches", False):
-            return streams.count_last_batch(original(self, *args, **kwargs))
+            prepared_loader = original(self, *args, **kwargs)
+        given = args[0] if args else kwargs.get("data_loader")
+        return streams.deal_as_dispatched(prepared_loader, given, self, options.split_batches)
 
     return prepare_data_loader
 

@@ -1,14 +1,16 @@
-"""The last batch of a stream (IterableDataset): accelerate's loaders know its size only if they dispatch it to ranks.
+"""Streams (IterableDataset) in rings: each rank reads one by itself, since a dispatcher would give ranks other rows.
 
-Each rank of a ring reads the stream by itself, since the dispatcher gives ranks other batches. Without the size an
-evaluation counted the rows of a last batch that is not full as often as those of a full one.
+Rings get the rows that the dispatcher gives processes without rings, also of a last batch that is not full, and know
+how many rows of it are no repetitions. Without that an evaluation counted them all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import find_batch_size
 from torch.utils.data import IterableDataset
 
@@ -20,22 +22,65 @@ _COUNTED = "_hf_ring_attn_counted"
 """The attribute of a loader that accelerate would have dispatched."""
 
 
-def count_last_batch(loader: Any) -> Any:
-    """Marks a prepared loader, so that the size of a stream's last batch is known at its end."""
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        vars(loader)[_COUNTED] = True
+class DealtStream(IterableDatasetShard):  # type: ignore[misc]  # accelerate has no types
+    """The rows of one ring of several, as accelerate's dispatcher deals them out to processes.
+
+    ``left``: rows of the last batch of all rings, without those that fill it up; -1 until then, and in the main process
+    if workers read the stream.
+    """
+
+    left = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        whole = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        first: list[Any] = []
+        batch: list[Any] = []
+        self.left = -1
+        for row in self.dataset:
+            if len(batch) == whole:
+                yield from self._dealt(batch)
+                batch = []
+            batch.append(row)
+            if len(first) < self.num_processes:
+                first.append(row)
+        if batch and (len(batch) == whole or not self.drop_last):
+            self.left = len(batch)
+            share = math.ceil(self.left / self.num_processes)
+            yield from self._dealt([*batch, *first * self.num_processes][: share * self.num_processes])
+
+    def _dealt(self, batch: list[Any]) -> list[Any]:
+        share = len(batch) // self.num_processes
+        return batch[self.process_index * share : (self.process_index + 1) * share]
+
+
+def deal_as_dispatched(loader: Any, given: Any, accelerator: Any, split_batches: bool) -> Any:
+    """Makes a loader that accelerate prepared of ``given`` for several rings deal out a stream as `DealtStream` does.
+
+    accelerate fills a last batch with more rows, and gives rings other files of a stream of several, so that one ring
+    may have fewer batches than another, which waits for it. One ring learns the size of the last batch.
+    """
+    stream = getattr(given, "dataset", None)
+    if not isinstance(stream, IterableDataset) or loader is given:
+        return loader
+    vars(loader)[_COUNTED] = True
+    size = accelerator.parallelism_config.cp_size
+    rings = accelerator.num_processes // size
+    if rings > 1 and given.batch_size is not None:
+        index = accelerator.process_index // size  # "cp" is the innermost axis of the mesh
+        base = loader.base_dataloader
+        dealt = DealtStream(stream, given.batch_size, given.drop_last, rings, index, split_batches)
+        vars(base)["dataset"] = dealt  # a loader takes no other by assignment
     return loader
 
 
 def _iter(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-    """Patches a loader's iteration to set ``remainder`` at the end of a stream, as the dispatcher does.
-
-    With several rings accelerate fills the last batch up with rows of the first one, so there it stays unknown.
-    """
+    """Patches a loader's iteration to set ``remainder`` at the end of a stream, as the dispatcher does."""
 
     def __iter__(self: Any) -> Iterator[Any]:
         for batch in original(self):
-            if self.end_of_dataloader and _COUNTED in vars(self) and 1 < ring_of_process().size == world_size():
+            if self.end_of_dataloader and isinstance(self.dataset, DealtStream):
+                self.remainder = self.dataset.left
+            elif self.end_of_dataloader and _COUNTED in vars(self) and 1 < ring_of_process().size == world_size():
                 self.remainder = find_batch_size(batch) or -1
             yield batch
 
