@@ -183,11 +183,21 @@ def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if any(name.startswith(tower) for tower in towers):
             continue
-        if isinstance(module, PreTrainedModel) and not _takes_tokens(module):
+        if isinstance(module, PreTrainedModel) and not takes_tokens(module):
             towers.append(f"{name}.")
         else:
             yield name, module
 
 
-def _takes_tokens(model: PreTrainedModel) -> bool:
+def inner_text_model(model: nn.Module) -> Any:
+    """The text model inside ``model`` that can be called with a part of the row; None if there is none."""
+    outer: Any = next((module for module in model.modules() if "config" in module.__dict__), model)
+    text = outer.get_decoder() if hasattr(outer, "get_decoder") else None
+    if text is None or text.config is outer.config or text.config is not outer.config.get_text_config():
+        return None
+    return text
+
+
+def takes_tokens(model: PreTrainedModel) -> bool:
+    """Returns False for a tower of images or sound."""
     return model.main_input_name in TOKENS and getattr(model.config.get_text_config(), "vocab_size", None) is not None

@@ -16,7 +16,7 @@ from ...config import RingConfig
 from ...sharding.layout import Layout
 from ..context import shared_kv
 from ..context.batch_context import BatchContext
-from ..context.introspect import inside, name_of
+from ..context.introspect import configs_of, inside, name_of, text_modules
 from ..context.model_record import ModelRecord, Visits, configured, latest_record, visit
 from ..gradients import fsdp
 from ..gradients import hooks as gradient_hooks
@@ -140,7 +140,7 @@ def refuse(config: Any, context: BatchContext) -> None:
     """Refuses a model that was not bound, by its transformers config alone."""
     if config is None or any(config is known for known in context.log.configs):
         return
-    reasons = list(_config_reasons(config, context, ATTENTION_LAYERS))
+    reasons = [*_decoder_reasons(config), *_layer_reasons(config, ATTENTION_LAYERS)] if context.ring.size > 1 else []
     if reasons:
         raise errors.UnsupportedModel(type(config).__name__, reasons)
 
@@ -169,7 +169,11 @@ def refuse_in_ring(model: nn.Module) -> None:
 def _reasons_of_configs(model: nn.Module, record: ModelRecord, context: BatchContext) -> list[str]:
     found = recurrent.recurrent_of(model)
     known = ATTENTION_LAYERS | (recurrent.LAYERS if found.layers and not found.unknown else set())
-    return [reason for config in record.configs for reason in _config_reasons(config, context, known)]
+    if context.ring.size == 1:
+        return []
+    decoders = [reason for config in record.configs for reason in _decoder_reasons(config)]
+    of_text = configs_of(module for _, module in text_modules(model))  # a tower's layers see whole images
+    return decoders + [reason for config in of_text for reason in _layer_reasons(config, known)]
 
 
 def _decoder_reasons(config: Any) -> Iterator[str]:
@@ -177,10 +181,7 @@ def _decoder_reasons(config: Any) -> Iterator[str]:
         yield "encoder-decoder models are not supported"
 
 
-def _config_reasons(config: Any, context: BatchContext, known: set[str]) -> Iterator[str]:
-    if context.ring.size == 1:
-        return
-    yield from _decoder_reasons(config)
+def _layer_reasons(config: Any, known: set[str]) -> Iterator[str]:
     foreign = sorted({str(layer) for layer in named_kinds(config)} - known)
     if foreign:
         yield f"its layers of type {foreign} do not go through ring attention exactly"

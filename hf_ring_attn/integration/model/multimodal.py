@@ -21,7 +21,7 @@ from ... import errors
 from ...sharding.layout import Layout
 from ..context import batch_context
 from ..context.batch_context import BatchContext, MaskSpec
-from ..context.introspect import TOKENS
+from ..context.introspect import TOKENS, inner_text_model
 from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import LOSS_INPUTS, mask_facts, padding_of, text_positions
 from ..losses import whole_heads
@@ -35,27 +35,18 @@ _CALLED = "was called with"
 _ALONE = "train this model without a ring, or its text model alone"
 
 
-def _text_of(model: nn.Module) -> Any:
-    """The text model inside ``model`` that can be called with a part of the row; None if there is none."""
-    outer: Any = next((module for module in model.modules() if "config" in module.__dict__), model)
-    text = outer.get_decoder() if hasattr(outer, "get_decoder") else None
-    if text is None or text.config is outer.config or text.config is not outer.config.get_text_config():
-        return None
-    return text
-
-
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields a reason if a batch is sharded at the input of a text model, and the model has none."""
     if context.whole_head and whole_heads.body_of(model) is None:
         yield "its batch was sharded for the head of another model, which gets whole rows"
-    elif context.text is not None and not context.whole_head and _text_of(model) is None:
+    elif context.text is not None and not context.whole_head and inner_text_model(model) is None:
         yield "its batch holds images or sound, but it has no inner text model that could take a part of the row"
 
 
 def prepare(model: nn.Module, context: BatchContext) -> None:
     """Hooks the text model inside ``model``, at whose input its batch is sharded."""
     if context.text is not None:
-        text = whole_heads.body_of(model) if context.whole_head else _text_of(model)
+        text = whole_heads.body_of(model) if context.whole_head else inner_text_model(model)
         context.text.config = text.config
         attach(text, "text model", _enter, _leave)
         if context.whole_head:

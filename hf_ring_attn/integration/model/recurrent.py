@@ -24,7 +24,7 @@ from ...layers.halo import RowShare
 from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import configs_of, place_of, uses_interface
+from ..context.introspect import configs_of, place_of, text_modules, uses_interface
 from ..context.model_record import latest_record
 from ..patching.changes import Patch, install, is_patch, render
 from ..patching.compiler import uncompiled
@@ -59,9 +59,9 @@ def names_of(module: nn.Module) -> frozenset[str]:
 
 
 def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of ``model`` that look along the sequence by known functions only, by name."""
+    """The layers of ``model`` that look along the sequence by known functions only, by name; those of towers do not."""
     found = {}
-    for name, module in model.named_modules():
+    for name, module in text_modules(model):
         names = names_of(module)
         if not (used := names & {CONVOLUTION, *OPERATIONS}):
             continue
@@ -104,7 +104,7 @@ def _find(model: nn.Module) -> Recurrent:
 
 
 def _unknown(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
-    for name, module in model.named_modules():
+    for name, module in text_modules(model):
         kind = type(module).__name__
         if not STATEFUL.search(kind) or NORM.search(kind) or any(name.startswith(f"{layer}.") for layer in layers):
             continue

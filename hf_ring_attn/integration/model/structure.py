@@ -18,7 +18,16 @@ from transformers import PreTrainedModel
 
 from ... import errors
 from ..context.batch_context import BatchContext
-from ..context.introspect import NAME, configs_of, place_of, text_modules, uses_interface, uses_ring
+from ..context.introspect import (
+    NAME,
+    configs_of,
+    inner_text_model,
+    place_of,
+    takes_tokens,
+    text_modules,
+    uses_interface,
+    uses_ring,
+)
 from ..patching.changes import Patch
 from .recurrent import recurrent_of
 
@@ -53,10 +62,16 @@ def _token_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _searched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that see a rank's tokens, without known recurrent layers and what is in these."""
-    known = recurrent_of(model).layers
+    """The modules that see a rank's tokens: no known recurrent layer, and nothing that reads images for a text model.
+
+    The latter are towers, and what stands beside the text model inside one model, such as a projector.
+    """
+    known, text = recurrent_of(model).layers, inner_text_model(model)
+    path = next((name for name, module in model.named_modules() if module is text), "")
+    parent, dot, _ = path.rpartition(".")
     for name, module in text_modules(model):
-        if not any(name.startswith(f"{layer}.") for layer in known):
+        beside = dot and name.startswith(parent + dot) and not f"{name}.".startswith(f"{path}.")
+        if not beside and not any(name.startswith(f"{layer}.") for layer in known):
             yield name, module
 
 
@@ -137,20 +152,22 @@ def position_reasons(model: nn.Module, hidden: bool) -> Iterator[str]:
 
 def _attention_of(original: Callable[..., str]) -> Callable[..., str]:
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
-        if requested_attention == NAME and (table := _table(type(self))) is not None:
-            why = f"its code takes its attention from its own table ({table}), not from transformers' interface"
-            raise errors.UnsupportedModel(type(self).__name__, [why])
+        if requested_attention == NAME:
+            for table, classes in _tables(type(self)).items():
+                if "VISION" not in table:
+                    why = f"its code takes its attention from its own table ({table}), not from transformers' interface"
+                    raise errors.UnsupportedModel(type(self).__name__, [why])
+                if not takes_tokens(self):  # a tower, which sees whole images on every rank
+                    requested_attention = "sdpa" if "sdpa" in classes else "eager"
         return original(self, requested_attention, is_init_check)
 
     return get_correct_attn_implementation
 
 
-def _table(model_class: type) -> str | None:
-    """The name of a table of attention classes in the model's file, except for vision; None if there is none."""
-    for name, value in vars(sys.modules[model_class.__module__]).items():
-        if isinstance(value, dict) and "eager" in value and isinstance(value["eager"], type) and "VISION" not in name:
-            return name
-    return None
+def _tables(model_class: type) -> dict[str, dict[str, type]]:
+    """The tables of attention classes in the model's file, by name."""
+    values = vars(sys.modules[model_class.__module__]).items()
+    return {name: x for name, x in values if isinstance(x, dict) and isinstance(x.get("eager"), type)}
 
 
 PATCHES = [

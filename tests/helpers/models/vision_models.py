@@ -144,6 +144,28 @@ KINDS: dict[str, Kind] = {
         images=lambda: {"pixel_values": pixels(2, 16, 48), "spatial_shapes": torch.full((2, 2), 4),
                         "pixel_attention_mask": torch.ones(2, 16, dtype=torch.int64)},
     ),
+    "LFM3-VL, convolutions in its tower": Kind(
+        name="Lfm3Vl", images=patches,
+        config={"projector_hidden_size": 64,
+                "vision_config": {**VIT, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]},
+                "text_config": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}},
+    ),
+    "Muse Glimmer, windows in its tower": Kind(
+        name="MuseGlimmer", images=patches,
+        config={"out_hidden_size": 64, "projector_hidden_size": 48, "vision_config": {
+            **VIT, "pos_emb_height": 2, "pos_emb_width": 2, "max_position_embeddings": 4,
+            "layer_types": ["window_attention", "full_attention"],
+        }},
+    ),
+    "DeepSeek-VL, a tower with a table of attentions": Kind(
+        name="DeepseekVLHybrid",
+        config={"vision_config": {**VIT, "image_size": 8}, "high_res_vision_config": {
+            **VIT, "output_channels": 4, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 24}},
+        images=lambda: {**pictures(8), "high_res_pixel_values": pixels(2, 3, 16, 16)},
+    ),
+    "Aria, images as answers of a cross attention": Kind(
+        name="Aria", config={"projector_patch_to_query_dict": {16: 4}, "vision_config": VIT}, dtype=torch.float32,
+    ),
     "GOT-OCR 2": Kind(
         name="GotOcr2", images=lambda: pictures(32),
         config={"image_seq_length": 4, "vision_config": {
