@@ -51,14 +51,17 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
     facts = {f"value {index}": _checked(tensor) for index, tensor in enumerate(tensors)}
     ring.agree(facts, ring.small_device(accelerator.device), _SAME_VALUES)
 
+    # accelerate drops no samples in one process if a tensor has none: router logits stay whole beside an aux_loss.
+    keeps = ring.size == accelerator.num_processes and any(tensor.dim() == 0 for tensor in tensors)
+
     def once(tensor: Tensor) -> Tensor:
         rows = tensor if tensor.dim() else tensor[None]
         share = max(1, -(-rows.numel() // ring.size))
         flat = torch.nn.functional.pad(rows.reshape(-1), (0, share * ring.size - rows.numel()))
         everyone = accelerator.gather(flat[ring.rank * share : (ring.rank + 1) * share])
         whole = everyone.view(-1, ring.size * share)[:, : rows.numel()]
-        entries: Tensor = _cut(accelerator, whole.reshape(-1, *rows.shape[1:]))
-        return entries
+        entries: Tensor = whole.reshape(-1, *rows.shape[1:])
+        return entries if keeps else _cut(accelerator, entries)
 
     return recursively_apply(once, data)
 

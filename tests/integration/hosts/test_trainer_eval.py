@@ -147,6 +147,24 @@ def test_numbers_of_rows_are_predicted_once(ranks: Ranks, numbers_of_a_row: int)
     assert ranks(2).run(shapes_beside_logits, Mesh(cp=2), numbers_of_a_row) == [want] * 2
 
 
+def predicted_by_experts(mesh: Mesh) -> list[torch.Tensor]:
+    with launched(mesh), a_folder(None) as folder:
+        trainer: Any = trainer_of(Run(why="", model="mixtral", evaluated=FIVE), mesh, folder)
+        found = trainer.predict(FIVE.make())
+        logits, aux_loss, *routers = found.predictions
+        return [torch.as_tensor(x) for x in (logits, aux_loss, *routers[0])]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(dp=2, cp=2)], ids=str)
+def test_router_logits_of_a_last_batch_are_predicted(ranks: Ranks, mesh: Mesh) -> None:
+    """Those of 22 of 23 tokens were dropped, as if they were rows that fill up the batch."""
+    want = ranks(mesh.dp).run(predicted_by_experts, mesh.alone)[0]
+    for got in ranks(mesh.size).run(predicted_by_experts, mesh):
+        assert len(got) == len(want) > 3
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 # ---- last batches ----------------------------------------------------------------------------------------------------
 
 
