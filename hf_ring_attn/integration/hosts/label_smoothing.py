@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..context import introspect
 from ..context.batch_context import BatchContext
 from ..losses.lazy_logits import ChunkedLoss
+from ..model import adapters
 from ..model.experts import AuxiliaryLoss
 from ..patching.modules import Replaced
 
@@ -21,8 +22,8 @@ from ..patching.modules import Replaced
 def smoothed_in_model(trainer: Any, context: BatchContext) -> Iterator[None]:
     """Inside, the model's own loss smooths labels, in chunks.
 
-    It leaves the auxiliary loss of experts out, as the trainer's smoothed loss does. With loss="sharded", which the
-    self-check's whole row has, the trainer smooths.
+    It leaves out the auxiliary loss of experts and AdaLoRA's penalty, as the trainer's smoothed loss does. With
+    loss="sharded", which the self-check's whole row has, the trainer smooths.
     """
     smoother = trainer.label_smoother
     if smoother is None or context.config.loss == "sharded":
@@ -33,6 +34,7 @@ def smoothed_in_model(trainer: Any, context: BatchContext) -> Iterator[None]:
         Replaced(trainer, "label_smoother", None),
         Replaced(context.state(ChunkedLoss), "smoothing", smoother.epsilon),
         Replaced(context.state(AuxiliaryLoss), "factor", 0.0),
+        adapters.without_penalty(trainer.model),
     ):
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from ..context import introspect
 from ..context.batch_context import BatchContext
 from ..patching.changes import warn_if_untested
+from ..patching.modules import Replaced
 
 EXACT = frozenset({
     "ADALORA", "ADAMSS", "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA",
@@ -88,6 +90,17 @@ def _adapter_reasons(which: str, adapter: object) -> Iterator[str]:
 def _kind(adapter: object) -> str:
     peft_type = getattr(adapter, "peft_type", None)
     return str(getattr(peft_type, "value", peft_type))
+
+
+@contextmanager
+def without_penalty(model: nn.Module) -> Iterator[None]:
+    """Inside, AdaLoRA adds no orthogonal regularization, as in a forward without labels."""
+    found: Any = next(filter(None, (getattr(module, "peft_config", None) for module in model.modules())), {})
+    with ExitStack() as stack:
+        for adapter in found.values():
+            if hasattr(adapter, "orth_reg_weight"):
+                stack.enter_context(Replaced(adapter, "orth_reg_weight", 0.0))
+        yield
 
 
 def head_read_past_fsdp(model: nn.Module) -> bool:

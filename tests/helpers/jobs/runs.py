@@ -224,7 +224,8 @@ class Run:
     Args:
         why: what it shows that the others do not; unique.
         streamed: the samples come from an IterableDataset.
-        model: a name of `tiny_models.MODELS`; lora: train a LoRA adapter of it, and whole modules of these names, only.
+        model: a name of `tiny_models.MODELS`; lora: train a LoRA adapter of it, and whole modules of these names,
+            only; "ada": one of AdaLoRA, whose model adds a penalty to its loss.
         arguments: TrainingArguments beyond those that all runs share.
         ring: the ring's options; they mean nothing without the plugin.
         loss_function: compute_loss_func is `capped_loss`.
@@ -237,7 +238,7 @@ class Run:
 
     why: str
     model: str = "llama"
-    lora: bool | tuple[str, ...] = False
+    lora: bool | str | tuple[str, ...] = False
     streamed: bool = False
     rows: Rows = Rows()
     evaluated: Rows = Rows(count=5, seed=2)

@@ -190,11 +190,15 @@ def trainer_of(
     if model is None:
         model = tiny(run.model, "ring_fp32" if mesh.cp > 1 else None)
     if run.lora:
-        from peft import LoraConfig, get_peft_model
+        from peft import AdaLoraConfig, LoraConfig, get_peft_model
 
         torch.manual_seed(5)
         targets, whole = ["q_proj", "v_proj", "down_proj"], list(run.lora) if isinstance(run.lora, tuple) else None
         lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, modules_to_save=whole)
+        if run.lora == "ada":
+            lora = AdaLoraConfig(
+                init_r=4, target_modules=targets, total_step=9, orth_reg_weight=2.0, task_type="CAUSAL_LM"
+            )
         model = get_peft_model(model, lora)
     if mesh.cp > 1:
         hf_ring_attn.configure(model, run.ring)

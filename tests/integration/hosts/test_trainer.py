@@ -76,6 +76,8 @@ RUNS = [
         why="label smoothing in chunks", rows=PROMPTS,
         arguments={"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
     ),
+    Run(why="label smoothing in chunks, AdaLoRA", lora="ada", rows=PROMPTS, arguments={"label_smoothing_factor": 0.1}),
+    Run(why="AdaLoRA", lora="ada", rows=PROMPTS, arguments={"gradient_accumulation_steps": 2}),
     Run(
         why="label smoothing in chunks, experts, tokens not averaged over devices", model="mixtral", rows=PROMPTS,
         arguments={"label_smoothing_factor": 0.1, "average_tokens_across_devices": False},
