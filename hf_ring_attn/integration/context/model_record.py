@@ -278,6 +278,13 @@ def code_of(function: Any) -> object:
 def _values(configs: list[Any]) -> list[tuple[int, list[tuple[str, str]]]]:
     plain = (bool, int, float, str, type(None), list, tuple, dict)  # nested configs count separately
     return [
-        (id(config), [(n, repr(x)) for n, x in vars(config).items() if isinstance(x, plain) and n not in _SAVED])
+        (id(config), [(n, _text(x)) for n, x in vars(config).items() if isinstance(x, plain) and n not in _SAVED])
         for config in configs
     ]
+
+
+def _text(value: object) -> str:
+    """A plain value as text. A dict's keys are sorted: a config may make one of a set, in an order of the process."""
+    if not isinstance(value, dict):
+        return repr(value)
+    return "{" + ", ".join(sorted(f"{key!r}: {_text(x)}" for key, x in value.items())) + "}"

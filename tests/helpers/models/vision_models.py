@@ -64,7 +64,7 @@ class Kind:
         name: of the class, before ForConditionalGeneration; config: what it has beyond sizes that are shrunk by name.
         images: inputs of two images; tokens: how many of them stand for one, from where they do in each row.
         types: the name of the input that tells tokens of images, if there is one.
-        dtype: float32 where the host's code takes no other.
+        dtype: float32 where the host's code takes no other. length: of the rows.
     """
 
     name: str
@@ -74,6 +74,7 @@ class Kind:
     starts: tuple[int, int] = (4, 9)
     types: str = ""
     dtype: torch.dtype = torch.float64
+    length: int = LENGTH
 
 
 GEMMA4 = {
@@ -163,6 +164,19 @@ KINDS: dict[str, Kind] = {
             **VIT, "output_channels": 4, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 24}},
         images=lambda: {**pictures(8), "high_res_pixel_values": pixels(2, 3, 16, 16)},
     ),
+    "DeepSeek-OCR 2": Kind(
+        name="DeepseekOcr2", tokens=145, starts=(5, 20), length=171, images=lambda: pictures(32), dtype=torch.float32,
+        config={
+            "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2, "num_experts_per_tok": 2},
+            "vision_config": {
+                "sam_config": {
+                    **VIT, "image_size": 32, "output_channels": 16, "window_size": 2, "global_attn_indexes": [1],
+                    "mlp_dim": 24, "downsample_channels": [16, 16],
+                },
+                "encoder_config": {**VIT, "num_key_value_heads": 1, "vocab_size": 8},
+            },
+        },
+    ),
     "Aria, images as answers of a cross attention": Kind(
         name="Aria", config={"projector_patch_to_query_dict": {16: 4}, "vision_config": VIT}, dtype=torch.float32,
     ),
@@ -182,13 +196,13 @@ def prefix(length: int) -> Tensor:
 
 def batch_of(kind: Kind, flipped: bool = False, right: int = 0, seed: int = 2) -> Batch:
     """Two rows; ``flipped``: with their images exchanged; ``right``: padding after the second; ``seed``: of text."""
-    ids = torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(3, 90, (2, kind.length), generator=torch.Generator().manual_seed(seed))
     for row, start in zip(ids, kind.starts, strict=True):
         row[start : start + kind.tokens] = IMAGE
     batch = {"input_ids": ids, **kind.images()}
     if right:
         batch["attention_mask"] = torch.ones_like(ids)
-        batch["attention_mask"][1, LENGTH - right :] = 0
+        batch["attention_mask"][1, kind.length - right :] = 0
     if flipped:
         batch["pixel_values"] = batch["pixel_values"].flip(0)
     if kind.types:

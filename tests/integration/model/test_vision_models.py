@@ -17,7 +17,7 @@ from tests.helpers.hosts import LLAMA_4_FAILS
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.models import vision_models
-from tests.helpers.models.vision_models import KINDS, LENGTH, Answer
+from tests.helpers.models.vision_models import KINDS, Answer
 
 alone = cache(vision_models.alone)
 
@@ -49,14 +49,14 @@ def bound_of(name: str) -> float:
 def test_a_family_is_exact(ranks: Ranks, name: str) -> None:
     want = alone(name)
     for got in ranks(2).run(vision_models.in_a_ring, name):
-        assert_equal(got, want, bound_of(name), torch.ones(2, LENGTH, dtype=torch.bool))
+        assert_equal(got, want, bound_of(name), torch.ones(2, KINDS[name].length, dtype=torch.bool))
 
 
 @pytest.mark.turns
 @pytest.mark.parametrize("name", ["Gemma 4, inputs for each layer", "Gemma 4, images both ways", "GLM-4V", "Idefics 3"])
 def test_on_four_ranks_with_padding(ranks: Ranks, name: str) -> None:
     want = alone(name, right=5)
-    real = torch.ones(2, LENGTH, dtype=torch.bool)
+    real = torch.ones(2, KINDS[name].length, dtype=torch.bool)
     real[1, -5:] = False
     for got in ranks(4).run(vision_models.in_a_ring, name, 5):
         assert_equal(got, want, bound_of(name), real)
