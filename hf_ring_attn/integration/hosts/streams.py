@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from ...comm.ring import world_size
 from ..context.mesh import ring_of_process
+from ..log import warn
 from ..patching.changes import Patch
 
 _COUNTED = "_hf_ring_attn_counted"
@@ -66,11 +67,20 @@ def deal_as_dispatched(loader: Any, given: Any, accelerator: Any, split_batches:
     size = accelerator.parallelism_config.cp_size
     rings = accelerator.num_processes // size
     if rings > 1 and given.batch_size is not None:
+        if given.num_workers > 0:
+            warn(_WORKERS.format(rings), everywhere=False)
         index = accelerator.process_index // size  # "cp" is the innermost axis of the mesh
         base = loader.base_dataloader
         dealt = DealtStream(stream, given.batch_size, given.drop_last, rings, index, split_batches)
         vars(base)["dataset"] = dealt  # a loader takes no other by assignment
     return loader
+
+
+_WORKERS = (
+    "workers read a stream (IterableDataset) for {} rings: an evaluation counts the rows that fill its last batch, and "
+    "with several workers rings get rows in another order than accelerate gives them without rings. "
+    "dataloader_num_workers=0 gives the numbers without rings."
+)
 
 
 def _iter(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
