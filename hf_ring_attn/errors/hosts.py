@@ -105,8 +105,9 @@ class DispatchedBatches(Refused):
     def __init__(self, how: str) -> None:
         super().__init__(
             f"{how}: accelerate would give every rank of a ring another batch, but a ring shares one. "
-            "Set DataLoaderConfiguration(dispatch_batches=False) (TrainingArguments: accelerator_config="
-            '{"dispatch_batches": False}), or leave dispatch_batches out and prepare the model first.'
+            "Leave dispatch_batches out and prepare the model first, as Trainer does: rings then get the rows that "
+            "processes without rings would get. DataLoaderConfiguration(dispatch_batches=False) (TrainingArguments: "
+            'accelerator_config={"dispatch_batches": False}) fills the last batch of a stream otherwise.'
         )
 
 
