@@ -53,21 +53,27 @@ TODO = (
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields the reasons why the adapters of ``model``, active or not, are not exact in a ring."""
-    for module in model.modules() if context.ring.size > 1 else ():
-        adapters: Any = getattr(module, "peft_config", None)
-        if adapters:
-            warn_if_untested("peft")  # it may have been imported after this package
-            for name, adapter in adapters.items():
-                yield from _adapter_reasons(f"the PEFT adapter {name!r}", adapter)
-                if context.text is not None and model.training:
-                    yield from _dropped_weights(f"the PEFT adapter {name!r}", adapter)
-            return
+    found = _adapters(model) if context.ring.size > 1 else []
+    if found:
+        warn_if_untested("peft")  # it may have been imported after this package
+    for which, adapter in found:
+        yield from _adapter_reasons(which, adapter)
+        if context.text is not None and model.training:
+            yield from _dropped_weights(which, adapter)
 
 
 def drop_weights(model: nn.Module) -> bool:
     """Returns True if an adapter of ``model`` drops weights in training, by numbers that all ranks must draw alike."""
-    adapters: Any = next(filter(None, (getattr(module, "peft_config", None) for module in model.modules())), {})
-    return any(True for name, adapter in adapters.items() for _ in _dropped_weights(name, adapter))
+    return any(True for which, adapter in _adapters(model) for _ in _dropped_weights(which, adapter))
+
+
+def _adapters(model: nn.Module) -> list[tuple[str, Any]]:
+    """The config of each adapter, with its name in words. Parts of a model may have adapters of their own."""
+    found: dict[int, tuple[str, Any]] = {}
+    for module in model.modules():
+        adapters: Any = getattr(module, "peft_config", None) or {}
+        found.update({id(adapter): (f"the PEFT adapter {name!r}", adapter) for name, adapter in adapters.items()})
+    return [*found.values()]
 
 
 def _dropped_weights(which: str, adapter: Any) -> Iterator[str]:
@@ -95,9 +101,8 @@ def _kind(adapter: object) -> str:
 @contextmanager
 def without_penalty(model: nn.Module) -> Iterator[None]:
     """Inside, AdaLoRA adds no orthogonal regularization, as in a forward without labels."""
-    found: Any = next(filter(None, (getattr(module, "peft_config", None) for module in model.modules())), {})
     with ExitStack() as stack:
-        for adapter in found.values():
+        for _, adapter in _adapters(model):
             if hasattr(adapter, "orth_reg_weight"):
                 stack.enter_context(Replaced(adapter, "orth_reg_weight", 0.0))
         yield

@@ -87,14 +87,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 SUB_CONFIGS = {"kasa_config": "KasaConfig", "velora_config": "VeloraConfig", "monteclora_config": "MontecloraConfig"}
 
 
-def adapted(kind: str, options: dict[str, Any], attention: str) -> Any:
+def config_of(kind: str, options: dict[str, Any]) -> Any:
     options = {"target_modules": SQUARE, "task_type": "CAUSAL_LM", **options}
     options = {name: x for name, x in options.items() if x is not None}
     for name, sub_config in SUB_CONFIGS.items():
         if name in options:
             options[name] = getattr(peft, sub_config)(**options[name])
+    return getattr(peft, kind)(**options)
+
+
+def adapted(kind: str, options: dict[str, Any], attention: str) -> Any:
     with quiet():
-        model: Any = peft.get_peft_model(tiny("llama", attention), getattr(peft, kind)(**options))
+        model: Any = peft.get_peft_model(tiny("llama", attention), config_of(kind, options))
     torch.manual_seed(1)
     for parameter in model.parameters():  # adapters begin as no change at all, which would hide a mistake
         if parameter.requires_grad:
@@ -153,6 +157,22 @@ def classifier_refusal(kind: str, rate: str, trains: bool) -> str:
         try:
             with hf_ring_attn.shard({**row(), "labels": torch.tensor([0, 2])}, model=model) as sharded:
                 model(**sharded.inputs)
+        except errors.UnsupportedModel as error:
+            return str(error)
+        return "no refusal"
+
+
+def refusal_of_a_part(name: str) -> str:
+    """As `refusal`, of an adapter that one layer of the model has, where the model has LoRA in others."""
+    with launched(Mesh()):
+        hf_ring_attn.install()
+        kind, options, _ = REFUSED[name]
+        model: Any = tiny("llama", "ring_fp32")
+        peft.inject_adapter_in_model(config_of(kind, options), model.model.layers[1])
+        peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["v_proj"]), model)
+        try:
+            with hf_ring_attn.shard(row()) as sharded:
+                model.train()(**sharded.inputs)
         except errors.UnsupportedModel as error:
             return str(error)
         return "no refusal"

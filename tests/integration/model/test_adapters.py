@@ -19,6 +19,7 @@ from tests.helpers.jobs.peft_jobs import (
     REFUSED,
     classifier_refusal,
     refusal,
+    refusal_of_a_part,
     seeded_shares,
     shares,
     train_an_adapter,
@@ -83,6 +84,13 @@ def test_every_type_is_measured_or_refused() -> None:
 def test_an_adapter_is_refused_by_name(ranks: Ranks, name: str) -> None:
     for said in ranks(2).run(refusal, name):
         assert "LlamaForCausalLM cannot be trained in a ring exactly: the PEFT adapter 'default'" in said
+        assert f"({name}) {REFUSED[name][2]}" in said
+
+
+@pytest.mark.parametrize("name", ["LILY", "MonteCLoRA"])
+def test_an_adapter_of_a_part_is_refused_by_name(ranks: Ranks, name: str) -> None:
+    """Only the outermost adapters were looked at. Noise of each rank's own passed, as no self-check compares it."""
+    for said in ranks(2).run(refusal_of_a_part, name):
         assert f"({name}) {REFUSED[name][2]}" in said
 
 
