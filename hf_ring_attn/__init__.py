@@ -18,7 +18,7 @@ from .integration.batch.shard import Sharded, shard
 from .integration.context.model_record import configure
 from .sharding.layout import positions
 
-__version__ = "0.2.0"
+__version__ = "0.2.1"
 
 __all__ = [
     "Refused",

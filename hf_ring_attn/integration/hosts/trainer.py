@@ -231,7 +231,8 @@ class _Parameters(dict[frozenset[tuple[str, Any]], int]):
 def _floating_point_ops(original: Callable[..., Any]) -> Callable[..., Any]:
     """Patches floating_point_ops as `_count_once` does, and counts the parameters once for a model's structure.
 
-    Trainer counts them after every backward while the GPU idles: an adapter's take about 10 ms, 2 % of 8K tokens.
+    Trainer counts them after every backward while the GPU idles: an adapter's take 13 ms of a slow host
+    (recipes/results/2026-11-28-host-of-8k).
     """
     counted = _count_once(original)
 

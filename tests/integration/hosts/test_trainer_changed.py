@@ -112,7 +112,7 @@ class Parameters(Trainer):
 
 
 def test_the_operations_of_steps_are_counted_by_one_count_of_parameters(ranks: Ranks) -> None:
-    """transformers counts parameters after each backward, while the GPU idles: 12 ms for an 8B's adapter."""
+    """transformers counts parameters after each backward, while the GPU idles."""
     run = replace(SHORT, steps=4, arguments=NO)
     ((want, counted),) = ranks(1).run(log_of, Parameters, run, Mesh())
     assert counted == 4
