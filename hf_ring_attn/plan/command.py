@@ -155,8 +155,7 @@ def run(given: argparse.Namespace) -> int:
         others = alternatives(model, one, setup.gpu.memory_gib)
     longer = longer_rows(model, one, advised) if given.max_tokens else []
     notes = notes_on(config, meta, model, setup)
-    attention = loading.attention_argument(meta, "ring_fp32")
-    made = program(setup, given.model, loading.class_name(config), notes, scaling(config, setup.tokens), attention)
+    made = program(setup, given.model, loading.class_name(config), notes, scaling(config, setup.tokens))
     plan = report.Plan(
         model, one, others, longer, notes, given.gpu, given.model, made,
         kept_free if given.max_tokens else 0.0, given.max_tokens and not one.fits,

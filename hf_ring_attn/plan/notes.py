@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from ..integration.context.introspect import text_modules
-from ..integration.model.loading import attention_argument
 from .hardware import GIB
 from .linear_attention import FLA, NAME, scan_seconds, torch_bytes
 from .memory import memory_of
@@ -20,7 +18,7 @@ from .shape import DeltaShape, ModelShape
 
 def notes_on(config: Any, model: nn.Module, shape: ModelShape, setup: Setup) -> list[str]:
     """Returns a line for each fact of the model or the setup that its forecast does not show."""
-    of_model = [*_other_class(config, model), *_towers(model), *_parts(model), *beyond(config, model, setup.tokens)]
+    of_model = [*_other_class(config, model), *_towers(model), *beyond(config, model, setup.tokens)]
     of_setup = [*_chunks(setup), *_logits(setup), *_storage(setup), *_accumulation(shape, setup)]
     return [*of_model, *of_setup, *_linear_attention(shape, setup), *_unmeasured(shape, setup)]
 
@@ -29,11 +27,6 @@ def _other_class(config: Any, model: nn.Module) -> Iterator[str]:
     named, planned = getattr(config, "architectures", None) or [], type(model).__name__
     if named and planned not in named:
         yield f"the config names {', '.join(named)}; this forecast is of {planned}"
-
-
-def _parts(model: nn.Module) -> Iterator[str]:
-    if isinstance(attention := attention_argument(model, "ring_fp32"), dict):
-        yield f"its vision part takes no ring_fp32: load it with attn_implementation={json.dumps(attention)}"
 
 
 def _chunks(setup: Setup) -> Iterator[str]:

@@ -27,14 +27,13 @@ PACKING = {
 
 def program(
     setup: Setup, source: str, auto: str = "AutoModelForCausalLM", notes: Sequence[str] = (),
-    rope: Mapping[str, Any] | None = None, attention: str | Mapping[str, str] = "ring_fp32",
+    rope: Mapping[str, Any] | None = None,
 ) -> str:  # fmt: skip
     """A training program in Python, in which the user names `to_replace`.
 
     Args:
         source: the planned model: of the Hub, a folder, or a config file. auto: its auto class of transformers.
         notes: what a forecast says beside its numbers. rope: entries of ``rope_parameters`` that the row needs.
-        attention: attn_implementation, of all parts of the model or of some.
     """
     chosen = {
         "save_attention": setup.save_attention, "mlp_tokens": setup.mlp_tokens or None,
@@ -42,7 +41,7 @@ def program(
         "loss": None if setup.loss == "chunked" else f'"{setup.loss}"',
     }  # fmt: skip
     ring = [f"{name}={value}" for name, value in chosen.items() if value is not None]
-    loading = [f"dtype=torch.{setup.dtype}", f"attn_implementation={json.dumps(attention)}"]
+    loading = [f"dtype=torch.{setup.dtype}", 'attn_implementation="ring_fp32"']
     loading += ["config=config"] if rope else ["use_cache=False"]  # beside a config it is no argument
     if setup.method == "qlora":
         loading.append(QUANTIZED.replace("DTYPE", f"torch.{setup.dtype}"))

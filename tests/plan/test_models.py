@@ -104,21 +104,25 @@ OWN_TABLES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Models whose vision encoder (SAM) has a table of attention classes of its own."""
+SAM = {"SamVisionModel", "DeepseekOcr2SamVisionEncoder"}
 
 
 @pytest.mark.parametrize("entries", OWN_TABLES.values(), ids=list(OWN_TABLES))
-def test_a_vision_part_that_takes_no_ring_leaves_the_text_model_to_it(plan: Any, entries: dict[str, Any]) -> None:
+def test_a_vision_part_with_attention_classes_of_its_own_leaves_the_ring_to_the_text_model(
+    plan: Any, entries: dict[str, Any]
+) -> None:
     code, said, _ = plan(entries, "--tokens", "1K", "--json")
     found = json.loads(said)
     assert code == 0 and "vision" in " ".join(found["notes"])
-    argument = 'attn_implementation={"text_config": "ring_fp32"}'
-    assert f"its vision part takes no ring_fp32: load it with {argument}" in found["notes"]
-    assert f"    {argument}," in found["launch"]["program"]
+    assert '    attn_implementation="ring_fp32",' in found["launch"]["program"]
     config = AutoConfig.for_model(**json.loads(json.dumps(entries)))
     for _ in range(2):
-        built: Any = loading.empty_model(config, "ring_fp32").config
-        assert built.text_config._attn_implementation == "ring_fp32" != built.vision_config._attn_implementation
-    assert loading.text_part(config) == "text_config" and loading.text_part(config.text_config) is None
+        built: Any = loading.empty_model(config, "ring_fp32")
+        assert built.config.text_config._attn_implementation == "ring_fp32"
+        (tower,) = (
+            x for x in built.modules() if type(x).__name__ in {"SamVisionModel", "DeepseekOcr2SamVisionEncoder"}
+        )
+        assert tower.config._attn_implementation == "sdpa"
 
 
 def test_a_model_that_no_ring_trains_is_refused_though_its_vision_part_takes_none(plan: Any) -> None:

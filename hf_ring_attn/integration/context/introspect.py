@@ -193,9 +193,9 @@ def inner_text_model(model: nn.Module) -> Any:
     """The text model inside ``model`` that can be called with a part of the row; None if there is none."""
     outer: Any = next((module for module in model.modules() if "config" in module.__dict__), model)
     text = outer.get_decoder() if hasattr(outer, "get_decoder") else None
-    if text is None or text.config is outer.config or text.config is not outer.config.get_text_config():
-        return None
-    return text
+    config = None if text is None else text.__dict__.get("config")  # BERT's decoder is the layer that makes its logits
+    inner = config is not None and config is not outer.config and config is outer.config.get_text_config()
+    return text if inner else None
 
 
 def takes_tokens(model: PreTrainedModel) -> bool:

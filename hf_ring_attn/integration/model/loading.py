@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -53,20 +52,10 @@ def class_name(config: Any) -> str:
 def empty_model(config: Any, implementation: str | None = None) -> nn.Module:
     """Builds the causal language model of a config on the meta device: shapes without memory.
 
-    If another part than the text model knows no such ``implementation``, only the text model has it.
-
     Raises:
         UnknownModel: transformers cannot build it. Refused: ``implementation`` is the ring's, which it cannot take.
     """
     return _built(config, torch.device("meta"), torch.float32, implementation)
-
-
-def attention_argument(model: Any, implementation: str) -> str | dict[str, str]:
-    """Returns the attn_implementation with which ``model`` was built: of all its parts, or of its text part alone."""
-    text = text_part(model.config)
-    if text is None or model.config._attn_implementation == implementation:
-        return implementation
-    return {text: implementation}
 
 
 def random_model(config: Any, dtype: torch.dtype, implementation: str) -> nn.Module:
@@ -115,36 +104,13 @@ def _is_missing_path(source: str) -> bool:
 
 def _built(config: Any, device: torch.device, dtype: torch.dtype, implementation: str | None) -> nn.Module:
     try:
-        model = _of_parts(config, device, dtype, implementation)
+        with device:
+            model: nn.Module = _auto_class(config).from_config(config, dtype=dtype, attn_implementation=implementation)
     except errors.Refused:
         raise
     except Exception as error:  # models of some configs cannot be built, each for a reason of its own
         raise errors.UnknownModel(config.name_or_path or type(config).__name__, _first_line(error)) from error
     return model
-
-
-def _of_parts(config: Any, device: torch.device, dtype: torch.dtype, implementation: str | None) -> nn.Module:
-    """Builds the model with an attention, of its text part alone if another part has none of this name."""
-
-    def made(attention: str | dict[str, str] | None) -> nn.Module:
-        with device:
-            model: nn.Module = _auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
-        return model
-
-    before = copy.deepcopy(config)
-    try:
-        return made(implementation)
-    except KeyError as error:  # of a table of attention classes, as SAM's vision encoder has one
-        if error.args != (implementation,) or (text := text_part(config)) is None:
-            raise
-        vars(config).update(vars(before))  # it left the attention in the configs of all parts
-        return made({text: str(implementation)})
-
-
-def text_part(config: Any) -> str | None:
-    """The name of the text model's config in the config of a model of images; None if it is this one."""
-    text = config.get_text_config()
-    return next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
 
 
 def _first_line(error: Exception) -> str:
