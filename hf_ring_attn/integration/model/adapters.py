@@ -10,6 +10,7 @@ from torch import nn
 
 from ..context import introspect
 from ..context.batch_context import BatchContext
+from ..context.model_record import latest_record
 from ..patching.changes import warn_if_untested
 from ..patching.modules import Replaced
 
@@ -102,7 +103,7 @@ def _kind(adapter: object) -> str:
 def without_penalty(model: nn.Module) -> Iterator[None]:
     """Inside, AdaLoRA adds no orthogonal regularization, as in a forward without labels."""
     with ExitStack() as stack:
-        for _, adapter in _adapters(model):
+        for _, adapter in latest_record(model).once(_adapters, model):
             if hasattr(adapter, "orth_reg_weight"):
                 stack.enter_context(Replaced(adapter, "orth_reg_weight", 0.0))
         yield
