@@ -82,6 +82,13 @@ GEMMA4 = {
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2, "patch_size": 4,
     "position_embedding_size": 16,
 }  # fmt: skip
+MUSE = {
+    "out_hidden_size": 64, "projector_hidden_size": 48,
+    "vision_config": {
+        **VIT, "pos_emb_height": 2, "pos_emb_width": 2, "max_position_embeddings": 4,
+        "layer_types": ["window_attention", "full_attention"],
+    },
+}  # fmt: skip
 KINDS: dict[str, Kind] = {
     "LLaVA": Kind(name="Llava", config={"image_seq_length": 4, "vision_config": {**VIT, "image_size": 8}},
                   images=lambda: pictures(8)),
@@ -151,13 +158,8 @@ KINDS: dict[str, Kind] = {
                 "vision_config": {**VIT, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]},
                 "text_config": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}},
     ),
-    "Muse Glimmer, windows in its tower": Kind(
-        name="MuseGlimmer", images=patches,
-        config={"out_hidden_size": 64, "projector_hidden_size": 48, "vision_config": {
-            **VIT, "pos_emb_height": 2, "pos_emb_width": 2, "max_position_embeddings": 4,
-            "layer_types": ["window_attention", "full_attention"],
-        }},
-    ),
+    "Muse Glimmer, windows in its tower": Kind(name="MuseGlimmer", images=patches, config=MUSE),
+    "Muse Spark, windows in its tower": Kind(name="MuseSpark", images=patches, config=MUSE, dtype=torch.float32),
     "DeepSeek-VL, a tower with a table of attentions": Kind(
         name="DeepseekVLHybrid",
         config={"vision_config": {**VIT, "image_size": 8}, "high_res_vision_config": {
