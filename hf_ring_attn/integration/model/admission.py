@@ -159,7 +159,7 @@ def refuse_in_ring(model: nn.Module) -> None:
         UnsupportedModel.
     """
     context = BatchContext(Ring.simulated(2, 0), Layout(4, 2, 0), RingConfig())
-    suspected = structure.Suspicions(structure.suspicions(model, context))
+    suspected = structure.Suspicions(structure.suspicions(model, context)).of_text()
     reasons = suspected.reasons() + [reason for find in ONCE.reasons for reason in find(model, context)]
     reasons += _reasons_of_configs(model, latest_record(model), context)
     if reasons:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,17 +62,19 @@ def _token_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _searched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that see a rank's tokens: no known recurrent layer, and nothing that reads images for a text model.
+    """The modules that see a rank's tokens, without known recurrent layers and what is in these."""
+    known = recurrent_of(model).layers
+    for name, module in text_modules(model):
+        if not any(name.startswith(f"{layer}.") for layer in known):
+            yield name, module
 
-    The latter are towers, and what stands beside the text model inside one model, such as a projector.
-    """
-    known, text = recurrent_of(model).layers, inner_text_model(model)
+
+def _beside_text(model: nn.Module) -> Callable[[str], bool]:
+    """A function of a module's name: does it stand beside an inner text model, as a projector of images does?"""
+    text = inner_text_model(model)
     path = next((name for name, module in model.named_modules() if module is text), "")
     parent, dot, _ = path.rpartition(".")
-    for name, module in text_modules(model):
-        beside = dot and name.startswith(parent + dot) and not f"{name}.".startswith(f"{path}.")
-        if not beside and not any(name.startswith(f"{layer}.") for layer in known):
-            yield name, module
+    return lambda name: bool(dot) and name.startswith(parent + dot) and not f"{name}.".startswith(f"{path}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,16 +85,23 @@ class Suspicion:
         where, what: the part of the model, and the reason.
         attends: it is decided only if ring attention ran.
         module: it is decided only if this module ran; None: if the model did.
+        beside: the module stands beside an inner text model. If the check does not run it, it reads images, which
+            every rank has whole.
     """
 
     where: str
     what: str
     attends: bool = False
     module: weakref.ref[nn.Module] | None = None
+    beside: bool = False
 
 
 class Suspicions(list[Suspicion]):
     """The suspicions against a model with its current structure."""
+
+    def of_text(self, ran: Container[Suspicion] = ()) -> Suspicions:
+        """Those of modules that are not beside a text model, or that ``ran`` in a ring."""
+        return Suspicions(one for one in self if not one.beside or one in ran)
 
     def reasons(self) -> list[str]:
         """The reasons in words, each with the first part that it is true of."""
@@ -114,6 +123,7 @@ def suspicions(model: nn.Module, context: BatchContext) -> Iterator[Suspicion]:
         parts = [part for _, part in text_modules(model) if isinstance(part, PreTrainedModel)]
         if parts and not any("position_ids" in inspect.signature(type(part).forward).parameters for part in parts):
             yield Suspicion("no part of it", "takes position_ids, so each rank would number its own tokens from 0")
+    beside = _beside_text(model)
     for name, module in _searched(model):
         if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
             what = _MIXES
@@ -121,10 +131,11 @@ def suspicions(model: nn.Module, context: BatchContext) -> Iterator[Suspicion]:
             what = "reads other tokens than its own, which are on other ranks"
         else:
             continue
-        yield Suspicion(place_of(name, module), what, module=weakref.ref(module))
+        yield Suspicion(place_of(name, module), what, module=weakref.ref(module), beside=beside(name))
     for name in recurrent.unknown:
         module = model.get_submodule(name)
-        yield Suspicion(place_of(name, module), "carries state along the sequence", module=weakref.ref(module))
+        what = "carries state along the sequence"
+        yield Suspicion(place_of(name, module), what, module=weakref.ref(module), beside=beside(name))
 
 
 def _option_of_batches(embedding: nn.Embedding | nn.EmbeddingBag) -> str:

@@ -40,26 +40,26 @@ def check_suspected(model: nn.Module, context: BatchContext, record: ModelRecord
     if not left:
         check.check(model, context, record)
         return
-    name, before = introspect.name_of(model), attentions()
+    name, before, ran = introspect.name_of(model), attentions(), set[Suspicion]()
     try:
-        with _ran_in_ring(introspect.inside(model), left) as ran:
+        with _noting(introspect.inside(model), left, ran):
             check.check(model, context, record)
     except errors.Refused as error:
         # A suspicion names the cause better, unless all tokens agree, and the loss does not.
-        if isinstance(error, _OF_RANKS) or context.state(SelfCheckState).verdict:
+        causes = left.of_text(ran).reasons()
+        if isinstance(error, _OF_RANKS) or context.state(SelfCheckState).verdict or not causes:
             raise
-        raise errors.UnsupportedModel(name, left.reasons()) from error
+        raise errors.UnsupportedModel(name, causes) from error
     attended = attentions() > before
-    undecided = Suspicions(one for one in left if one not in ran or (one.attends and not attended))
+    undecided = Suspicions(one for one in left.of_text(ran) if one not in ran or (one.attends and not attended))
     if undecided:
         raise errors.UnsupportedModel(name, undecided.reasons())
     cleared.update((ring, one.where, one.what) for one in left)
 
 
 @contextmanager
-def _ran_in_ring(model: nn.Module, suspected: Suspicions) -> Iterator[set[Suspicion]]:
-    """Collects the suspicions whose module runs in a ring of several ranks meanwhile."""
-    ran: set[Suspicion] = set()
+def _noting(model: nn.Module, suspected: Suspicions, ran: set[Suspicion]) -> Iterator[None]:
+    """Adds to ``ran`` the suspicions whose module runs in a ring of several ranks meanwhile."""
 
     def note(one: Suspicion) -> Any:
         def before(_module: nn.Module, _inputs: Any) -> None:
@@ -74,4 +74,4 @@ def _ran_in_ring(model: nn.Module, suspected: Suspicions) -> Iterator[set[Suspic
             module = model if one.module is None else one.module()
             if module is not None:
                 hooks.enter_context(module.register_forward_pre_hook(note(one)))
-        yield ran
+        yield
