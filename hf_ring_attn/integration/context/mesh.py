@@ -41,7 +41,7 @@ def ring_group(accelerator: Any = None) -> ProcessGroup | None:
 
 def ring_of_process() -> Ring:
     """The ring of this process's `Accelerator`; a ring of one where none is enabled."""
-    return Ring.of(ring_group()) if ring_enabled(_shared_state("parallelism_config")) else Ring(LOCAL)
+    return Ring.of(ring_group()) if ring_enabled(parallelism_of_process()) else Ring(LOCAL)
 
 
 def parallelism_of_process() -> Any:

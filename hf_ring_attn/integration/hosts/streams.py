@@ -18,6 +18,7 @@ from ...comm.ring import world_size
 from ..context.mesh import ring_of_process
 from ..log import warn
 from ..patching.changes import Patch
+from .rings_as_processes import RingsAsProcesses
 
 _COUNTED = "_hf_ring_attn_counted"
 """The attribute of a loader that accelerate would have dispatched."""
@@ -64,15 +65,13 @@ def deal_as_dispatched(loader: Any, given: Any, accelerator: Any, split_batches:
     if not isinstance(stream, IterableDataset) or loader is given:
         return loader
     vars(loader)[_COUNTED] = True
-    size = accelerator.parallelism_config.cp_size
-    rings = accelerator.num_processes // size
-    if rings > 1 and given.batch_size is not None:
+    rings = RingsAsProcesses(accelerator)
+    count, index = rings.num_processes, rings.process_index
+    if count > 1 and given.batch_size is not None:
         if given.num_workers > 0:
-            warn(_WORKERS.format(rings), everywhere=False)
-        index = accelerator.process_index // size  # "cp" is the innermost axis of the mesh
-        base = loader.base_dataloader
-        dealt = DealtStream(stream, given.batch_size, given.drop_last, rings, index, split_batches)
-        vars(base)["dataset"] = dealt  # a loader takes no other by assignment
+            warn(_WORKERS.format(count), everywhere=False)
+        dealt = DealtStream(stream, given.batch_size, given.drop_last, count, index, split_batches)
+        vars(loader.base_dataloader)["dataset"] = dealt  # a loader takes no other by assignment
     return loader
 
 
