@@ -11,29 +11,23 @@ from dataclasses import replace
 
 import torch
 
-from hf_ring_attn.kernels import KERNELS, Gradients
-from hf_ring_attn.kernels.triton import launch
 from hf_ring_attn.kernels.triton.blocks import NARROWER_VALUES, TABLE, Row
 from hf_ring_attn.testing import Case, inputs, relative_error
 from recipes.like_gpu import compile_like
-from tests.helpers.kernel_answers import computed_in_float64, on, params_of, table_of
+from tests.helpers.kernel_answers import computed_in_float64, on, table_of
 from tests.helpers.rank_functions import poisoned_memory
+from tests.helpers.triton_rows import computed_with
 
 LIKE = {"ampere": 80, "ada": 89}
 CASE = Case(why="grouped", length=300, heads=2, kv_heads=1, head_dim=128, value_dim=128, seed=50)
-TRITON = KERNELS["triton"]
 
 
 def error(row: Row, dtype: torch.dtype, width: int) -> float:
     """The largest relative error of what a row's launches give, against the reference in float64."""
     case = replace(CASE, head_dim=width, value_dim=NARROWER_VALUES.get(width, width))
     x, table = on("cuda", inputs(case, dtype)), table_of(case)
-    q, k, v, dout, params = x["q"], x["k"], x["v"], x["dout"], params_of(case, x)
-    out, lse = launch.forward(q, k, v, table, params, row)
-    into = Gradients(TRITON.new_gradient(q), TRITON.new_gradient(k), TRITON.new_gradient(v))
-    launch.backward(dout, q, k, v, lse, TRITON.delta(dout, out), table, params, into, row)
-    want = computed_in_float64(case, x, table, out)
-    got = {"out": out, "lse": lse, "dq": into.dq, "dk": into.dk, "dv": into.dv}
+    got = computed_with(row, case, x, table)
+    want = computed_in_float64(case, x, table, got["out"])
     return max(relative_error(got[name], want[name]) for name in want)
 
 

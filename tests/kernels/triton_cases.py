@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_ring_attn.kernels import Gradients, Kernel
+from hf_ring_attn.kernels import Kernel
 from hf_ring_attn.kernels.triton import Triton, launch
 from hf_ring_attn.kernels.triton.blocks import NARROWER_VALUES, TABLE
 from hf_ring_attn.sharding.layout import Layout, Owners
@@ -22,6 +22,7 @@ from tests.helpers.cases import CASES
 from tests.helpers.checks import UNROUNDED, same_bits
 from tests.helpers.kernel_answers import Answer, computed, mask_of, on, params_of, table_of, unit, vanishing, wanted
 from tests.helpers.rank_functions import poisoned_memory
+from tests.helpers.triton_rows import computed_with
 
 KERNEL: Kernel = Triton()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,11 +126,5 @@ def test_rows_of_gpus_that_are_not_at_hand_are_right(key: tuple[str, int, int]) 
         value_dim=NARROWER_VALUES.get(width, width), seed=4,
     )  # fmt: skip
     x, table = inputs(case, torch.float32), table_of(case)
-    given = on(DEVICE, x)
-    q, k, v, dout, params = given["q"], given["k"], given["v"], given["dout"], params_of(case, given)
-    out, lse = launch.forward(q, k, v, table, params, row)
-    into = Gradients(KERNEL.new_gradient(q), KERNEL.new_gradient(k), KERNEL.new_gradient(v))
-    launch.backward(dout, q, k, v, lse, KERNEL.delta(dout, out), table, params, into, row)
-    got = {"out": out, "lse": lse, "dq": into.dq, "dk": into.dk, "dv": into.dv}
-    errors = far(case, x, got)
+    errors = far(case, x, computed_with(row, case, on(DEVICE, x), table))
     assert max(errors.values()) < UNROUNDED, errors

@@ -119,9 +119,7 @@ def test_a_vision_part_with_attention_classes_of_its_own_leaves_the_ring_to_the_
     for _ in range(2):
         built: Any = loading.empty_model(config, "ring_fp32")
         assert built.config.text_config._attn_implementation == "ring_fp32"
-        (tower,) = (
-            x for x in built.modules() if type(x).__name__ in {"SamVisionModel", "DeepseekOcr2SamVisionEncoder"}
-        )
+        (tower,) = (x for x in built.modules() if type(x).__name__ in SAM)
         assert tower.config._attn_implementation == "sdpa"
 
 

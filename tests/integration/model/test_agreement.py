@@ -103,18 +103,19 @@ def test_a_hook_on_one_rank_does_not_leave_it_alone(ranks: Ranks) -> None:
     assert ranks(2).run(hooked_alone) == [None, None]
 
 
+def called(model: Any) -> None:
+    """Calls a model on a sharded row."""
+    sharded = hf_ring_attn.shard(tokens(23))
+    with sharded:
+        model(**sharded.inputs)
+
+
 def ordered_by_process() -> tuple[str, str] | None:
     """A config's dict that was made of a set of texts: each process has its own order of these."""
     model: Any = tiny("llama", "ring_fp32").train()
     kinds = sorted(("full_attention", "sliding_attention"), reverse=dist.get_rank() == 1)
     model.config.by_kind = {kind: {"rope_theta": 1e4} for kind in kinds}
-
-    def run() -> None:
-        sharded = hf_ring_attn.shard(tokens(23))
-        with sharded:
-            model(**sharded.inputs)
-
-    return attempt(run)
+    return attempt(lambda: called(model))
 
 
 def test_the_order_of_a_dict_in_a_config_is_no_difference(ranks: Ranks) -> None:
@@ -125,13 +126,7 @@ def refused_alone() -> tuple[str, str] | None:
     """A module that only one rank cannot have in a ring: the others hear why."""
     model: Any = tiny("llama", "ring_fp32").train()
     model.model.layers[0].mlp.add_module("drop", nn.Dropout1d(0.5 if dist.get_rank() else 0.0))
-
-    def run() -> None:
-        sharded = hf_ring_attn.shard(tokens(23))
-        with sharded:
-            model(**sharded.inputs)
-
-    return attempt(run)
+    return attempt(lambda: called(model))
 
 
 def test_a_model_that_one_rank_refuses_is_refused_by_all(ranks: Ranks) -> None:
