@@ -107,7 +107,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
         reasons += _reasons_of_configs(model, record, context)
         suspected[:] = structure.suspicions(model, context)  # the self-check decides on these
     if reasons:
-        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys([*suspected.reasons(), *reasons])))
+        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys([*suspected.of_text().reasons(), *reasons])))
     for prepare in (prepare for support in asked for prepare in support.prepare):
         prepare(model, context)
     if not recurrent.recurrent_of(model).attends:
