@@ -117,7 +117,7 @@ def _ring_mask(
     context = batch_context.current()
     whole = q_length == kv_length and compiled_masks.is_zero(q_offset) and compiled_masks.is_zero(kv_offset)
     if context is not None and context.text is not None and context.before_text:
-        if whole and config is context.text.config:
+        if whole and context.text.knows(config):
             return _spec_of_whole_rows(context.layout, context, batch_size, mask_function, attention_mask, config)
         context = None  # a vision tower's
     if context is None:

@@ -185,14 +185,19 @@ class TextModel:
     below a head of whole rows (`whole_heads`).
 
     Args:
+        configs: those of such a text model in each model that gets the batch: a reference has its own.
         running: it is being called. random: synchronizes random numbers around it; None in a ring of one.
         gathers: its output is gathered, so that the head computes whole rows, and the loss of these.
     """
 
-    config: Any = None
+    configs: list[Any] = field(default_factory=list)
     running: bool = False
     gathers: bool = False
     random: RingRandomness | None = None
+
+    def knows(self, config: Any) -> bool:
+        """Returns True for the config of such a text model."""
+        return any(config is known for known in self.configs)
 
 
 @dataclass(eq=False)

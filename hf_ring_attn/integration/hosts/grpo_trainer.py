@@ -70,7 +70,6 @@ def _refuse(host: Any) -> None:
         "use_transformers_continuous_batching": host.args.use_transformers_continuous_batching,
         "tools": getattr(host, "tools", None),
         "environment_factory": getattr(host, "environment_factories", None),
-        "a model of images": getattr(host, "_is_vlm", False),
     }.items():
         if is_on:
             raise errors.UnsupportedOption(f"{type(host).__name__} with {option}", _UNTRIED)
@@ -99,44 +98,30 @@ def _shard(host: Any, model: nn.Module, rows: dict[str, Tensor]) -> Sharded:
     return shard_for(rows, trainer.group_of(host), options, model, step=step)
 
 
-def _rows(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int) -> dict[str, Tensor]:
-    """The model's whole inputs, with labels where these trainers have them: at completions."""
-    labels = input_ids.masked_fill(attention_mask == 0, IGNORED)
-    labels[:, :-logits_to_keep] = IGNORED
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+class _ShardedCalls:
+    """A model of which each call, with whole rows, is a sharded batch of its own. For calls without gradients."""
+
+    def __init__(self, host: Any, model: nn.Module) -> None:
+        self._host, self._model = host, model
+
+    def __call__(self, **inputs: Any) -> Any:
+        rows = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+        with _sharded_rows(self._host, self._model, rows, _shard(self._host, self._model, rows)):
+            return self._model(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _get_per_token_logps_and_entropies(
-        self: Any,
-        model: nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **images: Any,
-    ) -> Any:
-        whole = functools.partial(
-            original, compute_entropy=compute_entropy, compute_aux_loss=compute_aux_loss, **images
-        )
-        if trainer.group_of(self) is None or batch_context.current() is not None:
-            return whole(self, model, input_ids, attention_mask, logits_to_keep, batch_size)
-        if torch.is_grad_enabled():  # a share's graph needs its batch until the backward has ended
-            warn(trainer.WHOLE_ROWS.format(type(self).__name__))
-            return whole(self, model, input_ids, attention_mask, logits_to_keep, batch_size)
-        parts = []
-        for ids, mask in zip(*(x.split(batch_size or len(x)) for x in (input_ids, attention_mask)), strict=True):
-            rows = _rows(ids, mask, logits_to_keep)
-            with _sharded_rows(self, model, rows, _shard(self, model, rows)):
-                parts.append(whole(self, model, ids, mask, logits_to_keep))
-        log_probs, entropies, aux_losses = zip(*parts, strict=True)
-        return (
-            torch.cat(log_probs),
-            torch.cat(entropies) if compute_entropy else None,
-            torch.stack(aux_losses).mean() if compute_aux_loss else None,
-        )
+    def _get_per_token_logps_and_entropies(self: Any, model: nn.Module, *given: Any, **named: Any) -> Any:
+        called: Any = model
+        if trainer.group_of(self) is not None and batch_context.current() is None:
+            if torch.is_grad_enabled():  # a share's graph needs its batch until the backward has ended
+                warn(trainer.WHOLE_ROWS.format(type(self).__name__))
+            else:
+                called = _ShardedCalls(self, model)
+        return original(self, called, *given, **named)
 
     return _get_per_token_logps_and_entropies
 
@@ -148,7 +133,10 @@ def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
     whole = host._prepare_inputs(inputs)
     prompts, completions = ([whole[f"{part}_{x}"] for x in ("ids", "mask")] for part in ("prompt", "completion"))
     ids, mask = (torch.cat(both, 1) for both in zip(prompts, completions, strict=True))
-    rows = _rows(ids, mask, completions[0].shape[1])
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    labels[:, : -completions[0].shape[1]] = IGNORED  # these trainers score completions
+    rows = {name: whole[name] for name in _IMAGES if isinstance(whole.get(name), Tensor)}
+    rows |= {"input_ids": ids, "attention_mask": mask, "labels": labels}
     return functools.partial(_step, host, model, rows, _shard(host, model, rows), whole), whole
 
 
@@ -210,12 +198,13 @@ def _predict(original: Callable[..., Any], host: Any, *given: Any) -> Any:
 
 
 _IMAGES = (
-    "pixel_values=, image_grid_thw=, num_images=, pixel_attention_mask=, spatial_shapes=, num_tiles=, image_sizes=, "
-    "token_type_ids=, mm_token_type_ids=, image_position_ids="
-)
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+"""Inputs that these trainers hand on beside rows. Models get those that are tensors."""
 _LOG_PROBS = (
     "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=, compute_entropy=, compute_aux_loss=, "
-    f"{_IMAGES})"
+    f"{', '.join(f'{name}=' for name in _IMAGES)})"
 )
 
 

@@ -35,8 +35,6 @@ def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> list[Rows]:
     trainer.refuse_trainer(host)
     admission.refuse_always(host.model)
     name = type(host).__name__
-    if host._is_vision_dataset:
-        raise errors.UnsupportedOption(f"{name} with images", "its rows were never tested in a ring; train on text")
     if getattr(host, "padding_free", False):  # TRL 1.16 warns, and pads
         raise errors.UnsupportedOption(f"{name} with padding_free=True", "TRL 1.16 had none to test; set it to False")
     options = trainer.options_of_batches(model)
@@ -44,8 +42,8 @@ def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> list[Rows]:
     beside = [host.ref_model] if host.ref_model is not None and model is not host.ref_model else []
     step = log_probs_of_rows(name)
     given = [{x: value for x, value in whole.items() if not x.startswith(KL)}]
-    if f"{KL}input_ids" in whole:
-        given.append({x.removeprefix(KL): value for x, value in whole.items() if x.startswith(KL)})
+    if f"{KL}input_ids" in whole:  # with the images of the batch
+        given.append(given[0] | {x.removeprefix(KL): value for x, value in whole.items() if x.startswith(KL)})
     rows = []
     for inputs in given:
         batch = {x: value for x, value in inputs.items() if x not in BESIDE}

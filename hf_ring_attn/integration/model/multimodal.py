@@ -47,7 +47,8 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     """Hooks the text model inside ``model``, at whose input its batch is sharded."""
     if context.text is not None:
         text = whole_heads.body_of(model) if context.whole_head else inner_text_model(model)
-        context.text.config = text.config
+        if not context.text.knows(text.config):
+            context.text.configs.append(text.config)
         attach(text, "text model", _enter, _leave)
         if context.whole_head:
             whole_heads.prepare_pooler(text)
@@ -59,7 +60,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def _context_of(module: Any) -> BatchContext | None:
     """The active batch that is sharded at the input of this text model."""
     context = batch_context.current()
-    known = context is not None and context.text is not None and context.text.config is module.config
+    known = context is not None and context.text is not None and context.text.knows(module.config)
     return context if known else None
 
 

@@ -297,7 +297,7 @@ class _Check(AcrossRanks):
         mine = local_batch(row, ring, config, self.context.text)
         mine.context.log.configs += self.context.log.configs  # the model was admitted
         if mine.context.text is not None and self.context.text is not None:
-            mine.context.text.config = self.context.text.config
+            mine.context.text.configs += self.context.text.configs
         return mine
 
     def _call_whole(self, row: Mapping[str, Any]) -> Any:

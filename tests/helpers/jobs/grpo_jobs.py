@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,10 +25,11 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.context.mesh import ring_group
+from tests.helpers.jobs import sft_pictures
 from tests.helpers.jobs.kinds_jobs import under_fsdp2, weights_of
-from tests.helpers.jobs.preference_jobs import gradients_of_one_rank, numbers, rows_times_ranks, teacher
+from tests.helpers.jobs.preference_jobs import gradients_of_one_rank, numbers, policy, rows_times_ranks, teacher
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, model, quiet, texts, tokenizer
+from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, quiet, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
 from tests.helpers.models.tiny_models import SIZES, build
 
@@ -46,6 +48,8 @@ class Case:
         prompt: bytes of the longest. chat: prompts are conversations. judge: a model gives the reward, one with the
             attention of the trained model, or of this name.
         fsdp: in a ring FSDP2 shards the weights.
+        images: a model of `tiny_models.VISION`, asked about pictures; without_images: every so many prompts have none;
+            with ``text_only`` no prompt has.
     """
 
     why: str
@@ -59,6 +63,9 @@ class Case:
     chat: bool = False
     judge: bool | str = False
     fsdp: bool = False
+    images: str = ""
+    without_images: int = 0
+    text_only: bool = False
 
     def with_args(self, **more: Any) -> Case:
         return dataclasses.replace(self, args={**self.args, **more})
@@ -69,6 +76,8 @@ def prompts(case: Case, count: int, start: int = 0) -> Any:
     pieces = [text[: 1 + number * 7 % case.prompt] for number, text in enumerate(texts(count, start))]
     turns: list[Any] = [[{"role": "user", "content": piece}] for piece in pieces] if case.chat else pieces
     rows = Dataset.from_list([{"prompt": turn, "liked": number % 5} for number, turn in enumerate(turns)])
+    if case.images and not case.text_only:
+        rows = sft_pictures.with_pictures(rows, "", case.without_images)
     return rows.to_iterable_dataset() if case.stream else rows
 
 
@@ -137,9 +146,9 @@ def judged(case: Case, attention: str) -> dict[str, Any]:
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 
-def reference(_path: str, attn_implementation: str, **_: Any) -> Any:
+def reference(images: str, _path: str, attn_implementation: str, **_: Any) -> Any:
     """The model that a trainer loads for its reference: the policy's weights come from no path here."""
-    return teacher(attn_implementation, "LlamaForCausalLM")
+    return teacher(attn_implementation, "LlamaForCausalLM", images)
 
 
 def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options: Any) -> Any:
@@ -150,15 +159,19 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
     args: dict[str, Any] = {name: given[name] for name in shared}
     args |= {"learning_rate": 0.1, "max_grad_norm": 100.0, "num_generations": 2, "max_completion_length": 12,
              "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, **case.args}  # fmt: skip
-    net = model(attention, case.kind)
+    net = policy(attention, case.kind, case.images)
+    words: Any = tokenizer()
+    if case.images:
+        words = sft_pictures.processor(case.images)
+        words.tokenizer.padding_side = "left"  # as Qwen's own is: TRL pads prompts there, and their types of tokens not
     made_by: Any = RLOOTrainer if case.rloo else GRPOTrainer
     config_of: Any = RLOOConfig if case.rloo else GRPOConfig
     if case.fixed:
         made_by = FixedRLOO if case.rloo else made_by
         options = {**({} if case.rloo else {"rollout_func": of_text}), **options}
-    with mock.patch(f"{RLOO if case.rloo else GRPO}.create_model_from_path", reference):
+    with mock.patch(f"{RLOO if case.rloo else GRPO}.create_model_from_path", partial(reference, case.images)):
         made = (kind or made_by)(
-            model=net, args=config_of(**args), processing_class=tokenizer(),
+            model=net, args=config_of(**args), processing_class=words,
             train_dataset=prompts(case, TRAIN_ROWS), eval_dataset=prompts(case, EVAL_ROWS, start=4000),
             **{
                 "reward_funcs": [letters, digits, later], "peft_config": lora() if case.lora else None,
@@ -310,14 +323,6 @@ class WithTools(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tools = [print]
-
-
-class OfImages(GRPOTrainer):
-    """As if the processor took images."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._is_vlm = True
 
 
 # ---- the first inner step --------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.batch.shard import Sharded
 from hf_ring_attn.integration.context import whole_batch
 from hf_ring_attn.integration.context.mesh import ring_group
+from tests.helpers.jobs import sft_pictures
 from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, model, quiet, texts, tokenizer
@@ -44,6 +45,8 @@ class Case:
         metrics: have compute_metrics, which gets logits of whole rows. kto: KTOTrainer, else DPOTrainer.
         fsdp: in a ring FSDP2 shards the weights, those of the reference too.
         adapted: the model has an adapter already, of which a copy is the reference.
+        images: a model of `tiny_models.VISION`, on rows with pictures; without_images: every so many have none; with
+            ``text_only`` no row has.
     """
 
     why: str
@@ -57,6 +60,9 @@ class Case:
     kto: bool = False
     fsdp: bool = False
     adapted: bool = False
+    images: str = ""
+    without_images: int = 0
+    text_only: bool = False
 
     def with_args(self, **more: Any) -> Case:
         return dataclasses.replace(self, args={**self.args, **more})
@@ -93,12 +99,20 @@ def preferences(case: Case, count: int, start: int = 0) -> Dataset:
             rows.append({"prompt": text[:at], "completion": bad if number % 3 else good, "label": number % 3 == 0})
         else:
             rows.append({"prompt": text[:at], "chosen": good, "rejected": bad})
-    return Dataset.from_list(rows)
+    made = Dataset.from_list(rows)
+    if case.images and not case.text_only:
+        made = sft_pictures.with_pictures(made, sft_pictures.PROMPTS[case.images], case.without_images)
+    return made
 
 
-def teacher(attention: str, kind: str) -> PreTrainedModel:
+def policy(attention: str, kind: str, images: str = "") -> PreTrainedModel:
+    """The model that learns: one of a class, or one of images."""
+    return sft_pictures.model(images, attention) if images else model(attention, kind)
+
+
+def teacher(attention: str, kind: str, images: str = "") -> PreTrainedModel:
     """A reference of other opinions, not so far away that a step's gradient is the exponent of rounding."""
-    net = model(attention, kind)
+    net = policy(attention, kind, images)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.mul_(1.05)
@@ -120,7 +134,7 @@ def reference(_path: str, attn_implementation: str, **_: Any) -> Any:
 
 
 def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options: Any) -> Any:
-    words = tokenizer()
+    words: Any = sft_pictures.processor(case.images) if case.images else tokenizer()
     given = vars(config(folder, max_steps=STEPS, max_length=64))
     shared = ("output_dir", "max_steps", "per_device_train_batch_size", "lr_scheduler_type", "optim", "max_grad_norm",
               "max_length", "logging_steps", "bf16", "use_cpu", "report_to", "seed", "save_strategy", "disable_tqdm",
@@ -131,7 +145,8 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
     classes: tuple[Any, Any, Any] = of_kto if case.kto else of_dpo
     own, configured, collating = classes
     defaults = {
-        "model": model(attention, case.kind), "ref_model": teacher(attention, case.kind) if case.reference else None,
+        "model": policy(attention, case.kind, case.images),
+        "ref_model": teacher(attention, case.kind, case.images) if case.reference else None,
         "train_dataset": preferences(case, TRAIN_ROWS), "eval_dataset": preferences(case, EVAL_ROWS, start=4000),
         "processing_class": words, "peft_config": lora() if case.lora else None,
         "data_collator": collating(pad_token_id=0, max_length=64) if case.masks else None,

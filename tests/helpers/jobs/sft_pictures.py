@@ -90,7 +90,7 @@ def with_pictures(dataset: Dataset, prompt: str, none: int = 0) -> Dataset:
     made = []
     for number, row in enumerate(dataset.to_list()):
         images = [] if none and number // none % 2 else [picture(number)]
-        if "prompt" in row:
+        if isinstance(row.get("prompt"), str):
             row["prompt"] = (prompt if images else "") + row["prompt"]
         made.append({**row, "images": images})
     features = Features({**dataset.features, "images": List(Image())})

@@ -16,7 +16,6 @@ from tests.helpers.jobs.grpo_jobs import (
     OVERRIDES,
     STEPS,
     Case,
-    OfImages,
     OtherTokens,
     WithTools,
     one_step,
@@ -195,7 +194,6 @@ REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [
     ("logits of whole rows", Case(""), {"ring": RingConfig(loss="gathered")}, "NoLogits: loss='gathered' needs"),
     ("a loss of other tokens", Case(""), {"kind": OtherTokens}, "OtherInputs: LlamaForCausalLM was called in a ring "),
     ("tools", Case(""), {"kind": WithTools}, "UnsupportedOption: WithTools with tools is not possible with ring_fp32"),
-    ("images", Case(""), {"kind": OfImages}, "UnsupportedOption: OfImages with a model of images is not possible"),
     (
         "continuous batches", Case("", {"use_transformers_continuous_batching": True}, rloo=True), {},
         "UnsupportedOption: FixedRLOO with use_transformers_continuous_batching is not possible",
