@@ -26,6 +26,7 @@ from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import accelerate, prediction, ring_overrides, trainer, trainer_overrides, vllm_generation
 from . import rings_as_processes as rings
+from .first_rank_tools import environments_of_first_rank, tools_of_first_rank
 from .whole_row_calls import log_probs_of_rows, whole_row_calls
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -66,13 +67,9 @@ def _refuse(host: Any) -> None:
     if not getattr(host, "ring_fp32_exact", False):
         ring_overrides.count_rings(host, _SEE_ROWS)
     admission.refuse_always(host.model)
-    for option, is_on in {
-        "use_transformers_continuous_batching": host.args.use_transformers_continuous_batching,
-        "tools": getattr(host, "tools", None),
-        "environment_factory": getattr(host, "environment_factories", None),
-    }.items():
-        if is_on:
-            raise errors.UnsupportedOption(f"{type(host).__name__} with {option}", _UNTRIED)
+    if host.args.use_transformers_continuous_batching:
+        named = f"{type(host).__name__} with use_transformers_continuous_batching"
+        raise errors.UnsupportedOption(named, _UNTRIED)
 
 
 _COUNT_PROCESSES = ("_generate", "_get_per_token_logps_and_entropies", "prediction_step")
@@ -151,7 +148,7 @@ def _score(original: Callable[..., Any]) -> Callable[..., Any]:
         if trainer.group_of(self) is None:
             return original(self, inputs)
         _refuse(self)
-        with rings.rings_as_processes(self):
+        with rings.rings_as_processes(self), environments_of_first_rank(self, ring_of_process()):
             if not self.model.training:
                 _refuse_partial_groups(self, len(inputs))
             return original(self, inputs)
@@ -170,7 +167,7 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
     def _generate(self: Any, prompts: list[Any]) -> Any:
         ring = ring_of_process()
         # All ranks generate, since FSDP2 gathers weights from all; a rollout_func may give each something else.
-        with ring_random.as_first_rank(ring):
+        with ring_random.as_first_rank(ring), tools_of_first_rank(self, ring, prompts):
             return ring.of_first(original(self, prompts), "sent its completions")
 
     return _generate

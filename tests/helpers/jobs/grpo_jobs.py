@@ -317,14 +317,6 @@ def overridden(name: str, mesh: Mesh) -> list[dict[str, float]]:
         return [*found, numbers(grpo.evaluate())]
 
 
-class WithTools(GRPOTrainer):
-    """As if a chat template knew tools."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.tools = [print]
-
-
 # ---- the first inner step --------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ from tests.helpers.jobs.grpo_jobs import (
     STEPS,
     Case,
     OtherTokens,
-    WithTools,
     one_step,
     overridden,
     ratios,
@@ -193,7 +192,6 @@ def test_a_planted_defect_is_seen(ranks: Ranks, defect: str) -> None:
 REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [
     ("logits of whole rows", Case(""), {"ring": RingConfig(loss="gathered")}, "NoLogits: loss='gathered' needs"),
     ("a loss of other tokens", Case(""), {"kind": OtherTokens}, "OtherInputs: LlamaForCausalLM was called in a ring "),
-    ("tools", Case(""), {"kind": WithTools}, "UnsupportedOption: WithTools with tools is not possible with ring_fp32"),
     (
         "continuous batches", Case("", {"use_transformers_continuous_batching": True}, rloo=True), {},
         "UnsupportedOption: FixedRLOO with use_transformers_continuous_batching is not possible",
