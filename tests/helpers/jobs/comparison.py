@@ -113,10 +113,10 @@ def assert_equal_outcomes(
         assert float((got.after[name] - parameter).abs().max()) <= parameters, name
 
 
-def assert_equal_in_float64(got: Any, want: Any) -> None:
+def assert_equal_in_float64(got: Any, want: Any, bound: float = IN_FLOAT64) -> None:
     """Two outcomes of a TRL trainer whose models are in float64."""
     assert {parameter.dtype for parameter in want.after.values()} == {torch.float64}
-    assert_equal_outcomes(got, want, IN_FLOAT64, IN_FLOAT64)
+    assert_equal_outcomes(got, want, bound, bound)
 
 
 def assert_equal_whole_answers(got: Answer, want: Answer, batch: Batch, exact: float = WITH_TOWERS) -> None:

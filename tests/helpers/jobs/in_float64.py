@@ -12,8 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-from tests.helpers.jobs import grpo_jobs, preference_jobs
-from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs import grpo_jobs, preference_jobs, sft_jobs, sft_pictures, trainer_jobs
+from tests.helpers.jobs.runs import Mesh, Run
 from tests.helpers.jobs.sft_jobs import Outcome
 
 
@@ -30,8 +30,8 @@ def _wide(x: Any) -> Any:
 
 
 @contextmanager
-def in_float64(jobs: ModuleType) -> Iterator[None]:
-    """Models of ``jobs`` are in float64, and so is what is computed with them."""
+def in_float64(jobs: ModuleType, *makers: str) -> Iterator[None]:
+    """Models that ``makers`` of ``jobs`` make are in float64, and so is what is computed with them."""
     backward: Callable[..., Any] = ChunkedLogProbFunction.backward
 
     def wide_backward(*args: Any) -> Any:
@@ -39,7 +39,7 @@ def in_float64(jobs: ModuleType) -> Iterator[None]:
             return backward(*args)
 
     with ExitStack() as stack:
-        for name in ("model", "teacher"):
+        for name in makers:
             make = getattr(jobs, name)
             stack.enter_context(mock.patch.object(jobs, name, lambda *args, make=make: make(*args).double()))
         stack.enter_context(mock.patch.object(ChunkedLogProbFunction, "backward", staticmethod(wide_backward)))
@@ -48,10 +48,20 @@ def in_float64(jobs: ModuleType) -> Iterator[None]:
 
 
 def preferences_trained(case: preference_jobs.Case, mesh: Mesh) -> Outcome:
-    with in_float64(preference_jobs):
+    with in_float64(preference_jobs, "policy", "teacher"):
         return preference_jobs.trained(case, mesh)
 
 
+def pictures_learnt(case: sft_jobs.Case, mesh: Mesh) -> Outcome:
+    with in_float64(sft_pictures, "model"):
+        return sft_jobs.trained(case, mesh)
+
+
+def pictures_learnt_by_trainer(run: Run, mesh: Mesh) -> trainer_jobs.Outcome:
+    with in_float64(trainer_jobs, "tiny"):
+        return trainer_jobs.train(run, mesh)
+
+
 def reinforced(case: grpo_jobs.Case, mesh: Mesh) -> Outcome:
-    with in_float64(grpo_jobs):
+    with in_float64(grpo_jobs, "policy", "teacher"):
         return grpo_jobs.trained(case, mesh)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.comparison import Ranks, assert_equal_in_float64
 from tests.helpers.jobs.grpo_jobs import Case as Prompts
+from tests.helpers.jobs.in_float64 import preferences_trained, reinforced
 from tests.helpers.jobs.preference_jobs import Case as Pairs
 from tests.helpers.jobs.runs import Mesh
 from tests.integration.hosts import test_grpo_trainer, test_preference_trainers
 from tests.integration.hosts.test_preference_trainers import CHECKPOINTED, SEQUENTIAL
 
-GEMMA, QWEN, QWEN3 = "gemma3 vision", "qwen2.5 vision", "qwen3 vision"
+GEMMA, QWEN, QWEN3, QWEN3_5 = "gemma3 vision", "qwen2.5 vision", "qwen3 vision", "qwen3.5 vision"
 SMALL = {"learning_rate": 0.01}
 LEARNT = [
     Pairs("DPO, Gemma 3, a reference", SMALL, images=GEMMA),
@@ -64,6 +66,22 @@ def test_preferences_about_images(ranks: Ranks, case: Pairs, tmp_path: Path) -> 
 @pytest.mark.turns
 def test_completions_about_images(ranks: Ranks, case: Prompts) -> None:
     test_grpo_trainer.compare(ranks, case, Mesh(cp=2))
+
+
+IN_FLOAT64 = {"learning_rate": 0.001}
+"""A step at which float32 leaves 1e-4 of a gradient's norm apart, by the rounding of linear attention."""
+
+
+@pytest.mark.parametrize("on_text", [False, True], ids=["images", "text"])
+@pytest.mark.turns
+def test_models_of_images_with_linear_attention(ranks: Ranks, on_text: bool) -> None:
+    pairs = Pairs("DPO", IN_FLOAT64, images=QWEN3_5, text_only=on_text)
+    asked = Prompts("GRPO", IN_FLOAT64, fixed=False, chat=True, images=QWEN3_5, text_only=on_text)
+    jobs: list[tuple[Any, Any]] = [(preferences_trained, pairs), (reinforced, asked)]
+    for job, case in jobs:
+        (want,) = ranks(1).run(job, case, Mesh())
+        for got in ranks(2).run(job, case, Mesh(cp=2)):
+            assert_equal_in_float64(got, want, 1e-10)
 
 
 @pytest.mark.full

@@ -11,7 +11,8 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.comparison import Ranks, assert_equal_in_float64
+from tests.helpers.jobs.in_float64 import pictures_learnt
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import Case, one_step
 from tests.integration.hosts.test_sft_trainer import compare
@@ -57,6 +58,15 @@ def test_images_in_sft_are_those_of_one_process(ranks: Ranks, case: Case) -> Non
 @pytest.mark.turns
 def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     compare(ranks, case, mesh)
+
+
+@pytest.mark.turns
+def test_a_model_with_linear_attention(ranks: Ranks) -> None:
+    """In float64: float32 leaves 1e-4 of a gradient's norm apart."""
+    case = Case("Qwen3.5", SMALL, rows="chat", images="qwen3.5 vision", without_images=2)
+    (want,) = ranks(1).run(pictures_learnt, case, Mesh())
+    for got in ranks(2).run(pictures_learnt, case, Mesh(cp=2)):
+        assert_equal_in_float64(got, want)
 
 
 def test_a_gathered_loss_of_images_is_refused_too(ranks: Ranks) -> None:

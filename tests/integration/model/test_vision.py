@@ -25,6 +25,7 @@ from tests.helpers.jobs.comparison import (
     in_rings,
     without_ring,
 )
+from tests.helpers.jobs.in_float64 import pictures_learnt_by_trainer
 from tests.helpers.jobs.plain_jobs import Batch, Step
 from tests.helpers.jobs.runs import Mesh, Pictures, Run
 from tests.helpers.models.tiny_models import BEFORE_IMAGE, IMAGE, VIDEO, VOCABULARY, tiny
@@ -136,6 +137,23 @@ def test_a_trainer_trains_on_images(ranks: Ranks, run: Run, mesh: Mesh) -> None:
         outcome.updates = {name: x for name, x in outcome.updates.items() if not name.endswith("k_proj.bias")}
         outcome.parameters = {name: outcome.parameters[name] for name in outcome.updates}
     assert_equal_runs(outcomes[0], want)
+
+
+@pytest.mark.turns
+def test_a_trainer_trains_linear_attention_on_images(ranks: Ranks) -> None:
+    """In float64: float32 leaves 1e-4 of a gradient's norm apart."""
+    run = Run(
+        why="Qwen3.5", model="qwen3.5 vision", rows=Pictures(qwen=True), evaluated=Pictures(count=5, seed=2, qwen=True)
+    )
+    (want,) = ranks(1).run(pictures_learnt_by_trainer, run, Mesh())
+    assert any(update.abs().max() > 1e-4 for update in want.updates.values()), "nothing was learnt"
+    for got in ranks(2).run(pictures_learnt_by_trainer, run, Mesh(cp=2)):
+        assert got.ring_size == 2 and len(got.log) == len(want.log)
+        for one, other in zip(got.log, want.log, strict=True):
+            assert one == pytest.approx(other, rel=1e-10)
+        for name, parameter in want.parameters.items():
+            assert parameter.dtype == torch.float64
+            assert (got.parameters[name] - parameter).abs().max() < 1e-10, name
 
 
 def gathered_by_a_towers_name(batch: Batch) -> Tensor:
