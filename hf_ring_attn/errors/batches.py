@@ -303,7 +303,7 @@ class UnsupportedTrainer(Refused):
         super().__init__(
             f"{trainer} is not supported in a ring yet: its loss compares whole sequences, or models, and a rank holds "
             "a part of each sequence. Use it without a ring (cp_size=1); transformers.Trainer and TRL's SFTTrainer, "
-            "DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer and RLOOTrainer run in one."
+            "DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer and DistillationTrainer run in one."
         )
 
 

@@ -53,6 +53,12 @@ class _FirstRank:
         self.begun: list[_Outcome | None] = []
         self.left = 0
 
+    def each(self, table: Any, how: str) -> Any:
+        """A table of tools by name, or one for each row, with every tool called as the method ``how`` calls it."""
+        if isinstance(table, list):
+            return [self.each(row, how) for row in table]
+        return {name: getattr(self, how)(tool) for name, tool in table.items()}
+
     def call(self, tool: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(tool)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -97,6 +103,11 @@ class _FirstRank:
         return outcome.give()
 
 
+_TABLES = {"_sync_tool_dicts": "call", "_async_tool_dicts": "call_later", "_tool_dict": "call"}
+"""Attributes of trainers with their tools by name (`DistillationTrainer` has one table for all rows), and how to call
+these."""
+
+
 @contextmanager
 def tools_of_first_rank(host: Any, ring: Ring, prompts: list[Any]) -> Iterator[None]:
     """Lets the first rank call the tools of a generation, and generate its turns, for all ranks.
@@ -106,12 +117,12 @@ def tools_of_first_rank(host: Any, ring: Ring, prompts: list[Any]) -> Iterator[N
     """
     with ExitStack() as replaced:
         if ring.size > 1 and getattr(host, "tools", None):
-            if host.environment_factories:
+            if getattr(host, "environment_factories", None):
                 prompts[:] = ring.of_first(prompts, "sent what its environments said")
             tools, turn = _FirstRank(ring), host._generate_single_turn
-            for name, once in {"_sync_tool_dicts": tools.call, "_async_tool_dicts": tools.call_later}.items():
-                rows = [{key: once(tool) for key, tool in row.items()} for row in getattr(host, name)]
-                replaced.enter_context(Replaced(host, name, rows))
+            for name, once in _TABLES.items():
+                if (table := getattr(host, name, None)) is not None:
+                    replaced.enter_context(Replaced(host, name, tools.each(table, once)))
 
             @functools.wraps(turn)
             def first_ranks_turn(*args: Any, **kwargs: Any) -> Any:

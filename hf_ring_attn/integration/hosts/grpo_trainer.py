@@ -53,7 +53,7 @@ def start(host: Any) -> None:
     _refuse(host)
     accelerate.give_whole_rows(host.accelerator, host.reward_funcs)
     if args.use_vllm:
-        warn(_VLLM, everywhere=False)
+        warn(VLLM, everywhere=False)
     say(
         f"{type(host).__name__} generates {args.generation_batch_size} completions at a time: {replicas} x "
         f"{args.per_device_train_batch_size} (a ring has one batch) x steps_per_generation={args.steps_per_generation}"
@@ -76,7 +76,7 @@ _COUNT_PROCESSES = ("_generate", "_get_per_token_logps_and_entropies", "predicti
 """Methods whose override might gather from every rank, or compute whole rows."""
 _SEE_ROWS = ("_generate_and_score_completions", "_calculate_rewards")
 """Methods that see rows of a process, and gather from others."""
-_VLLM = "vLLM itself was never run with ring_fp32: tests have a stand-in for its server and its colocated engines"
+VLLM = "vLLM itself was never run with ring_fp32: tests have a stand-in for its server and its colocated engines"
 _UNTRIED = "its rows were never tested in a ring; generate text with transformers' generate, or in a rollout_func"
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -128,13 +128,18 @@ def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
     whole = host._prepare_inputs(inputs)
-    prompts, completions = ([whole[f"{part}_{x}"] for x in ("ids", "mask")] for part in ("prompt", "completion"))
-    ids, mask = (torch.cat(both, 1) for both in zip(prompts, completions, strict=True))
-    labels = ids.masked_fill(mask == 0, IGNORED)
-    labels[:, : -completions[0].shape[1]] = IGNORED  # these trainers score completions
-    rows = {name: whole[name] for name in _IMAGES if isinstance(whole.get(name), Tensor)}
-    rows |= {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    rows = rows_of(whole, whole["completion_mask"])
     return functools.partial(_step, host, model, rows, _shard(host, model, rows), whole), whole
+
+
+def rows_of(whole: dict[str, Any], scored: Tensor) -> dict[str, Tensor]:
+    """A model's whole inputs of prompts and completions. ``scored`` [B, C]: not 0 at completion tokens with labels."""
+    ids, mask = (torch.cat([whole[f"prompt_{x}"], whole[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+    labels = ids.clone()
+    labels[:, : -scored.shape[1]] = IGNORED
+    labels[:, -scored.shape[1] :][scored == 0] = IGNORED
+    rows = {name: whole[name] for name in _IMAGES if isinstance(whole.get(name), Tensor)}
+    return {**rows, "input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 @contextmanager
@@ -163,7 +168,9 @@ def _refuse_partial_groups(host: Any, rows: int) -> None:
         raise errors.PartialGroups(rows * replicas, counted, host.num_generations_eval)
 
 
-def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
+def generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches `_generate`: all ranks of a ring take its first rank's completions."""
+
     def _generate(self: Any, prompts: list[Any]) -> Any:
         ring = ring_of_process()
         # All ranks generate, since FSDP2 gathers weights from all; a rollout_func may give each something else.
@@ -210,7 +217,7 @@ def _patches(kind: str) -> list[Patch]:
     return [
         trainer_overrides.patch_prepare(kind, lambda host: trainer.group_of(host) is not None, _prepare_inputs),
         Patch(f"{kind}._generate_and_score_completions", "(self, inputs)", _score),
-        Patch(f"{kind}._generate", "(self, prompts)", _generate),
+        Patch(f"{kind}._generate", "(self, prompts)", generate),
         Patch(f"{kind}._calculate_rewards", "(self, inputs, prompts, completions, completion_ids_list)", _rewards),
         Patch(f"{kind}._get_per_token_logps_and_entropies", _LOG_PROBS, _log_probs),
         prediction.patch_prediction(kind, _predict),

@@ -47,7 +47,8 @@ def shards_batches(trainer: Any) -> bool:
     if group_of(trainer) is not None:
         return True
     model = trainer.model
-    if model is None or world_size() > 1 or _is_a(trainer, "GRPOTrainer") or _is_a(trainer, "RLOOTrainer"):
+    generates = any(_is_a(trainer, name) for name in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer"))
+    if model is None or world_size() > 1 or generates:
         return False
     return model_record.options_of(model).saves_memory and introspect.uses_ring(model)
 

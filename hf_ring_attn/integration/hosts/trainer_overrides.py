@@ -23,6 +23,7 @@ EXACT_TRL = {
     "trl.trainer.dpo_trainer:DPOTrainer", "trl.trainer.kto_trainer:KTOTrainer",
     "trl.trainer.reward_trainer:RewardTrainer",
     "trl.trainer.grpo_trainer:GRPOTrainer", "trl.trainer.rloo_trainer:RLOOTrainer",
+    "trl.trainer.distillation_trainer:DistillationTrainer",
 }  # fmt: skip
 """TRL's trainers that are exact in a ring. Others have the same names."""
 COUNTS = ("get_batch_samples", "_get_num_items_in_batch")

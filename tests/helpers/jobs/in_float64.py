@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-from tests.helpers.jobs import grpo_jobs, preference_jobs, sft_jobs, sft_pictures, trainer_jobs
+from tests.helpers.jobs import distillation_jobs, grpo_jobs, preference_jobs, sft_jobs, sft_pictures, trainer_jobs
 from tests.helpers.jobs.runs import Mesh, Run
 from tests.helpers.jobs.sft_jobs import Outcome
 
@@ -32,9 +34,8 @@ def _wide(x: Any) -> Any:
 @contextmanager
 def in_float64(jobs: ModuleType, *makers: str) -> Iterator[None]:
     """Models that ``makers`` of ``jobs`` make are in float64, and so is what is computed with them."""
-    backward: Callable[..., Any] = ChunkedLogProbFunction.backward
 
-    def wide_backward(*args: Any) -> Any:
+    def wide(backward: Callable[..., Any], *args: Any) -> Any:
         with WithoutFloat32():  # autograd leaves the mode
             return backward(*args)
 
@@ -42,7 +43,9 @@ def in_float64(jobs: ModuleType, *makers: str) -> Iterator[None]:
         for name in makers:
             make = getattr(jobs, name)
             stack.enter_context(mock.patch.object(jobs, name, lambda *args, make=make: make(*args).double()))
-        stack.enter_context(mock.patch.object(ChunkedLogProbFunction, "backward", staticmethod(wide_backward)))
+        for head in (ChunkedLogProbFunction, ChunkedDivergenceFunction):
+            backward = staticmethod(partial(wide, head.backward))
+            stack.enter_context(mock.patch.object(head, "backward", backward))
         stack.enter_context(WithoutFloat32())
         yield
 
@@ -60,6 +63,11 @@ def pictures_learnt(case: sft_jobs.Case, mesh: Mesh) -> Outcome:
 def pictures_learnt_by_trainer(run: Run, mesh: Mesh) -> trainer_jobs.Outcome:
     with in_float64(trainer_jobs, "tiny"):
         return trainer_jobs.train(run, mesh)
+
+
+def distilled(case: distillation_jobs.Case, mesh: Mesh) -> Outcome:
+    with in_float64(distillation_jobs, "policy", "teacher"):
+        return distillation_jobs.trained(case, mesh)
 
 
 def reinforced(case: grpo_jobs.Case, mesh: Mesh) -> Outcome:

@@ -1,4 +1,4 @@
-"""GRPO with tools and environments for live ranks: conversations that a text fixes, or of which one tool is random."""
+"""GRPO and distillation with tools and environments for live ranks: conversations that a text fixes, or of which one tool is random."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import trl
 from datasets import Dataset
+from trl.trainer.distillation_config import DistillationConfig
+from trl.trainer.distillation_trainer import DistillationTrainer
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -19,7 +21,7 @@ import hf_ring_attn
 from hf_ring_attn.integration.context.mesh import ring_group
 from tests.helpers.jobs import grpo_jobs, sft_jobs
 from tests.helpers.jobs.grpo_jobs import trained_parameters
-from tests.helpers.jobs.preference_jobs import numbers, policy
+from tests.helpers.jobs.preference_jobs import numbers, policy, teacher
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
@@ -151,16 +153,17 @@ OF_ENVIRONMENTS = [
     [call("add", number=1) + "\n" + call("add_later", number=2), call("add", number=4), "Added twice."],
     [call("add_later", number=1) + "\n" + call("add_later", number=4), "Later."],
 ]
+OF_A_STUDENT = OF_TOOLS[:3]
 AT_RANDOM = [[call("search", words="x"), call("search", words="yy"), "Found."], ["Nothing."]]
 
 
-class Said(GRPOTrainer):
-    """Says what `TEXTS` has for a row's turn in place of generating."""
+class Says:
+    """Says what ``texts`` has for a row's turn."""
 
     ring_fp32_exact = True
     texts: ClassVar[list[list[str]]] = []
 
-    def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
+    def said(self: Any, prompt_ids: Any) -> list[list[int]]:
         found = []
         first = self.accelerator.process_index * len(prompt_ids)
         for number, ids in enumerate(prompt_ids):
@@ -173,7 +176,17 @@ class Said(GRPOTrainer):
                 row = next(n for n, turns in enumerate(self.texts) if turns[0] in text)
             turns = self.texts[row]
             found.append(self._tokenizer(turns[min(said, len(turns) - 1)] + "<|im_end|>")["input_ids"])
-        return found, None
+        return found
+
+
+class Said(Says, GRPOTrainer):
+    def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
+        return self.said(prompt_ids), None
+
+
+class SaidToTeacher(Says, DistillationTrainer):
+    def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
+        return self.said(prompt_ids)
 
 
 def lengths(completions: list[Any], **_: Any) -> list[float]:
@@ -181,11 +194,15 @@ def lengths(completions: list[Any], **_: Any) -> list[float]:
     return [float(sum(len(str(turn["content"])) for turn in turns) % 11) for turns in completions]
 
 
+def model(attention: str, make: Any = policy) -> Any:
+    net = make(attention, "LlamaForCausalLM")
+    net.config.max_position_embeddings = 8192
+    net.resize_token_embeddings(len(tokenizer()))
+    return net
+
+
 def trainer(what: str, folder: str, attention: str, **args: Any) -> Any:
     words = tokenizer()
-    net: Any = policy(attention, "LlamaForCausalLM")
-    net.config.max_position_embeddings = 8192
-    net.resize_token_embeddings(len(words))
     rows = [
         {"prompt": [{"role": "user", "content": "Count " + "again " * (n % 3)}], "liked": n % 5, "number": n}
         for n in range(24)
@@ -193,18 +210,23 @@ def trainer(what: str, folder: str, attention: str, **args: Any) -> Any:
     given: dict[str, Any] = {
         "output_dir": folder, "max_steps": 3, "use_cpu": True, "report_to": "none", "logging_steps": 1, "bf16": False,
         "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 100.0, "seed": 5,
-        "num_generations": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
+        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
         "max_completion_length": 700, "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
         "dataloader_pin_memory": False, **args,
     }  # fmt: skip
-    Said.texts = {"tools": OF_TOOLS, "environments": OF_ENVIRONMENTS, "random": AT_RANDOM}[what]
+    texts = {"tools": OF_TOOLS, "environments": OF_ENVIRONMENTS, "random": AT_RANDOM, "distillation": OF_A_STUDENT}
+    Says.texts = texts[what]
     own: dict[str, Any] = {"tools": [multiply, late, fails], "reward_funcs": [lengths]}
     if what == "environments":
         own = {"environment_factory": Counter, "reward_funcs": [lengths]}
     elif what == "random":
         own = {"tools": [search], "reward_funcs": [lengths]}
-    return Said(
-        model=net, args=GRPOConfig(**given), processing_class=words, train_dataset=Dataset.from_list(rows),
+    elif what == "distillation":
+        own = {"tools": [multiply, fails], "teacher_model": model(attention, teacher)}
+    kind: Any = SaidToTeacher if what == "distillation" else Said
+    config: Any = DistillationConfig(**given) if what == "distillation" else GRPOConfig(num_generations=2, **given)
+    return kind(
+        model=model(attention), args=config, processing_class=words, train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows[:4]), **own,
     )  # fmt: skip
 
@@ -219,7 +241,9 @@ def trained(what: str, mesh: Mesh, **args: Any) -> tuple[Outcome, list[str], int
         before = trained_parameters(grpo)
         grpo.train()
         steps = [numbers(entry) for entry in grpo.state.log_history if "loss" in entry]
-        evaluation = {**numbers(grpo.evaluate()), **grpo_jobs.table(grpo)}
+        evaluation = numbers(grpo.evaluate())
+        if what != "distillation":
+            evaluation |= grpo_jobs.table(grpo)
         group = ring_group(grpo.accelerator)
         size = 1 if group is None else group.size()
         return Outcome(size, steps, evaluation, before, trained_parameters(grpo)), [*CALLS], Counter.made

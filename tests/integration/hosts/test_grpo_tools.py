@@ -1,4 +1,4 @@
-"""Tools and environments of GRPO in a ring: each is called once, and training is that of one process."""
+"""Tools and environments of GRPO and of distillation in a ring: each is called once, and training is that of one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.tool_jobs import trained
 
 
-@pytest.mark.parametrize("what", ["tools", "environments"])
+@pytest.mark.parametrize("what", ["tools", "environments", "distillation"])
 @pytest.mark.parametrize("mesh", [Mesh(cp=2), pytest.param(Mesh(dp=2, cp=2), marks=pytest.mark.full)], ids=str)
 @pytest.mark.turns
 def test_tools_are_called_once_in_a_ring(ranks: Ranks, what: str, mesh: Mesh) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from transformers import Trainer
+from trl.trainer.distillation_trainer import DistillationTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
@@ -26,7 +27,7 @@ OWN_GATES = ["Distillation", "GRPO", "RLOO"]
 """Those whose config refuses context parallelism by itself, if it is told of it there."""
 
 
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"DPO", "KTO", "Reward", "GRPO", "RLOO"}))
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation"}))
 def test_it_is_refused_by_name_when_it_is_constructed_in_a_ring(ranks: Ranks, name: str) -> None:
     for said in ranks(2).run(constructed, name, Mesh(cp=2)):
         assert said.startswith(f"UnsupportedTrainer: {name}Trainer is not supported in a ring yet: its loss compares ")
@@ -40,7 +41,7 @@ def test_it_is_refused_too_where_its_own_config_asks_for_a_ring(ranks: Ranks, na
     own = name in OWN_GATES and backend == "torch"
     start = (
         f"ValueError: {name}Trainer does not support sequence-dim" if own
-        else "constructed" if name in ("GRPO", "RLOO") else f"UnsupportedTrainer: {name}Trainer is "
+        else "constructed"
     )  # fmt: skip
     for said in ranks(2).run(constructed, name, Mesh(cp=2), {"cp_size": 2, "cp_backend": backend}):
         assert said.startswith(start)
@@ -65,7 +66,8 @@ def all_trainers() -> set[Any]:
 
 
 def test_no_other_trainer_of_trl_gets_through() -> None:
-    trainers = all_trainers() - {SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer}
+    exact = {SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer, DistillationTrainer}
+    trainers = all_trainers() - exact
     assert len(trainers) > 15
     for kind in trainers:
         with pytest.raises(errors.UnsupportedTrainer, match=kind.__name__):
