@@ -1,4 +1,4 @@
-"""GRPO and distillation with tools and environments for live ranks: conversations that a text fixes, or of which one tool is random."""
+"""GRPO and distillation with tools for live ranks: conversations that a text fixes, or of which one tool is random."""
 
 from __future__ import annotations
 

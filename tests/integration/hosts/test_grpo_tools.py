@@ -1,4 +1,4 @@
-"""Tools and environments of GRPO and of distillation in a ring: each is called once, and training is that of one process."""
+"""Tools and environments of GRPO and distillation in a ring: each is called once, and nothing else changes."""
 
 from __future__ import annotations
 
