@@ -23,7 +23,7 @@ from ..context.mesh import ring_of_process
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
 from ..log import warn
-from ..model import admission
+from ..model import admission, ring_calls
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import grpo_trainer, trainer, trainer_overrides
@@ -193,7 +193,8 @@ def _compute_share(original: Callable[..., Any]) -> Callable[..., Any]:
             num_items_in_batch = whole.sum().clamp(min=1) / context.ring.size
         share = dict.fromkeys(("prompt_ids", "prompt_mask"), counted[:, :0])
         share |= dict.fromkeys(("completion_ids", "completion_mask"), counted)
-        return original(self, unwrapped_student, share, num_items_in_batch)
+        loss, *sums = original(self, unwrapped_student, share, num_items_in_batch)
+        return ring_calls.of_batch(loss, context), *sums  # a wrapper of PEFT does not give it the value of the batch
 
     return _compute_loss
 
