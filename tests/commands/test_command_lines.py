@@ -19,7 +19,7 @@ import pytest
 
 from hf_ring_attn.autoload import switch
 from tests.helpers.jobs.comparison import LOSS, Ranks
-from tests.helpers.jobs.preference_jobs import Case, preferences
+from tests.helpers.jobs.preference_jobs import Case, preferences, teacher
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, model, quiet, rows, tokenizer
 from tests.helpers.jobs.trainer_jobs import launched
@@ -61,7 +61,8 @@ trainer.end()
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models with their tokenizer, rows of text in the forms that programs read, and a stranger's script."""
     folder = tmp_path_factory.mktemp("files")
-    for name, net in {"model": model("sdpa"), "judge": ranker("sdpa")}.items():
+    nets = {"model": model("sdpa"), "judge": ranker("sdpa"), "teacher": teacher("sdpa", "LlamaForCausalLM")}
+    for name, net in nets.items():
         net.save_pretrained(folder / name)
         tokenizer().save_pretrained(folder / name)
     data, case = rows("text", 24), Case("")
@@ -90,6 +91,10 @@ OF_TRL: dict[str, dict[str, Any]] = {
         "learning_rate": 0.3, "beta": 0.1, "reward_funcs": "tests.helpers.jobs.trl_trainers.lengths",
         "gradient_accumulation_steps": 2,
     },
+    "distillation": {
+        "dataset_name": "prompts", "teacher_model_name_or_path": "teacher", "max_completion_length": 12,
+        "learning_rate": 0.3, "gradient_accumulation_steps": 2,
+    },
     "dpo": {"dataset_name": "pairs", "learning_rate": 0.1, "gradient_accumulation_steps": 2},
     "kto": {
         "dataset_name": "judged", "learning_rate": 0.5, "train_sampling_strategy": "sequential", "use_peft": True,
@@ -103,7 +108,8 @@ KTO's reference is the model without its adapter."""
 
 def for_trl(command: str, files: Path, attention: str, output: Path) -> list[str]:
     flags = {"model_name_or_path": "model", "per_device_train_batch_size": 2, **SHARED, **OF_TRL[command]}
-    places = {name: files / flags[name] for name in ("model_name_or_path", "dataset_name")}
+    named = ("model_name_or_path", "dataset_name", "teacher_model_name_or_path")
+    places = {name: files / flags[name] for name in named if name in flags}
     flags |= {**places, "attn_implementation": attention, "output_dir": output}
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
