@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from hf_ring_attn.integration.context.mesh import ring_group
-from tests.helpers.jobs import grpo_jobs, preference_jobs
+from tests.helpers.jobs import distillation_jobs, grpo_jobs, preference_jobs
 from tests.helpers.jobs.kinds_jobs import weights_of
 from tests.helpers.jobs.preference_jobs import numbers
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet
 from tests.helpers.jobs.trainer_jobs import launched
 
-Case = preference_jobs.Case | grpo_jobs.Case
+Case = preference_jobs.Case | grpo_jobs.Case | distillation_jobs.Case
 
 STEPS, SAVED = 4, 2
 """Steps of a run, and those after which its checkpoint was saved."""
@@ -20,18 +20,14 @@ STEPS, SAVED = 4, 2
 
 def trained(case: Case, mesh: Mesh, folder: str, checkpoint: str | None = None) -> Outcome:
     """The steps of an unbroken run, or those after ``checkpoint``, on this rank."""
-    made: Any = grpo_jobs.trainer if isinstance(case, grpo_jobs.Case) else preference_jobs.trainer
-    rows = {"per_device_train_batch_size": case_rows(case, mesh)}
+    jobs: Any = next(jobs for jobs in (preference_jobs, grpo_jobs, distillation_jobs) if isinstance(case, jobs.Case))
+    rows = {"per_device_train_batch_size": jobs.BATCH}
     saves = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED, "optim_args": "momentum=0.9"}
     with launched(mesh, **OFFLINE), quiet():
-        host = made(case.with_args(**saves, **rows), folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
+        host = jobs.trainer(case.with_args(**saves, **rows), folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
         before = weights_of(host.model)
         host.train(resume_from_checkpoint=checkpoint)
         steps = [numbers(entry) for entry in host.state.log_history if "loss" in entry]
         group = ring_group(host.accelerator)
         after = weights_of(host.model)
         return Outcome(1 if group is None else group.size(), steps, {}, before, after)
-
-
-def case_rows(case: Case, mesh: Mesh) -> int:
-    return grpo_jobs.BATCH if isinstance(case, grpo_jobs.Case) else preference_jobs.BATCH

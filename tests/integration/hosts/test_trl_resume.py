@@ -1,4 +1,4 @@
-"""DPO, KTO, GRPO and RLOO go on from a checkpoint, at any ring size, as if they had never stopped."""
+"""DPO, KTO, GRPO, RLOO and distillation go on from a checkpoint, at any ring size, as if they had never stopped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import grpo_jobs, preference_jobs
+from tests.helpers.jobs import distillation_jobs, grpo_jobs, preference_jobs
 from tests.helpers.jobs.comparison import LOSS, PARAMETER, Ranks
 from tests.helpers.jobs.resume_jobs import SAVED, STEPS, Case, trained
 from tests.helpers.jobs.runs import Mesh
@@ -20,6 +20,7 @@ GRPO = grpo_jobs.Case(
     "GRPO, generated", {"beta": 0.1, "learning_rate": 0.3, "gradient_accumulation_steps": 2}, fixed=False
 )
 RLOO = grpo_jobs.Case("RLOO, generated", {"learning_rate": 0.003, "beta": 0.05}, rloo=True, lora=True, fixed=False)
+DISTILLED = distillation_jobs.Case("distillation", {"gradient_accumulation_steps": 2})
 MOVES: list[tuple[Case, Mesh, Mesh]] = [
     (DPO, CP2, CP4),
     (DPO_LORA, CP2, ALONE),
@@ -29,6 +30,9 @@ MOVES: list[tuple[Case, Mesh, Mesh]] = [
     (GRPO, ALONE, CP2),
     (RLOO, CP4, CP2),
     (GRPO, Mesh(dp=2), Mesh(dp=2, cp=2)),
+    (DISTILLED, CP2, CP2),
+    (DISTILLED, ALONE, CP2),
+    (DISTILLED, CP4, CP2),
 ]
 
 
