@@ -17,6 +17,9 @@ from tests.integration.hosts.test_preference_trainers import CHECKPOINTED, SEQUE
 
 GEMMA, QWEN, QWEN3, QWEN3_5 = "gemma3 vision", "qwen2.5 vision", "qwen3 vision", "qwen3.5 vision"
 SMALL = {"learning_rate": 0.01}
+FOLLOWED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "gradient_accumulation_steps": 2}
+OLD = {"gradient_accumulation_steps": 2, "num_iterations": 2, "beta": 0.05}
+"""Log-probabilities of two batches' rows, of which each gets its own images."""
 LEARNT = [
     Pairs("DPO, Gemma 3, a reference", SMALL, images=GEMMA),
     Pairs("DPO, Qwen2.5-VL, LoRA, checkpointed", CHECKPOINTED, reference=False, lora=True, images=QWEN),
@@ -32,6 +35,7 @@ LEARNT = [
         images=QWEN,
         prompt=9,
     ),
+    Pairs("DPO, Qwen2.5-VL, a reference that follows", {**SMALL, **FOLLOWED}, images=QWEN),
     Pairs("DPO, Gemma 3, FSDP2", SMALL, images=GEMMA, fsdp=True),
     Pairs(
         "DPO, Qwen2.5-VL, FSDP2, LoRA",
@@ -49,6 +53,7 @@ REINFORCED = [
         "GRPO, Qwen2.5-VL, old rows, a reference, LoRA", {"num_iterations": 2, "beta": 0.05}, fixed=False, chat=True,
         lora=True, images=QWEN,
     ),
+    Prompts("GRPO, Qwen2.5-VL, old rows of two batches", {**SMALL, **OLD}, fixed=False, chat=True, images=QWEN),
     Prompts("GRPO, Qwen3-VL", SMALL, fixed=False, chat=True, images=QWEN3),
     Prompts("GRPO, Gemma 3 on text", SMALL, fixed=False, chat=True, images=GEMMA, text_only=True),
     Prompts("GRPO, Gemma 3, FSDP2", SMALL, fixed=False, chat=True, images=GEMMA, fsdp=True),
