@@ -227,6 +227,9 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
                 "of your own also needs model.loss_type = 'ForSequenceClassification'. For others compute the loss "
                 "from sharded.gather(out.last_hidden_state)"
             )
+            if inputs.get("logits_to_keep") is not None:
+                need = f"a ring needs one label a token, [{rows}, {length}]: let the program keep all logits and labels"
+                need += ", without logits_to_keep. The chunked loss holds few logits at a time"
             raise errors.BadShape("labels", tuple(labels.shape), need)
         if "shift_labels" not in inputs:
             inputs["shift_labels"] = next_labels(labels)

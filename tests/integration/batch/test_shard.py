@@ -156,6 +156,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ids": IDS, "labels": torch.zeros(2)},
         "labels has shape (2,), but a ring needs one label a token, [2, 8]: a causal language model's.",
     ),
+    "labels of the last tokens": (
+        {**tokens(8), "labels": tokens(8)["labels"][:, -3:], "logits_to_keep": 3},
+        "labels has shape (2, 3), but a ring needs one label a token, [2, 8]: let the program keep all logits and",
+    ),
     "another value of ignored labels": (
         {"input_ids": IDS, "labels": IDS, "ignore_index": 0},
         "the batch holds ignore_index=0, but a ring marks padding, and the labels that it does not count, with -100. "
