@@ -45,13 +45,10 @@ def _refuse(host: Any) -> None:
 
 
 _SEE_SHARES = (
-    "_generate",
-    "_generate_and_score_completions",
-    "compute_loss",
-    "_compute_loss",
-    "_get_last_hidden_state",
-)
-"""Methods whose override might gather from every rank, or take a rank's tokens for whole rows."""
+    "_generate", "_generate_and_score_completions", "compute_loss", "_compute_loss", "_get_last_hidden_state",
+    "_get_train_sampler",
+)  # fmt: skip
+"""Methods whose override might gather from every rank, count processes, or take a rank's tokens for whole rows."""
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 

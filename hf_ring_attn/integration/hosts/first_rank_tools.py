@@ -38,6 +38,7 @@ class _Outcome(NamedTuple):
     result: Any
     failed: bool = False
     unsent: str = ""
+    cancelled: bool = False
 
     def to_send(self) -> _Outcome:
         """The outcome as other ranks need it: lists as they are, since these may hold images, and texts."""
@@ -49,6 +50,8 @@ class _Outcome(NamedTuple):
         return sent
 
     def give(self) -> Any:
+        if self.cancelled:  # a result to `asyncio.gather`, without its text
+            raise asyncio.CancelledError
         if self.failed:
             raise ToolError(self.result)
         return self.result
@@ -119,8 +122,8 @@ class _FirstRank:
                 self.begun[turn] = _Outcome(await coroutine)
             except Exception as error:  # noqa: BLE001 - as above
                 self.begun[turn] = _Outcome(str(error), failed=True)
-            except asyncio.CancelledError as error:
-                self.begun[turn] = _Outcome(error)  # to `asyncio.gather` a result
+            except asyncio.CancelledError:
+                self.begun[turn] = _Outcome("", cancelled=True)
         else:
             coroutine.close()
         found, self.left = self.begun, self.left - 1

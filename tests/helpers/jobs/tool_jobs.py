@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,6 +85,40 @@ async def late(seconds: float) -> str:
     return f"slept {seconds}"
 
 
+BOARD: dict[str, int] = {}
+
+
+def board(number: int) -> dict[str, int]:
+    """
+    Returns one object that each call changes.
+
+    Args:
+        number: what to put there
+    """
+    BOARD[f"entry {len(BOARD) % 7}"] = number
+    return BOARD
+
+
+async def cancelled(seconds: float) -> str:
+    """
+    Gives up.
+
+    Args:
+        seconds: how long it would have taken
+    """
+    raise asyncio.CancelledError(f"after {seconds}")
+
+
+def unsendable(a: int) -> list[dict[str, Any]]:
+    """
+    Returns a lock.
+
+    Args:
+        a: a number
+    """
+    return [{"type": "text", "text": str(a), "source": threading.Lock()}]
+
+
 def fails(a: int) -> int:
     """
     Fails.
@@ -145,6 +180,8 @@ OF_TOOLS = [
     [call("fails", a=1) + "\n" + call("nothing", x=1), call("multiply", a=2), "I give up."],
     [call("late", seconds=0.004) + "\n" + call("late", seconds=0.02) + "\n" + call("multiply", a=5, b=5), "Done."],
     [call("late") + "\n" + call("late", seconds=0.001) + "\n" + call("late", seconds=0.0), call("multiply", a=1, b=1)],
+    [call("board", number=5) + "\n" + call("board", number=66), "Both were shown at the end."],
+    [call("cancelled", seconds=1.5) + "\n" + call("late", seconds=0.003), "Cancelled."],
     ["Let me see." + call("multiply", a=7, b=8), call("multiply", a=9, b=9), "56 and 81."],
 ]
 OF_ENVIRONMENTS = [
@@ -215,12 +252,16 @@ def trainer(what: str, folder: str, attention: str, **args: Any) -> Any:
         "dataloader_pin_memory": False, **args,
     }  # fmt: skip
     texts = {"tools": OF_TOOLS, "environments": OF_ENVIRONMENTS, "random": AT_RANDOM, "distillation": OF_A_STUDENT}
+    texts["unsendable"] = [[call("unsendable", a=1), "Done."]]
     Says.texts = texts[what]
-    own: dict[str, Any] = {"tools": [multiply, late, fails], "reward_funcs": [lengths]}
+    BOARD.clear()
+    own: dict[str, Any] = {"tools": [multiply, late, fails, board, cancelled], "reward_funcs": [lengths]}
     if what == "environments":
         own = {"environment_factory": Counter, "reward_funcs": [lengths]}
     elif what == "random":
         own = {"tools": [search], "reward_funcs": [lengths]}
+    elif what == "unsendable":
+        own = {"tools": [unsendable], "reward_funcs": [lengths]}
     elif what == "distillation":
         own = {"tools": [multiply, fails], "teacher_model": model(attention, teacher)}
     kind: Any = SaidToTeacher if what == "distillation" else Said
@@ -229,6 +270,15 @@ def trainer(what: str, folder: str, attention: str, **args: Any) -> Any:
         model=model(attention), args=config, processing_class=words, train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows[:4]), **own,
     )  # fmt: skip
+
+
+def refused(what: str, mesh: Mesh) -> str:
+    """What a run raises, as "Type: text", or "trained"."""
+    try:
+        trained(what, mesh)
+    except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
+        return f"{type(error).__name__}: {error}"
+    return "trained"
 
 
 def trained(what: str, mesh: Mesh, **args: Any) -> tuple[Outcome, list[str], int]:

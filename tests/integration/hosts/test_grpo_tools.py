@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.jobs.comparison import Ranks, assert_equal_outcomes
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.tool_jobs import trained
+from tests.helpers.jobs.tool_jobs import refused, trained
 
 
 @pytest.mark.parametrize("what", ["tools", "environments", "distillation"])
@@ -35,3 +35,9 @@ def test_tools_whose_results_are_other_ones_on_each_rank(ranks: Ranks) -> None:
     assert calls.count("search") > 4 and not none
     for name, parameter in mine.after.items():
         assert torch.equal(parameter, theirs.after[name])
+
+
+def test_a_result_that_cannot_be_sent_ends_the_job_on_every_rank(ranks: Ranks) -> None:
+    for said in ranks(2).run(refused, "unsendable", Mesh(cp=2)):
+        assert said.startswith("UnsupportedOption: a tool's list of such objects is not possible"), said
+        assert "cannot pickle" in said
