@@ -29,6 +29,7 @@ from ..patching.modules import Replaced
 from . import grpo_trainer, trainer, trainer_overrides
 from . import rings_as_processes as rings
 from .gather_for_metrics import gather_sums_per_ring
+from .whole_row_calls import weighed
 
 
 def start(host: Any) -> None:
@@ -62,15 +63,20 @@ class _Share:
 
 def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> Sharded:
     _refuse(host)
-    scored = whole["completion_mask"] * whole.get("tool_mask", 1)
     options = trainer.options_of_batches(host.model)
     trainer.refuse_past_fused_head(host, options.loss)
     step = TrialStep(_trial_loss, True, "", (type(host).__name__,))
-    rows = grpo_trainer.rows_of(whole, scored)
+    rows = grpo_trainer.rows_of(whole, _scored(whole))
     beside = [host.teacher_model]
     sharded = shard_for(rows, trainer.group_of(host), options, model, step=step, beside=beside)
     sharded.context.state(_Share).inputs = sharded.inputs
     return sharded
+
+
+def _scored(whole: dict[str, Any]) -> Tensor:
+    """[B, C]: not 0 at the completion tokens that the loss compares: the student's own, not those of tools."""
+    found: Tensor = whole["completion_mask"] * whole.get("tool_mask", 1)
+    return found
 
 
 def _last_hidden_states(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -91,9 +97,7 @@ def _trial_loss(model: nn.Module, _row: Mapping[str, Any], local: LocalBatch) ->
     sharded, inner = Sharded(*local), introspect.inside(model)
     counted = local.inputs["shift_labels"].ne(IGNORED)[..., None]
     mine = _redirected(model, inner, functools.partial(_last_hidden_states, inner, local.inputs), local.inputs)
-    hidden = sharded.gather(mine * counted)
-    weights = 1 + torch.linspace(0, 9, hidden.shape[1], device=hidden.device).sin() / 2
-    return (hidden.float() * weights[:, None]).sum()
+    return weighed(sharded.gather(mine * counted).float())
 
 
 def _redirected(wrapper: nn.Module, inner: nn.Module, call: Callable[[], Any], inputs: Mapping[str, Any]) -> Any:
@@ -186,8 +190,7 @@ def _compute_share(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, unwrapped_student, inputs, num_items_in_batch)
         counted = context.state(_Share).inputs["shift_labels"].ne(IGNORED).long()
         if num_items_in_batch is None:  # the mean over the batch, not over a rank's tokens
-            whole = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-            num_items_in_batch = whole.sum().clamp(min=1) / context.ring.size
+            num_items_in_batch = _scored(inputs).sum().clamp(min=1) / context.ring.size
         share = dict.fromkeys(("prompt_ids", "prompt_mask"), counted[:, :0])
         share |= dict.fromkeys(("completion_ids", "completion_mask"), counted)
         loss, *sums = original(self, unwrapped_student, share, num_items_in_batch)

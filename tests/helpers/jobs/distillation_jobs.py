@@ -10,16 +10,11 @@ from transformers import PrinterCallback
 from trl.trainer.distillation_config import DistillationConfig
 from trl.trainer.distillation_trainer import DistillationTrainer
 
-import hf_ring_attn
 from hf_ring_attn import RingConfig
-from hf_ring_attn.integration.context.mesh import ring_group
-from tests.helpers.jobs import grpo_jobs, sft_pictures
-from tests.helpers.jobs.grpo_jobs import trained_parameters
-from tests.helpers.jobs.kinds_jobs import under_fsdp2
-from tests.helpers.jobs.preference_jobs import numbers, policy, teacher
+from tests.helpers.jobs import grpo_jobs
+from tests.helpers.jobs.preference_jobs import policy, teacher
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, lora, quiet, tokenizer
-from tests.helpers.jobs.trainer_jobs import a_folder, launched
+from tests.helpers.jobs.sft_jobs import Outcome, lora
 
 BATCH, STEPS = 4, 3
 
@@ -50,10 +45,6 @@ class Case:
 
 
 def trainer(case: Case, folder: str, attention: str, kind: Any = DistillationTrainer, **options: Any) -> Any:
-    words: Any = tokenizer()
-    if case.images:
-        words = sft_pictures.processor(case.images)
-        words.tokenizer.padding_side = "left"
     args: dict[str, Any] = {
         "output_dir": folder, "max_steps": STEPS, "use_cpu": True, "report_to": "none", "logging_steps": 1,
         "bf16": False, "learning_rate": 0.1, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 100.0,
@@ -66,7 +57,7 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = DistillationTra
         model=policy(attention, case.kind, case.images),
         teacher_model=teacher(case.attention or attention, case.kind, case.images),
         args=DistillationConfig(**args),
-        processing_class=words,
+        processing_class=grpo_jobs.reader(case.images),
         train_dataset=grpo_jobs.prompts(given, 24),
         eval_dataset=grpo_jobs.prompts(dataclasses.replace(given, stream=False), 6, start=4000),
         **{"peft_config": lora() if case.lora else None, **options},
@@ -76,32 +67,15 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = DistillationTra
 
 
 def trained(case: Case, mesh: Mesh, self_check: bool = True) -> Outcome:
-    """The steps and an evaluation on this rank; ``mesh.alone`` runs as many replicas without the plugin."""
-    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
-        host = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
-        hf_ring_attn.configure(host.model, RingConfig(self_check=self_check))
-        if case.fsdp and mesh.cp > 1:
-            under_fsdp2(host, {})
-        before = trained_parameters(host)
-        host.train()
-        steps = [numbers(entry) for entry in host.state.log_history if "loss" in entry]
-        evaluation = numbers(host.evaluate())
-        evaluation |= {f"table/{name}": float(len(column)) for name, column in host._logs.items()}
-        group = ring_group(host.accelerator)
-        return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(host))
+    return grpo_jobs.outcome(trainer, table, case, mesh, self_check)
+
+
+def table(host: Any) -> dict[str, float]:
+    return {f"table/{name}": float(len(column)) for name, column in host._logs.items()}
 
 
 def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
-    """What a trainer's construction and its first step raise, as "Type: text", or "trained"."""
-    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
-        try:
-            attention = "ring_fp32" if mesh.cp > 1 else "sdpa"
-            host = trainer(case.with_args(max_steps=1), folder, attention, **options)
-            hf_ring_attn.configure(host.model, ring or RingConfig())
-            host.train()
-        except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
-            return f"{type(error).__name__}: {error}"
-        return "trained"
+    return grpo_jobs.first_step(trainer, case, mesh, ring, **options)
 
 
 class OwnLoss(DistillationTrainer):

@@ -151,6 +151,15 @@ def reference(images: str, _path: str, attn_implementation: str, **_: Any) -> An
     return teacher(attn_implementation, "LlamaForCausalLM", images)
 
 
+def reader(images: str) -> Any:
+    """A tokenizer, or the processor of a model of images."""
+    if not images:
+        return tokenizer()
+    words: Any = sft_pictures.processor(images)
+    words.tokenizer.padding_side = "left"  # as Qwen's own is: TRL pads prompts there, and their types of tokens not
+    return words
+
+
 def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options: Any) -> Any:
     given = vars(config(folder, max_steps=STEPS))
     shared = ("output_dir", "max_steps", "per_device_train_batch_size", "lr_scheduler_type", "optim",
@@ -160,10 +169,7 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
     args |= {"learning_rate": 0.1, "max_grad_norm": 100.0, "num_generations": 2, "max_completion_length": 12,
              "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, **case.args}  # fmt: skip
     net = policy(attention, case.kind, case.images)
-    words: Any = tokenizer()
-    if case.images:
-        words = sft_pictures.processor(case.images)
-        words.tokenizer.padding_side = "left"  # as Qwen's own is: TRL pads prompts there, and their types of tokens not
+    words = reader(case.images)
     made_by: Any = RLOOTrainer if case.rloo else GRPOTrainer
     config_of: Any = RLOOConfig if case.rloo else GRPOConfig
     if case.fixed:
@@ -184,12 +190,17 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
 
 def trained(case: Case, mesh: Mesh, self_check: bool = True) -> Outcome:
     """The steps and an evaluation on this rank; ``mesh.alone`` runs as many replicas without the plugin."""
+    return outcome(trainer, table, case, mesh, self_check)
+
+
+def outcome(make: Any, table: Callable[[Any], dict[str, float]], case: Any, mesh: Mesh, self_check: bool) -> Outcome:
+    """`trained`, for a trainer that ``make`` makes, with the numbers of its ``table`` of completions."""
     with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
-        grpo = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
+        grpo = make(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
         hf_ring_attn.configure(grpo.model, RingConfig(self_check=self_check))
         if case.fsdp and mesh.cp > 1:
             under_fsdp2(grpo, {})
-            if grpo.ref_model is not None:
+            if getattr(grpo, "ref_model", None) is not None:
                 grpo.ref_model = prepare_fsdp(grpo.ref_model, grpo.accelerator)
         before = trained_parameters(grpo)
         grpo.train()
@@ -253,9 +264,13 @@ def trained_with(defect: str, case: Case, mesh: Mesh) -> Outcome | str:
 
 def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
     """What a trainer's construction and its first step raise, as "Type: text", or "trained"."""
+    return first_step(trainer, case, mesh, ring, **options)
+
+
+def first_step(make: Any, case: Any, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
     with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
         try:
-            grpo = trainer(case.with_args(max_steps=1), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **options)
+            grpo = make(case.with_args(max_steps=1), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **options)
             hf_ring_attn.configure(grpo.model, ring or RingConfig())
             grpo.train()
         except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
