@@ -57,7 +57,7 @@ SIZES: dict[str, Any] = {
     "attention_hidden_size": 32, "mamba_n_heads": 8, "mamba_d_head": 8, "n_mamba_heads": 4, "mamba_ngroups": 1,
     "n_groups": 1, "mamba_d_ssm": 64, "chunk_size": 8, "mamba_chunk_size": 8,
     # sparse indexers
-    "index_head_dim": 8, "index_n_heads": 2, "index_topk": 6, "index_topk_blocks": 2, "index_block_size": 4,
+    "index_head_dim": 8, "index_n_heads": 32, "index_topk": 6, "index_topk_blocks": 2, "index_block_size": 4,
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 6,
     # weights large enough that attention looks at some tokens and not at others
     "initializer_range": 0.2, "init_std": 0.2,

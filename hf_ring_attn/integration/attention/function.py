@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ... import errors
 from ...attention.call import Call, RingOptions
+from ...attention.chosen_keys import ChosenKeys, is_chosen
 from ...attention.kernel_choice import agree_on_scores, kernel_for, kernel_for_scores, why_not_preferred
 from ...attention.op import attend
 from ...attention.score_mod_op import attend_scored
@@ -36,7 +37,6 @@ _NO_RING = "Train this model without a ring, with attn_implementation='sdpa' or 
 REFUSED_ARGUMENTS = {
     "position_bias": f"a bias of S x S scores built from local lengths (T5) is not supported. {_NO_RING}",
     "attn_bias": "an additive bias is not supported. Compute it by a function of positions, and pass that as score_mod",
-    "indices": f"sparse attention over chosen indices (DeepSeek V3.2 and kin) is not supported. {_NO_RING}",
     "block_indices": f"sparse attention over chosen blocks is not supported. {_NO_RING}",
     "head_mask": "masking of heads is not supported. Leave it out",
     "output_attentions": "attention weights never exist in a ring, so a model cannot return them. Leave it out of the "
@@ -56,6 +56,7 @@ def ring_attention_forward(
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
     score_mod: ScoreFunction | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer; runs in the ring if and only if its mask is our spec.
@@ -65,6 +66,8 @@ def ring_attention_forward(
         s_aux, sinks: [H] sink logits, under either of the names that models use.
         score_mod: as in `ring_attention`; b is the batch row, q_idx and kv_idx count the row's tokens, with padding.
             Models pass extra arguments of a call to their layers; a custom layer may pass another function.
+        indices: [B, T, n] integers, the tokens of the row that each query may attend to, where its mask shows them; -1
+            for none. Models with an indexer pass them (`indexers`).
 
     Returns:
         [B, T, H, Dv] contiguous in query's dtype, and None for the weights, which never exist.
@@ -75,6 +78,8 @@ def ring_attention_forward(
     if not isinstance(attention_mask, MaskSpec):
         if score_mod is not None:
             _refuse(errors.UnsupportedArgument, type(module).__name__, "score_mod", _SCORED_LOCALLY)
+        if indices is not None:
+            attention_mask = _of_chosen(attention_mask, indices, key.shape[2])
         return _local(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, sinks, kwargs)
     spec, where = attention_mask, type(module).__name__
     if dropout:
@@ -100,7 +105,11 @@ def ring_attention_forward(
         spec.config.deterministic,
     )
     trains = module.training and query.requires_grad
-    if score_mod is not None:
+    if indices is not None:
+        if score_mod is not None:
+            _refuse(errors.UnsupportedArgument, where, "score_mod", _CHOOSES)
+        out = _of_indexer(spec, trains, indices, params, q, k, v)
+    elif score_mod is not None:
         out = _scored(spec, trains, score_mod, params, q, k, v)
     else:
         options = RingOptions.of(spec.config, _kernel(spec, trains, params, q, k, v))
@@ -129,17 +138,42 @@ _SCORED_LOCALLY = (
 )
 
 
+_CHOOSES = f"its indexer chooses keys, which takes the place of a function of scores. {_NO_RING}"
+
+
+def _of_chosen(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
+    """A mask [B, 1, T, keys] of transformers, without the keys that were not chosen."""
+    chosen = is_chosen(indices, keys)[:, None]
+    if mask is None:
+        return chosen
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+@uncompiled("hf_ring_attn attends to an indexer's keys outside of graphs")
+def _of_indexer(
+    spec: MaskSpec, trains: bool, indices: Tensor, params: Params, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    if indices.shape[:2] != q.shape[:2]:
+        raise errors.BadShape("indices", tuple(indices.shape), f"it must be [{q.shape[0]}, {q.shape[1]}, n]")
+    function = ChosenKeys(indices, spec.places_on(q.device), spec.layout.padded)
+    return _with_mod(spec, trains, ScoreMod.of(function, q.device, spec.config.deterministic), params, q, k, v)
+
+
 # A user's function is run and inspected at every call, so a compiler's graph ends before it.
 @uncompiled("hf_ring_attn runs a score_mod outside of graphs")
 def _scored(
     spec: MaskSpec, trains: bool, function: ScoreFunction, params: Params, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    config, length = spec.config, spec.layout.length
-    mod = ScoreMod.of(function, q.device, config.deterministic)
+    mod = ScoreMod.of(function, q.device, spec.config.deterministic)
     agree_on_scores(Ring(spec.plan.ring), mod, q.device)
     context = batch_context.current()
     if context is not None:
         replicas.watch_learned(mod.name, mod.captured, context)
+    return _with_mod(spec, trains, mod, params, q, k, v)
+
+
+def _with_mod(spec: MaskSpec, trains: bool, mod: ScoreMod, params: Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    config, length = spec.config, spec.layout.length
     params = replace(params, score_mod=mod)
     request = replace(Request(*_facts(spec, params, q, k, v)), score_mod=True)
     kernel = kernel_for_scores(spec.plan.ring, config.kernel, request, params, spec.mask, q.shape[0], length)

@@ -132,7 +132,8 @@ def _ring_mask(
         if is_recomputing() and world_size() > 1:
             raise errors.MaskOutsideRing()
         layout = Layout(q_length, 1, 0)
-        return _spec_of_whole_rows(layout, None, batch_size, mask_function, attention_mask, config)
+        device = kwargs.get("device")
+        return _spec_of_whole_rows(layout, None, batch_size, mask_function, attention_mask, config, device)
     if not whole or q_length != context.layout.local_length:
         raise errors.UnshardedInput(q_length, kv_length, context.layout.local_length, context.layout.length)
     admission.refuse(config, context)
@@ -185,7 +186,7 @@ def _plan(ring: str, layout: Layout, mask: Mask) -> Plan:
 
 def _spec_of_whole_rows(
     layout: Layout, context: batch_context.BatchContext | None, batch: int, mask_function: Callable[..., Any],
-    attention_mask: Tensor | None, config: Any,
+    attention_mask: Tensor | None, config: Any, device: torch.device | None = None,
 ) -> MaskSpec:  # fmt: skip
     """The spec of a call with whole rows: documents and padding come from this call alone.
 
@@ -212,7 +213,8 @@ def _spec_of_whole_rows(
         terms = both(terms, (Term(ids=layout.pad(torch.zeros(batch, length, dtype=torch.int64), 1, -1)),))
     mask = Mask.of_terms(terms, batch, layout.padded, hidden)
     if context is None:
-        return MaskSpec(_plan(LOCAL, layout, mask), layout, mask, seen, model_record.ring_config(config), None)
+        options = model_record.ring_config(config)
+        return MaskSpec(_plan(LOCAL, layout, mask), layout, mask, seen, options, None, device)
     return MaskSpec(_plan(context.ring.name, layout, mask), layout, mask, seen, context.config, context)
 
 

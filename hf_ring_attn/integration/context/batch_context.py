@@ -23,6 +23,7 @@ from ...config import RingConfig
 from ...sharding.layout import Layout
 from ...sharding.mask import Mask
 from ...sharding.plan import Plan
+from ...sharding.visible import key_ranges, visible
 from .mask_functions import MaskExpr
 from .ring_random import RingRandomness
 from .shared_kv import SharedKV
@@ -72,6 +73,7 @@ class MaskSpec(Opaque):
     Args:
         mask: of the whole rows. seen: the mask expression that the model asked for.
         context: its sharded batch; None for a ring of one that needs none. Only read here: it holds its specs.
+        device: of the model's tensors; None: the CPU, or it does not matter.
 
     Attributes:
         in_batch: it belongs to a sharded batch.
@@ -80,13 +82,16 @@ class MaskSpec(Opaque):
     """
 
     def __init__(
-        self, plan: Plan, layout: Layout, mask: Mask, seen: MaskExpr, config: RingConfig, context: BatchContext | None
-    ) -> None:
+        self, plan: Plan, layout: Layout, mask: Mask, seen: MaskExpr, config: RingConfig,
+        context: BatchContext | None, device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         self.plan = plan
         self.mask = mask
         self.layout = layout
         self.places = layout.positions()
         self._places: dict[torch.device, Tensor] = {}
+        self._ranges: dict[torch.device, Tensor] = {}
+        self.device = torch.device("cpu" if device is None else device)
         self.seen = seen
         self.config = config
         self.in_batch = context is not None
@@ -101,6 +106,20 @@ class MaskSpec(Opaque):
         if device not in self._places:
             self._places[device] = self.places.to(device)
         return self._places[device]
+
+    def __getitem__(self, index: Any) -> Any:
+        """The mask of all heads, [:, 0], which models hand to an indexer: itself, or outside of batches as a tensor."""
+        if isinstance(index, tuple) and len(index) > 1 and index[1] == 0 and index[0] == slice(None):
+            whole = super().__getitem__((index[0], slice(None), *index[2:]))
+            return whole if self.in_batch else visible(self.key_ranges(self.device), self.layout.length)
+        return super().__getitem__(index)
+
+    def key_ranges(self, device: torch.device) -> Tensor:
+        """The `key_ranges` of this rank's queries [R, 2, B, T], on a device to which they are copied once."""
+        if device not in self._ranges:
+            rows = len(self.mask.terms[0][1])
+            self._ranges[device] = key_ranges(self.plan.tables.forward, rows, len(self.places)).to(device)
+        return self._ranges[device]
 
     def contiguous(self) -> MaskSpec:
         """Returns itself: generate() with a static cache calls this on every prepared mask."""

@@ -26,6 +26,7 @@ from ..memory import checkpointing, mlp_chunks
 from . import (
     adapters,
     experts,
+    indexers,
     liger,
     multimodal,
     quantized,
@@ -63,7 +64,7 @@ ONCE = Support(
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, liger.prepare,
-        quantized.prepare, wrapped_adapters.prepare,
+        quantized.prepare, wrapped_adapters.prepare, indexers.prepare,
     ),
 )  # fmt: skip
 """Called once for each structure of a model and kind of batch."""
@@ -169,6 +170,7 @@ def refuse_in_ring(model: nn.Module) -> None:
 def _reasons_of_configs(model: nn.Module, record: ModelRecord, context: BatchContext) -> list[str]:
     found = recurrent.recurrent_of(model)
     known = ATTENTION_LAYERS | (recurrent.LAYERS if found.layers and not found.unknown else set())
+    known |= {indexers.LAYER} if indexers.indexers_of(model) else set()
     if context.ring.size == 1:
         return []
     decoders = [reason for config in record.configs for reason in _decoder_reasons(config)]
