@@ -36,6 +36,14 @@ SHARED = {
 }  # fmt: skip
 """Two layers make keys and values, and four attend to theirs."""
 
+INDEXED = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 12, "head_dim": 8, "first_k_dense_replace": 9, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "n_shared_experts": 1, "index_topk": 6,
+    "index_head_dim": 8, "index_n_heads": 32,
+}  # fmt: skip
+"""Each query attends to 6 keys. With few index heads many scores are 0, of which no one can say which is chosen."""
+
 STILL = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 MODERN = {"num_labels": 3, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
 
@@ -96,6 +104,10 @@ MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
             "qk_nope_head_dim": 8, "v_head_dim": 12, "head_dim": 8, "first_k_dense_replace": 2,
         },
         "sdpa",
+    ),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", INDEXED, "sdpa"),
+    "glm_moe_dsa": (
+        "GlmMoeDsaForCausalLM", {**INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}, "sdpa",
     ),
     "llama4": (
         "Llama4ForCausalLM",
