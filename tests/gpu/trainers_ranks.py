@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,7 +87,8 @@ def main() -> None:
             wrong += 1
             report(f"{why}: raised\n{traceback.format_exc()}")
             continue
-        line: Any = f"{why}: losses {[round(step['loss'], 6) for step in got.steps]}, {time.perf_counter() - began:.1f} s"
+        losses = [round(step["loss"], 6) for step in got.steps]
+        line = f"{why}: losses {losses}, {time.perf_counter() - began:.1f} s"
         if why in want:
             far = apart(got, want[why])
             good = max(far) <= (COARSE if "bf16" in why else EXACT)

@@ -18,6 +18,7 @@ from hf_ring_attn.attention.kernel_choice import part_of
 from hf_ring_attn.bench.replay import Transfer, replay
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Kernel, Request, ScoreMod, asking
+from hf_ring_attn.kernels.score_mods.chosen_keys import ChosenKeys
 from hf_ring_attn.testing import Case, inputs, packed, relative_error, sliding
 from tests.helpers.checks import UNROUNDED
 from tests.helpers.kernel_answers import mask_of, on, params_of
@@ -51,9 +52,21 @@ def several(make: Builder) -> Mod:
     return Mod(mod, {"slope": slope, "table": table, "scalar": scalar})
 
 
+def chosen(make: Builder) -> Mod:
+    """Some keys for each query, and for some queries none that they see."""
+    case = make.case
+    keys = make.indices(case.length, case.batch * case.length * 9).view(case.batch, case.length, 9)
+    return Mod(ChosenKeys(keys, torch.arange(case.length, device=DEVICE), case.length))
+
+
 CANCELLED = 50 * UNROUNDED
 """What a tensor learns sums terms of both signs, all of them in float32, so their errors do not cancel as they do."""
-FUNCTIONS: dict[str, Callable[[Builder], Mod]] = {"alibi": alibi, "relative bias": relative_bias, "several": several}
+FUNCTIONS: dict[str, Callable[[Builder], Mod]] = {
+    "alibi": alibi,
+    "relative bias": relative_bias,
+    "several": several,
+    "chosen keys": chosen,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +98,7 @@ def test_it_is_the_reference(case: Case, size: int, path: Transfer, name: str) -
     errors = distances(simulated(TRITON, case, name, size, path), simulated(REFERENCE, case, name, 1))
     learned = [errors.pop(key) for key in list(errors) if key.startswith("captured")]
     assert max(errors.values()) < UNROUNDED, errors
-    assert learned and max(learned) < CANCELLED, learned
+    assert bool(learned) == (name != "chosen keys") and max(learned, default=0.0) < CANCELLED, learned
 
 
 def reasons(function: object, deterministic: bool = False) -> list[str]:
@@ -178,6 +191,12 @@ def test_functions_of_the_same_code_are_told_apart() -> None:
     assert reasons(made(True)) == []
     (reason,) = reasons(made(False))
     assert "depends on more than h and" in reason
+
+
+def test_it_takes_the_choice_of_an_indexer() -> None:
+    keys = torch.arange(40, device=DEVICE)
+    choice = ChosenKeys(keys.view(1, 40, 1) // 2, keys, 40)
+    assert reasons(choice) == reasons(choice, deterministic=True) == []
 
 
 def test_what_learns_has_no_fixed_order() -> None:

@@ -14,12 +14,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ... import errors
 from ...attention.call import Call, RingOptions
-from ...attention.chosen_keys import ChosenKeys, is_chosen
 from ...attention.kernel_choice import agree_on_scores, kernel_for, kernel_for_scores, why_not_preferred
 from ...attention.op import attend
 from ...attention.score_mod_op import attend_scored
 from ...comm.ring import Ring
 from ...kernels import Params, Request, ScoreFunction, ScoreMod
+from ...kernels.score_mods.chosen_keys import ChosenKeys, is_chosen
 from ...sharding.mask import Band
 from ...traffic import GatheredKV, LayerRole
 from ...traffic.gathered_kv import is_recomputing

@@ -24,8 +24,8 @@ from ..context.model_record import latest_record
 from ..patching.compiler import uncompiled
 from ..patching.modules import attached, replace
 
-LAYER = "indexed_attention"
-"""The type of layers with an indexer."""
+LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
+"""The type of layers with an indexer: its name since transformers 5.20, and before."""
 MOST_SCORES = 2**26
 """Index scores [B, t, heads, S] that are computed at once: 256 MiB in float32."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...config import triton_is_interpreted
 from ..base import Asked, Gradients, InOrder, Params, Request
+from ..score_mods.chosen_keys import ChosenKeys
 from ..score_mods.trial import MOST_TRIALS, failures_of
 from .blocks import WIDTHS, widest_head
 from .distance import why_not
@@ -30,7 +31,7 @@ class Triton(InOrder):
     multiplied on matrix units, with probabilities and their gradients rounded to the inputs' dtype, as in every flash
     attention; float32 inputs are multiplied in float32 (no tf32). Results are the same from run to run, and a chunk of
     queries gives the bits of the whole sequence. It serves score_mods that add a term of head and distance
-    (`distance`); gradients of their tensors are float32 sums by atomics.
+    (`distance`), whose tensors' gradients are float32 sums by atomics, and the choice of an indexer (`choice`).
     """
 
     name = "triton"
@@ -79,6 +80,8 @@ class Triton(InOrder):
 
     def _of_function(self, request: Request, asked: Asked) -> tuple[str, ...]:
         mod = asked.function()
+        if isinstance(mod.function, ChosenKeys):
+            return self._failures(request)
         reason = why_not(mod)
         if reason is not None:
             return (f"of score_mods it takes those that add something by head and distance alone: {reason}",)

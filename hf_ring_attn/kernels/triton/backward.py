@@ -11,7 +11,19 @@ per pair of blocks instead of seven, but measured slower (recipes/results).
 import triton
 import triton.language as tl
 
-from .common import LENGTHS, LOG2E, load_bias, load_bounds, load_places, load_rows, load_work, tanh, visible, wide
+from .common import (
+    LENGTHS,
+    LOG2E,
+    chosen,
+    load_bias,
+    load_bounds,
+    load_places,
+    load_rows,
+    load_work,
+    tanh,
+    visible,
+    wide,
+)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -63,10 +75,10 @@ def _load_rows_of(where, inside, MASKED: tl.constexpr):
 def _over_queries(
     dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head, begin, end, tokens,
     dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers, factor, bend,
-    TABLE, Q_PLACES, k_places, lowest,
+    TABLE, Q_PLACES, k_places, lowest, span,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
-    DK: tl.constexpr, DVALUES: tl.constexpr, MASKED: tl.constexpr,
+    CHOICE: tl.constexpr, DK: tl.constexpr, DVALUES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     at_lse = wide(row) * lse_row + wide(head) * lse_head
     for block in range(begin, end):
@@ -80,11 +92,14 @@ def _over_queries(
         if MASKED:
             first, stop = load_bounds(BOUNDS, 0, row, queries, tokens, plane)
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, False)
+        if CHOICE:
+            q_places = load_places(Q_PLACES, row, queries, tokens)
+            seen = chosen(TABLE, q_places, k_places, span, seen, False, MASKED)
         if BIAS:
             q_places = load_places(Q_PLACES, row, queries, tokens)
             bias, _ = load_bias(TABLE, q_places, k_places, lowest, seen, False, MASKED)
         weights, slope = _weights(scores, lse, bias, factor, bend, SOFTCAP, BIAS, False)
-        if MASKED:
+        if MASKED or CHOICE:
             weights = tl.where(seen, weights, 0.0)
         dout = load_rows(
             DOUT, row, head, start, tokens, dout_row, dout_token, dout_head, DV, BLOCK_M, BLOCK_DV, TMA, MASKED
@@ -97,7 +112,7 @@ def _over_queries(
             dscores = weights * (dweights - delta[None, :])
             if SOFTCAP:
                 dscores = dscores * slope
-            if MASKED:  # again: 0 times the nan of another key's query is nan
+            if MASKED or CHOICE:  # again: 0 times the nan of another key's query is nan
                 dscores = tl.where(seen, dscores, 0.0)
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -112,15 +127,17 @@ def keys_kernel(
     TABLE, Q_PLACES, K_PLACES, lowest, span,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, BIAS: tl.constexpr, DK: tl.constexpr, DVALUES: tl.constexpr,
+    PRECISION: tl.constexpr, BIAS: tl.constexpr, CHOICE: tl.constexpr, DK: tl.constexpr, DVALUES: tl.constexpr,
 ):  # fmt: skip
     """Adds dk and dv, or one of them, of a block of keys of a key head, one query head after another."""
     kv_head, _, row, block, entry, entries = load_work(PROGRAMS, programs, together, 1)
     start = block * BLOCK_N
     position = start + tl.arange(0, BLOCK_N)
     k_places = position
-    if BIAS:
+    if BIAS or CHOICE:
         k_places = load_places(K_PLACES, row, position, keys)
+    if CHOICE:
+        TABLE += wide(row) * lowest * span
     k = load_rows(K, row, kv_head, start, keys, k_row, k_token, k_head, D, BLOCK_N, BLOCK_D, False, True)
     v = k
     if DK:
@@ -136,8 +153,9 @@ def keys_kernel(
                     dk, dv, k, v, position, DOUT, Q, LSE, DELTA, BOUNDS, row, head,
                     begin if MASKED else middle, middle if MASKED else end, tokens,
                     dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
-                    factor, bend, TABLE + wide(head) * span, Q_PLACES, k_places, lowest,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, BIAS, DK, DVALUES, MASKED,
+                    factor, bend, TABLE if CHOICE else TABLE + wide(head) * span, Q_PLACES, k_places, lowest, span,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, BIAS, CHOICE, DK, DVALUES,
+                    MASKED,
                 )  # fmt: skip
         if DK:
             add_rows(INTO_DK, dk * scale, row, kv_head, start, keys, dk_row, dk_token, dk_head, D, BLOCK_N, BLOCK_D)
@@ -162,10 +180,10 @@ def add_rows(
 def _over_keys(
     dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, end, tokens, keys,
     k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend, TABLE, INTO_TABLE, q_places, K_PLACES,
-    lowest,
+    lowest, span,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
-    LEARNED: tl.constexpr, MASKED: tl.constexpr,
+    CHOICE: tl.constexpr, LEARNED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for block in range(begin, end):
         start = block * BLOCK_N
@@ -175,16 +193,19 @@ def _over_keys(
         bias, index, seen = scores, position, scores
         if MASKED:
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, True)
+        if CHOICE:
+            k_places = load_places(K_PLACES, row, position, keys)
+            seen = chosen(TABLE, q_places, k_places, span, seen, True, MASKED)
         if BIAS:
             k_places = load_places(K_PLACES, row, position, keys)
             bias, index = load_bias(TABLE, q_places, k_places, lowest, seen, True, MASKED)
         weights, slope = _weights(scores, lse, bias, factor, bend, SOFTCAP, BIAS, True)
-        if MASKED:
+        if MASKED or CHOICE:
             weights = tl.where(seen, weights, 0.0)
         v = load_rows(V, row, kv_head, start, keys, v_row, v_token, v_head, DV, BLOCK_N, BLOCK_DV, TMA, MASKED)
         dweights = tl.dot(dout, v.T, input_precision=PRECISION)
         dscores = weights * (dweights - delta[:, None])
-        if MASKED:
+        if MASKED or CHOICE:
             dscores = tl.where(seen, dscores, 0.0)
         if LEARNED:
             if MASKED:
@@ -206,7 +227,7 @@ def queries_kernel(
     TABLE, Q_PLACES, K_PLACES, lowest, span, INTO_TABLE,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, BIAS: tl.constexpr, LEARNED: tl.constexpr,
+    PRECISION: tl.constexpr, BIAS: tl.constexpr, CHOICE: tl.constexpr, LEARNED: tl.constexpr,
 ):  # fmt: skip
     """Adds dq of one block of queries of one query head."""
     head, kv_head, row, block, entry, entries = load_work(PROGRAMS, programs, together, group)
@@ -227,6 +248,9 @@ def queries_kernel(
         q_places = load_places(Q_PLACES, row, queries, tokens)
         TABLE += wide(head) * span
         INTO_TABLE += wide(head) * span
+    if CHOICE:
+        q_places = load_places(Q_PLACES, row, queries, tokens)
+        TABLE += wide(row) * lowest * span
     for at in range(entry, entries):
         begin, middle, end = tl.load(RUNS + 3 * at), tl.load(RUNS + 3 * at + 1), tl.load(RUNS + 3 * at + 2)
         for MASKED in tl.static_range(1, -1, -1):  # blocks before the middle need a mask
@@ -234,7 +258,7 @@ def queries_kernel(
                 dq, q, dout, lse, delta, first, stop, queries, K, V, BOUNDS, row, kv_head,
                 begin if MASKED else middle, middle if MASKED else end, tokens, keys,
                 k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-                TABLE, INTO_TABLE, q_places, K_PLACES, lowest,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, LEARNED, MASKED,
+                TABLE, INTO_TABLE, q_places, K_PLACES, lowest, span,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, CHOICE, LEARNED, MASKED,
             )  # fmt: skip
     add_rows(DQ, dq * scale, row, head, start, tokens, dq_row, dq_token, dq_head, D, BLOCK_M, BLOCK_D)

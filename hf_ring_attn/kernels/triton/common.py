@@ -116,6 +116,23 @@ def load_bias(TABLE, q_places, k_places, lowest, seen, BY_QUERY: tl.constexpr, M
 
 
 @triton.jit
+def chosen(BITS, q_rows, k_places, words, seen, BY_QUERY: tl.constexpr, MASKED: tl.constexpr):
+    """Returns which pairs are chosen, [queries, keys] or [keys, queries], by the bits of `choice.Choice`; if MASKED, of
+    those that are ``seen``."""
+    if BY_QUERY:
+        where = (BITS + wide(q_rows) * words)[:, None] + (k_places >> 5)[None, :]
+        bit = (k_places & 31)[None, :]
+    else:
+        where = (BITS + wide(q_rows) * words)[None, :] + (k_places >> 5)[:, None]
+        bit = (k_places & 31)[:, None]
+    if MASKED:
+        word = tl.load(where, mask=seen, other=0)
+    else:
+        word = tl.load(where)
+    return ((word >> bit) & 1) != 0
+
+
+@triton.jit
 def tanh(x):
     """Computes tanh to float32's accuracy; the hardware's has 11 bits only."""
     decay = tl.exp2(tl.abs(x) * -2.8853900817779268)

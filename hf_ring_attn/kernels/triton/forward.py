@@ -5,16 +5,29 @@
 import triton
 import triton.language as tl
 
-from .common import LENGTHS, LN2, LOG2E, load_bias, load_bounds, load_places, load_rows, load_work, tanh, visible, wide
+from .common import (
+    LENGTHS,
+    LN2,
+    LOG2E,
+    chosen,
+    load_bias,
+    load_bounds,
+    load_places,
+    load_rows,
+    load_work,
+    tanh,
+    visible,
+    wide,
+)
 
 
 @triton.jit
 def _attend(
     acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head, begin, end, tokens, keys,
     k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend, TABLE, q_places, K_PLACES, lowest,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    span, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
-    MASKED: tl.constexpr,
+    CHOICE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for block in range(begin, end):
         start = block * BLOCK_N
@@ -26,11 +39,14 @@ def _attend(
         seen = position
         if MASKED:
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, True)
+        if CHOICE:
+            k_places = load_places(K_PLACES, row, position, keys)
+            seen = chosen(TABLE, q_places, k_places, span, seen, True, MASKED)
         if BIAS:
             k_places = load_places(K_PLACES, row, position, keys)
             bias, _ = load_bias(TABLE, q_places, k_places, lowest, seen, True, MASKED)
             scores = tl.fma(scores, factor, bias)
-        if MASKED:
+        if MASKED or CHOICE:
             scores = tl.where(seen, scores, float("-inf"))
         # Explicit fma, so that both loops round alike: a row's bits must not depend on which blocks are masked.
         if BIAS:  # natural, not in powers of two: a large bias has no digits to lose
@@ -38,7 +54,7 @@ def _attend(
         else:
             after = tl.maximum(largest, tl.max(scores, 1) * factor)
         shift = after
-        if MASKED or BIAS:
+        if MASKED or BIAS or CHOICE:
             shift = tl.where(after == float("-inf"), 0.0, after)  # a query that has seen nothing yet
         if BIAS:
             weights = tl.exp2((scores - shift[:, None]) * LOG2E)
@@ -62,7 +78,7 @@ def forward_kernel(
     TABLE, Q_PLACES, K_PLACES, lowest, span,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
+    MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr, CHOICE: tl.constexpr,
 ):  # fmt: skip
     """See `launch.forward`. ``factor`` > 0 scales a score, without a bias to powers of two; ``together`` key heads run
     side by side."""
@@ -84,6 +100,9 @@ def forward_kernel(
     if BIAS:
         q_places = load_places(Q_PLACES, row, queries, tokens)
         TABLE += wide(head) * span
+    if CHOICE:
+        q_places = load_places(Q_PLACES, row, queries, tokens)
+        TABLE += wide(row) * lowest * span
 
     for at in range(entry, entries):
         begin, middle, end = tl.load(RUNS + 3 * at), tl.load(RUNS + 3 * at + 1), tl.load(RUNS + 3 * at + 2)
@@ -92,8 +111,8 @@ def forward_kernel(
                 acc, total, largest, q, first, stop, queries, K, V, BOUNDS, row, kv_head,
                 begin if MASKED else middle, middle if MASKED else end, tokens, keys,
                 k_row, k_token, k_head, v_row, v_token, v_head, plane, layers, factor, bend,
-                TABLE, q_places, K_PLACES, lowest,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, MASKED,
+                TABLE, q_places, K_PLACES, lowest, span,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, CHOICE, MASKED,
             )  # fmt: skip
 
     inside = queries < tokens

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from ..base import Gradients, Params
+from ..score_mods.chosen_keys import ChosenKeys
 from .blocks import Blocks, Row, has_copy_engine, row_for
+from .choice import Choice
 from .distance import Bias
 from .schedule import Schedule
 from .tables import bounds_on, schedule_on
@@ -39,6 +41,7 @@ class Problem:
     tiles: Tensor
     params: Params
     bias: Bias | None
+    choice: Choice | None
 
     @classmethod
     def of(
@@ -46,8 +49,12 @@ class Problem:
     ) -> Problem:
         """``into``: as in `Bias.of`."""
         mod = params.score_mod
-        bias = None if mod is None else Bias.of(mod, q, k, tiles, into)
-        return cls(addressable(q), addressable(k), addressable(v), tiles, params, bias)
+        bias = choice = None
+        if mod is not None and isinstance(mod.function, ChosenKeys):
+            choice = Choice.of(mod.function, q, k, tiles)
+        elif mod is not None:
+            bias = Bias.of(mod, q, k, tiles, into)
+        return cls(addressable(q), addressable(k), addressable(v), tiles, params, bias, choice)
 
     @property
     def group(self) -> int:
@@ -65,6 +72,7 @@ class Problem:
             "D": dim, "DV": value_dim, "BLOCK_D": padded(dim), "BLOCK_DV": padded(value_dim),
             "BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "SOFTCAP": self.params.softcap is not None,
             "MANY": len(bounds) > 1, "TMA": tma, "PRECISION": precision(self.q), "BIAS": self.bias is not None,
+            "CHOICE": self.choice is not None,
             "num_warps": blocks.warps, "num_stages": blocks.stages,
         }  # fmt: skip
 
@@ -80,8 +88,9 @@ class Problem:
         return LOG2E if self.bias is None else 1.0
 
     def table(self, bounds: Tensor) -> tuple[Any, ...]:
-        """`Bias.arguments`, or placeholders without a bias."""
-        return (bounds, bounds, bounds, 0, 0) if self.bias is None else self.bias.arguments
+        """The arguments of a bias or a choice, or placeholders without any."""
+        table = self.bias or self.choice
+        return (bounds, bounds, bounds, 0, 0) if table is None else table.arguments
 
     def bounds(self) -> Tensor:
         return bounds_on(self.tiles, self.q.device, self.q.shape[0], self.q.shape[1])

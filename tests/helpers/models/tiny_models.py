@@ -107,7 +107,9 @@ MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
     ),
     "deepseek_v32": ("DeepseekV32ForCausalLM", INDEXED, "sdpa"),
     "glm_moe_dsa": (
-        "GlmMoeDsaForCausalLM", {**INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}, "sdpa",
+        "GlmMoeDsaForCausalLM",
+        {**INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+        "sdpa",
     ),
     "llama4": (
         "Llama4ForCausalLM",
