@@ -77,8 +77,8 @@ def _over_queries(
     dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers, factor, bend,
     TABLE, Q_PLACES, k_places, lowest, span,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
-    CHOICE: tl.constexpr, DK: tl.constexpr, DVALUES: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, MANY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, CHOICE: tl.constexpr, DK: tl.constexpr, DVALUES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     at_lse = wide(row) * lse_row + wide(head) * lse_head
     for block in range(begin, end):
@@ -94,7 +94,7 @@ def _over_queries(
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, False)
         if CHOICE:
             q_places = load_places(Q_PLACES, row, queries, tokens)
-            seen = chosen(TABLE, q_places, k_places, span, seen, False, MASKED)
+            seen = chosen(TABLE, q_places, k_places, span, seen, BLOCK_N, False, MASKED)
         if BIAS:
             q_places = load_places(Q_PLACES, row, queries, tokens)
             bias, _ = load_bias(TABLE, q_places, k_places, lowest, seen, False, MASKED)
@@ -134,9 +134,10 @@ def keys_kernel(
     start = block * BLOCK_N
     position = start + tl.arange(0, BLOCK_N)
     k_places = position
-    if BIAS or CHOICE:
+    if BIAS:
         k_places = load_places(K_PLACES, row, position, keys)
     if CHOICE:
+        k_places = start
         TABLE += wide(row) * lowest * span
     k = load_rows(K, row, kv_head, start, keys, k_row, k_token, k_head, D, BLOCK_N, BLOCK_D, False, True)
     v = k
@@ -154,8 +155,8 @@ def keys_kernel(
                     begin if MASKED else middle, middle if MASKED else end, tokens,
                     dout_row, dout_token, dout_head, q_row, q_token, q_head, lse_row, lse_head, plane, layers,
                     factor, bend, TABLE if CHOICE else TABLE + wide(head) * span, Q_PLACES, k_places, lowest, span,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, SOFTCAP, MANY, TMA, PRECISION, BIAS, CHOICE, DK, DVALUES,
-                    MASKED,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, SOFTCAP, MANY, TMA, PRECISION, BIAS, CHOICE, DK,
+                    DVALUES, MASKED,
                 )  # fmt: skip
         if DK:
             add_rows(INTO_DK, dk * scale, row, kv_head, start, keys, dk_row, dk_token, dk_head, D, BLOCK_N, BLOCK_D)
@@ -194,8 +195,7 @@ def _over_keys(
         if MASKED:
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, True)
         if CHOICE:
-            k_places = load_places(K_PLACES, row, position, keys)
-            seen = chosen(TABLE, q_places, k_places, span, seen, True, MASKED)
+            seen = chosen(TABLE, q_places, start, span, seen, BLOCK_N, True, MASKED)
         if BIAS:
             k_places = load_places(K_PLACES, row, position, keys)
             bias, index = load_bias(TABLE, q_places, k_places, lowest, seen, True, MASKED)

@@ -116,20 +116,33 @@ def load_bias(TABLE, q_places, k_places, lowest, seen, BY_QUERY: tl.constexpr, M
 
 
 @triton.jit
-def chosen(BITS, q_rows, k_places, words, seen, BY_QUERY: tl.constexpr, MASKED: tl.constexpr):
-    """Returns which pairs are chosen, [queries, keys] or [keys, queries], by the bits of `choice.Choice`; if MASKED, of
-    those that are ``seen``."""
+def chosen(
+    BITS, q_rows, start, words, seen, BLOCK_N: tl.constexpr, BY_QUERY: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Returns which pairs of a block of keys are chosen, [queries, keys] or [keys, queries], by the bits of
+    `choice.Choice`; if MASKED, of those that are ``seen``. A word is loaded once for each query, not for each pair."""
+    column = tl.arange(0, BLOCK_N)
+    bit = (start + column) & 31
+    BITS += wide(q_rows) * words
+    index = (start + column) // 32
     if BY_QUERY:
-        where = (BITS + wide(q_rows) * words)[:, None] + (k_places >> 5)[None, :]
-        bit = (k_places & 31)[None, :]
+        word = tl.load(BITS + start // 32)[:, None] + tl.zeros([1, BLOCK_N], tl.int32)
     else:
-        where = (BITS + wide(q_rows) * words)[None, :] + (k_places >> 5)[:, None]
-        bit = (k_places & 31)[:, None]
+        word = tl.load(BITS + start // 32)[None, :] + tl.zeros([BLOCK_N, 1], tl.int32)
+    for n in tl.static_range(1, BLOCK_N // 32):
+        at = start // 32 + n
+        part = tl.load(BITS + at, mask=at < words, other=0)
+        if BY_QUERY:
+            word = tl.where((index == at)[None, :], part[:, None], word)
+        else:
+            word = tl.where((index == at)[:, None], part[None, :], word)
+    if BY_QUERY:
+        picked = ((word >> bit[None, :]) & 1) != 0
+    else:
+        picked = ((word >> bit[:, None]) & 1) != 0
     if MASKED:
-        word = tl.load(where, mask=seen, other=0)
-    else:
-        word = tl.load(where)
-    return ((word >> bit) & 1) != 0
+        picked = picked & seen
+    return picked
 
 
 @triton.jit

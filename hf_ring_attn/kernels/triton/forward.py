@@ -40,8 +40,7 @@ def _attend(
         if MASKED:
             seen = visible(first, stop, position, BOUNDS, row, queries, tokens, plane, layers, MANY, True)
         if CHOICE:
-            k_places = load_places(K_PLACES, row, position, keys)
-            seen = chosen(TABLE, q_places, k_places, span, seen, True, MASKED)
+            seen = chosen(TABLE, q_places, start, span, seen, BLOCK_N, True, MASKED)
         if BIAS:
             k_places = load_places(K_PLACES, row, position, keys)
             bias, _ = load_bias(TABLE, q_places, k_places, lowest, seen, True, MASKED)
