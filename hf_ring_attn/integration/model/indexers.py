@@ -100,14 +100,11 @@ class _InRing:
     @uncompiled("hf_ring_attn gathers the keys of an indexer")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
-        given.pop(next(iter(given)))
+        given.pop(next(iter(given)))  # self
         spec, cache = given.get("attention_mask"), next(name for name in CACHES if name in self._parameters())
         if not isinstance(spec, MaskSpec):
             return self.forward(*args, **kwargs)
-        if given.get(cache) is not None:
-            why = "its keys would be one rank's; leave use_cache=False, as sharded.inputs has it"
-            raise errors.UnsupportedArgument(class_of(self.module), "a cache", why, "was called with")
-        with torch.no_grad():
+        with torch.no_grad():  # the model's own cache is empty, and after a ring it is refused
             keys = self._row_of_keys(given, cache, spec)
             return torch.cat([self._chosen(given, cache, spec, keys, mine) for mine in self._parts(keys, spec)], 1)
 

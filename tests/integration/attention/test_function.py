@@ -122,6 +122,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "with a draft": {"prompt_lookup_num_tokens": 2},
 }
 GENERATED = [(model, "greedy") for model in ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "gpt2", "deepseek_v3")]
+GENERATED += [("deepseek_v32", "greedy"), ("glm_moe_dsa", "greedy"), ("deepseek_v32", "no cache")]
 GENERATED += [("llama", way) for way in WAYS if way != "greedy"]
 GENERATED += [(model, way) for model in ("gemma2", "gpt_oss") for way in ("a static cache", "no cache")]
 
@@ -195,7 +196,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"position_bias": torch.zeros(1)}, "position_bias: a bias of S x S scores built from local lengths (T5)"
     ),
     "a bias": ({"attn_bias": torch.zeros(1)}, "attn_bias: an additive bias is not supported. Compute it by a function"),
-    "chosen keys": ({"indices": torch.zeros(1)}, "indices: sparse attention over chosen indices (DeepSeek V3.2"),
     "chosen blocks": ({"block_indices": torch.zeros(1)}, "block_indices: sparse attention over chosen blocks"),
     "weights": ({"output_attentions": True}, "output_attentions: attention weights never exist in a ring"),
     "weights, advice": ({"output_attentions": True}, "output_attentions=False in the model's config"),
@@ -209,6 +209,11 @@ def test_arguments_that_it_cannot_honour(why: str) -> None:
     with pytest.raises(errors.UnsupportedArgument) as refusal:
         ring_attention_forward(Layer(), *qkv(), causal(), **given)
     assert text in str(refusal.value)
+
+
+def test_a_choice_is_of_the_calls_queries() -> None:
+    with pytest.raises(errors.BadShape, match=r"indices has shape \(1, 1, 3\), but it must be"):
+        ring_attention_forward(Layer(), *qkv(), causal(), indices=torch.zeros(1, 1, 3, dtype=torch.int64))
 
 
 def test_an_argument_that_is_off_is_none() -> None:
