@@ -231,7 +231,7 @@ def test_the_public_function_takes_it() -> None:
 def test_blocks_of_several_words_of_a_choice(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = blocks.Blocks(16, keys, 1, 1)
     monkeypatch.setattr(blocks, "INTERPRETER", blocks.Row(shape, shape, shape))
-    case = replace(LONG, length=170, band=sliding(110))
+    case = replace(LONG, length=180, band=sliding(110))
     want = simulated(REFERENCE, case, "chosen keys", 1)
     for got in (simulated(TRITON, case, "chosen keys", 2), simulated(TRITON, case, "chosen keys", 3, "sparse")):
         errors = distances(got, want)
