@@ -43,6 +43,8 @@ class _State(NamedTuple):
             ScoreModChanged: the function has changed.
         """
         then, name = self.mod, self.mod.name
+        if then.text:
+            return
         now = _State.of(ScoreMod.of(then.function, then.device or torch.device("cpu"), then.deterministic))
         pairs = list(zip((*then.captured, *then.fixed), (*now.mod.captured, *now.mod.fixed), strict=False))
         for number, (was, tensor) in enumerate(pairs):

@@ -72,7 +72,7 @@ def asking(request: Request, mod: ScoreMod, scale: float, softcap: float | None,
     assert isinstance(flex, Flex)
     if flex.unsupported(request) and KERNELS["triton"].unsupported(request):
         return request
-    graph = text_of(mod) + flex.text(mod, request.dtype, scale, softcap)
+    graph = mod.text or text_of(mod) + flex.text(mod, request.dtype, scale, softcap)
     mod.once(PART, lambda: part)
     return replace(request, asked=Asked(graph, code_of(mod.function), scale, softcap, weakref.ref(mod)))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_ring_attn.attention.call import Call, RingOptions
 from hf_ring_attn.attention.score_mod_op import attend_scored
 from hf_ring_attn.comm.ring import Ring
-from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking
+from hf_ring_attn.kernels import KERNELS, Params, Request, asking
 from hf_ring_attn.kernels.score_mods import chosen_keys
 from hf_ring_attn.kernels.score_mods.chosen_keys import ChosenKeys, is_chosen, packed
 from hf_ring_attn.sharding.layout import Layout
@@ -59,7 +59,7 @@ def of_rank(kernel: str = "reference") -> list[Tensor]:
     q, k, v, dout = (layout.shard(layout.pad(x, 1), 1) for x in inputs())
     mine = layout.shard(layout.pad(choice(), 1, -1), 1)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    mod = ScoreMod.of(ChosenKeys(mine, places, layout.padded), torch.device("cpu"))
+    mod = ChosenKeys(mine, places, layout.padded).mod()
     documents = layout.pad(torch.zeros(BATCH, LENGTH, dtype=torch.int64), 1, -1)
     plan = Plan.of(ring, layout, Mask.of(CAUSAL, BATCH, layout.padded, documents))
     call = Call(q, k, v, plan, Params(8**-0.5, score_mod=mod), RingOptions(kernel))
@@ -103,7 +103,7 @@ def test_choices_of_other_layers_share_compiled_code() -> None:
     """A kernel that compiles a function asks whether it is the same by its code and its graph."""
     request = Request("cuda", torch.bfloat16, 4, 2, 64, 64, False, False, False, score_mod=True)
     made = [ChosenKeys(choice(n, 5)[:, :n], torch.arange(n), n) for n in (40, 64)]
-    mods = [ScoreMod.of(one, torch.device("cpu")) for one in made]
+    mods = [one.mod() for one in made]
     part: Any = None
     with mock.patch.object(KERNELS["flex"], "unsupported", return_value=[]):
         one, other = (asking(request, mod, 0.1, None, part) for mod in mods)

@@ -156,7 +156,7 @@ def _of_indexer(
     if indices.shape[:2] != q.shape[:2]:
         raise errors.BadShape("indices", tuple(indices.shape), f"it must be [{q.shape[0]}, {q.shape[1]}, n]")
     function = ChosenKeys(indices, spec.places_on(q.device), spec.layout.padded)
-    return _with_mod(spec, trains, ScoreMod.of(function, q.device, spec.config.deterministic), params, q, k, v)
+    return _with_mod(spec, trains, function.mod(spec.config.deterministic), params, q, k, v)
 
 
 # A user's function is run and inspected at every call, so a compiler's graph ends before it.

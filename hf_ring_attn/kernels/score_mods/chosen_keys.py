@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .score_mod import ScoreMod
+
 WORD = 32
 """Keys in one integer."""
 MOST_BYTES = 2**28
@@ -50,13 +52,16 @@ class ChosenKeys:
         places: [T] int64, their positions in the row. keys: the row's tokens, with padding.
     """
 
-    __name__ = __qualname__ = "chosen keys"
-
     def __init__(self, chosen: Tensor, places: Tensor, keys: int) -> None:
         self.bits = packed(chosen, keys)
         of_row = torch.zeros(keys, dtype=torch.int32, device=chosen.device)
         of_row[places] = torch.arange(len(places), dtype=torch.int32, device=chosen.device)
         self.query_of = of_row
+
+    def mod(self, deterministic: bool = False) -> ScoreMod:
+        """Describes it to the kernels."""
+        fixed = self.bits, self.query_of
+        return ScoreMod(self, deterministic=deterministic, device=self.bits.device, fixed=fixed, text="chosen keys")
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         word = self.bits[b, self.query_of[q_idx], kv_idx // WORD]

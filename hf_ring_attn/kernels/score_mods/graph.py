@@ -53,6 +53,8 @@ def graph_of(mod: ScoreMod) -> fx.GraphModule:
 
 def text_of(mod: ScoreMod) -> str:
     """Returns a text that is equal only for functions that compute the same, whatever their tensors hold."""
+    if mod.text:
+        return mod.text
     try:
         code = graph_of(mod).code
     except Unfit as error:

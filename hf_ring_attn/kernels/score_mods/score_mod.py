@@ -74,6 +74,7 @@ class ScoreMod:
         deterministic: run it, and its backward, with torch's deterministic algorithms.
         device: of its scores; None: the CPU.
         cache: results of `once`, for as long as this call of attention lasts.
+        text: of a function of this package, in place of its graph's, which takes long to make; it does not change.
     """
 
     function: ScoreFunction
@@ -84,6 +85,7 @@ class ScoreMod:
     device: torch.device | None = None
     cache: dict[str, Any] = field(default_factory=dict)
     fixed: tuple[Tensor, ...] = ()
+    text: str = ""
 
     @classmethod
     def of(cls, function: ScoreFunction, device: torch.device, deterministic: bool = False) -> ScoreMod:
