@@ -284,6 +284,12 @@ def times(folder: str, slow: str, fast: str) -> float:
     return float(step(folder, slow)["seconds_per_step"] / step(folder, fast)["seconds_per_step"])
 
 
+def chosen_over_dense(passes: str) -> str:
+    """The time of attention to chosen keys over that of all keys, of 32,768 tokens."""
+    found = row("2026-11-28-chosen-keys", "one_gpu", part="attention", tokens=32 * K)
+    return f"{found[f'{passes}_ms'] / found[f'dense_{passes}_ms']:.2f}"
+
+
 # ---- block sizes -----------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +389,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "support_not_run": lambda: str(support()["not run"]),
     "loss_chunked_gib": lambda: f"{gib(LOSS, 'chunked_8K')} GiB",
     "loss_sharded_gib": lambda: f"{gib(LOSS, 'sharded_8K')} GiB",
+    "chosen_forward": lambda: chosen_over_dense("forward"),
+    "chosen_both": lambda: chosen_over_dense("both"),
     "blocks_ampere": lambda: blocks_faster("ampere", 2, 128),
     "blocks_ada": lambda: blocks_faster("ada", 2, 128),
     "plain_64k_gib": lambda: f"{gib(ON_ONE, 'plain_64K')} GiB",

@@ -40,8 +40,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- run(?:: (.*?))? -->")
-HUB = re.compile(r"(meta-llama|Qwen|mistralai|google|openai|my-org)/[\w.-]+")
-FAMILIES = {"Qwen/Qwen3": "qwen3", "Qwen/Qwen2": "qwen2", "mistralai": "mistral"}  # any other one: llama
+HUB = re.compile(r"(meta-llama|Qwen|mistralai|google|openai|deepseek-ai|my-org)/[\w.-]+")
+FAMILIES = {
+    "Qwen/Qwen3": "qwen3",
+    "Qwen/Qwen2": "qwen2",
+    "mistralai": "mistral",
+    "deepseek-ai/DeepSeek-V3.2": "deepseek_v32",
+}  # any other one: llama
 MUST_BE_MARKED = ("python", "bash")
 OURS = re.compile(r"(?:hf-ring-attn|python -m hf_ring_attn) (.*)")
 SECONDS = 150.0
@@ -226,9 +231,12 @@ def _tiny_model(name: str, parent: Path = Path()) -> None:
     sys.path.insert(0, str(REPOSITORY / "recipes"))
     import toy  # type: ignore[import-not-found]
 
+    from tests.helpers.models import tiny_models
+
     kind = next((kind for start, kind in FAMILIES.items() if name.startswith(start)), "llama")
     scratch = Path(f"{folder}.{os.getpid()}")
-    toy.write_model(scratch, kind, max_position_embeddings=131072)
+    more = tiny_models.INDEXED if kind == "deepseek_v32" else {}
+    toy.write_model(scratch, kind, **{"max_position_embeddings": 131072, **more})
     (scratch / "done").touch()
     with contextlib.suppress(OSError):  # another rank was first
         scratch.rename(folder)

@@ -225,7 +225,7 @@ class Run:
         why: what it shows that the others do not; unique.
         streamed: the samples come from an IterableDataset.
         model: a name of `tiny_models.MODELS`; lora: train a LoRA adapter of it, and whole modules of these names,
-            only; "ada": one of AdaLoRA, whose model adds a penalty to its loss.
+            only; "ada": one of AdaLoRA, whose model adds a penalty to its loss; "all-linear": of all linear layers.
         arguments: TrainingArguments beyond those that all runs share.
         ring: the ring's options; they mean nothing without the plugin.
         loss_function: compute_loss_func is `capped_loss`.

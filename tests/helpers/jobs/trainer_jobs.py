@@ -194,7 +194,8 @@ def trainer_of(
 
         torch.manual_seed(5)
         targets, whole = ["q_proj", "v_proj", "down_proj"], list(run.lora) if isinstance(run.lora, tuple) else None
-        lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, modules_to_save=whole)
+        every = run.lora if run.lora == "all-linear" else targets
+        lora = LoraConfig(r=4, target_modules=every, init_lora_weights=False, modules_to_save=whole)
         if run.lora == "ada":
             lora = AdaLoraConfig(
                 init_r=4, target_modules=targets, total_step=9, orth_reg_weight=2.0, task_type="CAUSAL_LM"

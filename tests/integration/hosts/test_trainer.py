@@ -53,6 +53,8 @@ RUNS = [
     Run(why="sliding window", model="mistral", rows=PROMPTS),
     Run(why="softcap", model="gemma2", rows=PROMPTS),
     Run(why="sinks and experts", model="gpt_oss", rows=PROMPTS),
+    Run(why="an indexer without gradients, decayed weights", model="deepseek_v32", arguments={"weight_decay": 0.5}),
+    Run(why="LoRA in an indexer, too", model="glm_moe_dsa", lora="all-linear", rows=Rows(packed=True, length=31)),
     Run(
         why="experts with their auxiliary loss", model="mixtral", rows=Rows(shortest=9, pad_to="right"),
         arguments={"gradient_accumulation_steps": 2},
