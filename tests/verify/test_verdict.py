@@ -15,8 +15,8 @@ from tests.helpers.models.tiny_models import tiny
 
 Ranks = Callable[[int], LiveRanks]
 GOOD = (
-    "gemma2", "gpt_oss", "mixtral", "llama4", "afmoe", "dynamic rope", "longrope", "deepseek_v3", "qwen3_5", "granite",
-    "qwen3 vision",
+    "gemma2", "gpt_oss", "mixtral", "llama4", "afmoe", "dynamic rope", "longrope", "deepseek_v3", "deepseek_v32",
+    "qwen3_5", "granite", "qwen3 vision",
 )  # fmt: skip
 LEAKS = [
     "leak: a later token changes earlier logits", "leak: a document changes the one before it",

@@ -179,6 +179,24 @@ KINDS: dict[str, Kind] = {
             },
         },
     ),
+    "Mistral Large 4, an indexer and shared keys": Kind(
+        name="MistralLarge4", images=lambda: {**pictures(), "image_sizes": torch.full((2, 2), 16)},
+        config={"spatial_merge_size": 2, "vision_config": {**VIT, "head_dim": 8}, "text_config": {
+            "num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 4, "kv_source_layers": [0, 1, 0, 1],
+            "no_rope_layers": [1, 0, 1, 0], "indexer_types": ["full", "full", "shared", "full"], "index_n_heads": 32,
+            "index_topk": 6, "num_key_value_heads": 4,
+        }},
+    ),
+    "HY V4, an indexer": Kind(
+        name="HYV4VL", tokens=6, types="mm_token_type_ids",
+        images=lambda: {**patches(), "pixel_values": pixels(32, 48)},
+        config={"vision_config": {**VIT, "out_hidden_size": 32, "spatial_merge_size": 2, "num_channels": 3},
+                "text_config": {
+            "num_hidden_layers": 3, "mlp_layer_types": ["dense"] * 3, "indexer_types": ["full", "shared", "full"],
+            "index_n_heads": 32, "index_topk": 6, "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        }},
+    ),
     "Aria, images as answers of a cross attention": Kind(
         name="Aria", config={"projector_patch_to_query_dict": {16: 4}, "vision_config": VIT}, dtype=torch.float32,
     ),

@@ -47,6 +47,8 @@ CASES = [
     ),
     replace(BREAKS, why="chunks, whose masks break the graph", model="llama4"),
     replace(BREAKS, why="learned biases, which break the graph", model="learned biases"),
+    replace(BREAKS, why="an indexer, which breaks the graph", model="deepseek_v32"),
+    replace(BREAKS, why="layers with an indexer, which breaks their graph", model="glm_moe_dsa", what="layers"),
 ]  # fmt: skip
 
 

@@ -53,6 +53,11 @@ def test_sinks_train_as_in_one_process(ranks: Ranks, shards: Shards) -> None:
     assert any("sinks" in name for name in parameters)
 
 
+def test_a_model_with_an_indexer_trains_as_in_one_process(ranks: Ranks) -> None:
+    """The indexer's parameters are gathered with its layer's, and have no gradients."""
+    compare(ranks, SHARDS[0], BOUND, "glm_moe_dsa", torch.float64, "recomputed")
+
+
 def test_learned_biases_train_as_in_one_process(ranks: Ranks) -> None:
     """A score_mod captures parameters that FSDP2 has gathered for the time of a layer."""
     parameters = compare(ranks, SHARDS[0], BOUND, "learned biases", torch.float64, "recomputed")
