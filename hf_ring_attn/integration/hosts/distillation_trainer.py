@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from ..batch.shard import Sharded, shard_for
 from ..context import batch_context, introspect
 from ..context.local_batch import LocalBatch
-from ..context.mesh import ring_of_process
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
 from ..log import warn
 from ..model import admission, ring_calls
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import grpo_trainer, trainer, trainer_overrides
+from . import grpo_trainer, ring_overrides, trainer, trainer_overrides
 from . import rings_as_processes as rings
 from .gather_for_metrics import gather_sums_per_ring
 from .whole_row_calls import weighed
@@ -35,6 +34,7 @@ from .whole_row_calls import weighed
 def start(host: Any) -> None:
     """Refuses what cannot be exact."""
     _refuse(host)
+    ring_overrides.know_rings(host, "get_train_dataloader")  # it sizes batches of prompts, and calls its sampler
     if host.args.use_vllm:
         warn(grpo_trainer.VLLM, everywhere=False)
 
@@ -47,7 +47,6 @@ def _refuse(host: Any) -> None:
 
 _SEE_SHARES = (
     "_generate", "_generate_and_score_completions", "compute_loss", "_compute_loss", "_get_last_hidden_state",
-    "_get_train_sampler",
 )  # fmt: skip
 """Methods whose override might gather from every rank, count processes, or take a rank's tokens for whole rows."""
 
@@ -132,26 +131,6 @@ def _score(original: Callable[..., Any]) -> Callable[..., Any]:
     return _generate_and_score_completions
 
 
-def _train_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _get_train_sampler(self: Any, dataset: Any = None) -> Any:
-        if trainer.group_of(self) is None:
-            return original(self, dataset)
-        with rings.rings_as_processes(self):
-            return original(self, dataset)
-
-    return _get_train_sampler
-
-
-def _repeat_stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    def repeat_iterable_dataset(
-        dataset: Any, mini_repeat_count: int, batch_size: int = 1, repeat_count: int = 1
-    ) -> Any:  # of all processes
-        batch_size = max(1, batch_size // ring_of_process().size)
-        return original(dataset, mini_repeat_count, batch_size, repeat_count)
-
-    return repeat_iterable_dataset
-
-
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
@@ -220,13 +199,9 @@ PATCHES = [
     trainer_overrides.patch_prepare(DISTILLATION, lambda host: trainer.group_of(host) is not None, _prepare_inputs),
     Patch(f"{DISTILLATION}._generate_and_score_completions", "(self, inputs)", _score),
     Patch(f"{DISTILLATION}._generate", "(self, prompts)", grpo_trainer.generate),
-    Patch(f"{DISTILLATION}._get_train_sampler", "(self, dataset=)", _train_sampler),
     Patch(f"{DISTILLATION}.compute_loss", _LOSS, _compute_loss),
     Patch(f"{DISTILLATION}._compute_loss", "(self, unwrapped_student, inputs, num_items_in_batch)", _compute_share),
     Patch(f"{DISTILLATION}._get_last_hidden_state", _HIDDEN, _hidden_states),
-    Patch(
-        f"{_MODULE}:repeat_iterable_dataset", "(dataset, mini_repeat_count, batch_size=, repeat_count=)", _repeat_stream
-    ),
     Patch(f"{_MODULE}:gather_object", "(object)", rings.gather_object),
     Patch(f"{_MODULE}:set_seed", "(seed, device_specific=, deterministic=)", rings.set_seed),
     Patch(f"{_MODULE}:shuffle_sequence_dict", "(seq_dict)", rings.shuffle),

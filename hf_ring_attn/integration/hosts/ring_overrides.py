@@ -65,6 +65,28 @@ class _OfRing:
         return returned if ring.rank == 0 else send_to_device(first, trainer.accelerator.device)
 
 
+def know_rings(trainer: Any, method: str) -> None:
+    """Lets ``method`` of a trainer's class, the host's or an override, count rings, on each rank by itself."""
+    if method not in vars(trainer):
+        setattr(trainer, method, _KnowsRings(trainer, method))
+
+
+class _KnowsRings:
+    """Calls a method of a trainer's class while its accelerator counts rings."""
+
+    def __init__(self, trainer: Any, method: str) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = self._trainer()
+        method = getattr(type(trainer), self._method)
+        if not installed() or ring_of_process().size == 1:
+            return method(trainer, *args, **kwargs)
+        with rings.rings_as_processes(trainer, rings.RingsCounted):
+            return method(trainer, *args, **kwargs)
+
+
 def _overrides(kind: type, method: str) -> list[type]:
     """The classes that override a patched method."""
     found = [cls for cls in kind.__mro__ if method in vars(cls)]

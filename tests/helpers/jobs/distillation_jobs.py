@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from datasets import IterableDataset
 from transformers import PrinterCallback
 from trl.trainer.distillation_config import DistillationConfig
 from trl.trainer.distillation_trainer import DistillationTrainer
+from trl.trainer.utils import RepeatSampler, repeat_iterable_dataset
 
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs import grpo_jobs
@@ -76,6 +79,35 @@ def table(host: Any) -> dict[str, float]:
 
 def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
     return grpo_jobs.first_step(trainer, case, mesh, ring, **options)
+
+
+class OwnLoader(DistillationTrainer):
+    """Has copies of the methods that size its batches of prompts by the number of processes."""
+
+    def get_train_dataloader(self) -> Any:
+        dataset: Any = self.train_dataset
+        steps = self.args.gradient_accumulation_steps
+        if isinstance(dataset, IterableDataset):
+            size = self.args.per_device_train_batch_size * self.accelerator.num_processes * steps
+            dataset = repeat_iterable_dataset(
+                dataset.shuffle(seed=self.args.seed), mini_repeat_count=1, batch_size=size, repeat_count=steps
+            )
+        return self._get_dataloader(
+            dataset=dataset, description="Training", batch_size=self._train_batch_size * steps,
+            sampler_fn=self._get_train_sampler, is_training=True,
+        )  # fmt: skip
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        steps, rows = self.args.gradient_accumulation_steps, dataset or self.train_dataset
+        return RepeatSampler(
+            data_source=rows, mini_repeat_count=1, repeat_count=steps,
+            batch_size=self.args.per_device_train_batch_size * self.accelerator.num_processes * steps,
+            shuffle=True, seed=self.args.seed,
+        )  # fmt: skip
+
+
+def trained_by_own_loader(case: Case, mesh: Mesh) -> Outcome:
+    return grpo_jobs.outcome(partial(trainer, kind=OwnLoader), table, case, mesh, True)
 
 
 class OwnLoss(DistillationTrainer):

@@ -9,7 +9,7 @@ import pytest
 
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import Ranks, assert_equal_in_float64
-from tests.helpers.jobs.distillation_jobs import STEPS, Case, OwnLoss, one_step, trained
+from tests.helpers.jobs.distillation_jobs import STEPS, Case, OwnLoss, one_step, trained, trained_by_own_loader
 from tests.helpers.jobs.in_float64 import distilled
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import Outcome
@@ -68,6 +68,15 @@ def test_what_float32_leaves_apart_is_rounding(ranks: Ranks) -> None:
 @pytest.mark.parametrize("case", [FIRST, *CASES[:2], *CASES[4:6], *CASES[8:10]], ids=lambda case: case.why)
 def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     compare(ranks, case, mesh)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(cp=2), pytest.param(Mesh(dp=2, cp=2), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.turns
+def test_a_loader_of_ones_own_counts_rings(ranks: Ranks, stream: bool, mesh: Mesh) -> None:
+    case = Case("", TWICE, stream=stream)
+    want = ranks(mesh.alone.size).run(trained_by_own_loader, case, mesh.alone)[0]
+    same(ranks(mesh.size).run(trained_by_own_loader, case, mesh), want, mesh)
 
 
 REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [
