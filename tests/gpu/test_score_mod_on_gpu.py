@@ -21,6 +21,7 @@ from hf_ring_attn.bench.replay import Answer, Transfer, replay
 from hf_ring_attn.biases import Alibi, RelativeBias
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.kernels import KERNELS, Params, Request, ScoreMod, asking, choose
+from hf_ring_attn.kernels.score_mods.chosen_keys import ChosenKeys
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, inputs, packed, relative_error, sliding
 from tests.helpers.kernel_answers import mask_of
 
@@ -63,7 +64,20 @@ class Table(nn.Module):
         return most * torch.tanh((moved + self.scalar * (kv_idx % 2)) / most)
 
 
-FUNCTIONS: dict[str, Callable[[Case], nn.Module]] = {
+class Choice:
+    """The keys that an indexer chose, of which a few queries see none."""
+
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(6)
+        self.length = case.length
+        self.keys = torch.randint(0, case.length, (case.batch, case.length, case.length // 4), generator=generator)
+
+    def cuda(self) -> ChosenKeys:
+        return ChosenKeys(self.keys.cuda(), torch.arange(self.length, device="cuda"), self.length)
+
+
+FUNCTIONS: dict[str, Callable[[Case], Any]] = {
+    "chosen keys": Choice,
     "alibi": lambda case: Alibi(case.heads, learnable=True),
     "relative bias": lambda case: RelativeBias(case.heads, 32, 128, bidirectional=not case.causal),
     "tables": Table,
@@ -82,7 +96,7 @@ class SimulatedTraffic:
 
 
 def simulated(
-    kernel: Any, case: Case, function: nn.Module, dtype: torch.dtype, size: int, path: Transfer = "ring"
+    kernel: Any, case: Case, function: Any, dtype: torch.dtype, size: int, path: Transfer = "ring"
 ) -> SimulatedTraffic:
     """``dtype``: of the inputs that are rounded; the reference widens them to float64."""
     x = inputs(case, dtype)

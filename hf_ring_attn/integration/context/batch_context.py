@@ -109,7 +109,8 @@ class MaskSpec(Opaque):
 
     def __getitem__(self, index: Any) -> Any:
         """The mask of all heads, [:, 0], which models hand to an indexer: itself, or outside of batches as a tensor."""
-        if isinstance(index, tuple) and len(index) > 1 and index[1] == 0 and index[0] == slice(None):
+        heads = index[1] if isinstance(index, tuple) and len(index) > 1 else None
+        if type(heads) is int and heads == 0:
             whole = super().__getitem__((index[0], slice(None), *index[2:]))
             return whole if self.in_batch else visible(self.key_ranges(self.device), self.layout.length)
         return super().__getitem__(index)

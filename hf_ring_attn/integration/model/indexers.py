@@ -51,7 +51,7 @@ def _is_known(module: nn.Module) -> bool:
     if not isinstance(getattr(module, "index_topk", None), int):
         return False
     forward = inspect.unwrap(type(module).forward)
-    names = forward.__code__.co_names
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
     takes = inspect.signature(forward).parameters
     return "update_indexer" in names and "layers" not in names and "attention_mask" in takes
 

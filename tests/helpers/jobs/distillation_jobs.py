@@ -98,7 +98,8 @@ class OwnLoader(DistillationTrainer):
         )  # fmt: skip
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        steps, rows = self.args.gradient_accumulation_steps, dataset or self.train_dataset
+        steps = self.args.gradient_accumulation_steps
+        rows: Any = dataset or self.train_dataset
         return RepeatSampler(
             data_source=rows, mini_repeat_count=1, repeat_count=steps,
             batch_size=self.args.per_device_train_batch_size * self.accelerator.num_processes * steps,
