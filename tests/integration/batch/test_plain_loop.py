@@ -115,6 +115,13 @@ STEPS = [
         chunks=4,
         checkpointing="reentrant",
     ),
+    Step(
+        why="chosen keys, attention saved, MLPs in chunks",
+        model="deepseek_v32",
+        batch=LONGER,
+        checkpointing="recomputed",
+        ring=RingConfig(save_attention=True, mlp_tokens=8),
+    ),
     Step(why="chosen keys of the layer before", model="glm_moe_dsa", batch=padded(41, right=6)),
     Step(
         why="chosen keys of the layer before, packed, recomputed",
