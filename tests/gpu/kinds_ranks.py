@@ -1,24 +1,16 @@
 """Kinds of fine-tuning in a ring of GPUs against one GPU: the table of tests/integration/hosts/test_kinds.py, and more.
 
-    CUDA_VISIBLE_DEVICES=0 python -m tests.gpu.kinds_ranks --save alone.pt
-    torchrun --nproc_per_node 2 -m tests.gpu.kinds_ranks --compare alone.pt
-
-``--only WORD`` takes the kinds that have it in their names. A kind whose library is missing is left out.
+Options: see `compared`. A kind whose library is missing is left out.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import time
-import traceback
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from tests.gpu.compared import compare
 from tests.helpers.jobs.kinds_jobs import ADAM, KINDS, LORA, NF4, TORCHAO, Kind, Trained, distance, trained
 from tests.helpers.jobs.runs import Mesh
 
@@ -46,57 +38,28 @@ def left_out(kind: Kind, on_gpu: bool) -> bool:
     return missing or (kind.scaled and on_gpu)
 
 
+def _train(kind: Kind, mesh: Mesh, device: str) -> Trained:
+    return trained(kind, mesh, device=device)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save")
-    parser.add_argument("--compare")
-    parser.add_argument("--only", default="")
-    options = parser.parse_args()
-    size = int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
-    if size > 1:  # gloo beside NCCL, for parameters on the host
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    want: dict[str, Trained] = torch.load(options.compare, weights_only=False) if options.compare else {}
-    found, wrong = {}, 0
-    for kind in [kind for kind in (*KINDS, *MORE) if options.only in kind.why and not left_out(kind, on_gpu)]:
-        began = time.perf_counter()
-        try:
-            got = found[kind.why] = trained(kind, Mesh(cp=size), device=device)
-        except Exception:  # noqa: BLE001  the other kinds are tried all the same
-            wrong += 1
-            report(f"{kind.why}: raised\n{traceback.format_exc()}")
-            continue
-        line = f"{kind.why}: losses {[round(x, 6) for x in got.losses]}, {time.perf_counter() - began:.1f} s"
-        if kind.why in want:
-            far = differences(got, want[kind.why])
-            coarse = kind.half or (kind.quantized is not None and "load_in_8bit" in kind.quantized)
-            good = all(x <= bound for x, bound in zip(far, HALF if coarse else FLOAT, strict=True))
-            wrong += not good
-            verdict = "right" if good else "WRONG"
-            line += f", one GPU {[round(x, 6) for x in want[kind.why].losses]}"
-            line += f"; loss off by {far[0]:.1e}, weights by {far[1]:.1e}: {verdict}"
-        report(line)
-    if options.save:
-        torch.save(found, options.save)
-    report(f"{len(found)} kinds on {device}, {wrong} wrong")
-    if size > 1:
-        dist.destroy_process_group()
-    sys.exit(wrong > 0)
+    kinds = {kind.why: kind for kind in (*KINDS, *MORE) if not left_out(kind, on_gpu)}
+
+    def bounds(why: str) -> tuple[float, float]:
+        kind = kinds[why]
+        return HALF if kind.half or (kind.quantized is not None and "load_in_8bit" in kind.quantized) else FLOAT
+
+    compare(
+        {why: partial(_train, kind) for why, kind in kinds.items()},
+        lambda got: got.losses, differences, bounds,
+    )  # fmt: skip
 
 
 def differences(got: Trained, want: Trained) -> tuple[float, float]:
     losses = max(abs(a - b) / abs(b) for a, b in zip(got.losses, want.losses, strict=True))
     moved = distance(want.after, want.before) or 1.0  # a scaled loss may have skipped all steps
     return losses, distance(got.after, want.after) / moved
-
-
-def report(line: Any) -> None:
-    if int(os.environ.get("RANK", "0")) == 0 or "raised" in line:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":

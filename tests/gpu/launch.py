@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.helpers.blocks import REPOSITORY
@@ -35,3 +36,12 @@ def run_ranks(program: str, ranks: int, *arguments: str, nccl: bool, seconds: fl
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     sharing = torch.cuda.device_count() < ranks
     return run([*launcher, "-m", f"tests.gpu.{program}", *arguments], seconds, nccl_on_one_gpu=sharing and nccl)
+
+
+def compared_with_one_gpu(program: str, folder: Path, patch: pytest.MonkeyPatch, seconds: float) -> str:
+    """What two ranks of a program that uses `compared` printed, after a run of it on one GPU."""
+    alone = str(folder / "alone.pt")
+    with patch.context() as one_gpu:
+        one_gpu.setenv("CUDA_VISIBLE_DEVICES", "0")  # with more Trainer would use DataParallel
+        run(["-m", f"tests.gpu.{program}", "--save", alone], 300)
+    return run_ranks(program, 2, "--compare", alone, nccl=True, seconds=seconds)

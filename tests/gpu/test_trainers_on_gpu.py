@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.launch import run, run_ranks
+from tests.gpu.launch import compared_with_one_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,8 +18,4 @@ pytestmark = [
 
 
 def test_two_ranks_train_as_one_gpu_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = str(tmp_path / "alone.pt")
-    with monkeypatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "0")  # with more Trainer would use DataParallel
-        run(["-m", "tests.gpu.trainers_ranks", "--save", alone], 300)
-    assert ", 0 wrong" in run_ranks("trainers_ranks", 2, "--compare", alone, nccl=True, seconds=400)
+    assert ", 0 wrong" in compared_with_one_gpu("trainers_ranks", tmp_path, monkeypatch, 400)

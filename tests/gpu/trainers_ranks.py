@@ -1,25 +1,16 @@
 """TRL's trainers in a ring of GPUs against one GPU: tables of tests/integration/hosts, in float32 and in bf16.
 
-    CUDA_VISIBLE_DEVICES=0 python -m tests.gpu.trainers_ranks --save alone.pt
-    torchrun --nproc_per_node 2 -m tests.gpu.trainers_ranks --compare alone.pt
-
-``--only WORD`` takes the cases that have it in their names.
+Options: see `compared`.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from tests.gpu.kinds_ranks import report
+from tests.gpu.compared import compare
 from tests.helpers.jobs import distillation_jobs, grpo_jobs, preference_jobs, tool_jobs
 from tests.helpers.jobs.kinds_jobs import distance
 from tests.helpers.jobs.runs import Mesh
@@ -63,45 +54,21 @@ def apart(got: Outcome, want: Outcome) -> tuple[float, float]:
     return losses, distance(got.after, want.after) / moved
 
 
+def _train(run: Callable[[Mesh], Outcome], mesh: Mesh, _device: str) -> Outcome:
+    return run(mesh)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save")
-    parser.add_argument("--compare")
-    parser.add_argument("--only", default="")
-    options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    size = int(os.environ.get("WORLD_SIZE", "1"))
     OFFLINE["ACCELERATE_USE_CPU"] = "false"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    want: dict[str, Outcome] = torch.load(options.compare, weights_only=False) if options.compare else {}
-    found: dict[str, Outcome] = {}
-    wrong = 0
-    for why, run in cases().items():
-        if options.only not in why:
-            continue
-        began = time.perf_counter()
-        try:
-            got = found[why] = run(Mesh(cp=size))
-        except Exception:  # noqa: BLE001  the other cases are tried all the same
-            wrong += 1
-            report(f"{why}: raised\n{traceback.format_exc()}")
-            continue
-        losses = [round(step["loss"], 6) for step in got.steps]
-        line = f"{why}: losses {losses}, {time.perf_counter() - began:.1f} s"
-        if options.compare:
-            far = apart(got, want[why]) if why in want else (torch.inf, torch.inf)
-            good = max(far) <= (COARSE if "bf16" in why else EXACT)
-            wrong += not good
-            line += f"; loss off by {far[0]:.1e}, weights by {far[1]:.1e}: {'right' if good else 'WRONG'}"
-        report(line)
-    if options.save:
-        torch.save(found, options.save)
-    report(f"{len(found)} cases of {len(cases())}, {wrong} wrong")
-    if size > 1:
-        dist.destroy_process_group()
-    sys.exit(wrong > 0)
+
+    def bounds(why: str) -> tuple[float, float]:
+        return (COARSE, COARSE) if "bf16" in why else (EXACT, EXACT)
+
+    compare(
+        {why: partial(_train, run) for why, run in cases().items()},
+        lambda got: [step["loss"] for step in got.steps], apart, bounds,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from ..context.model_record import latest_record
 from ..context.tracked_input import version_of
 from ..log import warn
 from ..patching.compiler import uncompiled
-from ..patching.modules import Replaced, attached, hooks_of, replace
+from ..patching.modules import OwnForward, Replaced, attached, hooks_of, replace
 from ..patching.parameter_slots import Slot, slots_of, with_weights
 
 OTHER_INPUTS = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache_params", "cache"}
@@ -149,8 +149,8 @@ def _takes_hidden_states_alone(module: nn.Module, most: int = 9) -> bool:
     return len(required) == 1 and len(named) <= most and not OTHER_INPUTS & parameters.keys()
 
 
-class _ChunkedForward:
-    """A module's forward in chunks of tokens. ``replaced``: the one that the program set on this module, if any.
+class _ChunkedForward(OwnForward):
+    """A module's forward in chunks of tokens.
 
     Attributes:
         tokens: the option of the latest batch in which it was called: a recompute may come after the batch.
@@ -158,20 +158,14 @@ class _ChunkedForward:
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(module)
         self.name = f"{name} ({class_of(module)})"
-        self.module, self.replaced = module, module.__dict__.get("forward")
         self.tokens: int | None = None
         self.tried = self.checked = self.is_whole = False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied model has options of its own: without any, its recompute must not be in chunks."""
         return {**vars(self), "tokens": None}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward; its class's as of now, which a program may have changed since."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
 
     @uncompiled("hf_ring_attn runs a module in chunks, whose number varies")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

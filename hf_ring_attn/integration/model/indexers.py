@@ -22,7 +22,7 @@ from ..context.batch_context import BatchContext, MaskSpec
 from ..context.introspect import CACHES, class_of, text_modules
 from ..context.model_record import latest_record
 from ..patching.compiler import uncompiled
-from ..patching.modules import attached, replace
+from ..patching.modules import OwnForward, attached, replace
 
 LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 """The type of layers with an indexer: its name since transformers 5.20, and before."""
@@ -85,31 +85,20 @@ class _Cache:
         return self.keys
 
 
-class _InRing:
-    """An indexer's forward in a sharded batch. ``replaced``: the one that the program set on this module, if any."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.replaced = module, module.__dict__.get("forward")
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+class _InRing(OwnForward):
+    """An indexer's forward in a sharded batch."""
 
     @uncompiled("hf_ring_attn gathers the keys of an indexer")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
+        signature = inspect.signature(type(self.module).forward)
+        given = signature.bind(self.module, *args, **kwargs).arguments
         given.pop(next(iter(given)))  # self
-        spec, cache = given.get("attention_mask"), next(name for name in CACHES if name in self._parameters())
+        spec, cache = given.get("attention_mask"), next(name for name in CACHES if name in signature.parameters)
         if not isinstance(spec, MaskSpec):
             return self.forward(*args, **kwargs)
         with torch.no_grad():  # the model's own cache is empty, and after a ring it is refused
             keys = self._row_of_keys(given, cache, spec)
             return torch.cat([self._chosen(given, cache, spec, keys, mine) for mine in self._parts(keys, spec)], 1)
-
-    def _parameters(self) -> Any:
-        return inspect.signature(type(self.module).forward).parameters
 
     def _row_of_keys(self, given: dict[str, Any], cache: str, spec: MaskSpec) -> Tensor:
         """The keys of the whole row [B, S, D]."""

@@ -52,6 +52,23 @@ class Replaced:
         self.remove()
 
 
+class OwnForward:
+    """A module's own forward, from a forward that replaces it.
+
+    Attributes:
+        replaced: the one that the program set on this module, if any.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.replaced = module, module.__dict__.get("forward")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The program's; else its class's as of now, which a program may have changed since."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
 def attach(module: nn.Module, key: str, before: Callable[..., Any], after: Callable[..., Any] | None = None) -> None:
     """Adds a forward pre-hook, or a pair of hooks, to ``module`` until `remove_all`, unless it has some under ``key``.
 
