@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -63,6 +64,38 @@ def test_fewer_keys_are_attended_to_than_seen() -> None:
     with sharded, torch.no_grad():
         every = sharded.gather(dense(**sharded.inputs).logits)
     assert relative_error(every[REAL], logits(BATCH, 2**26)[REAL]) > 0.01
+
+
+def changed_between_batches(attention: str | None) -> list[Tensor]:
+    """Logits of three batches: before the second an indexer chooses fewer keys, before the third by a forward of the
+    program's own."""
+    model = model_of(attention)
+    batch = {name: x for name, x in BATCH.items() if name != "labels"}
+    module = model.model.layers[1].self_attn.indexer
+    own = type(module).forward
+
+    def answer() -> Tensor:
+        with torch.no_grad():
+            if attention is None:
+                whole: Tensor = model(**batch).logits
+                return whole
+            sharded = hf_ring_attn.shard(batch)
+            with sharded:
+                return sharded.gather(model(**sharded.inputs).logits)
+
+    found = [answer()]
+    module.index_topk = 2
+    found.append(answer())
+    module.forward = lambda *args, **kwargs: own(module, *args, **kwargs)[..., :1]
+    return [*found, answer()]
+
+
+def test_an_indexer_may_change_between_batches(ranks: Ranks) -> None:
+    want = changed_between_batches(None)
+    assert all(relative_error(one[REAL], other[REAL]) > 1e-3 for one, other in pairwise(want)), "nothing changed"
+    for answers in ranks(2).run(changed_between_batches, "ring_fp32"):
+        for got, one in zip(answers, want, strict=True):
+            assert relative_error(got[REAL], one[REAL]) < 1e-12
 
 
 def keeps_its_keys(model: Any) -> None:
