@@ -25,7 +25,7 @@ from ..patching.compiler import uncompiled
 from ..patching.modules import OwnForward, replace
 
 LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
-"""The type of layers with an indexer: its name since transformers 5.20, and before."""
+"""The type of layers with an indexer: its names in transformers 5.24 and in 5.17."""
 MOST_SCORES = 2**26
 """Index scores [B, t, heads, S] that are computed at once: 256 MiB in float32."""
 
