@@ -18,8 +18,9 @@ from packaging.version import Version
 from torch import Tensor
 
 from hf_ring_attn.kernels import KERNELS, Request, triton
-from hf_ring_attn.kernels.triton.schedule import bounds, schedule
+from hf_ring_attn.kernels.triton.schedule import schedule
 from hf_ring_attn.sharding.mask import tiles
+from hf_ring_attn.sharding.visible import bounds
 from hf_ring_attn.testing import BIDIRECTIONAL, CAUSAL, Case, inputs, sliding
 from tests.helpers.cases import CASES
 from tests.helpers.kernel_answers import mask_of, pieces

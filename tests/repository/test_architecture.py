@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"arguments", "errors"},
     "comm": BASE,  # buffers and groups, never who sees whom
     "sharding": BASE | {"comm"},  # data only: layouts, masks, plans
-    "kernels": BASE | {"sharding.mask"},  # arithmetic: tiles as data, never a process group
+    "kernels": BASE | {"sharding.mask", "sharding.visible"},  # arithmetic: tiles as data, never a process group
     "traffic": DATA,  # how bytes move, whatever they mean
     "layers": DATA,  # layers beside attention
     "attention": DATA | {"kernels", "traffic"},

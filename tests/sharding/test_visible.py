@@ -1,4 +1,4 @@
-"""Ranges of visible keys against a dense mask, for whole rows and for the ranks of a ring."""
+"""Intervals of visible keys against a dense mask, for whole rows and for the ranks of a ring."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from hf_ring_attn.sharding.layout import Layout
 from hf_ring_attn.sharding.mask import CAUSAL, Band, Mask, tiles
-from hf_ring_attn.sharding.visible import key_ranges, visible
+from hf_ring_attn.sharding.visible import bounds, by_position, visible
 from tests.sharding.test_mask import dense, problems
 
 
 @given(problems(), st.sampled_from([1, 2, 3]))
 @settings(max_examples=300, deadline=None)
-def test_ranges_show_what_a_mask_shows(
+def test_intervals_show_what_a_mask_shows(
     problem: tuple[Band, Tensor | None, Tensor | None, int, int], world: int
 ) -> None:
     band, documents, hidden, batch, length = problem
@@ -25,19 +25,21 @@ def test_ranges_show_what_a_mask_shows(
         whole = layout.pad(ids, 1, -1)
         unseen = None if hidden is None else layout.pad(hidden, 1, False)
         mask = Mask.of(band, batch, layout.padded, whole, unseen)
-        ranges = key_ranges(tiles(mask, layout.runs(), layout.whole()), batch, layout.local_length)
+        table = by_position(tiles(mask, layout.runs(), layout.whole()))
+        seen = bounds(table, batch, layout.local_length)
         want = dense(band, whole, unseen, batch, layout.padded)[:, layout.positions()]
-        assert torch.equal(visible(ranges, layout.padded), want)
-        assert torch.equal(visible(ranges, length), want[..., :length])
+        assert torch.equal(visible(seen, layout.padded), want)
+        assert torch.equal(visible(seen, length), want[..., :length])
 
 
-def test_one_range_is_enough_without_hidden_keys() -> None:
+def test_one_interval_is_enough_without_hidden_keys() -> None:
     mask = Mask.of(CAUSAL, 2, 40, torch.tensor([[0] * 13 + [1] * 27, [0] * 40]))
     layout = Layout(40, 2, 1)
-    assert key_ranges(tiles(mask, layout.runs(), layout.whole()), 2, layout.local_length).shape == (1, 2, 2, 20)
+    table = by_position(tiles(mask, layout.runs(), layout.whole()))
+    assert bounds(table, 2, layout.local_length).shape == (1, 2, 2, 20)
 
 
-def test_without_visible_keys_there_is_no_range() -> None:
+def test_without_visible_keys_none_is_shown() -> None:
     mask = Mask.of(CAUSAL, 1, 4, torch.full((1, 4), -1))
-    ranges = key_ranges(tiles(mask, Layout(4, 1, 0).runs(), Layout(4, 1, 0).whole()), 1, 4)
-    assert ranges.shape == (0, 2, 1, 4) and not visible(ranges, 4).any()
+    seen = bounds(tiles(mask, Layout(4, 1, 0).runs(), Layout(4, 1, 0).whole()), 1, 4)
+    assert seen.shape == (1, 2, 1, 4) and not visible(seen, 4).any()

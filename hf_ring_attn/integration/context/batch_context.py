@@ -23,7 +23,7 @@ from ...config import RingConfig
 from ...sharding.layout import Layout
 from ...sharding.mask import Mask
 from ...sharding.plan import Plan
-from ...sharding.visible import key_ranges, visible
+from ...sharding.visible import bounds, by_position, visible
 from .mask_functions import MaskExpr
 from .ring_random import RingRandomness
 from .shared_kv import SharedKV
@@ -90,7 +90,7 @@ class MaskSpec(Opaque):
         self.layout = layout
         self.places = layout.positions()
         self._places: dict[torch.device, Tensor] = {}
-        self._ranges: dict[torch.device, Tensor] = {}
+        self._seen: dict[torch.device, Tensor] = {}
         self.device = torch.device("cpu" if device is None else device)
         self.seen = seen
         self.config = config
@@ -112,15 +112,16 @@ class MaskSpec(Opaque):
         heads = index[1] if isinstance(index, tuple) and len(index) > 1 else None
         if type(heads) is int and heads == 0:
             whole = super().__getitem__((index[0], slice(None), *index[2:]))
-            return whole if self.in_batch else visible(self.key_ranges(self.device), self.layout.length)
+            return whole if self.in_batch else visible(self.seen_keys(self.device), self.layout.length)
         return super().__getitem__(index)
 
-    def key_ranges(self, device: torch.device) -> Tensor:
-        """The `key_ranges` of this rank's queries [R, 2, B, T], on a device to which they are copied once."""
-        if device not in self._ranges:
+    def seen_keys(self, device: torch.device) -> Tensor:
+        """The positions of the keys that this rank's queries see: `bounds` [L, 2, B, T] on a device, copied once."""
+        if device not in self._seen:
             rows = len(self.mask.terms[0][1])
-            self._ranges[device] = key_ranges(self.plan.tables.forward, rows, len(self.places)).to(device)
-        return self._ranges[device]
+            tiles = by_position(self.plan.tables.forward)
+            self._seen[device] = bounds(tiles, rows, len(self.places)).to(device)
+        return self._seen[device]
 
     def contiguous(self) -> MaskSpec:
         """Returns itself: generate() with a static cache calls this on every prepared mask."""

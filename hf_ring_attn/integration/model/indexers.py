@@ -123,10 +123,10 @@ class _InRing(OwnForward):
 
     def _chosen(self, given: dict[str, Any], cache: str, spec: MaskSpec, keys: Tensor, mine: slice) -> Tensor:
         """The positions of the keys that some queries choose: [B, t, n]."""
-        tokens, ranges = spec.layout.local_length, spec.key_ranges(keys.device)
+        tokens, seen = spec.layout.local_length, spec.seen_keys(keys.device)
         whole_row = _Cache(keys)
         inputs = {name: _of_tokens(x, mine, tokens) for name, x in given.items()}
-        inputs["attention_mask"] = visible(ranges[..., mine], keys.shape[1])
+        inputs["attention_mask"] = visible(seen[..., mine], keys.shape[1])
         found = self.forward(**{**inputs, cache: whole_row})
         shape = (len(keys), mine.stop - mine.start)
         if whole_row.calls != 1 or not isinstance(found, Tensor) or found.shape[:2] != shape or found.dim() != 3:

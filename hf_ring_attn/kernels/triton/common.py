@@ -64,7 +64,7 @@ def load_rows(
 
 @triton.jit
 def load_bounds(BOUNDS, layer, row, queries, tokens, plane):
-    """Loads first, stop of one layer of `schedule.bounds` for these queries; (0, 0) past the last query."""
+    """Loads first, stop of one layer of `sharding.visible.bounds` for these queries; (0, 0) past the last query."""
     where = BOUNDS + wide(layer) * 2 * plane + wide(row) * tokens + queries
     first = tl.load(where, mask=queries < tokens, other=0)
     stop = tl.load(where + plane, mask=queries < tokens, other=0)

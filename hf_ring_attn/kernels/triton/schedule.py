@@ -1,8 +1,7 @@
-"""Tables for a launch, computed on the host from a table of tiles: blocks to visit, and visible keys.
+"""The blocks that a launch visits, computed on the host from a table of tiles.
 
-A query sees one interval of keys in each tile. Adjacent intervals are joined; a query with holes in its keys has
-several, one in each of ``layers``. Blocks begin at multiples of their size in the tensors, never at the start of a
-tile, so the order of a query's sums does not depend on other queries: a chunk gives the bits of the whole sequence.
+Blocks begin at multiples of their size in the tensors, never at the start of a tile, so the order of a query's sums
+does not depend on other queries: a chunk gives the bits of the whole sequence.
 """
 
 from __future__ import annotations
@@ -12,10 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...sharding.mask import UNBOUNDED
-
-FAR = 2**31
-"""Larger than any distance: a limit for bounds of bands, and a base to pack two indices into one integer."""
+from ...sharding.visible import FAR, columns, expand
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,44 +27,6 @@ class Schedule:
     runs: Tensor
 
 
-def bounds(tiles: Tensor, batch: int, tokens: int) -> Tensor:
-    """Computes [L, 2, B, T] int32: query t of row b sees keys first <= key < stop of L layers, disjoint, ascending.
-
-    As naive code::
-
-        for row, q_offset, q_length, q_position, k_offset, k_length, k_position, lo, hi in tiles:
-            for i in range(q_length):
-                keys[row, q_offset + i] |= {k_offset + j for j in range(k_length)
-                                            if lo <= (q_position + i) - (k_position + j) <= hi}
-
-    L is a power of two, at least 1; unused layers of a query are (0, 0). Offsets are indices in the tensors.
-    """
-    row, q_first, q_stop, k_first, k_stop, lo, hi = _columns(tiles)
-    tile, query = _expand(q_first, q_stop)
-    first = torch.maximum(k_first[tile], query - hi[tile])
-    stop = torch.minimum(k_stop[tile], query - lo[tile] + 1)
-    seen = first < stop
-    token, first, stop = (row[tile] * tokens + query)[seen], first[seen], stop[seen]
-
-    order = torch.argsort(token * FAR + first)
-    token, first, stop = token[order], first[order], stop[order]
-    same = torch.zeros_like(token, dtype=torch.bool)
-    same[1:] = token[1:] == token[:-1]
-    joins = same.clone()
-    joins[1:] &= first[1:] == stop[:-1]
-    starts = torch.nonzero(~joins).flatten()  # the first piece of each interval
-    ends = torch.cat([starts, starts.new_tensor([len(token)])])[1:] - 1
-    token, first, stop, same = token[starts], first[starts], stop[ends], same[starts]
-    layer = _rank_in_group(~same)
-    most = int(layer.max()) if len(layer) else 0
-    layers = 1 << most.bit_length()
-
-    table = torch.zeros(layers, 2, batch * tokens, dtype=torch.int32)
-    table[layer, 0, token] = first.int()
-    table[layer, 1, token] = stop.int()
-    return table.view(layers, 2, batch, tokens)
-
-
 def schedule(
     tiles: Tensor, side: str, block: int, other_block: int, batch: int, tokens: int, *, idle: bool, by_row: bool
 ) -> Schedule:
@@ -82,14 +40,14 @@ def schedule(
         idle: blocks that see nothing have a program, too (the forward must write them).
         by_row: one batch row after another, to reuse caches; else the longest programs of all rows first.
     """
-    row, start, stop, other_start, other_stop, lo, hi = _columns(tiles)
+    row, start, stop, other_start, other_stop, lo, hi = columns(tiles)
     if side == "queries":
         lo, hi = -hi, -lo
     else:
         start, stop, other_start, other_stop = other_start, other_stop, start, stop
     # from here on: a token at i of this side meets those from i + lo to i + hi of the other
     per_row = -(-tokens // block)
-    tile, index = _expand(start // block, -(-stop // block))
+    tile, index = expand(start // block, -(-stop // block))
     first = torch.maximum(start[tile], index * block)
     last = torch.minimum(stop[tile], (index + 1) * block) - 1
     meets = torch.maximum(other_start[tile], first + lo[tile])
@@ -120,29 +78,6 @@ def schedule(
     key = work[chosen] - (programs[chosen, 0] * FAR if by_row else 0)
     chosen = chosen[torch.argsort(key, descending=True, stable=True)]
     return Schedule(programs[chosen].int().contiguous(), torch.stack(runs[1:], 1).int().contiguous())
-
-
-def _columns(tiles: Tensor) -> tuple[Tensor, ...]:
-    """row, q_first, q_stop, k_first, k_stop, lo, hi, with the band in offsets: lo <= q_offset - k_offset <= hi."""
-    row, q, q_length, q_position, k, k_length, k_position, lo, hi = tiles.cpu().unbind(1)
-    shift = (q_position - q) - (k_position - k)
-    lo = torch.where(lo <= -UNBOUNDED, -FAR, (lo - shift).clamp(-FAR, FAR))
-    hi = torch.where(hi >= UNBOUNDED, FAR, (hi - shift).clamp(-FAR, FAR))
-    return row, q, q + q_length, k, k + k_length, lo, hi
-
-
-def _expand(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """Enumerates the pairs (i, x) with start[i] <= x < stop[i]."""
-    count = stop - start
-    owner = torch.repeat_interleave(torch.arange(len(start)), count)
-    before = count.cumsum(0) - count
-    return owner, torch.arange(len(owner)) - before[owner] + start[owner]
-
-
-def _rank_in_group(opens: Tensor) -> Tensor:
-    """Counts 0, 1, 2, ... from each True."""
-    index = torch.arange(len(opens))
-    return index - torch.where(opens, index, 0).cummax(0).values if len(opens) else index
 
 
 def _union(owner: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,8 +9,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from ...sharding.visible import bounds
 from .positions import positions
-from .schedule import Schedule, bounds, schedule
+from .schedule import Schedule, schedule
 
 BYTES_KEPT = 128 * 2**20
 """Most bytes of the cache, which drops the least recently used tables. A batch needs 8 bytes per query and pass, and
@@ -22,7 +23,7 @@ _lock = Lock()  # autograd runs the backward of each device on another thread
 
 
 def bounds_on(tiles: Tensor, device: torch.device, batch: int, tokens: int) -> Tensor:
-    """`schedule.bounds` on the device."""
+    """`sharding.visible.bounds` on the device."""
     (table,) = _made(device, _key(tiles, "bounds", batch, tokens), lambda: (bounds(tiles, batch, tokens),))
     return table
 
