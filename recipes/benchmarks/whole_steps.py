@@ -110,6 +110,7 @@ def parts() -> list[Run]:
         Run("ring_auto_128K", 128, SFT, "own_sft_128K"),
         Run("ring_chunks_32K", 32, f"{FUSED} --no-checkpointing --mlp-tokens 8192", "own_fused_32K"),
         Run("full_512K_window", 512, f"{long['full_1M'][1]} --offload-above 28 --window 4096", steps=2),
+        *[run for length in (32, 128) for run in experts(length)],
         # 224 GiB of host memory for two GPUs
         Run("lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload-above 16", steps=1),
         # 192 GiB of host memory
@@ -130,6 +131,18 @@ def parts() -> list[Run]:
             Run(f"{name}_layers", thousands, f"{options} --no-save-attention --layers 2", steps=2),
         ]
     return found
+
+
+def experts(length: int) -> list[Run]:
+    """Models with experts. accelerate's own knows no sinks, so no gpt-oss."""
+    qwen, oss = ("--shape qwen3-30B-A3B", "--shape gpt-oss-20b")
+    return [
+        Run(f"own_a3b_{length}K", length, f"{SDPA} {qwen} {SFT}"),
+        Run(f"ring_a3b_{length}K", length, f"{qwen} {SFT}", f"own_a3b_{length}K"),
+        Run(f"ring_a3b_plain_{length}K", length, qwen),
+        Run(f"ring_oss_{length}K", length, f"{oss} {SFT}"),
+        Run(f"ring_oss_plain_{length}K", length, oss),
+    ]
 
 
 def command(run: Run, given: argparse.Namespace, output: Path) -> list[str]:

@@ -38,16 +38,17 @@ def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
 
     4 x tokens x frozen parameters in matrix products (forward, and the gradient of the input) + 6 x tokens x trained
     ones (the gradient of the weight as well) + 12 x pairs x heads x head width for attention of each layer (forward 4,
-    backward 8); pairs of a query and a key that it sees are tokens^2 / 2, or fewer in a layer with a window.
+    backward 8); pairs of a query and a key that it sees are tokens^2 / 2, or fewer in a layer with a window. Of experts
+    the part counts that a token takes.
     A gated delta rule (Qwen3.5) is 18 x tokens x heads x key width x value width instead: each token's key reads the
     state, its outer product with a value is added, its query reads the state (forward 6, backward 12). Embeddings that
     are only looked up cost nothing. Call it before parameters are sharded.
     """
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
     looked_up = {id(p) for p in embeddings.parameters()}
-    weights = [p for p in model.parameters() if p.dim() == 2 and id(p) not in looked_up]
-    frozen = sum(weights_in(p) for p in weights if not p.requires_grad)
-    trained = sum(weights_in(p) for p in weights if p.requires_grad)
+    weights = [(name, p) for name, p in model.named_parameters() if id(p) not in looked_up]
+    frozen = sum(in_products(name, p, config) for name, p in weights if not p.requires_grad)
+    trained = sum(in_products(name, p, config) for name, p in weights if p.requires_grad)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = min(tokens, getattr(config, "sliding_window", None) or tokens)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
@@ -60,6 +61,14 @@ def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
         heads, width = config.linear_num_value_heads, config.linear_key_head_dim
         state = linear * heads * width * config.linear_value_head_dim
     return float(4 * tokens * frozen + 6 * tokens * trained + attention + 18 * tokens * state)
+
+
+def in_products(name: str, parameter: torch.nn.Parameter, config: Any) -> float:
+    """How many of a parameter's numbers one token meets in matrix products."""
+    if ".experts." not in name:
+        return weights_in(parameter) if parameter.dim() == 2 else 0
+    count = getattr(config, "num_experts", None) or config.num_local_experts
+    return weights_in(parameter) * config.num_experts_per_tok / count if "bias" not in name else 0
 
 
 class Meter(TrainerCallback):

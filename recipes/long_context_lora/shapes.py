@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     set_seed,
 )
 
@@ -29,12 +31,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-9B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "vocab_size": 248320,
                    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
                    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "qwen3-30B-A3B": {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "vocab_size": 151936,
+                      "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+                      "num_experts_per_tok": 8, "norm_topk_prob": True},
+    "gpt-oss-20b": {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "vocab_size": 201088,
+                    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+                    "num_experts_per_tok": 4, "sliding_window": 128},
+    "tiny-experts": {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 259,
+                     "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2},
     "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 259,
              "num_attention_heads": 2, "num_key_value_heads": 1},
 }  # fmt: skip
 """Of Llama 3.1 70B, Qwen3 32B, Llama 3.1 8B, Llama 3.2 1B (untied), Qwen3.5 9B, which mixes attention with gated delta
-rules, and of what two CPU cores train in seconds."""
-KINDS: dict[str, Any] = {"32B": Qwen3Config, "qwen3.5-9B": Qwen3_5TextConfig}
+rules, Qwen3 30B-A3B and gpt-oss 20b, which have experts, and of what two CPU cores train in seconds."""
+KINDS: dict[str, Any] = {
+    "32B": Qwen3Config, "qwen3.5-9B": Qwen3_5TextConfig, "qwen3-30B-A3B": Qwen3MoeConfig, "gpt-oss-20b": GptOssConfig,
+    "tiny-experts": Qwen3MoeConfig,
+}  # fmt: skip
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
