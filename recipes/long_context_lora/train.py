@@ -100,8 +100,10 @@ def build(options: argparse.Namespace) -> Any:
 
 
 def adapter(options: argparse.Namespace) -> LoraConfig:
-    projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj"]
     projections += ["in_proj_qkv", "in_proj_z", "out_proj"]  # of gated delta rules
+    if not {"num_experts", "num_local_experts"} & SHAPES[options.shape].keys():
+        projections += ["gate_proj", "up_proj", "down_proj"]  # PEFT would make these adapters of all experts
     return LoraConfig(
         r=options.rank, lora_alpha=2 * options.rank, lora_dropout=0.0, target_modules=projections,
         task_type="CAUSAL_LM",
