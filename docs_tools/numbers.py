@@ -217,6 +217,7 @@ BESIDE_OWN = "2026-11-26-two-h100-beside-own"
 H100_AUTO, H100_DEFAULTS = "2026-11-27-two-h100-auto", "2026-11-27-two-h100-defaults"
 WHOLE_FULL, FULL_1M = "2026-11-27-full-and-first-steps", "2026-11-27-full-1m"
 NATIVE, LINEAR = "2026-11-27-default-allocator", "2026-11-27-linear-attention"
+EXPERTS = "2026-11-28-experts"
 BLOCKS = "2026-11-27-ampere-blocks"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
@@ -266,6 +267,27 @@ def steps_table() -> str:
     return table(
         "tokens | GPUs | options | s a step | MFU | GiB a GPU | accelerate's own: s | GiB | commit, date", rows
     )
+
+
+WITH_EXPERTS = [
+    ("Qwen3 30B-A3B", "32K", "", "ring_a3b_32K", "own_a3b_32K"),
+    ("Qwen3 30B-A3B", "128K", "", "ring_a3b_128K", ""),
+    ("gpt-oss 20b", "32K", "Liger", "ring_oss_32K", ""),
+    ("gpt-oss 20b", "128K", "Liger", "ring_oss_128K", ""),
+]
+"""Model, tokens, options; then the run of the ring, and that of accelerate's own if it was measured."""
+
+
+def experts_table() -> str:
+    """Whole steps of LoRA on models with experts."""
+    rows = (
+        (
+            model, tokens, options, seconds(EXPERTS, ring), gib(EXPERTS, ring),
+            *((seconds(EXPERTS, own), gib(EXPERTS, own)) if own else ("", "")),
+        )
+        for model, tokens, options, ring, own in WITH_EXPERTS
+    )  # fmt: skip
+    return table("model | tokens | options | s a step | GiB a GPU | accelerate's own: s | GiB", rows)
 
 
 def compiled_table() -> str:
@@ -357,6 +379,8 @@ VALUES: dict[str, Callable[[], str]] = {
         f"{step(WHOLE_FULL, 'full_256K')['seconds_per_step']:.1f} s and {gib(WHOLE_FULL, 'full_256K')} GiB"
     ),
     "qwen35_32k": lambda: f"{step(LINEAR, 'q35_32K')['seconds_per_step']:.1f} s and {gib(LINEAR, 'q35_32K')} GiB a GPU",
+    "a3b_32k": lambda: f"{step(EXPERTS, 'ring_a3b_32K')['seconds_per_step']:.2f} s",
+    "a3b_32k_own": lambda: f"{step(EXPERTS, 'own_a3b_32K')['seconds_per_step']:.2f} s",
     "full_256k_auto": lambda: f"{step(FULL_1M, 'full_256K_auto')['seconds_per_step']:.1f} s",
     "32k_auto": lambda: f"{step(H100_DEFAULTS, 'ring_auto_32K')['seconds_per_step']:.2f} s",
     "32k_auto_gib": lambda: f"{gib(H100_DEFAULTS, 'ring_auto_32K')} GiB",
@@ -450,4 +474,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "live_errors": live_errors_table,
     "steps": steps_table,
     "steps.compiled": compiled_table,
+    "steps.experts": experts_table,
 }

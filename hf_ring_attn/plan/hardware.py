@@ -1,7 +1,8 @@
 """Speeds and memory of GPUs: what makers give, and the shares of it that were measured.
 
 Fitted to two runs: `s128_saved` of recipes/results/2026-11-22-four-gpus (its profile: attention, matrix products,
-other kernels), and `chunked_8K` of 2026-11-23-chunked-loss (`LAYER_SECONDS`). Attention of heads that are not 128 wide:
+other kernels), and `chunked_8K` of 2026-11-23-chunked-loss (`LAYER_SECONDS`). Experts: the runs of 32K tokens of
+2026-11-28-experts. Attention of heads that are not 128 wide:
 runs `two_*` of 2026-11-22-four-gpus, and for triton runs `speed` (of its cases of 128, that of 128K tokens) and `wide`
 of 2026-11-21-triton. tests/plan compares forecasts with runs that were not fitted.
 """
@@ -75,6 +76,11 @@ a forecast leaves the time out, and says so. Of a row of 128K tokens on an H100;
 
 ELEMENTWISE = 0.82
 """Share of the memory's bandwidth that all other kernels reach, by the bytes of `seconds.elementwise_numbers`."""
+
+EXPERTS, BIASES = 30, 20
+"""Numbers that kernels read and write for each of a token's copies for its experts and for each of these experts'
+intermediates; more for each intermediate of experts with biases. In transformers 5.17, with its grouped products. Most
+kernels are slow ones, whose operands have different shapes: counts of bytes alone would be half as large."""
 
 LAYER_SECONDS = 0.0037
 """Seconds of a step that each layer costs whatever the tokens: launches, small kernels, waits. They are the host's: on

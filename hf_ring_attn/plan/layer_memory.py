@@ -52,11 +52,12 @@ def mlp_bytes(layer: LayerShape, setup: Setup) -> float:
 
     With a gate: gate, its activation (fused: not), up and their product, with two gradients; without: before and after
     the activation, and two gradients. Where adapters cast their input, it is there in float32, too. Experts: a token's
-    copies, what they become, and their gradients.
+    copies, what they become, and their gradients; with biases also these for each token, and a sum.
     """
     each = (6 - setup.liger if layer.gated else 4) + (2 if setup.casts_for_adapters else 0)
-    tokens = setup.chunk or setup.tokens_per_rank
-    return float(tokens * (each * layer.mlp + 4 * layer.routed) * setup.itemsize)
+    of_chosen = setup.liger * layer.gated + 2 * layer.biases  # Liger fuses no gate of experts
+    numbers = each * layer.mlp + of_chosen * layer.chosen + 4 * layer.routed
+    return float((setup.chunk or setup.tokens_per_rank) * numbers * setup.itemsize)
 
 
 def chunk_bytes(model: ModelShape, setup: Setup) -> float:

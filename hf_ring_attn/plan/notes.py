@@ -65,7 +65,6 @@ def _linear_attention(shape: ModelShape, setup: Setup) -> Iterator[str]:
 
 def _unmeasured(shape: ModelShape, setup: Setup) -> Iterator[str]:
     kinds = {
-        "experts": any(layer.routed for layer in shape.layers),
         "heads of several widths": len({(one.key_width, one.value_width) for one in shape.attentions}) > 1,
         f"{NAME} whose decays differ by channel": any(
             isinstance(layer.attention, DeltaShape) and layer.attention.by_channel for layer in shape.kinds

@@ -91,7 +91,7 @@ def _layer(name: str, text: Any, block: nn.Module, kind: str, recurrences: set[i
     if experts:
         taken, count = (_first(name, text, entries) for entries in (TAKEN, EXPERTS))
         inner = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-        of_experts = sum(p.numel() for p in experts.values()) * taken // count
+        of_experts = sum(p.numel() for at, p in experts.items() if "bias" not in at) * taken // count
         chosen, routed = taken * inner, taken * hidden
     norms = [
         p.shape[0]
@@ -105,7 +105,8 @@ def _layer(name: str, text: Any, block: nn.Module, kind: str, recurrences: set[i
         quantizable=sum(p.numel() for p in linear.values()),
         active=sum(p.numel() for p in linear.values()) + of_experts,
         adapted=tuple((p.shape[1], p.shape[0]) for p in linear.values()), mlp=wide + chosen,
-        mlp_active=dense + of_experts, routed=routed, gated=2 * (dense + of_experts) > 5 * hidden * (wide + chosen),
+        mlp_active=dense + of_experts, gated=2 * (dense + of_experts) > 5 * hidden * (wide + chosen),
+        chosen=chosen, routed=routed, biases=any("bias" in at for at in experts),
         hidden_norms=norms.count(hidden), head_norms=any("q_norm" in at for at in weights),
         own_input=0 if own_input is None else own_input.shape[0],
         streams=text.altup_num_inputs if any(at.startswith("altup.") for at in weights) else 1,

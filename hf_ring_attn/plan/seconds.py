@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .attention_memory import normed_numbers
-from .hardware import ELEMENTWISE, FLOAT32, LAYER_SECONDS, MATMUL, Gpu, attention_shares
+from .hardware import BIASES, ELEMENTWISE, EXPERTS, FLOAT32, LAYER_SECONDS, MATMUL, Gpu, attention_shares
 from .linear_attention import NAME, delta_flops, exchanged_bytes, moved_numbers, scan_seconds
 from .memory import kept_bytes, offloaded_layers, trained_parameters, weight_bytes
 from .setup import Setup
@@ -109,7 +109,7 @@ def attention_flops(layer: LayerShape, tokens: int) -> tuple[float, float]:
 def elementwise_numbers(model: ModelShape, layer: LayerShape, setup: Setup) -> float:
     """Numbers per token that unfused kernels of one layer's forward read and write, in the model's dtype.
 
-    A norm: 18 per number (in float32). A residual: 3. RoPE: 10. The product with the gate: 5. A copy for an expert: 8.
+    A norm: 18 per number (in float32). A residual: 3. RoPE: 10. The product with the gate: 5. Experts: `EXPERTS`.
     LoRA: its input once, its output six times (two products, a scale, a sum); where inputs are cast to float32, six
     times the input; beside 4-bit weights, a copy of the frozen layer's output. Fused (Liger): a norm 2, RoPE 2, the
     product with the gate 3. A gate of attention: 6. An input of the layer's own: 5. Each of AltUp's streams: 20.
@@ -122,7 +122,8 @@ def elementwise_numbers(model: ModelShape, layer: LayerShape, setup: Setup) -> f
         numbers += (rope + norm * layer.head_norms) * normed_numbers(layer.attention)
         numbers += 6 * layer.attention.has_gate * layer.attention.out_numbers
     numbers += 5 * layer.own_input + 20 * layer.streams * model.hidden * (layer.streams > 1)
-    numbers += (gate if layer.gated else 2) * layer.mlp + 8 * layer.routed
+    numbers += (gate if layer.gated else 2) * (layer.mlp - layer.chosen)
+    numbers += EXPERTS * (layer.routed + layer.chosen) + BIASES * layer.chosen * layer.biases
     if setup.method != "full":
         inside, outside = (sum(sizes) for sizes in zip(*layer.adapted, strict=True))
         copy = 2 if setup.method == "qlora" else 0

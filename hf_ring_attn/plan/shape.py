@@ -72,8 +72,9 @@ class LayerShape:
         parameters: all of them. quantizable: those of linear layers, which 4-bit loading quantizes.
         active: parameters of matrix products that one token takes part in (of experts, the chosen ones).
         adapted: (inputs, outputs) of each linear layer, which LoRA adapts.
-        mlp: width of the MLP's intermediates (of all chosen experts). mlp_active: its part of ``active``.
-        routed: numbers of one token's copies for its experts. gated: it has a gate (SwiGLU).
+        mlp: width of the MLP's intermediates. mlp_active: its part of ``active``. gated: it has a gate (SwiGLU).
+        chosen: the part of ``mlp`` that is of a token's experts. routed: numbers of its copies for them. biases: the
+            experts have biases.
         hidden_norms: norms as wide as the hidden states. head_norms: queries and keys are normed, too.
         own_input: width of the layer's own embedding of a token, as in Gemma 3n and 4; 0: it has none.
         streams: hidden states that it takes and returns: 1, or those of AltUp in Gemma 3n.
@@ -87,8 +88,10 @@ class LayerShape:
     adapted: tuple[tuple[int, int], ...]
     mlp: int
     mlp_active: int
-    routed: int
     gated: bool
+    chosen: int
+    routed: int
+    biases: bool
     hidden_norms: int
     head_norms: bool
     own_input: int = 0

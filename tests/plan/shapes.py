@@ -28,6 +28,13 @@ QWEN35_9B = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "tie_word_embeddings": False,
 }  # fmt: skip
 
+QWEN3_A3B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS_20B = {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}
+
 
 def shape(entries: dict[str, Any]) -> ModelShape:
     values = dict(entries)
