@@ -7,12 +7,20 @@ from typing import Any
 
 from ..gradients import fsdp
 from ..patching.changes import Patch, install
-from . import accelerate, distillation_trainer, grpo_trainer, preference_trainers, sft_trainer, trainer
+from . import (
+    accelerate,
+    distillation_trainer,
+    grpo_trainer,
+    preference_trainers,
+    sft_trainer,
+    sharded_calls,
+    trainer,
+)
 from .parallelism_config import deferring_cp_checks
 
 TRL_PATCHES = {
     sft_trainer.SFT: sft_trainer.PATCHES, **preference_trainers.PATCHES, **grpo_trainer.PATCHES,
-    distillation_trainer.DISTILLATION: distillation_trainer.PATCHES,
+    distillation_trainer.DISTILLATION: distillation_trainer.PATCHES, **sharded_calls.PATCHES,
 }  # fmt: skip
 """The patches of TRL's trainers, by class."""
 STARTS = {

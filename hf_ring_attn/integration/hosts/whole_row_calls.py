@@ -59,7 +59,7 @@ def whole_row_calls(
             if not equal:  # on every rank: all hold whole rows
                 raise errors.OtherInputs(introspect.name_of(model), missing, other)
             found = equal[0]
-        mine = _own_share(model, kwargs, found.inputs)
+        mine = own_share(model, kwargs, found.inputs)
         if found is not sharded:
             found.__enter__()
         running.append((model, found))
@@ -99,7 +99,7 @@ def log_probs_of_rows(name: str) -> TrialStep:
 
     def loss(model: nn.Module, _row: Mapping[str, Any], local: LocalBatch) -> Any:
         sharded = Sharded(*local)
-        inputs = _own_share(model, {FUSED: True, "labels": local.inputs["labels"]}, local.inputs)
+        inputs = own_share(model, {FUSED: True, "labels": local.inputs["labels"]}, local.inputs)
         output = _whole(model(**inputs), sharded, True)
         return weighed(output.log_probs[..., None])
 
@@ -127,7 +127,7 @@ def _same(x: Tensor, other: Any) -> bool:
     return x is other or (isinstance(other, Tensor) and x.shape == other.shape and torch.equal(x, other))
 
 
-def _own_share(model: nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+def own_share(model: nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call with this rank's tokens in place of whole rows."""
     wants_labels = kwargs.get("labels") is not None
     mine = {name: x for name, x in inputs.items() if wants_labels or name not in LOSS_INPUTS}
