@@ -302,8 +302,8 @@ class UnsupportedTrainer(Refused):
     def __init__(self, trainer: str) -> None:
         super().__init__(
             f"{trainer} is not supported in a ring yet: its loss compares whole sequences, or models, and a rank holds "
-            "a part of each sequence. Use it without a ring (cp_size=1); transformers.Trainer and TRL's SFTTrainer, "
-            "DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer and DistillationTrainer run in one."
+            "a part of each sequence. Use it without a ring (cp_size=1). In one run transformers.Trainer and TRL's "
+            "trainers for SFT, DPO, KTO, ORPO, CPO, TPO, rewards, GRPO, RLOO and distillation."
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ... import errors
 from ..batch.shard import Sharded, shard_for
-from ..context import introspect
+from ..context import batch_context, introspect
 from ..context.local_batch import LocalBatch
 from ..context.trial_step import TrialStep
 from ..model import admission
@@ -48,9 +48,10 @@ def _sharded_calls(host: Any, model: nn.Module) -> Iterator[None]:
     running: list[tuple[nn.Module, Sharded | None]] = []
 
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if running:  # inside a wrapper, or the self-check
+        if running:  # inside a wrapper, or in the self-check
             return None
-        given = {**dict(zip(introspect.parameters_of(called), args, strict=False)), **kwargs}
+        names = introspect.parameters_of(introspect.loss_model_of(called) or called)  # PEFT's are *args, **kwargs
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         rows = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         running.append((called, None))
         sharded = shard_for(rows, group, options, model, gathers_logits=True, step=step)
@@ -59,10 +60,11 @@ def _sharded_calls(host: Any, model: nn.Module) -> Iterator[None]:
         return (), own_share(called, given, sharded.inputs)
 
     def after(called: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
-        if not running or running[0][0] is not called:
+        outer, sharded = running[0] if running else (None, None)
+        if outer is not called or sharded is None or batch_context.current() is not sharded.context:
             return None
-        _, sharded = running.pop()
-        return None if output is None or sharded is None else _whole(output, sharded)  # else an error ended the call
+        running.clear()
+        return None if output is None else _whole(output, sharded)  # None: an error ended the call
 
     with ExitStack() as contexts, ExitStack() as hooks:
         for one in {id(one): one for one in (model, host.model)}.values():

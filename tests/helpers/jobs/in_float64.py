@@ -14,7 +14,15 @@ from torch.overrides import TorchFunctionMode
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-from tests.helpers.jobs import distillation_jobs, grpo_jobs, preference_jobs, sft_jobs, sft_pictures, trainer_jobs
+from tests.helpers.jobs import (
+    distillation_jobs,
+    grpo_jobs,
+    preference_jobs,
+    sft_jobs,
+    sft_pictures,
+    trainer_jobs,
+    whole_logits_jobs,
+)
 from tests.helpers.jobs.runs import Mesh, Run
 from tests.helpers.jobs.sft_jobs import Outcome
 
@@ -53,6 +61,11 @@ def in_float64(jobs: ModuleType, *makers: str) -> Iterator[None]:
 def preferences_trained(case: preference_jobs.Case, mesh: Mesh) -> Outcome:
     with in_float64(preference_jobs, "policy", "teacher"):
         return preference_jobs.trained(case, mesh)
+
+
+def whole_logits_trained(case: whole_logits_jobs.Case, mesh: Mesh) -> Outcome:
+    with in_float64(whole_logits_jobs, "policy"):
+        return whole_logits_jobs.trained(case, mesh)
 
 
 def pictures_learnt(case: sft_jobs.Case, mesh: Mesh) -> Outcome:

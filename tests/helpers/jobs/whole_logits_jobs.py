@@ -1,0 +1,115 @@
+"""Runs of TRL's trainers that need logits of whole rows, for live ranks: in a ring, or without the plugin."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from datasets import Dataset
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, PrinterCallback
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.integration.context.mesh import ring_group
+from hf_ring_attn.integration.hosts import sharded_calls
+from tests.helpers.jobs import preference_jobs
+from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
+from tests.helpers.jobs.preference_jobs import BATCH, DEFECTS, EVAL_ROWS, STEPS, TRAIN_ROWS, numbers, preferences
+from tests.helpers.jobs.runs import Mesh
+from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, lora, model, quiet, texts, tokenizer
+from tests.helpers.jobs.trainer_jobs import a_folder, launched
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One way to learn preferences, and why it is here.
+
+    Args:
+        name: of the trainer. args: for its config. kind: the class of the model. fsdp: in a ring FSDP2 shards it.
+    """
+
+    why: str
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    kind: str = "LlamaForCausalLM"
+    fsdp: bool = False
+
+
+def policy(attention: str, kind: str) -> PreTrainedModel:
+    return model(attention, kind)
+
+
+def rows(case: Case, count: int, start: int = 0) -> Dataset:
+    """Pairs of uneven lengths; for TPO with an answer to imitate."""
+    made = preferences(preference_jobs.Case(""), count, start)
+    if case.name == "TPO":
+        made = made.add_column("reference", [text[-9:] for text in texts(count, start)])
+    return made
+
+
+def trainer(case: Case, folder: str, attention: str) -> Any:
+    module = importlib.import_module(f"trl.experimental.{case.name.lower()}")
+    args = {
+        "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": BATCH, "lr_scheduler_type": "constant",
+        "per_device_eval_batch_size": BATCH, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 100.0,
+        "max_length": 64, "logging_steps": 1, "bf16": False, "use_cpu": True, "report_to": "none", "seed": 0,
+        "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False, "gradient_checkpointing": False,
+        **case.args,
+    }  # fmt: skip
+    sharding = fsdp2_from_the_start({}) if case.fsdp and attention == "ring_fp32" else nullcontext()
+    with sharding:
+        made = getattr(module, f"{case.name}Trainer")(
+            model=policy(attention, case.kind), args=getattr(module, f"{case.name}Config")(**args),
+            train_dataset=rows(case, TRAIN_ROWS), eval_dataset=rows(case, EVAL_ROWS, start=4000),
+            processing_class=tokenizer(), peft_config=lora() if case.lora else None,
+        )  # fmt: skip
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def trained(case: Case, mesh: Mesh, self_check: bool = True, defect: Callable[[], Any] = nullcontext) -> Outcome:
+    """The steps and an evaluation on this rank."""
+    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet(), defect():
+        host = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
+        hf_ring_attn.configure(host.model, RingConfig(self_check=self_check))
+        before = weights_of(host.model)
+        host.train()
+        assert any(isinstance(p, DTensor) for p in host.model.parameters()) == (case.fsdp and mesh.cp > 1)
+        steps = [numbers(entry) for entry in host.state.log_history if "loss" in entry]
+        evaluation = numbers(host.evaluate())
+        group = ring_group(host.accelerator)
+        return Outcome(1 if group is None else group.size(), steps, evaluation, before, weights_of(host.model))
+
+
+def rows_of_other_places() -> Any:
+    """The logits of each token stand at the next one."""
+    return mock.patch.object(sharded_calls, "whole_sequences", lambda sharded, _name, x: sharded.gather(x).roll(1, 1))
+
+
+PLANTED = {
+    "rows_times_ranks": DEFECTS["rows_times_ranks"], "gradients_of_one_rank": DEFECTS["gradients_of_one_rank"],
+    "rows_of_other_places": rows_of_other_places,
+}  # fmt: skip
+
+
+def trained_with(defect: str, case: Case, mesh: Mesh) -> Outcome:
+    """A run with a defect, which the self-check might see, so it is off."""
+    return trained(case, mesh, self_check=False, defect=PLANTED[defect])
+
+
+def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None) -> str:
+    """What a trainer's construction and its first step raise, as "Type: text", or "trained"."""
+    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
+        try:
+            host = trainer(case, folder, "ring_fp32")
+            hf_ring_attn.configure(host.model, ring or RingConfig())
+            host.train()
+        except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
+            return f"{type(error).__name__}: {error}"
+        return "trained"
