@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ... import errors
-from ..batch.shard import Sharded, shard_for
 from ..context import batch_context, ring_random
 from ..context.mesh import ring_of_process
 from ..context.whole_batch import IGNORED
@@ -27,7 +26,7 @@ from ..patching.modules import Replaced
 from . import accelerate, prediction, ring_overrides, trainer, trainer_overrides, vllm_generation
 from . import rings_as_processes as rings
 from .first_rank_tools import environments_of_first_rank, tools_of_first_rank
-from .whole_row_calls import log_probs_of_rows, whole_row_calls
+from .whole_row_calls import Rows, shard_rows, whole_row_calls
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
@@ -82,43 +81,16 @@ _UNTRIED = "its rows were never tested in a ring; generate text with transformer
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _sharded_rows(host: Any, model: nn.Module, rows: dict[str, Tensor], sharded: Sharded) -> Iterator[None]:
-    with sharded, whole_row_calls((model, host.model, host.ref_model), sharded, rows):
-        yield
-
-
-def _shard(host: Any, model: nn.Module, rows: dict[str, Tensor]) -> Sharded:
-    options = trainer.options_of_batches(host.model)
-    trainer.refuse_past_fused_head(host, options.loss)
-    step = log_probs_of_rows(type(host).__name__)
-    return shard_for(rows, trainer.group_of(host), options, model, step=step)
-
-
-class _ShardedCalls:
-    """A model of which each call, with whole rows, is a sharded batch of its own. For calls without gradients."""
-
-    def __init__(self, host: Any, model: nn.Module) -> None:
-        self._host, self._model = host, model
-
-    def __call__(self, **inputs: Any) -> Any:
-        rows = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
-        with _sharded_rows(self._host, self._model, rows, _shard(self._host, self._model, rows)):
-            return self._model(**inputs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_per_token_logps_and_entropies(self: Any, model: nn.Module, *given: Any, **named: Any) -> Any:
-        called: Any = model
+        calls: Any = nullcontext()
         if trainer.group_of(self) is not None and batch_context.current() is None:
-            if torch.is_grad_enabled():  # a share's graph needs its batch until the backward has ended
+            if torch.is_grad_enabled():
                 warn(trainer.WHOLE_ROWS.format(type(self).__name__))
-            else:
-                called = _ShardedCalls(self, model)
-        return original(self, called, *given, **named)
+            else:  # of the batches that TRL cuts
+                calls = whole_row_calls([model], functools.partial(shard_rows, self))
+        with calls:
+            return original(self, model, *given, **named)
 
     return _get_per_token_logps_and_entropies
 
@@ -129,7 +101,7 @@ def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
 def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
     whole = host._prepare_inputs(inputs)
     rows = rows_of(whole, whole["completion_mask"])
-    return functools.partial(_step, host, model, rows, _shard(host, model, rows), whole), whole
+    return functools.partial(_step, host, model, Rows(shard_rows(host, model, rows), rows), whole), whole
 
 
 def rows_of(whole: dict[str, Any], scored: Tensor) -> dict[str, Tensor]:
@@ -143,8 +115,10 @@ def rows_of(whole: dict[str, Any], scored: Tensor) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _step(host: Any, model: nn.Module, rows: dict[str, Tensor], sharded: Sharded, whole: Any) -> Iterator[None]:
-    with _sharded_rows(host, model, rows, sharded), trainer.prepared(host, whole), rings.rings_as_processes(host):
+def _step(host: Any, model: nn.Module, rows: Rows, whole: Any) -> Iterator[None]:
+    models, shard = (model, host.model, host.ref_model), functools.partial(shard_rows, host)
+    calls = whole_row_calls(models, shard, rows)
+    with rows.sharded, calls, trainer.prepared(host, whole), rings.rings_as_processes(host):
         yield
 
 

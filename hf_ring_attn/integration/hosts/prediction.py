@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.trainer_pt_utils import nested_detach
 
 from ... import errors
+from ..batch.shard import Sharded
 from ..context.introspect import CACHES
 from ..context.model_record import PooledOutputs, latest_record
 from ..context.trial_step import TrialStep
 from ..gradients.replicas import mean_loss
-from ..losses.lazy_logits import ChunkedLoss
+from ..losses.lazy_logits import ChunkedLoss, with_logits
 from ..patching.changes import Patch
 from .rings_as_processes import RingsAsProcesses
 from .trainer import TRAINER, count_over_all, group_of, shard_inputs, shards_batches
-from .whole_outputs import whole_sequences
 
 
 def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
@@ -144,9 +144,33 @@ def predict(
         raise errors.UnsupportedOption("return_dict=False", "predictions in a ring need a model that returns a dict")
     wanted = [name for name in outputs if name not in (*ignore_keys, "loss") and only in ("", name)]
     pooled = latest_record(model).state(PooledOutputs)
-    whole = [whole_sequences(sharded, name, outputs[name], name in pooled) for name in wanted]
-    logits = nested_detach(tuple(whole))  # type: ignore[no-untyped-call]
+    logits = tuple(whole_sequences(sharded, name, outputs[name], name in pooled) for name in wanted)
     return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
+
+
+OF_TOWERS = {"image_outputs", "video_outputs", "audio_outputs"}
+"""Outputs of models with images and sound since transformers 5.24."""
+
+
+def whole_sequences(sharded: Sharded, name: str, x: Any, pooled: bool = False) -> Any:
+    """Gathers a model's output to whole sequences. ``pooled``: it is known to have no entries for tokens."""
+    if sharded.context.whole_head or pooled:  # it is whole
+        return nested_detach(with_logits(x, "predict"))  # type: ignore[no-untyped-call]
+    if isinstance(x, (tuple, list)):
+        return type(x)(whole_sequences(sharded, name, part) for part in x)
+    layout = sharded.layout
+    if name in OF_TOWERS and isinstance(x, Mapping):  # whole rows run there, on every rank
+        return nested_detach(x)  # type: ignore[no-untyped-call]
+    if name == "aux_loss" and isinstance(x, Tensor) and x.dim() == 0:  # that of whole rows, on every rank
+        return x.detach()
+    if name == "router_logits" and isinstance(x, Tensor) and x.dim() == 2 and len(x) % layout.local_length == 0:
+        return sharded.gather(x.detach().unflatten(0, (-1, layout.local_length))).flatten(0, 1)
+    if isinstance(x, Tensor) and x.dim() >= 2:
+        if x.shape[1] == layout.local_length:
+            return sharded.gather(x.detach())
+        if x.shape[1] == layout.length:  # gathered already, for the gathered loss
+            return x.detach()
+    raise errors.UnknownOutput(name, tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, layout.local_length)
 
 
 _SPEED = "(split, start_time, num_samples=, num_steps=, num_tokens=)"

@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from ... import errors
-from ..batch.shard import Sharded, shard_for
+from ..batch.shard import Sharded
 from ..context import batch_context
 from ..context.whole_batch import IGNORED
 from ..log import warn
 from ..model import admission
 from ..patching.changes import Patch
 from . import prediction, trainer, trainer_overrides
-from .whole_row_calls import Rows, log_probs_of_rows, whole_row_calls
+from .whole_row_calls import Rows, shard_rows, whole_row_calls
 
 BESIDE = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps", "label", "ref_logps", "ref_KL_logps")
 """Entries of a batch that no model gets."""
@@ -27,37 +27,27 @@ KL = "KL_"
 
 def _prepare_inputs(host: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
     whole = host._prepare_inputs(inputs)
-    return functools.partial(_step, host, model, _shard(host, model, whole), whole), whole
+    return functools.partial(_step, host, model, _rows(host, model, whole), whole), whole
 
 
-def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> list[Rows]:
-    """The models' whole inputs with labels, and this rank's share of them: the batch's, and KTO's for its KL term."""
+def _rows(host: Any, model: nn.Module, whole: dict[str, Any]) -> Rows:
+    """The policy's whole inputs with labels, and this rank's share of them."""
     trainer.refuse_trainer(host)
     admission.refuse_always(host.model)
-    name = type(host).__name__
     if getattr(host, "padding_free", False):  # TRL 1.16 warns, and pads
+        name = type(host).__name__
         raise errors.UnsupportedOption(f"{name} with padding_free=True", "TRL 1.16 had none to test; set it to False")
-    options = trainer.options_of_batches(model)
-    trainer.refuse_past_fused_head(host, options.loss)
     beside = [host.ref_model] if host.ref_model is not None and model is not host.ref_model else []
-    step = log_probs_of_rows(name)
-    given = [{x: value for x, value in whole.items() if not x.startswith(KL)}]
-    if f"{KL}input_ids" in whole:  # with the images of the batch
-        given.append(given[0] | {x.removeprefix(KL): value for x, value in whole.items() if x.startswith(KL)})
-    rows = []
-    for inputs in given:
-        batch = {x: value for x, value in inputs.items() if x not in BESIDE}
-        batch["labels"] = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORED)
-        sharded = shard_for(batch, trainer.group_of(host), options, model, step=step, beside=beside)
-        rows.append(Rows(sharded, batch))
-    return rows
+    batch = {x: value for x, value in whole.items() if x not in BESIDE and not x.startswith(KL)}
+    batch["labels"] = whole["input_ids"].masked_fill(whole["completion_mask"] == 0, IGNORED)
+    return Rows(shard_rows(host, model, batch, beside), batch)
 
 
 @contextmanager
-def _step(host: Any, model: nn.Module, rows: list[Rows], whole: dict[str, Any]) -> Iterator[Sharded]:
-    models, (first, *others) = (model, host.model, host.ref_model), rows
-    with first.sharded, trainer.prepared(host, whole), whole_row_calls(models, *first, others):
-        yield first.sharded
+def _step(host: Any, model: nn.Module, rows: Rows, whole: dict[str, Any]) -> Iterator[Sharded]:
+    models, shard = (model, host.model, host.ref_model), functools.partial(shard_rows, host)
+    with rows.sharded, trainer.prepared(host, whole), whole_row_calls(models, shard, rows):
+        yield rows.sharded
 
 
 def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +63,7 @@ def _compute_ref_log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_ref_log_probs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
         if not trainer.shards_batches(self):
             return original(self, model, inputs)
-        with _step(self, model, _shard(self, model, inputs), inputs):
+        with _step(self, model, _rows(self, model, inputs), inputs):
             return original(self, model, inputs)
 
     return compute_ref_log_probs
@@ -81,7 +71,7 @@ def _compute_ref_log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _predict(original: Callable[..., Any], host: Any, model: nn.Module, inputs: dict[str, Any], *given: Any) -> Any:
     whole = host._prepare_inputs(inputs)
-    with _step(host, model, _shard(host, model, whole), whole):
+    with _step(host, model, _rows(host, model, whole), whole):
         return original(host, model, whole, *given)
 
 

@@ -11,16 +11,16 @@ from . import (
     accelerate,
     distillation_trainer,
     grpo_trainer,
+    logits_trainers,
     preference_trainers,
     sft_trainer,
-    sharded_calls,
     trainer,
 )
 from .parallelism_config import deferring_cp_checks
 
 TRL_PATCHES = {
     sft_trainer.SFT: sft_trainer.PATCHES, **preference_trainers.PATCHES, **grpo_trainer.PATCHES,
-    distillation_trainer.DISTILLATION: distillation_trainer.PATCHES, **sharded_calls.PATCHES,
+    distillation_trainer.DISTILLATION: distillation_trainer.PATCHES, **logits_trainers.PATCHES,
 }  # fmt: skip
 """The patches of TRL's trainers, by class."""
 STARTS = {

@@ -1,13 +1,14 @@
 """Models that a host calls with whole rows: each rank computes its own tokens, and gets the output of all tokens.
 
 So a host's loss of whole sequences runs as it was written, on numbers of whole rows in their order, and needs no other
-function for each kind of loss. Log-probabilities travel, one number a token and kind: keys and values of one layer take
-a thousand times as much. If every rank computes the loss, the mean of gradients over ranks is right.
+function for each kind of loss. If every rank computes the loss, the mean of gradients over ranks is right. Of TRL's
+fused head log-probabilities travel, one number a token and kind: keys and values of one layer take a thousand times as
+much. Without it logits do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ... import errors
-from ..batch.shard import Sharded
+from ..batch.shard import Sharded, shard_for
 from ..context import batch_context, introspect
 from ..context.local_batch import LocalBatch
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS
+from . import trainer
 
 FUSED = "fused_lm_head"
 """The argument that asks TRL's head for log-probabilities in place of logits."""
@@ -32,52 +34,52 @@ class Rows(NamedTuple):
     whole: Mapping[str, Any]
 
 
+Shard = Callable[[nn.Module, dict[str, Any]], Sharded]
+"""Maps a model and its inputs for whole rows to this rank's share of them."""
+
+
 @contextmanager
-def whole_row_calls(
-    models: Iterable[nn.Module | None], sharded: Sharded, whole: Mapping[str, Any], others: Sequence[Rows] = ()
-) -> Iterator[None]:
-    """Lets ``models`` be called with the batch ``whole``, of which ``sharded`` is this rank's share.
+def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Rows | None = None) -> Iterator[None]:
+    """Lets ``models`` be called with whole rows.
 
     With ``fused_lm_head=True`` they return each field [B, S - 1] of a label, as TRL's head does for whole rows; else
-    logits [B, S, V].
+    logits [B, S, V], and the auxiliary loss of experts.
 
     Args:
-        others: rows that models may be called with beside the batch, without gradients.
-
-    Raises:
-        OtherInputs: on the call, if it has other tokens, masks or labels than the batch.
+        shard: shards the rows of a call, for that call.
+        batch: rows that were sharded before, in whose context the caller is; other calls are sharded when they are
+            made.
     """
-    running: list[tuple[nn.Module, Sharded]] = []
+    running: list[tuple[nn.Module, Sharded | None]] = []
 
     def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if running or batch_context.current() is not sharded.context:  # inside a wrapper, or the self-check's row
+        if running:  # inside a wrapper, or in the self-check
             return None
-        found, (missing, other) = sharded, _other_inputs(args, kwargs, whole)
-        if missing or other:  # first the batch: KTO's other rows may be the same, cut short
-            beside = () if torch.is_grad_enabled() else others
-            equal = [rows.sharded for rows in beside if _other_inputs(args, kwargs, rows.whole) == ([], [])]
-            if not equal:  # on every rank: all hold whole rows
-                raise errors.OtherInputs(introspect.name_of(model), missing, other)
-            found = equal[0]
-        mine = own_share(model, kwargs, found.inputs)
-        if found is not sharded:
-            found.__enter__()
-        running.append((model, found))
-        return (), mine
+        names = introspect.parameters_of(introspect.loss_model_of(model) or model)  # PEFT's are *args, **kwargs
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        rows = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        if batch is not None and _are_same(rows, batch.whole):
+            sharded = batch.sharded
+        else:  # on every rank: all hold whole rows
+            running.append((model, None))
+            if batch is not None:
+                batch.sharded.context.log.called = False  # it may have no call of its own
+            sharded = shard(model, rows)
+            sharded.__enter__()
+        running[:] = [(model, sharded)]
+        return (), own_share(model, given, sharded.inputs)
 
     def after(model: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if not running or running[0][0] is not model:
+        outer, sharded = running[0] if running else (None, None)
+        if outer is not model or sharded is None or batch_context.current() is not sharded.context:
             return None
-        found = leave(None if output is not None else RuntimeError)
-        if output is None:  # an error ended the call
-            return None
-        return _whole(output, found, bool(kwargs.get(FUSED)))
+        leave(None if output is not None else RuntimeError)
+        return None if output is None else _whole(output, sharded, bool(kwargs.get(FUSED)))  # None: an error ended it
 
-    def leave(error: type[Exception] | None) -> Sharded:
-        found = running.pop()[1]
-        if found is not sharded:
-            found.__exit__(error, None, None)
-        return found
+    def leave(error: type[Exception] | None) -> None:
+        _, sharded = running.pop()
+        if sharded is not None and (batch is None or sharded is not batch.sharded):
+            sharded.__exit__(error, None, None)
 
     try:
         with ExitStack() as hooks:
@@ -91,19 +93,33 @@ def whole_row_calls(
             leave(RuntimeError)
 
 
-def log_probs_of_rows(name: str) -> TrialStep:
-    """The step of the self-check: a loss in which each token's log-probability has its own weight.
+def shard_rows(
+    host: Any, model: nn.Module, rows: Mapping[str, Any], beside: Sequence[nn.Module] = (), fused: bool = True
+) -> Sharded:
+    """Shards whole rows for a trainer's model.
 
-    The host's loss runs on gathered rows, so only log-probabilities are checked. ``name``: of the host's class.
+    Args:
+        beside: other models that will get them. fused: they are called for log-probabilities, else for logits.
+    """
+    options = trainer.options_of_batches(host.model)
+    if fused:
+        trainer.refuse_past_fused_head(host, options.loss)
+    step = _trial_step(type(host).__name__, fused)
+    return shard_for(rows, trainer.group_of(host), options, model, not fused, step, beside)
+
+
+def _trial_step(name: str, fused: bool) -> TrialStep:
+    """The step of the self-check: a loss in which each token's log-probability, or its logits, have their own weight.
+
+    The host's loss runs on gathered rows, so only what it is computed of is checked. ``name``: of the host's class.
     """
 
     def loss(model: nn.Module, _row: Mapping[str, Any], local: LocalBatch) -> Any:
-        sharded = Sharded(*local)
-        inputs = own_share(model, {FUSED: True, "labels": local.inputs["labels"]}, local.inputs)
-        output = _whole(model(**inputs), sharded, True)
-        return weighed(output.log_probs[..., None])
+        given = {FUSED: True, "labels": local.inputs["labels"]} if fused else {}
+        output = _whole(model(**own_share(model, given, local.inputs)), Sharded(*local), fused)
+        return weighed(output.log_probs[..., None] if fused else output.logits)
 
-    return TrialStep(loss, True, "", (name, FUSED))
+    return TrialStep(loss, True, "", (name, FUSED if fused else "logits"))
 
 
 def weighed(x: Tensor) -> Tensor:
@@ -112,15 +128,10 @@ def weighed(x: Tensor) -> Tensor:
     return (x * weights[:, None]).sum()
 
 
-def _other_inputs(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
-    """Names of inputs that a call lacks, and of those that are not the batch's."""
-    missing = [key for key, x in whole.items() if isinstance(x, Tensor) and key not in kwargs and key != "labels"]
-    if args or missing:
-        return missing or ["named inputs"], []
-    tensors = {key: x for key, x in kwargs.items() if isinstance(x, Tensor)}
-    return [], [key for key, x in tensors.items() if key not in whole or not _same(x, whole[key])]
+def _are_same(rows: Mapping[str, Tensor], whole: Mapping[str, Any]) -> bool:
+    """Returns True if a call has all inputs of the batch but labels, and no others."""
+    missing = [key for key, x in whole.items() if isinstance(x, Tensor) and key not in rows and key != "labels"]
+    return not missing and all(key in whole and _same(x, whole[key]) for key, x in rows.items())
 
 
 def _same(x: Tensor, other: Any) -> bool:
@@ -141,7 +152,7 @@ def _whole(output: Any, sharded: Sharded, fused: bool) -> Any:
         raise errors.NoLogits()
     length, fields = sharded.layout.local_length, {}
     for name, x in output.items():
-        if not fused and name != "logits":
+        if not fused and name not in ("logits", "aux_loss"):
             continue
         of_tokens = isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == length
         if of_tokens and fused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -188,9 +189,9 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
     return made
 
 
-def trained(case: Case, mesh: Mesh, self_check: bool = True) -> Outcome:
+def trained(case: Case, mesh: Mesh, self_check: bool = True, kind: Any = None) -> Outcome:
     """The steps and an evaluation on this rank; ``mesh.alone`` runs as many replicas without the plugin."""
-    return outcome(trainer, table, case, mesh, self_check)
+    return outcome(trainer if kind is None else functools.partial(trainer, kind=kind), table, case, mesh, self_check)
 
 
 def outcome(make: Any, table: Callable[[Any], dict[str, float]], case: Any, mesh: Mesh, self_check: bool) -> Outcome:
@@ -279,7 +280,7 @@ def first_step(make: Any, case: Any, mesh: Mesh, ring: RingConfig | None = None,
 
 
 class OtherTokens(GRPOTrainer):
-    """Has a term of rows that are not the batch's."""
+    """Learns from rows that are not the batch's."""
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         parent: Any = super()

@@ -58,9 +58,9 @@ def in_float64(jobs: ModuleType, *makers: str) -> Iterator[None]:
         yield
 
 
-def preferences_trained(case: preference_jobs.Case, mesh: Mesh) -> Outcome:
+def preferences_trained(case: preference_jobs.Case, mesh: Mesh, kind: Any = None) -> Outcome:
     with in_float64(preference_jobs, "policy", "teacher"):
-        return preference_jobs.trained(case, mesh)
+        return preference_jobs.trained(case, mesh, kind=kind)
 
 
 def whole_logits_trained(case: whole_logits_jobs.Case, mesh: Mesh) -> Outcome:
@@ -83,6 +83,6 @@ def distilled(case: distillation_jobs.Case, mesh: Mesh) -> Outcome:
         return distillation_jobs.trained(case, mesh)
 
 
-def reinforced(case: grpo_jobs.Case, mesh: Mesh) -> Outcome:
+def reinforced(case: grpo_jobs.Case, mesh: Mesh, kind: Any = None) -> Outcome:
     with in_float64(grpo_jobs, "policy", "teacher"):
-        return grpo_jobs.trained(case, mesh)
+        return grpo_jobs.trained(case, mesh, kind=kind)

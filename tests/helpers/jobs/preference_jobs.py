@@ -167,7 +167,7 @@ def save(case: Case, folder: str) -> None:
     preferences(case, EVAL_ROWS, start=4000).save_to_disk(f"{folder}/evaluate")
 
 
-def trained(case: Case, mesh: Mesh, saved: str = "", self_check: bool = True) -> Outcome:
+def trained(case: Case, mesh: Mesh, saved: str = "", self_check: bool = True, kind: Any = None) -> Outcome:
     """The steps and an evaluation on this rank; without a ring in one process, with ``mesh.dp`` batches at a time.
 
     KTO without a ring: in ``mesh.dp`` processes, since it mixes the rows of a device's batch.
@@ -181,7 +181,7 @@ def trained(case: Case, mesh: Mesh, saved: str = "", self_check: bool = True) ->
         if saved:
             names = {"train_dataset": "train", "eval_dataset": "evaluate"}
             data = {name: Dataset.load_from_disk(f"{saved}/{part}") for name, part in names.items()}
-        dpo = trainer(case.with_args(**rows), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **data)
+        dpo = trainer(case.with_args(**rows), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", kind, **data)
         hf_ring_attn.configure(dpo.model, RingConfig(self_check=self_check))
         before = trained_parameters(dpo)
         dpo.train()
@@ -275,13 +275,23 @@ def trained_with(defect: str, case: Case, mesh: Mesh) -> Outcome:
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-class OtherTokens(DPOTrainer):
-    """Has a term of rows that are not the batch's."""
+class OtherPairs(DPOTrainer):
+    """Learns from rows that are not the batch's."""
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        other = {**inputs, "input_ids": inputs["input_ids"].flip(0)}
         parent: Any = super()
-        return parent._compute_loss(model, other, return_outputs)
+        return parent._compute_loss(model, inputs | {"input_ids": inputs["input_ids"].flip(0)}, return_outputs)
+
+
+class OtherAnswers(KTOTrainer):
+    """As `OtherPairs`, beside the rows of the KL term."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        parent: Any = super()
+        return parent._compute_loss(model, inputs | {"input_ids": inputs["input_ids"].flip(0)}, return_outputs)
+
+
+OTHER_ROWS = (OtherPairs, OtherAnswers)
 
 
 class OwnBatches(DPOTrainer):

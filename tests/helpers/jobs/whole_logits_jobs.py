@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PrinterCallback
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
+from hf_ring_attn.integration.batch.shard import Sharded
 from hf_ring_attn.integration.context.mesh import ring_group
-from hf_ring_attn.integration.hosts import sharded_calls
 from tests.helpers.jobs import preference_jobs
 from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
 from tests.helpers.jobs.preference_jobs import BATCH, DEFECTS, EVAL_ROWS, STEPS, TRAIN_ROWS, numbers, preferences
@@ -89,7 +89,8 @@ def trained(case: Case, mesh: Mesh, self_check: bool = True, defect: Callable[[]
 
 def rows_of_other_places() -> Any:
     """The logits of each token stand at the next one."""
-    return mock.patch.object(sharded_calls, "whole_sequences", lambda sharded, _name, x: sharded.gather(x).roll(1, 1))
+    gather = Sharded.gather
+    return mock.patch.object(Sharded, "gather", lambda self, x: gather(self, x).roll(1, 1))
 
 
 PLANTED = {

@@ -191,7 +191,6 @@ def test_a_planted_defect_is_seen(ranks: Ranks, defect: str) -> None:
 
 REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [
     ("logits of whole rows", Case(""), {"ring": RingConfig(loss="gathered")}, "NoLogits: loss='gathered' needs"),
-    ("a loss of other tokens", Case(""), {"kind": OtherTokens}, "OtherInputs: LlamaForCausalLM was called in a ring "),
     (
         "continuous batches", Case("", {"use_transformers_continuous_batching": True}, rloo=True), {},
         "UnsupportedOption: FixedRLOO with use_transformers_continuous_batching is not possible",
@@ -211,6 +210,12 @@ REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [
         "PartialGroups: 4 completions (per_device_eval_batch_size 4 x 1 rings) are no whole groups of 8",
     ),
 ]  # fmt: skip
+
+
+def test_a_loss_of_other_rows_than_the_batchs(ranks: Ranks) -> None:
+    (want,) = ranks(1).run(reinforced, Case(""), Mesh(), OtherTokens)
+    for got in ranks(2).run(reinforced, Case(""), Mesh(cp=2), OtherTokens):
+        assert_equal_in_float64(got, want)
 
 
 @pytest.mark.parametrize(("why", "case", "options", "text"), REFUSED, ids=[why for why, *_ in REFUSED])

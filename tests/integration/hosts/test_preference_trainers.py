@@ -14,9 +14,9 @@ from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_in_float64, 
 from tests.helpers.jobs.in_float64 import preferences_trained
 from tests.helpers.jobs.preference_jobs import (
     DEFECTS,
+    OTHER_ROWS,
     STEPS,
     Case,
-    OtherTokens,
     OwnBatches,
     PaddingFree,
     evaluated,
@@ -101,11 +101,6 @@ UNDER_FSDP2 = [
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("logits of whole rows in each step", {"ring": RingConfig(loss="gathered")}, "NoLogits: loss='gathered' needs"),
     (
-        "a loss of other tokens",
-        {"kind": OtherTokens},
-        "OtherInputs: LlamaForCausalLM was called in a ring with ",
-    ),
-    (
         "a batch that is not sharded",
         {"kind": OwnBatches},
         "InputsNotHandedOn: OwnBatches._prepare_context_parallel_inputs of OwnBatches changed the batch",
@@ -168,6 +163,13 @@ def test_a_planted_defect_is_seen(ranks: Ranks, defect: str, case: Case) -> None
 def test_what_would_differ_is_refused(ranks: Ranks, why: str, options: dict[str, Any], text: str) -> None:
     for said in ranks(2).run(one_step, Case(why), Mesh(cp=2), **options):
         assert said.startswith(text), said
+
+
+@pytest.mark.parametrize("case", [Case("DPO"), Case("KTO", SEQUENTIAL, kto=True)], ids=lambda case: case.why)
+def test_a_loss_of_other_rows_than_the_batchs(ranks: Ranks, case: Case) -> None:
+    (want,) = ranks(1).run(preferences_trained, case, Mesh(), OTHER_ROWS[case.kto])
+    for got in ranks(2).run(preferences_trained, case, Mesh(cp=2), OTHER_ROWS[case.kto]):
+        assert_equal_in_float64(got, want)
 
 
 @pytest.mark.parametrize("kto", [False, True], ids=["DPO", "KTO"])

@@ -24,12 +24,15 @@ def test_a_call_that_is_interrupted_leaves_its_ring() -> None:
     """Torch calls no hook after Ctrl-C, so later calls ran in the ring of KTO's other rows."""
     model: Any = tiny("llama", "ring_fp32")
     first, second = rows(24), rows(20)
-    sharded, beside = hf_ring_attn.shard(first), hf_ring_attn.shard(second)
+    sharded = hf_ring_attn.shard(first)
+
+    def shard(_: Any, other: dict[str, Any]) -> hf_ring_attn.Sharded:
+        return hf_ring_attn.shard(other)
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with sharded, whole_row_calls([model], sharded, first, [Rows(beside, second)]), torch.no_grad():
+    with sharded, whole_row_calls([model], shard, Rows(sharded, first)), torch.no_grad():
         model(**first)
         model.model.layers[1].register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):

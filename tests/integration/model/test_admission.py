@@ -11,7 +11,7 @@ import hf_ring_attn
 import tests.helpers.jobs.refusal_jobs as jobs
 from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.integration.context import model_record
-from hf_ring_attn.integration.hosts.whole_outputs import whole_sequences
+from hf_ring_attn.integration.hosts.prediction import whole_sequences
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import padded, tokens
 from tests.helpers.jobs.refusal_jobs import Forward, Training

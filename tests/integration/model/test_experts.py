@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import MixtralForCausalLM
 
 import hf_ring_attn
-from hf_ring_attn.integration.hosts.whole_outputs import whole_sequences
+from hf_ring_attn.integration.hosts.prediction import whole_sequences
 from hf_ring_attn.integration.model import experts
 from hf_ring_attn.integration.model.experts import FUNCTION, SHARED, balancing_loss, is_known_balance
 from tests.helpers.contexts import alone

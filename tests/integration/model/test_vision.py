@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
-from hf_ring_attn.integration.hosts.whole_outputs import whole_sequences
+from hf_ring_attn.integration.hosts.prediction import whole_sequences
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import plain_jobs
 from tests.helpers.jobs.comparison import (
