@@ -128,14 +128,16 @@ def _local(result: Any, call: Call, origin: Origin) -> Any:
     if type(result) is not Tensor:
         return result
     trains = result.requires_grad and torch.is_grad_enabled() and result.is_floating_point()
-    if not (trains or origin.trains):
+    if not (trains or origin.trains or torch.is_grad_enabled()):  # of a frozen model, in an evaluation
         return result
     facts, past = look_at(call, result, trains)
     if not trains:  # detached: a view made without gradients, as in a function's own forward, says that it has one
         return LocalLogits.of(result.detach(), origin, past)
-    if not call.x.requires_grad:
+    begins = not call.x.requires_grad
+    if begins:
         origin = origin.anew()
-        origin.begin_at(result)
     origin.used = True
     origin.note(facts, result)
+    if begins:  # after the facts are noted: hooks run in their order
+        origin.begin_at(result)
     return LocalLogits.of(result, origin, past)

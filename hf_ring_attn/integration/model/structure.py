@@ -151,7 +151,7 @@ def position_reasons(model: nn.Module, hidden: bool) -> Iterator[str]:
     Args:
         hidden: a padding mask hides tokens.
     """
-    for name, module in model.named_modules():
+    for name, module in text_modules(model):  # a Pixtral tower sums the lengths of images
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is None or "position_ids" not in code.co_varnames:
             continue
