@@ -26,7 +26,7 @@ from ..losses import whole_heads
 from ..model import adapters, admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import between_batches, liger_arguments, logged_numbers, samplers, trainer_overrides
+from . import between_batches, liger_arguments, logged_numbers, own_compute_loss, samplers, trainer_overrides
 from .gathered_loss import with_gathered_logits
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
@@ -60,6 +60,7 @@ def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer by its class and its arguments."""
     trainer_overrides.refuse_unknown(trainer)
     trainer_overrides.check_override(trainer, shards_batches)
+    own_compute_loss.count_rings(trainer, group_of(trainer))
     liger_arguments.leave_loss_to_ring(trainer.args)
 
 
@@ -185,7 +186,7 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
             with counted, trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
 
-    kind, own = type(trainer), vars(trainer).get("compute_loss")
+    kind, own = type(trainer), own_compute_loss.set_by_program(trainer)
     functions = (kind.compute_loss, own, trainer.compute_loss_func)
     # By identity: a dataclass has no hash. The model's record must not keep alive what may hold the model.
     key: tuple[Any, ...] = tuple(None if one is None else WeakIdRef(one) for one in (trainer, *functions))

@@ -221,7 +221,8 @@ class _Check(AcrossRanks):
         """Compares the loss of a trial step, and gradients if it ``trains``. ``modes``: those of the modules."""
         weights = watched_weights(self.model) if trains and self.sharding is None else {}
         set_modes(self.model, None if step.trains else modes if trains else [False] * len(modes))
-        row = self._row(seed, rows, self.context.facts.has_labels or self.context.whole_head, repeats=True)
+        labelled = self.context.facts.has_labels or self.context.whole_head
+        row = self._row(seed, rows, labelled, repeats=True, of_batch=bool(step.name))
         attempted = partial(run_step, step, self.model, self.given, weights=[*weights.values()], as_one=self.as_one)
         whole_step, ring_step = (
             partial(self.states.run, partial(attempted, row, part, partial(self._call, *part)), alone)
@@ -286,8 +287,10 @@ class _Check(AcrossRanks):
 
     # ---- runs ----
 
-    def _row(self, seed: int, rows: int, labelled: bool, repeats: bool = False) -> dict[str, Any]:
-        row = self.sample.row(self.model, self.ring.size, labelled, seed, rows, repeats)
+    def _row(
+        self, seed: int, rows: int, labelled: bool, repeats: bool = False, of_batch: bool = False
+    ) -> dict[str, Any]:
+        row = self.sample.row(self.model, self.ring.size, labelled, seed, rows, repeats, of_batch)
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in row.items()}
 
     def _local(self, row: Mapping[str, Any], ring: Ring) -> LocalBatch:

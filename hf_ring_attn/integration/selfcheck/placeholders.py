@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ... import errors
 from ..log import warn
@@ -28,10 +27,8 @@ class PlantedSample(Sample):
     marks: tuple[int, ...] = ()
     spots: int = 1
 
-    def row(
-        self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1, repeats: bool = False
-    ) -> dict[str, Any]:
-        found = super().row(model, world_size, labelled, seed, rows, repeats)
+    def row(self, *given: Any, **named: Any) -> dict[str, Any]:
+        found = super().row(*given, **named)
         found |= {name: x for name, x in self.others.items() if _is_list(x, self.rows)}
         ids = found["input_ids"].clone()
         for number, mark in enumerate(self.marks):

@@ -17,6 +17,8 @@ from ..context.whole_batch import FEATURES, IGNORED, LOSS_INPUTS, WholeBatch
 from ..log import warn
 
 LEAST_TOKENS, LEAST_CHUNK = 26, 4
+ADDED = 4
+"""Ids of a batch that are taken for those of added tokens."""
 
 DROPPED = {*LOSS_INPUTS, "use_cache", "attention_mask", "position_ids"}
 """Inputs that the check makes by itself."""
@@ -52,6 +54,7 @@ class Sample:
         named_only: leave keys of the batch out that the model's forward does not name.
         unnamed: the batch's tokens, if it has features under names that are not known; see `placeholders`.
         padding: the batch's tokens, and which of them its mask hides.
+        ids: the batch's tokens, unless it has images.
     """
 
     rows: int
@@ -65,6 +68,7 @@ class Sample:
     labels: Tensor | None = None
     unnamed: Tensor | None = None
     padding: tuple[Tensor, Tensor] | None = None
+    ids: Tensor | None = None
     named_only: bool = False
 
     @classmethod
@@ -98,6 +102,7 @@ class Sample:
             labels=labels.detach() if isinstance(labels, Tensor) else None,
             unnamed=ids,
             padding=None if hidden is None or "input_ids" not in given else (given["input_ids"], hidden[:, :length]),
+            ids=None if images else given.get("input_ids"),
         )
 
     def inputs(self) -> tuple[object, ...]:
@@ -140,12 +145,14 @@ class Sample:
         return next(iter(self.tokens.values())).device
 
     def row(
-        self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1, repeats: bool = False
-    ) -> dict[str, Any]:
+        self, model: nn.Module, world_size: int, labelled: bool, seed: int, rows: int = 1, repeats: bool = False,
+        of_batch: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         """Makes one or more rows for ``model`` with the inputs of the user's batch, the same on every rank.
 
         Args:
             repeats: all tokens of one rank are the same word: an expert of limited capacity would drop some there.
+            of_batch: the other tokens are the batch's, those of the highest ids first: a program may look for them.
         """
         generator = torch.Generator().manual_seed(seed)
         config = next(introspect.configs_of(model))
@@ -163,7 +170,12 @@ class Sample:
         random = words[torch.randint(len(words), (rows, count), generator=generator)]
         one_rank = torch.isin(torch.arange(count), Layout(count, world_size, 1).positions())
         if ids is not None:
-            written = torch.where(one_rank & repeats, random[:1, :1], random)
+            same = random[:1, :1].clone()
+            for words_of_row in random if of_batch else ():
+                own = self._words(words, list(introspect.configs_of(model)), generator)
+                if len(own):
+                    words_of_row[~one_rank] = own[torch.arange(int((~one_rank).sum())) % len(own)]
+            written = torch.where(one_rank & repeats, same, random)
             row["input_ids"] = written.to(device=device, dtype=ids.dtype)
         if self.first is not None:
             row["position_ids"] = torch.arange(self.first, self.first + count, device=device).expand(rows, -1)
@@ -188,6 +200,20 @@ class Sample:
             spans = [name for name, x in others.items() if name.endswith("_positions") and isinstance(x, Tensor)]
             others |= {name: others[name] % count for name in spans}
         return {**others, **row, "use_cache": False}
+
+    def _words(self, ordinary: Tensor, configs: list[Any], generator: torch.Generator) -> Tensor:
+        """The batch's ids [n], each once: those that tokenizers add come last in a vocabulary, so they are first here.
+
+        Args:
+            ordinary: ids that announce no images, of which alone these are if a model has other parts than text.
+        """
+        if self.ids is None:
+            return ordinary[:0]
+        found = self.ids.unique().cpu()
+        if len(configs) > 1:
+            found = found[torch.isin(found, ordinary)]
+        rest = found[:-ADDED]
+        return torch.cat([found[-ADDED:].flip(0), rest[torch.randperm(len(rest), generator=generator)]])
 
     def _padding_id(self, config: Any) -> int | None:
         """The id of hidden tokens, by which a program may know them: the batch's, or that of a head's model."""

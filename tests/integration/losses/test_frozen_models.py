@@ -36,7 +36,8 @@ def of_rows(head: nn.Module, pooled: Tensor) -> Tensor:
 
 
 def distance(head: nn.Module, hidden: Tensor) -> Tensor:
-    return head(hidden)[..., 0] - hidden[..., 0]
+    found: Tensor = head(hidden)[..., 0] - hidden[..., 0]
+    return found
 
 
 RIGHT: dict[str, Loss] = {
@@ -91,10 +92,13 @@ def learnt(name: str, without_gradients: bool) -> list[Tensor] | str:
 
 def run(model: Any, sharded: Any, inputs: dict[str, Any]) -> Tensor:
     if sharded is None:
-        found: Tensor = model(**inputs).last_hidden_state
-        return found
+        return last_hidden_state(model, inputs)
     with sharded:
-        found = model(**inputs).last_hidden_state
+        return last_hidden_state(model, inputs)
+
+
+def last_hidden_state(model: Any, inputs: dict[str, Any]) -> Tensor:
+    found: Tensor = model(**inputs).last_hidden_state
     return found
 
 

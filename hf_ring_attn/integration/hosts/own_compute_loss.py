@@ -1,0 +1,47 @@
+"""A trainer's own compute_loss that its own training_step calls with whole rows, on every rank of a ring.
+
+The loss of a rank's tokens times the number of processes is right, since gradients are averaged. Of whole rows it is
+the number of rings: so that is what the trainer sees there.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from ..context import batch_context
+from .rings_as_processes import RingsCounted, rings_as_processes
+
+_OURS = "_hf_ring_attn_counts_rings"
+
+
+def count_rings(trainer: Any, group: Any) -> None:
+    """Lets a compute_loss of the program's own count rings where no batch is sharded. ``group``: of the ring."""
+    kind = type(trainer)
+    is_known = kind.compute_loss.__module__.startswith(("transformers.", "trl."))
+    if group is None or is_known or "compute_loss" in vars(trainer):
+        return
+    of: Any = weakref.ref(trainer)  # else each would keep the other alive
+
+    @functools.wraps(kind.compute_loss)
+    def compute_loss(
+        model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **named: Any
+    ) -> Any:
+        host = of()
+        call = functools.partial(kind.compute_loss, host, model, inputs, return_outputs)
+        if batch_context.current() is not None or isinstance(host.accelerator, RingsCounted):
+            return call(num_items_in_batch, **named)
+        if num_items_in_batch is not None and not host.args.average_tokens_across_devices:
+            num_items_in_batch = num_items_in_batch * group.size()  # a rank's part
+        with rings_as_processes(host, RingsCounted):
+            return call(num_items_in_batch, **named)
+
+    setattr(compute_loss, _OURS, True)
+    trainer.compute_loss = compute_loss
+
+
+def set_by_program(trainer: Any) -> Any:
+    """The compute_loss that a program set on the trainer itself; None if it set none."""
+    own = vars(trainer).get("compute_loss")
+    return None if hasattr(own, _OURS) else own
