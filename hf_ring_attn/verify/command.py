@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import errors
 from ..command_line import DTYPES, count, device
 from ..command_ranks import start_ranks, world
 from ..config import is_a_launched_rank
@@ -17,6 +18,10 @@ from ..integration.model.decoder import layer_kinds
 from .verdict import Finding, verdict
 
 LEAST_TOKENS = 32
+FEW = 4
+"""Layers of a model so small that a list of as many numbers need not be of its layers: it may be a range."""
+ATTENDING = ("full_attention", "attention", "sliding_attention", "chunked_attention", "hybrid", "indexed_attention")
+"""Kinds of layers that attend."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +51,14 @@ def run(given: argparse.Namespace) -> int:
     kinds = layer_kinds(config)
     with world(given.device, may_share=True) as (ring, where):
         model, loaded = _model(given, config, where)
-        findings, refusal = verdict(model, given.tokens, where)
+        try:
+            findings, refusal = verdict(model, given.tokens, where)
+        except errors.NoRingAttention:
+            first = next((at for at, kind in enumerate(kinds) if kind in ATTENDING), None)
+            if given.layers is None or first is None or first < given.layers:
+                raise
+            need = f"{first + 1} or more: no layer before that attends, so there is nothing for a ring to do"
+            raise errors.BadOption("--layers", given.layers, need) from None
         if ring.size == 1:
             refusal = refusal or "one rank is no ring, so only leaks were looked for: give --ranks 2 or more"
         layers = config.get_text_config().num_hidden_layers
@@ -69,9 +81,7 @@ def _model(given: argparse.Namespace, config: Any, where: torch.device) -> tuple
     """The model with eager attention, and True if its weights were loaded; random ones are the same on every rank."""
     text, dtype = config.get_text_config(), DTYPES[given.dtype]
     if given.layers is not None and given.layers < text.num_hidden_layers:
-        text.num_hidden_layers = given.layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[: given.layers]
+        _keep_first(text, given.layers)
     model = loading.trained_model(given.model, config, dtype, "eager")
     loaded = model is not None
     if model is None:
@@ -80,6 +90,21 @@ def _model(given: argparse.Namespace, config: Any, where: torch.device) -> tuple
         torch.manual_seed(0)
         model = loading.random_model(config, dtype, "eager")
     return model.to(where).eval(), loaded
+
+
+def _keep_first(text: Any, layers: int) -> None:
+    """Takes all but the first layers out of a config."""
+    total = text.num_hidden_layers
+    for name, value in list(vars(text).items()):  # of kinds, widths or windows, perhaps
+        of_layers = isinstance(value, (list, tuple)) and len(value) == total
+        if of_layers and (total > FEW or all(isinstance(x, str) for x in value)):
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    if total_shared := getattr(text, "num_kv_shared_layers", None):  # the last ones take others' keys and values
+        kinds, shared = layer_kinds(text), max(0, layers - (total - total_shared))
+        while shared and not {*kinds[layers - shared :]} <= {*kinds[: layers - shared]}:
+            shared -= 1
+        text.num_kv_shared_layers = shared
 
 
 def _is_exact(findings: list[Finding], refusal: str) -> bool:

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_ring_attn import cli
 from hf_ring_attn.integration.model import loading
-from hf_ring_attn.verify.command import _as_json, _kinds_not_seen, _table, _windows_not_seen
+from hf_ring_attn.verify.command import _as_json, _keep_first, _kinds_not_seen, _table, _windows_not_seen
 from hf_ring_attn.verify.verdict import Finding
 from tests.helpers.jobs.verify_jobs import looks_around
 from tests.helpers.models.tiny_models import SIZES, tiny
 from tests.helpers.programs import start
 from tests.helpers.torchrun import on_nodes
+from tests.sweep.configs import entries, tiny_config
 
 FACTS = {
     "model": "LlamaForCausalLM", "weights": "random", "ranks": 2, "device": "cpu", "dtype": "float32", "tokens": 64,
@@ -196,3 +198,29 @@ def test_ranks_get_the_same_command(config: Path, monkeypatch: pytest.MonkeyPatc
 def test_an_unknown_model_is_refused_before_ranks_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["verify", "--model", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "kept"),
+    [
+        ("jamba", 1, {"layer_types": ["linear_attention"]}),  # it computes its kinds of layers
+        ("falcon_h1", 1, {"time_step_limit": (0.0, float("inf"))}),  # as long as its list of layers
+        ("gemma4_text", 2, {"num_kv_shared_layers": 0}),
+    ],
+)
+def test_the_first_layers_of_any_config(kind: str, layers: int, kept: dict[str, Any]) -> None:
+    config: Any = tiny_config(next(entry for entry in entries() if entry.model_type == kind))
+    _keep_first(config, layers)
+    assert config.num_hidden_layers == layers
+    assert {name: getattr(config, name) for name in kept} == kept
+    loading.random_model(config, torch.float32, "eager")
+
+
+def test_layers_that_do_not_attend_are_too_few(tmp_path: Path) -> None:
+    entry = next(entry for entry in entries() if entry.model_type == "jamba")
+    tiny_config(entry).save_pretrained(tmp_path)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    said = start(tmp_path, program, ranks=2).output()
+    assert (tmp_path / "code.txt").read_text() != "0"
+    assert "--layers=1 is not possible: it must be 2 or more: no layer before that attends" in said

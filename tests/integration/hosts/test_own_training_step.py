@@ -70,6 +70,37 @@ class Pairs(Trainer):
         return sharded.row_sum(of_tokens[..., 0], mask=targets != -100)
 
 
+class Whole(Trainer):
+    """transformers' own step, copied, with a loss of the form that a ring's guide gives; it sees whole rows."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        logits, labels = model(inputs["input_ids"], inputs["attention_mask"]).logits, inputs["labels"]
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="sum")
+        total: Tensor = loss / num_items_in_batch * self.accelerator.num_processes
+        return total
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class AndTerm(Whole):
+    """Adds a term to transformers' loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        loss: Any = Trainer.compute_loss(self, model, inputs, num_items_in_batch=num_items_in_batch)
+        squares = torch.stack([x.square().sum() for x in model.parameters()])
+        total: Tensor = loss + 1e-2 * self.accelerator.num_processes * squares.sum()
+        return total
+
+
 class ClipsBetween(TrainerCallback):
     def on_substep_end(self, *_: Any, model: Any = None, **__: Any) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -96,9 +127,20 @@ def trained(kind: type[Trainer], callbacks: list[TrainerCallback], mesh: Mesh, f
         (Adversarial, [], False),
         (Pairs, [], False),
         (Pairs, [], True),
+        (Whole, [], False),
+        (AndTerm, [], False),
         (Trainer, [ClipsBetween()], False),
     ],
-    ids=["clips", "clips, FSDP2", "an adversary", "pairs", "pairs, FSDP2", "a callback"],
+    ids=[
+        "clips",
+        "clips, FSDP2",
+        "an adversary",
+        "pairs",
+        "pairs, FSDP2",
+        "whole rows",
+        "whole rows and a term",
+        "a callback",
+    ],
 )
 def test_gradients_between_batches_are_those_of_one_process(
     ranks: Ranks, kind: type[Trainer], callbacks: list[TrainerCallback], fsdp: bool

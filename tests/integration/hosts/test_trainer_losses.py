@@ -184,6 +184,37 @@ def test_a_loss_of_pooled_rows_is_refused_before_a_step(ranks: Ranks) -> None:
         assert steps == 0
 
 
+class AfterMark(Trainer):
+    """Tokens after a mark count three times, as answers after the end of a thought."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        targets, logits = inputs["shift_labels"], model(input_ids=inputs["input_ids"]).logits.float()
+        each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        weight = 1 + 2 * (inputs["input_ids"] == Marked.MARK).cumsum(1)
+        return (each * weight).sum() / num_items_in_batch * self.accelerator.num_processes
+
+
+class Marked(Rows):
+    """A token that a tokenizer added is in each row once."""
+
+    MARK = 96
+
+    def make(self) -> list[Row]:
+        rows = super().make()
+        for row in rows:
+            row["input_ids"] = row["input_ids"].clamp(max=self.MARK - 1).index_fill(0, torch.tensor([7]), self.MARK)
+        return rows
+
+
+def test_a_loss_that_looks_for_an_added_token_is_refused_before_a_step(ranks: Ranks) -> None:
+    """No token of the self-check's row was such a one: a loss of 9.5 for 11.8, silently."""
+    for error, steps in ranks(2).run(refusal, AfterMark, Marked()):
+        assert error.startswith("LossNotSharded: the loss of AfterMark.compute_loss (the self-check found "), error
+        assert steps == 0
+
+
 def test_a_term_that_compares_rows_is_refused_before_a_step(ranks: Ranks) -> None:
     """The trial step had one row, in which the term is 0: a loss of 5.407 for 5.417, silently."""
     for error, steps in ranks(2).run(refusal, ContrastsBeside, Rows()):
