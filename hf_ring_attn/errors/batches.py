@@ -14,6 +14,15 @@ class BadBatch(Refused):
     """A batch that cannot be sharded exactly."""
 
 
+class NumberedMask(BadBatch):
+    def __init__(self, highest: int) -> None:
+        super().__init__(
+            f"the attention_mask holds {highest}, as if it numbered packed documents, but a 2-D mask is 0 or 1. Models "
+            "take it for a mask of padding, and let documents see each other. Number documents by position_ids that "
+            "restart at 0 for each, and leave the mask out; or make a mask of padding with mask.ne(0)."
+        )
+
+
 class MixedDocuments(BadBatch):
     def __init__(self, row: int, token: int) -> None:
         super().__init__(

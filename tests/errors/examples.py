@@ -8,7 +8,7 @@ LLAMA = "LlamaForCausalLM"
 TAKES_NO_COUNT = "the loss of MyModel, which takes no num_items_in_batch,"
 
 ARGUMENTS: dict[str, Any] = {
-    "made": [5, 5, 3, 3],
+    "made": [5, 5, 3, 3], "highest": 4,
     "length": 4097, "world_size": 8, "pads": True, "ring_size": 8, "size": 8, "cp_size": 4, "processes": 4,
     "rank": 1, "row": 3, "rows": 2, "token": 17, "tokens": 64, "local": 512, "queries": 4096, "keys": 4096,
     "scored": 1, "plain": 2, "labels": 4000, "completions": 4, "generations": 8, "value": 0, "shape": (4096, 16),

@@ -248,7 +248,13 @@ def text_positions(position_ids: Tensor | None) -> Tensor | None:
 
 
 def mask_facts(layout: Layout, rows: int, position_ids: Tensor | None, attention_mask: Tensor | None) -> MaskFacts:
-    """Reads documents from restarts of position_ids [B, S], and padding from zeros of attention_mask [B, S]."""
+    """Reads documents from restarts of position_ids [B, S], and padding from zeros of attention_mask [B, S].
+
+    Raises:
+        NumberedMask: the mask has numbers above 1, by which hybrids multiply hidden states.
+    """
+    if attention_mask is not None and bool((attention_mask > 1).any()):
+        raise errors.NumberedMask(int(attention_mask.max()))
     documents = positions = hidden = None
     if position_ids is not None:
         position_ids = position_ids.expand(rows, -1).cpu()

@@ -169,6 +169,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ids": IDS, "position_ids": torch.zeros(3, 2, 8)},
         "position_ids has shape (3, 2, 8), but it must be [2, 8].",
     ),
+    "a mask that numbers documents": (
+        {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2, 3, 3]] * 2)},
+        "the attention_mask holds 3, as if it numbered packed documents, but a 2-D mask is 0 or 1. ",
+    ),
     "documents with a mask": (
         {"input_ids": IDS, "position_ids": PACKED, "attention_mask": torch.ones(2, 8)},
         "position_ids restart at token 3 of row 0, as for packed documents, but the batch has a 2-D attention_mask,",
@@ -178,7 +182,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "cu_seq_lens_q and position_ids define different documents (first difference at token 3 of row 0).",
     ),
     "documents that cu_seq_lens alone tells, with a mask": (
-        {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 8]), "attention_mask": IDS[:1] + 1},
+        {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 8]), "attention_mask": torch.ones_like(IDS[:1])},
         "cu_seq_lens_q and position_ids define different documents (first difference at token 3 of row 0).",
     ),
     "documents that cu_seq_lens leaves out": (

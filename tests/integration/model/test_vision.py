@@ -13,6 +13,7 @@ from torch import Tensor
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.integration.hosts.prediction import whole_sequences
+from hf_ring_attn.integration.model import structure
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import plain_jobs
 from tests.helpers.jobs.comparison import (
@@ -29,6 +30,7 @@ from tests.helpers.jobs.in_float64 import pictures_learnt_by_trainer
 from tests.helpers.jobs.plain_jobs import Batch, Step
 from tests.helpers.jobs.runs import Mesh, Pictures, Run
 from tests.helpers.models.tiny_models import BEFORE_IMAGE, IMAGE, VIDEO, VOCABULARY, tiny
+from tests.helpers.models.vision_models import KINDS, build
 
 
 def with_images(model: str, length: int = 23, left: int = 0, gap: int = 9) -> Batch:
@@ -225,6 +227,12 @@ def test_a_text_model_that_numbers_by_the_padding_mask_is_refused(ranks: Ranks) 
     for size in (1, 2):
         for text in ranks(size).run(refused, with_images("llava", left=5), "llava"):
             assert text.startswith(want + "put its position_ids into the batch")
+
+
+def test_a_tower_that_sums_lengths_numbers_no_tokens() -> None:
+    """Padded rows of text in Mistral 3 were refused, as if its Pixtral tower numbered them by the mask."""
+    model = build(KINDS["Mistral 3"], "ring_fp32")
+    assert list(structure.position_reasons(model, hidden=True)) == []
 
 
 def whole_mask(embeds: Tensor) -> Tensor:
