@@ -64,10 +64,14 @@ def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Row
             running.append((model, None))
             if batch is not None:
                 batch.sharded.context.log.called = False  # it may have no call of its own
-            sharded = shard(model, rows)
+            try:
+                sharded = shard(model, rows)
+            except BaseException:
+                running.clear()
+                raise
             sharded.__enter__()
         running[:] = [(model, sharded)]
-        return (), own_share(model, given, sharded.inputs)
+        return (), _own_share(model, given, sharded.inputs)
 
     def after(model: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         outer, sharded = running[0] if running else (None, None)
@@ -116,7 +120,7 @@ def _trial_step(name: str, fused: bool) -> TrialStep:
 
     def loss(model: nn.Module, _row: Mapping[str, Any], local: LocalBatch) -> Any:
         given = {FUSED: True, "labels": local.inputs["labels"]} if fused else {}
-        output = _whole(model(**own_share(model, given, local.inputs)), Sharded(*local), fused)
+        output = _whole(model(**_own_share(model, given, local.inputs)), Sharded(*local), fused)
         return weighed(output.log_probs[..., None] if fused else output.logits)
 
     return TrialStep(loss, True, "", (name, FUSED if fused else "logits"))
@@ -138,7 +142,7 @@ def _same(x: Tensor, other: Any) -> bool:
     return x is other or (isinstance(other, Tensor) and x.shape == other.shape and torch.equal(x, other))
 
 
-def own_share(model: nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _own_share(model: nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call with this rank's tokens in place of whole rows."""
     wants_labels = kwargs.get("labels") is not None
     mine = {name: x for name, x in inputs.items() if wants_labels or name not in LOSS_INPUTS}
