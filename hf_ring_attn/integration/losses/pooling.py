@@ -31,17 +31,18 @@ def pooling_of(call: Call, result: Tensor) -> str:
     """
     if call.axis is None or call.options.get("reduction", "none") != "none":
         return ""
-    kind = tried(call.function, call.args, call.kwargs, call.x.shape[call.axis])
+    kind = tried(call.function, call.args, call.kwargs, call.x.shape, call.axis)
     if kind in ("mixed", "ordered") or (kind == "summed" and call.name not in SUMS | MEANS | PRODUCTS):
         return kind
-    if call.axis_in(result) is not None:
+    entry = call.entry(call.axis) if result.dim() < call.x.dim() else None
+    is_one = isinstance(entry, int) or (isinstance(entry, Tensor) and entry.numel() <= call.share.rows)
+    # Another axis may be as long as that of the tokens.
+    if not (kind or is_one) and call.axis_in(result) is not None:
         return ""
     if call.name in OTHER_REDUCTIONS or kind == "reduced":
         return "reduced"
     if call.name in SUMS | MEANS | PRODUCTS and result.dim():
         return "summed"
-    entry = call.entry(call.axis) if result.dim() < call.x.dim() else None
-    is_one = isinstance(entry, int) or (isinstance(entry, Tensor) and entry.numel() <= call.share.rows)
     return "picked" if is_one else ""
 
 

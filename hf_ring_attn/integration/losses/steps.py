@@ -30,7 +30,8 @@ def look_at(call: Call, result: Tensor, trains: bool) -> tuple[dict[str, Any], P
     A fact is a value, or a function that makes one of the result's gradient. ``trains``: it has a gradient.
     """
     share, (selected, is_pooled, statistics) = call.share, call.past
-    pooling, has_tokens, rank = pooling_of(call, result), call.axis_in(result) is not None, share.ring.rank
+    pooling, rank = pooling_of(call, result), share.ring.rank
+    has_tokens = pooling not in REDUCTIONS and call.axis_in(result) is not None
     divisor = divisor_of(call)
     count: int | Tensor | None = None
     if pooling == "summed" and selected and call.name in MEANS:
@@ -42,7 +43,7 @@ def look_at(call: Call, result: Tensor, trains: bool) -> tuple[dict[str, Any], P
     if not trains:
         mixes = (rank,) if pooling in ("mixed", "ordered") else ()
         used = (*statistics, *mixes, *(() if divisor is None else (divisor,)))
-        if share.axis(result.shape, past.selected) is None:
+        if pooling in REDUCTIONS or share.axis(result.shape, past.selected) is None:
             used = (result,) if reduces or statistics else ()
         return {}, past._replace(statistics=used)
     facts: dict[str, Any] = {

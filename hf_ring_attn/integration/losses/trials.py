@@ -38,17 +38,17 @@ ARITHMETIC = {
 _known: dict[Any, str] = {}
 
 
-def tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int) -> str:
+def tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: torch.Size, axis: int) -> str:
     """Returns how a function treats tokens.
 
     Args:
-        args, kwargs: as it got them. tokens: the size of their dim.
+        args, kwargs: as it got them. shape: of the numbers of tokens among them. axis: that of the tokens.
 
     Returns:
         "summed": it makes sums or means of all tokens; "reduced": something else of them; "mixed": a token's result is
         made of others, too; "ordered": it sorts them; "": none of these, or unknown.
     """
-    name = function.__name__
+    name, tokens = function.__name__, shape[axis]
     # A custom operator may count its calls, or talk to other ranks.
     is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
     is_foreign = is_operator and not str(function).startswith("aten.")
@@ -57,11 +57,11 @@ def tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], token
     if name.strip("_") in ARITHMETIC and sum(isinstance(x, Tensor) for x in (*args, *kwargs.values())) == 1:
         return ""
     try:
-        key = (function, tokens > 2 * HALF, _kind(args, tokens), _kind(kwargs, tokens))
+        key = (function, tokens > 2 * HALF, axis, _kind(args, tokens), _kind(kwargs, tokens))
         if key not in _known:
             if len(_known) >= MOST:
                 _known.clear()
-            _known[key] = _tried(function, args, kwargs, tokens)
+            _known[key] = _tried(function, args, kwargs, shape, axis)
         return _known[key]
     except TypeError:  # a key that cannot be hashed
         return ""
@@ -77,7 +77,8 @@ def _kind(x: Any, tokens: int) -> Any:
     return type(x) if isinstance(x, float) else x
 
 
-def _tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int) -> str:
+def _tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: torch.Size, axis: int) -> str:
+    tokens = shape[axis]
     leaves, spec = tree_flatten((args, dict(kwargs)))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     if any(type(x) not in (Tensor, nn.Parameter) or x.is_complex() for x in tensors):
@@ -85,7 +86,7 @@ def _tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], toke
     each = max(x.numel() // (tokens if tokens in x.shape else LARGEST) for x in tensors)
     half = min(HALF, tokens // 2, LARGEST // max(2 * each, 1))
     drawn = torch.Generator().manual_seed(0)
-    given = [_few(x, tokens, 2 * half, drawn) for x in leaves]
+    given = [_few(x, shape, axis, 2 * half, drawn) for x in leaves]
     if half < 2 or any(x is None and leaf is not None for x, leaf in zip(given, leaves, strict=True)):
         return ""
 
@@ -108,11 +109,13 @@ def _tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], toke
     return _compared(whole, first, second, of_zeros, function.__name__)
 
 
-def _few(x: Any, tokens: int, few: int, drawn: torch.Generator) -> Any:
+def _few(x: Any, shape: torch.Size, axis: int, few: int, drawn: torch.Generator) -> Any:
     """An argument for a trial: (tensor, dim of its tokens), a tensor without tokens, or what it is; None: unknown."""
     if not isinstance(x, Tensor):
         return x
-    dims = [dim for dim, size in enumerate(x.shape) if size == tokens]
+    dims = [dim for dim, size in enumerate(x.shape) if size == shape[axis]]
+    if len(dims) > 1 and x.shape == shape:  # hidden states may be as wide as a rank has tokens
+        dims = [axis]
     if len(dims) > 1 or not (dims or x.numel() <= LARGEST):
         return None
     x = x.detach()

@@ -17,12 +17,14 @@ from tests.helpers.models.tiny_models import VOCABULARY, tiny
 Loss = Callable[[nn.Module, Tensor, Tensor, Any], Tensor]
 """Of a head, hidden states [B, T, H], labels [B, T] and what `shard` gave; None in one process."""
 ROWS, CLASSES, STEPS = torch.tensor([1, 2]), 5, 2
+WIDTH = 32
+"""Of the tiny model's hidden states."""
 
 
-def tokens() -> tuple[Tensor, Tensor]:
-    """Rows of 44 tokens, so that no axis is as long as another, with a class for most tokens."""
-    ids = torch.randint(3, VOCABULARY, (2, 44))
-    labels = torch.randint(CLASSES, (2, 44))
+def tokens(length: int) -> tuple[Tensor, Tensor]:
+    """Two rows, with a class for most tokens."""
+    ids = torch.randint(3, VOCABULARY, (2, length))
+    labels = torch.randint(CLASSES, (2, length))
     labels[0, :15] = -100
     return ids, labels
 
@@ -61,16 +63,16 @@ REFUSED: dict[str, Loss] = {
 }  # fmt: skip
 
 
-def learnt(name: str, without_gradients: bool) -> list[Tensor] | str:
+def learnt(name: str, without_gradients: bool, length: int = 44, trains: bool = False) -> list[Tensor] | str:
     """The loss of each step and the trained weights, or what was raised."""
     alone, loss_of = torch.distributed.get_world_size() == 1, (RIGHT | REFUSED)[name]
-    model = tiny("llama", "sdpa" if alone else "ring_fp32").model.requires_grad_(False)
+    model = tiny("llama", "sdpa" if alone else "ring_fp32").model.requires_grad_(trains)
     torch.manual_seed(0)
     head = nn.Linear(model.config.hidden_size, CLASSES)
     optimizer, losses = torch.optim.SGD(head.parameters(), 0.5), []
     try:
         for _ in range(STEPS):
-            ids, labels = tokens()
+            ids, labels = tokens(length)
             sharded = (
                 None if alone else hf_ring_attn.shard({"input_ids": ids, "labels": labels, "shift_labels": labels})
             )
@@ -116,3 +118,19 @@ def test_a_head_learns_what_it_learns_in_one_process(ranks: Ranks, name: str, wi
 def test_a_loss_of_a_ranks_tokens_is_refused(ranks: Ranks, name: str, without_gradients: bool) -> None:
     for said in ranks(2).run(learnt, name, without_gradients):
         assert isinstance(said, str) and said.startswith(name.partition(":")[0]), said
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("name", [name for name in REFUSED if "row by row" not in name])
+def test_a_rank_may_have_as_many_tokens_as_states_are_wide(ranks: Ranks, name: str, trains: bool) -> None:
+    """8,192 tokens on two ranks, and a width of 4,096: a rank's last token was taken for all of its tokens."""
+    for said in ranks(2).run(learnt, name, False, 2 * WIDTH, trains):
+        assert isinstance(said, str) and said.startswith(name.partition(":")[0]), said
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if name != "each token"])
+def test_that_refuses_no_right_loss(ranks: Ranks, name: str) -> None:
+    (want,) = ranks(1).run(learnt, name, False, 2 * WIDTH)
+    for got in ranks(2).run(learnt, name, False, 2 * WIDTH):
+        assert not isinstance(got, str), got
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

@@ -68,8 +68,8 @@ def on_another_device() -> Iterator[None]:
 @pytest.mark.usefixtures("on_another_device")
 def test_a_default_device_is_not_that_of_trials() -> None:
     x = torch.rand(2, 8, 11, device="cpu")
-    assert trials.tried(torch.softmax, (x, 1), {}, 8) == "mixed"
-    assert trials.tried(torch.softmax, (x, 2), {}, 8) == ""
+    assert trials.tried(torch.softmax, (x, 1), {}, x.shape, 1) == "mixed"
+    assert trials.tried(torch.softmax, (x, 2), {}, x.shape, 1) == ""
 
 
 def test_numbers_that_are_new_in_each_step_need_no_trial() -> None:
@@ -78,12 +78,20 @@ def test_numbers_that_are_new_in_each_step_need_no_trial() -> None:
     assert not trials._known
 
 
+def test_states_as_wide_as_a_rank_has_tokens() -> None:
+    x = torch.rand(2, 8, 8)
+    assert trials.tried(torch.mean, (x, 1), {}, x.shape, 1) == "summed"
+    assert trials.tried(torch.mean, (x, 2), {}, x.shape, 1) == ""
+    assert trials.tried(torch.softmax, (x, 1), {}, x.shape, 1) == "mixed"
+    assert trials.tried(torch.softmax, (x, 2), {}, x.shape, 1) == ""
+
+
 def test_arguments_by_name_and_in_lists_are_told_apart() -> None:
     x = torch.rand(2, 8, 11)
-    assert trials.tried(torch.softmax, (x,), {"dim": 1}, 8) == "mixed"
-    assert trials.tried(torch.softmax, (x,), {"dim": 2}, 8) == ""
-    assert trials.tried(torch.amax, (x, [1]), {}, 8) == "reduced"
-    assert trials.tried(torch.amax, (x, [2]), {}, 8) == ""
+    assert trials.tried(torch.softmax, (x,), {"dim": 1}, x.shape, 1) == "mixed"
+    assert trials.tried(torch.softmax, (x,), {"dim": 2}, x.shape, 1) == ""
+    assert trials.tried(torch.amax, (x, [1]), {}, x.shape, 1) == "reduced"
+    assert trials.tried(torch.amax, (x, [2]), {}, x.shape, 1) == ""
 
 
 def test_a_number_of_tokens_is_noted_once() -> None:
@@ -99,7 +107,7 @@ def test_sums_by_index_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     where, sums = torch.tensor([0, 2] * 8), torch.ones(3)
     for call in (torch.index_add, torch.Tensor.index_add_, torch.scatter_add):
         monkeypatch.setattr(trials, "_known", {})
-        assert trials.tried(call, (sums, 0, where, torch.rand(16)), {}, 16) == "summed"
-    assert trials.tried(torch.Tensor.cumsum_, (torch.rand(16), 0), {}, 16) == "mixed"
-    assert trials.tried(torch.Tensor.mul_, (torch.rand(16), torch.rand(16)), {}, 16) == ""
+        assert trials.tried(call, (sums, 0, where, torch.rand(16)), {}, torch.Size([16]), 0) == "summed"
+    assert trials.tried(torch.Tensor.cumsum_, (torch.rand(16), 0), {}, torch.Size([16]), 0) == "mixed"
+    assert trials.tried(torch.Tensor.mul_, (torch.rand(16), torch.rand(16)), {}, torch.Size([16]), 0) == ""
     assert torch.equal(sums, torch.ones(3))
