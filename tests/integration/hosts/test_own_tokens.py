@@ -23,7 +23,7 @@ RUN = Run(why="", steps=4, rows=Rows(shortest=9, pad_to="right", labelled="answe
 
 
 def twice_if_special(inputs: Any, loss: Tensor) -> Tensor:
-    """Such a token is in few rows, and in none of the self-check's."""
+    """Such a token is in few rows, and in none of most self-checks."""
     return loss * 2 if bool((inputs["input_ids"] == 0).any()) else loss
 
 
@@ -36,8 +36,12 @@ class Special(Trainer):
         return (loss, out) if return_outputs else loss
 
 
-def by_a_token(host: str, steps: int = 1) -> tuple[str, bool]:
-    """What a loss that depends on a rank's own tokens is refused with; and if weights changed in the refused step."""
+def by_a_token(host: str, steps: int = 1, length: int = 120) -> tuple[str, bool]:
+    """What a loss that depends on a rank's own tokens is refused with; and if weights changed in the refused step.
+
+    Args:
+        length: of Trainer's rows. The self-check's row has all ids of a short one, and few of a long one.
+    """
     if host == "loop":
         model: Any = tiny("llama", "ring_fp32")
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -57,7 +61,8 @@ def by_a_token(host: str, steps: int = 1) -> tuple[str, bool]:
         return "", True
     mesh, more = Mesh(cp=2), {"gradient_accumulation_steps": steps, "per_device_train_batch_size": 1}
     with launched(mesh), a_folder(None) as folder:
-        run = replace(RUN, rows=Rows(), steps=6, arguments={**RUN.arguments, **more, "eval_strategy": "no"})
+        arguments = {**RUN.arguments, **more, "eval_strategy": "no"}
+        run = replace(RUN, rows=Rows(length=length), steps=6, arguments=arguments)
         rows = run.rows.make()
         rows[3]["input_ids"][5] = 0
         trainer = trainer_of(run, mesh, folder, kind=Special, train_dataset=rows)
@@ -72,6 +77,12 @@ def test_a_loss_that_depends_on_a_ranks_tokens_is_refused(ranks: Ranks, host: st
     """One rank took twice the loss, and the other did not: the sum was that of no program, silently."""
     for error, changed in ranks(2).run(by_a_token, host, steps):
         assert "must hold the same gradient of the loss, but got rank 0: " in error
+        assert not changed
+
+
+def test_the_self_check_finds_it_where_its_row_has_such_a_token(ranks: Ranks) -> None:
+    for error, changed in ranks(2).run(by_a_token, "Trainer", 2, 24):
+        assert error.startswith("LossNotSharded: the loss of Special.compute_loss (the self-check found ")
         assert not changed
 
 
