@@ -32,15 +32,18 @@ def filled(page: Path) -> str:
     """The text of a page with all that is generated in it.
 
     Raises:
-        KeyError: an unknown ID.
+        KeyError: an unknown ID. ValueError: a part has no line of its own for its begin, or for its end.
     """
+    given = page.read_text()
+    if len(PART.findall(given)) != given.count("<!--t:"):
+        raise ValueError(f"{page.relative_to(REPOSITORY)}: <!--t:ID--> and <!--/t--> must be lines of their own")
     home = os.path.relpath(REPOSITORY, page.parent)
 
     def part(match: re.Match[str]) -> str:
         text = PARTS[match[1]]().replace("{results}", f"{home}/recipes/results").replace("{home}", home)
         return f"<!--t:{match[1]}-->\n\n{text}\n\n<!--/t-->"
 
-    text = PART.sub(part, page.read_text())
+    text = PART.sub(part, given)
     return PHRASE.sub(lambda match: f"<!--n:{match[1]}-->{numbers.VALUES[match[1]]()}<!--/n-->", text)
 
 

@@ -63,3 +63,12 @@ def test_a_table_has_the_numbers_of_its_rows() -> None:
         f"{found['losses'][0]:.3f}",
     ):
         assert f"| {value} |" in line
+
+
+def test_a_part_without_lines_of_its_own_is_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a page stayed empty where its table should be, and the check passed."""
+    monkeypatch.setattr(fill, "REPOSITORY", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("<!--t:steps--><!--/t-->\n")
+    with pytest.raises(ValueError, match="page.md: <!--t:ID--> and <!--/t--> must be lines of their own"):
+        fill.filled(page)
