@@ -70,5 +70,5 @@ def test_a_part_without_lines_of_its_own_is_no_part(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fill, "REPOSITORY", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("<!--t:steps--><!--/t-->\n")
-    with pytest.raises(ValueError, match="page.md: <!--t:ID--> and <!--/t--> must be lines of their own"):
+    with pytest.raises(ValueError, match="must be lines of their own"):
         fill.filled(page)
