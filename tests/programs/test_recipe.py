@@ -99,7 +99,7 @@ def test_the_work_of_a_step_is_counted_by_the_formula() -> None:
 @pytest.mark.parametrize(("what", "compiled"), [("whole", {""}), ("parts", {"input_layernorm", "mlp"}), ("", set())])
 def test_layers_are_compiled_in_place(what: str, compiled: set[str]) -> None:
     recipe = train()
-    options = Namespace(rank=4)
+    options = Namespace(rank=4, shape="tiny")
     model = get_peft_model(LlamaForCausalLM(LlamaConfig(**recipe["SHAPES"]["tiny"])), recipe["adapter"](options))
     recipe["compile_layers"](model, what)
     for layer in model.get_base_model().model.layers:
@@ -113,7 +113,7 @@ def test_casts_to_float32_and_back_leave_all_bits() -> None:
     for changed in (lambda model: model, recipe["without_casts"]):
         torch.manual_seed(0)
         net = LlamaForCausalLM(LlamaConfig(**recipe["SHAPES"]["tiny"])).bfloat16()
-        model = changed(get_peft_model(net, recipe["adapter"](Namespace(rank=4))))
+        model = changed(get_peft_model(net, recipe["adapter"](Namespace(rank=4, shape="tiny"))))
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight)
