@@ -13,7 +13,8 @@ from typing import Any
 from ..context import batch_context
 from .rings_as_processes import RingsCounted, rings_as_processes
 
-_OURS = "_hf_ring_attn_counts_rings"
+_ours: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The functions made here. Not an attribute of them: a program's own wrapper would copy it."""
 
 
 def count_rings(trainer: Any, group: Any) -> None:
@@ -37,11 +38,11 @@ def count_rings(trainer: Any, group: Any) -> None:
         with rings_as_processes(host, RingsCounted):
             return call(num_items_in_batch, **named)
 
-    setattr(compute_loss, _OURS, True)
+    _ours.add(compute_loss)
     trainer.compute_loss = compute_loss
 
 
 def set_by_program(trainer: Any) -> Any:
     """The compute_loss that a program set on the trainer itself; None if it set none."""
     own = vars(trainer).get("compute_loss")
-    return None if hasattr(own, _OURS) else own
+    return None if own in _ours else own

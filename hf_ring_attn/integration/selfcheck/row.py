@@ -18,7 +18,7 @@ from ..log import warn
 
 LEAST_TOKENS, LEAST_CHUNK = 26, 4
 ADDED = 4
-"""Ids of a batch that are taken for those of added tokens."""
+"""The highest ids of a batch are taken for those that a tokenizer added: these come last in a vocabulary."""
 
 DROPPED = {*LOSS_INPUTS, "use_cache", "attention_mask", "position_ids"}
 """Inputs that the check makes by itself."""
@@ -166,15 +166,17 @@ class Sample:
             row[name] = x[:, torch.arange(count) % x.shape[1]].expand(rows, *[-1] * (x.dim() - 1))
         device = next(iter(row.values())).device
         ids = row.get("input_ids")
-        words = ordinary_words(config, ids, list(introspect.configs_of(model)))
+        configs = list(introspect.configs_of(model))
+        words = ordinary_words(config, ids, configs)
         random = words[torch.randint(len(words), (rows, count), generator=generator)]
         one_rank = torch.isin(torch.arange(count), Layout(count, world_size, 1).positions())
         if ids is not None:
             same = random[:1, :1].clone()
-            for words_of_row in random if of_batch else ():
-                own = self._words(words, list(introspect.configs_of(model)), generator)
-                if len(own):
-                    words_of_row[~one_rank] = own[torch.arange(int((~one_rank).sum())) % len(own)]
+            if of_batch and len(own := self._own_words(words, configs)):
+                added, rest, places = own[-ADDED:].flip(0), own[:-ADDED], int((~one_rank).sum())
+                for words_of_row in random:
+                    ordered = torch.cat([added, rest[torch.randperm(len(rest), generator=generator)]])
+                    words_of_row[~one_rank] = ordered[torch.arange(places) % len(ordered)]
             written = torch.where(one_rank & repeats, same, random)
             row["input_ids"] = written.to(device=device, dtype=ids.dtype)
         if self.first is not None:
@@ -201,19 +203,16 @@ class Sample:
             others |= {name: others[name] % count for name in spans}
         return {**others, **row, "use_cache": False}
 
-    def _words(self, ordinary: Tensor, configs: list[Any], generator: torch.Generator) -> Tensor:
-        """The batch's ids [n], each once: those that tokenizers add come last in a vocabulary, so they are first here.
+    def _own_words(self, ordinary: Tensor, configs: list[Any]) -> Tensor:
+        """The batch's ids [n], each once, ascending.
 
         Args:
             ordinary: ids that announce no images, of which alone these are if a model has other parts than text.
         """
         if self.ids is None:
             return ordinary[:0]
-        found = self.ids.unique().cpu()
-        if len(configs) > 1:
-            found = found[torch.isin(found, ordinary)]
-        rest = found[:-ADDED]
-        return torch.cat([found[-ADDED:].flip(0), rest[torch.randperm(len(rest), generator=generator)]])
+        found: Tensor = self.ids.unique().cpu()
+        return found if len(configs) == 1 else found[torch.isin(found, ordinary)]
 
     def _padding_id(self, config: Any) -> int | None:
         """The id of hidden tokens, by which a program may know them: the batch's, or that of a head's model."""

@@ -113,6 +113,28 @@ def assert_equal_outcomes(
         assert float((got.after[name] - parameter).abs().max()) <= parameters, name
 
 
+def assert_rings_learn_alike(
+    outcomes: Sequence[Any],
+    want: Any,
+    mesh: Mesh,
+    steps: int,
+    moves: float = 1e-3,
+    but: Collection[tuple[int, str]] = (),
+) -> None:
+    """Each rank's outcome is ``want``, which has learnt, and all ranks have the same bits.
+
+    Args:
+        steps: that a run makes. moves: some weight moves by more. but: as for `assert_equal_outcomes`.
+    """
+    assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    assert len(want.steps) == steps
+    assert any((want.after[name] - p).abs().max() > moves for name, p in want.before.items()), "nothing was learnt"
+    for got in outcomes:
+        assert_equal_outcomes(got, want, but=but)
+        for name, parameter in got.after.items():
+            assert torch.equal(parameter, outcomes[0].after[name])
+
+
 def assert_equal_in_float64(got: Any, want: Any, bound: float = IN_FLOAT64) -> None:
     """Two outcomes of a TRL trainer whose models are in float64."""
     assert {parameter.dtype for parameter in want.after.values()} == {torch.float64}

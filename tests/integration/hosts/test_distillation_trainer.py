@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from hf_ring_attn import RingConfig
-from tests.helpers.jobs.comparison import Ranks, assert_equal_in_float64
+from tests.helpers.jobs.comparison import Ranks, assert_equal_in_float64, assert_rings_learn_alike
 from tests.helpers.jobs.distillation_jobs import STEPS, Case, OwnLoss, one_step, trained, trained_by_own_loader
 from tests.helpers.jobs.in_float64 import distilled
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import Outcome
-from tests.integration.hosts.test_grpo_trainer import same
 
 TWICE = {"gradient_accumulation_steps": 2}
 CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
@@ -43,7 +42,7 @@ def compare(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     want = without_ring(ranks, case, mesh)
     assert want.steps[0].keys() >= {"loss", "grad_norm", "entropy", "num_tokens", "completions/mean_length"}
     assert want.evaluation["eval_loss"] > 0 and len(want.steps) == STEPS
-    same(ranks(mesh.size).run(trained, case, mesh), want, mesh)
+    assert_rings_learn_alike(ranks(mesh.size).run(trained, case, mesh), want, mesh, STEPS)
 
 
 def test_distillation_in_a_ring_is_that_of_one_process(ranks: Ranks) -> None:
@@ -76,7 +75,7 @@ def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh) -> None:
 def test_a_loader_of_ones_own_counts_rings(ranks: Ranks, stream: bool, mesh: Mesh) -> None:
     case = Case("", TWICE, stream=stream)
     want = ranks(mesh.alone.size).run(trained_by_own_loader, case, mesh.alone)[0]
-    same(ranks(mesh.size).run(trained_by_own_loader, case, mesh), want, mesh)
+    assert_rings_learn_alike(ranks(mesh.size).run(trained_by_own_loader, case, mesh), want, mesh, STEPS)
 
 
 REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [

@@ -6,11 +6,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from peft import LoHaConfig
 
 from hf_ring_attn import RingConfig
-from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_in_float64, assert_equal_outcomes
+from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_in_float64, assert_rings_learn_alike
 from tests.helpers.jobs.grpo_jobs import (
     DEFECTS,
     OVERRIDES,
@@ -108,18 +107,7 @@ def without_ring(ranks: Ranks, case: Case, mesh: Mesh) -> Outcome:
 def compare(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     want = without_ring(ranks, case, mesh)
     assert case.judge or want.steps[0].keys() > METRICS
-    same(ranks(mesh.size).run(trained, case, mesh), want, mesh)
-
-
-def same(outcomes: list[Outcome], want: Outcome, mesh: Mesh) -> None:
-    """Each rank's losses, metrics and parameters are those of ``want``, which has learnt."""
-    assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
-    assert len(want.steps) == STEPS
-    assert any((want.after[name] - p).abs().max() > 1e-3 for name, p in want.before.items()), "nothing was learnt"
-    for got in outcomes:
-        assert_equal_outcomes(got, want)
-        for name, parameter in got.after.items():
-            assert torch.equal(parameter, outcomes[0].after[name])
+    assert_rings_learn_alike(ranks(mesh.size).run(trained, case, mesh), want, mesh, STEPS)
 
 
 def test_grpo_in_a_ring_is_grpo_in_one_process(ranks: Ranks) -> None:

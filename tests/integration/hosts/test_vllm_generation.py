@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.comparison import Ranks, assert_rings_learn_alike
 from tests.helpers.jobs.grpo_jobs import BATCH, STEPS, Case
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.vllm_jobs import trained
-from tests.integration.hosts.test_grpo_trainer import same
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "learning_rate": 0.05}
 ENGINES = {**SERVER, "vllm_mode": "colocate"}
@@ -31,7 +30,7 @@ def compare(ranks: Ranks, case: Case, mesh: Mesh, more: Case | None = None) -> l
     """Compares a ring's run with one process; gives the prompts of each generation of each rank."""
     want, _ = ranks(mesh.alone.size).run(trained, case, mesh.alone)[0]
     outcomes = ranks(mesh.size).run(trained, more or case, mesh)
-    same([outcome for outcome, _ in outcomes], want, mesh)
+    assert_rings_learn_alike([outcome for outcome, _ in outcomes], want, mesh, STEPS)
     return [asked for _, asked in outcomes]
 
 
