@@ -15,6 +15,7 @@ from .config import RingConfig
 from .errors import Refused, RingAttentionError
 from .integration import install, uninstall
 from .integration.batch.shard import Sharded, shard
+from .integration.batch.whole_row_calls import WholeRows, whole_rows
 from .integration.context.model_record import configure
 from .sharding.layout import positions
 
@@ -25,6 +26,7 @@ __all__ = [
     "RingAttentionError",
     "RingConfig",
     "Sharded",
+    "WholeRows",
     "biases",
     "configure",
     "install",
@@ -32,6 +34,7 @@ __all__ = [
     "ring_attention",
     "shard",
     "uninstall",
+    "whole_rows",
 ]
 
 install()

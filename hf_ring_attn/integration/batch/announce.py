@@ -36,6 +36,8 @@ def loss_in_words(context: BatchContext) -> str:
         return "by TRL's fused head"
     if context.whole_head:
         return "of whole rows"
+    if context.gathers_logits:
+        return "on gathered outputs"
     if not context.facts.has_labels:
         return "not by the model (no labels)"
     return loss if loss != "auto" else f"sharded ({state.why})" if state.why else "sharded"

@@ -36,12 +36,12 @@ def empty_facts(config: RingConfig, batch: Mapping[str, Any]) -> dict[str, objec
     return {"RingConfig": config, **dict.fromkeys(("rows", "tokens", _tokens(batch), *NAMED, REST, "layout"))}
 
 
-def inputs_of(batch: Mapping[str, Any], tokens: Tensor) -> dict[str, object]:
+def inputs_of(batch: Mapping[str, Any]) -> dict[str, object]:
     """The batch's inputs, as `empty_facts` names them."""
     named = {name: _compared(batch.get(name)) for name in NAMED}
     known = {"input_ids", _tokens(batch), *NAMED, *KERNEL_HINTS}  # hints are not passed on
     others = sorted(name for name, x in batch.items() if name not in known and x is not None)
-    return {_tokens(batch): tokens, **named, REST: {name: _compared(batch[name]) for name in others}}
+    return {_tokens(batch): batch.get(_tokens(batch)), **named, REST: {name: _compared(batch[name]) for name in others}}
 
 
 def advice_for(batch: Mapping[str, Any]) -> str:

@@ -220,7 +220,7 @@ def shard_for(
         device = tokens.device
         facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
-            facts.update(compared_inputs.inputs_of(batch, tokens))
+            facts.update(compared_inputs.inputs_of(batch))
         whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options, head=head)
         facts["layout"] = whole.layout.owners
     except errors.Refused as error:

@@ -6,6 +6,7 @@ tokens (twice the loss, if one of them is special) has another on each, perhaps 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,12 @@ TODO = (
     "A program may use the loss in any way, but not by what its rank's tokens or labels are. Look at whole rows in the "
     "collator, and give the batch what you found as another input."
 )
+SAME_LOSS = (
+    "Every rank must compute the same loss of whole rows: not of the rank's number, nor of data or random numbers that "
+    "others do not have."
+)
+SAME_NORM = 1e-3
+"""The relative difference of norms that rounding explains."""
 _DOUBLE, _LONG = struct.Struct("d"), struct.Struct("q")
 _FACTOR = "factor of the loss that the model's forward returns, by that of its loss function"
 _waiting: list[tuple[torch.device, Callable[[], object]]] = []
@@ -38,6 +45,15 @@ def start(gradient: Tensor, ring: Ring, factor: float | Tensor | None = None) ->
     known: list[Any] = [0, 0] if factor is None else [1, _bits(factor, device)]
     end = ring.start_agreement(facts, device, TODO, collect=known, doing=doing)
     wait_for(device, lambda: _refuse_factors(*end()))
+
+
+def compare_norm(gradient: Tensor, ring: Ring) -> None:
+    """Starts the comparison of a gradient of whole rows, which each rank computed. Sums in other orders may differ."""
+    device = ring.small_device(gradient.device)
+    norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
+    bits: list[Any] = [_bits(norm, device)]
+    end = ring.start_agreement({}, device, collect=bits, doing="compared a gradient of whole rows")
+    wait_for(device, lambda: _refuse_norms(*end()))
 
 
 def wait_for(device: torch.device, end: Callable[[], object]) -> None:
@@ -59,6 +75,13 @@ def _refuse_factors(known: list[int], bits: list[int]) -> None:
     factors: list[float] = torch.tensor(bits, dtype=torch.int64).view(torch.float64).tolist()
     if len({factor for is_known, factor in zip(known, factors, strict=True) if is_known}) > 1:
         raise errors.RanksDiffer(_FACTOR, list(factors), TODO)
+
+
+def _refuse_norms(bits: list[int]) -> None:
+    norms: list[float] = torch.tensor(bits, dtype=torch.int64).view(torch.float64).tolist()
+    finite = [x for x in norms if math.isfinite(x)]
+    if finite and (len(finite) < len(norms) or max(finite) - min(finite) > SAME_NORM * max(finite)):
+        raise errors.RanksDiffer("gradient of what a model returned for whole rows (its norm)", list(norms), SAME_LOSS)
 
 
 def finish() -> None:

@@ -17,6 +17,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
 from ..batch.shard import Sharded, shard_for
+from ..batch.whole_row_calls import weighed
 from ..context import batch_context, introspect
 from ..context.local_batch import LocalBatch
 from ..context.trial_step import TrialStep
@@ -28,7 +29,6 @@ from ..patching.modules import Replaced
 from . import grpo_trainer, ring_overrides, trainer, trainer_overrides
 from . import rings_as_processes as rings
 from .gather_for_metrics import gather_sums_per_ring
-from .whole_row_calls import weighed
 
 
 def start(host: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import errors
+from ..batch.whole_row_calls import Rows, whole_row_calls
 from ..context import batch_context, ring_random
 from ..context.mesh import ring_of_process
 from ..context.whole_batch import IGNORED
@@ -26,7 +27,6 @@ from ..patching.modules import Replaced
 from . import accelerate, prediction, ring_overrides, trainer, trainer_overrides, vllm_generation
 from . import rings_as_processes as rings
 from .first_rank_tools import environments_of_first_rank, tools_of_first_rank
-from .whole_row_calls import Rows, shard_rows, whole_row_calls
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
             if torch.is_grad_enabled():
                 warn(trainer.WHOLE_ROWS.format(type(self).__name__))
             else:  # of the batches that TRL cuts
-                calls = whole_row_calls([model], functools.partial(shard_rows, self))
+                calls = whole_row_calls([model], functools.partial(trainer.shard_rows, self))
         with calls:
             return original(self, model, *given, **named)
 
@@ -101,7 +101,7 @@ def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
 def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
     whole = host._prepare_inputs(inputs)
     rows = rows_of(whole, whole["completion_mask"])
-    return functools.partial(_step, host, model, Rows(shard_rows(host, model, rows), rows), whole), whole
+    return functools.partial(_step, host, model, Rows(trainer.shard_rows(host, model, rows), rows), whole), whole
 
 
 def rows_of(whole: dict[str, Any], scored: Tensor) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ def rows_of(whole: dict[str, Any], scored: Tensor) -> dict[str, Tensor]:
 
 @contextmanager
 def _step(host: Any, model: nn.Module, rows: Rows, whole: Any) -> Iterator[None]:
-    models, shard = (model, host.model, host.ref_model), functools.partial(shard_rows, host)
+    models, shard = (model, host.model, host.ref_model), functools.partial(trainer.shard_rows, host)
     calls = whole_row_calls(models, shard, rows)
     with rows.sharded, calls, trainer.prepared(host, whole), rings.rings_as_processes(host):
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,14 +14,23 @@ from transformers.trainer_pt_utils import nested_detach
 
 from ... import errors
 from ..batch.shard import Sharded
+from ..batch.whole_row_calls import whole_output
 from ..context.introspect import CACHES
 from ..context.model_record import PooledOutputs, latest_record
 from ..context.trial_step import TrialStep
 from ..gradients.replicas import mean_loss
-from ..losses.lazy_logits import ChunkedLoss, with_logits
+from ..losses.lazy_logits import ChunkedLoss
 from ..patching.changes import Patch
 from .rings_as_processes import RingsAsProcesses
-from .trainer import TRAINER, count_over_all, group_of, shard_inputs, shards_batches
+from .trainer import (
+    TRAINER,
+    calls_with_whole_rows,
+    count_over_all,
+    group_of,
+    shard_inputs,
+    shards_batches,
+    whole_row_step,
+)
 
 
 def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
@@ -41,8 +50,12 @@ def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
     )
 
 
-def _predict(_original: Callable[..., Any], trainer: Any, *given: Any) -> Any:
-    return predict(trainer, *given, count=count_over_all, names=trainer.label_names)
+def _predict(original: Callable[..., Any], trainer: Any, model: nn.Module, inputs: dict[str, Any], *given: Any) -> Any:
+    whole = trainer._prepare_inputs(inputs)
+    if calls_with_whole_rows(trainer, model, whole):
+        with whole_row_step(trainer, model, whole):
+            return original(trainer, model, whole, *given)
+    return predict(trainer, model, whole, *given, count=count_over_all, names=trainer.label_names)
 
 
 def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,10 +126,10 @@ def predict(
     """`Trainer.prediction_step` on a sharded batch: loss, and logits and labels of whole sequences in their order.
 
     Args:
+        inputs: the whole batch, prepared by the trainer.
         count: computes num_items_in_batch for the trainer's compute_loss. names: the inputs that are labels.
         only: the one output to return; "" for all.
     """
-    inputs = trainer._prepare_inputs(inputs)
     has_labels = len(names) > 0 and all(inputs.get(name) is not None for name in names)
     return_loss = inputs.get("return_loss")
     has_loss = has_labels or (not names and bool(trainer.can_return_loss if return_loss is None else return_loss))
@@ -148,29 +161,13 @@ def predict(
     return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
 
 
-OF_TOWERS = {"image_outputs", "video_outputs", "audio_outputs"}
-"""Outputs of models with images and sound since transformers 5.24."""
-
-
 def whole_sequences(sharded: Sharded, name: str, x: Any, pooled: bool = False) -> Any:
     """Gathers a model's output to whole sequences. ``pooled``: it is known to have no entries for tokens."""
-    if sharded.context.whole_head or pooled:  # it is whole
-        return nested_detach(with_logits(x, "predict"))  # type: ignore[no-untyped-call]
-    if isinstance(x, (tuple, list)):
-        return type(x)(whole_sequences(sharded, name, part) for part in x)
-    layout = sharded.layout
-    if name in OF_TOWERS and isinstance(x, Mapping):  # whole rows run there, on every rank
-        return nested_detach(x)  # type: ignore[no-untyped-call]
-    if name == "aux_loss" and isinstance(x, Tensor) and x.dim() == 0:  # that of whole rows, on every rank
-        return x.detach()
-    if name == "router_logits" and isinstance(x, Tensor) and x.dim() == 2 and len(x) % layout.local_length == 0:
-        return sharded.gather(x.detach().unflatten(0, (-1, layout.local_length))).flatten(0, 1)
-    if isinstance(x, Tensor) and x.dim() >= 2:
-        if x.shape[1] == layout.local_length:
-            return sharded.gather(x.detach())
-        if x.shape[1] == layout.length:  # gathered already, for the gathered loss
-            return x.detach()
-    raise errors.UnknownOutput(name, tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, layout.local_length)
+    whole = whole_output(x, sharded, [name] if pooled else (), name)
+    if whole is None:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise errors.UnknownOutput(name, got, sharded.layout.local_length)
+    return nested_detach(whole)  # type: ignore[no-untyped-call]
 
 
 _SPEED = "(split, start_time, num_samples=, num_steps=, num_tokens=)"

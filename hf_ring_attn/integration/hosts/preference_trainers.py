@@ -11,13 +11,13 @@ from torch import nn
 
 from ... import errors
 from ..batch.shard import Sharded
+from ..batch.whole_row_calls import Rows, whole_row_calls
 from ..context import batch_context
 from ..context.whole_batch import IGNORED
 from ..log import warn
 from ..model import admission
 from ..patching.changes import Patch
 from . import prediction, trainer, trainer_overrides
-from .whole_row_calls import Rows, shard_rows, whole_row_calls
 
 BESIDE = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps", "label", "ref_logps", "ref_KL_logps")
 """Entries of a batch that no model gets."""
@@ -40,12 +40,12 @@ def _rows(host: Any, model: nn.Module, whole: dict[str, Any]) -> Rows:
     beside = [host.ref_model] if host.ref_model is not None and model is not host.ref_model else []
     batch = {x: value for x, value in whole.items() if x not in BESIDE and not x.startswith(KL)}
     batch["labels"] = whole["input_ids"].masked_fill(whole["completion_mask"] == 0, IGNORED)
-    return Rows(shard_rows(host, model, batch, beside), batch)
+    return Rows(trainer.shard_rows(host, model, batch, beside), batch)
 
 
 @contextmanager
 def _step(host: Any, model: nn.Module, rows: Rows, whole: dict[str, Any]) -> Iterator[Sharded]:
-    models, shard = (model, host.model, host.ref_model), functools.partial(shard_rows, host)
+    models, shard = (model, host.model, host.ref_model), functools.partial(trainer.shard_rows, host)
     with rows.sharded, trainer.prepared(host, whole), whole_row_calls(models, shard, rows):
         yield rows.sharded
 

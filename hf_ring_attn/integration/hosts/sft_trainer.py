@@ -79,9 +79,10 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_loss
 
 
-def _predict(_original: Callable[..., Any], sft: Any, *given: Any) -> Any:
+def _predict(_original: Callable[..., Any], sft: Any, model: nn.Module, inputs: dict[str, Any], *given: Any) -> Any:
     # SFTTrainer ignores label_names: it always has labels, and a loss.
-    return prediction.predict(sft, *given, count=_count_of_ring, names=["labels"], only="logits")
+    whole = sft._prepare_inputs(inputs)
+    return prediction.predict(sft, model, whole, *given, count=_count_of_ring, names=["labels"], only="logits")
 
 
 def _count_of_ring(sft: Any, inputs: dict[str, Any]) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,13 @@ from torch.utils.weak import WeakIdRef
 from ... import errors
 from ...comm.ring import Ring, world_size
 from ...config import RingConfig
+from ..batch import compared_inputs
 from ..batch.shard import SentNumbers, Sharded, shard_for
+from ..batch.whole_row_calls import shard_call, whole_row_calls
 from ..context import batch_context, introspect, model_record
+from ..context.introspect import TOKENS
 from ..context.local_batch import LocalBatch
-from ..context.mesh import ring_enabled, ring_group
+from ..context.mesh import find_ring, ring_enabled, ring_group
 from ..context.trial_step import TrialStep
 from ..gradients import fsdp
 from ..log import warn
@@ -27,7 +30,6 @@ from ..model import adapters, admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import between_batches, liger_arguments, logged_numbers, own_compute_loss, samplers, trainer_overrides
-from .gathered_loss import with_gathered_logits
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
 from .rings_as_processes import RingsCounted, rings_as_processes
@@ -80,13 +82,12 @@ def _refuse_loss(trainer: Any, options: Any) -> None:
     if _is_a(trainer, "RewardTrainer"):
         why = "RewardTrainer needs the score of each row's last token, and it is no model of transformers that has one"
         raise errors.UnsupportedModel(introspect.name_of(trainer.model), [why])
-    if options.loss != "gathered":
-        # SFTTrainer has a loss of its own, which smooths no labels.
-        makes_logits = options.loss == "sharded" or _is_a(trainer, "SFTTrainer")
-        if trainer.label_smoother is not None and makes_logits:
-            raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
-        if trainer.compute_loss_func is not None:
-            raise errors.LossNotSharded("compute_loss_func", gathers=True)
+    # SFTTrainer has a loss of its own, which smooths no labels.
+    makes_logits = options.loss == "sharded" or _is_a(trainer, "SFTTrainer")
+    if trainer.label_smoother is not None and makes_logits:
+        raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
+    if trainer.compute_loss_func is not None:
+        raise errors.LossNotSharded("compute_loss_func", gathers=True)
     count = "num_items_in_batch"
     if not trainer.model_accepts_loss_kwargs and count not in introspect.parameters_of(trainer.model, [count]):
         raise errors.LossNotSharded(f"the loss of {type(trainer.model).__name__}, which takes no {count},")
@@ -103,10 +104,6 @@ def _is_a(trainer: Any, name: str) -> bool:
 def _gives_whole_rows(trainer: Any) -> bool:
     """Returns True if the head of the trainer's model gets whole rows: see `whole_heads`."""
     return whole_heads.body_of(trainer.model) is not None and not _is_a(trainer, "SFTTrainer")
-
-
-def _gathers(context: batch_context.BatchContext) -> bool:
-    return context.config.loss == "gathered" and not context.whole_head
 
 
 def _counts(trainer: Any) -> bool:
@@ -129,7 +126,10 @@ def count_over_all(trainer: Any, inputs: dict[str, Any]) -> Any:
 
 
 def _prepare_inputs(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-    return shard_inputs(trainer, model, trainer._prepare_inputs(inputs), True, count_over_all)
+    whole = trainer._prepare_inputs(inputs)
+    if calls_with_whole_rows(trainer, model, whole):
+        return functools.partial(whole_row_step, trainer, model, whole), whole
+    return shard_inputs(trainer, model, whole, True, count_over_all)
 
 
 def shard_inputs(
@@ -145,11 +145,9 @@ def shard_inputs(
     refuse_trainer(trainer)  # again: with model_init the ring was not known at the start
     options = options_of_batches(model)
     _refuse_loss(trainer, options)
-    head = _gives_whole_rows(trainer)
     step = _trial_step(trainer, trains, count) if has_loss else None
-    gathers_logits = options.loss == "gathered" and not head
-    numbers = [logged_numbers.digest(trainer)]
-    sharded = shard_for(whole, group_of(trainer), options, model, gathers_logits, step, head=head, numbers=numbers)
+    head, numbers = _gives_whole_rows(trainer), [logged_numbers.digest(trainer)]
+    sharded = shard_for(whole, group_of(trainer), options, model, False, step, head=head, numbers=numbers)
     if trains:
         batches = trainer.args.gradient_accumulation_steps * world_size() // sharded.ring.size
         sharded.context.log.rows_a_step = sharded.context.facts.rows * batches
@@ -160,14 +158,9 @@ def shard_inputs(
 
 def _inputs(trainer: Any, whole: Any, sharded: Sharded) -> dict[str, Any]:
     """The inputs for the trainer's step, in a new dict."""
-    local, is_gathered = dict(sharded.inputs), _gathers(sharded.context)
-    if _counts(trainer) or is_gathered:  # the trainer counts, or the model sees all labels
+    local = dict(sharded.inputs)
+    if _counts(trainer):
         local.pop("num_items_in_batch", None)
-    if is_gathered:
-        for name in ("labels", "shift_labels"):
-            local.pop(name, None)
-            if whole.get(name) is not None:
-                local[name] = whole[name]
     return local
 
 
@@ -176,7 +169,7 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
 
     def loss(model: nn.Module, row: Mapping[str, Any], local: LocalBatch) -> Any:
         sharded, whole = Sharded(*local), dict(row)
-        with preserved_trainer(trainer), _gathering(model, sharded):
+        with preserved_trainer(trainer):
             items = count(trainer, whole)
             group = group_of(trainer) if local.context.ring.size == 1 else None
             if group is not None and items is not None and not trainer.args.average_tokens_across_devices:
@@ -196,16 +189,51 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
     return TrialStep(loss, trains, f"{kind.__name__}.compute_loss", (*key, trainer.state.global_step.bit_length()))
 
 
+def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
+    """Returns True if a trainer's loss is of whole rows: by its model's options, or since its rows have other names."""
+    if not isinstance(whole, Mapping) or options_of_batches(model).loss == "gathered":
+        return isinstance(whole, Mapping) and not _gives_whole_rows(trainer)
+    named = [name for name, x in whole.items() if name.endswith(TOKENS) and isinstance(x, Tensor)]
+    return bool(named) and not any(name in TOKENS for name in named)
+
+
+@contextmanager
+def whole_row_step(trainer: Any, model: nn.Module, whole: dict[str, Any]) -> Iterator[None]:
+    """A step whose batch is whole, as are the outputs of its models: calls are sharded when they are made.
+
+    Raises:
+        RanksDiffer: ranks have different batches.
+    """
+    refuse_trainer(trainer)
+    admission.refuse_always(trainer.model)
+    ring, options = find_ring(group_of(trainer)), options_of_batches(model)
+    facts = {**compared_inputs.empty_facts(options, whole), **compared_inputs.inputs_of(whole)}
+    ring.agree(facts, ring.small_device(trainer.args.device), compared_inputs.advice_for(whole))
+    others = [x for x in vars(trainer).values() if isinstance(x, nn.Module)]  # a teacher, for example
+    shard = functools.partial(shard_rows, trainer, fused=False)
+    calls = whole_row_calls((model, trainer.model, *others), shard)
+    with prepared(trainer, whole), Replaced(trainer, trainer_overrides.BY_CALLS, True), calls:
+        yield
+
+
+def shard_rows(
+    host: Any, model: nn.Module, rows: Mapping[str, Any], beside: Sequence[nn.Module] = (), fused: bool = True
+) -> Sharded:
+    """Shards whole rows for a trainer's model.
+
+    Args:
+        beside: other models that will get them. fused: they are called for log-probabilities, else for logits.
+    """
+    options = options_of_batches(model)
+    if fused:
+        refuse_past_fused_head(host, options.loss)
+    return shard_call(model, rows, group_of(host), options, type(host).__name__, beside, fused, trains=True)
+
+
 @contextmanager
 def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
-    with sharded, prepared(trainer, local), _gathering(model, sharded):
+    with sharded, prepared(trainer, local):
         yield sharded
-
-
-def _gathering(model: nn.Module, sharded: Sharded) -> AbstractContextManager[None]:
-    # One process has the logits of whole rows. There the model's own loss is taken: another of a ring is refused by it.
-    is_gathered = _gathers(sharded.context) and sharded.ring.size > 1
-    return with_gathered_logits(model, sharded) if is_gathered else nullcontext()
 
 
 def prepared(trainer: Any, local: dict[str, Any]) -> Replaced:
@@ -292,10 +320,10 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         averaged, is_trial = self.args.average_tokens_across_devices, isinstance(self.accelerator, RingsCounted)
         ring_size = 1 if group is None or is_trial else group.size()
         size = 1 if context is None else context.ring.size
-        if context is None and self.model.training:
+        if context is None and self.model.training and trainer_overrides.BY_CALLS not in vars(self):
             warn(WHOLE_ROWS.format(type(self).__name__))
         items = num_items_in_batch if averaged else num_items_in_batch * ring_size
-        sharded = context is None or not (_gathers(context) or context.whole_head)
+        sharded = context is None or not context.whole_head
         with smoothed_in_model(self, context) if context is not None and sharded else smoothed(self, model):
             result = original(self, model, inputs, return_outputs, items / size if sharded else items)
         times = 1 / ring_size if averaged else 1

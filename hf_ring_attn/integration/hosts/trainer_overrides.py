@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -56,6 +57,8 @@ def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:
 
 
 PREPARE = "_prepare_context_parallel_inputs"
+BY_CALLS = "_hf_ring_attn_by_calls"
+"""The attribute of a trainer whose batch stays whole in this step, since the calls of its models are sharded."""
 Prepare = Callable[[Any, nn.Module, Any], tuple[Callable[[], Any], Any]]
 """Maps a trainer, its model and a whole batch to the context of a step and the step's inputs."""
 
@@ -76,6 +79,8 @@ def patch_prepare(host: str, shards: Callable[[Any], bool], prepare: Prepare) ->
         def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: Any) -> Any:
             if not shards(self):
                 return original(self, model, inputs)
+            if BY_CALLS in vars(self):  # an evaluation, which has begun
+                return nullcontext, inputs
             begin_training(self, model)
             override = getattr(self, PREPARE)
             if not isinstance(override, _CheckedOverride):
@@ -121,7 +126,7 @@ class _CheckedOverride:
     def __call__(self, model: nn.Module, inputs: Any) -> Any:
         trainer, given = self._trainer(), _contents((model, inputs))
         returned = getattr(type(trainer), PREPARE)(trainer, model, inputs)
-        if not installed() or not self._shards(trainer):
+        if not installed() or not self._shards(trainer) or BY_CALLS in vars(trainer):
             return returned
         noted, self.noted = self.noted, None
         if noted is not None:

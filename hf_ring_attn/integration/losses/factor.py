@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced, programs_own
 from .changed_labels import shifted_anew
+from .whole_logits import of_whole_rows
 
 _ATTRIBUTE = "_loss_function"
 """The attribute of a transformers model that its property ``loss_function`` reads first."""
@@ -51,6 +52,7 @@ class _Watch:
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         replaced, uncalled = self.replaced, self.computed.uncalled
+        args, given = of_whole_rows(*args, **given)
         given = shifted_anew(replaced, args, given)
         if uncalled is not None and not self.computed.is_called:
             return uncalled(replaced, args, given)

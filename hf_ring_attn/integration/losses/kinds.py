@@ -36,6 +36,11 @@ def refuse_unshared(model: nn.Module, context: BatchContext) -> None:
         _check(model, head, context)
 
 
+def are_causal(model: nn.Module) -> bool:
+    """Returns True if labels make the model compute a causal language model's loss by transformers' own function."""
+    return all(programs_own(head.loss_function) is ForCausalLMLoss for head in loss_models_of(model))
+
+
 def _check(model: nn.Module, head: Any, context: BatchContext) -> None:
     # transformers uses the causal loss for names that it does not know (as of GPT2LMHeadModel).
     if LOSS_MAPPING.get(str(head.loss_type), ForCausalLMLoss) is not ForCausalLMLoss:

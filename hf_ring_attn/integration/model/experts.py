@@ -114,8 +114,6 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
         return
     if not all(is_known_balance(inspect.unwrap(function)) for function in functions.values()):
         yield _UNKNOWN
-    elif context.config.loss == "gathered":
-        yield f"a gathered loss leaves the MoE auxiliary loss out; take loss='sharded', or {_TODO}"
 
 
 def _in_a_ring(original: Callable[..., Any]) -> Any:

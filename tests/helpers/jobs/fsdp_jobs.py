@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
@@ -21,7 +20,6 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
-from hf_ring_attn.integration.hosts.gathered_loss import with_gathered_logits
 from tests.helpers.jobs.plain_jobs import Batch
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.trainer_jobs import launched
@@ -125,19 +123,11 @@ def smoothed(batch: Batch, wrap: str) -> tuple[Tensor, Tensor]:
     model: Any = sharded_weights() if wrap == "FSDP2" else tiny("llama", "ring_fp32")
     if wrap == "compiled":
         model = torch.compile(model, backend="eager")
-    config = RingConfig(loss="gathered")
-    sharded = replace_labels(hf_ring_attn.shard(batch, config=config, model=model), batch)
-    with sharded, with_gathered_logits(model, sharded):
+    with hf_ring_attn.whole_rows(model):
         # Trainer divides the count by the size of the ring where it averages no counts.
         got = Trainer.compute_loss(
-            trainer_with(model, smoother), model, sharded.inputs, False, count / dist.get_world_size()
+            trainer_with(model, smoother), model, dict(batch), False, count / dist.get_world_size()
         )
     plain = tiny("llama", "eager")(input_ids=batch["input_ids"])
     assert isinstance(got, Tensor)
     return got.detach(), smoother(plain, batch["labels"], shift_labels=True, num_items_in_batch=count).detach()
-
-
-def replace_labels(sharded: hf_ring_attn.Sharded, batch: Batch) -> hf_ring_attn.Sharded:
-    """With the labels of whole rows, as Trainer is given them for the gathered loss."""
-    left = {name: x for name, x in sharded.inputs.items() if name not in ("shift_labels", "num_items_in_batch")}
-    return replace(sharded, inputs={**left, "labels": batch["labels"]})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from hf_ring_attn import RingConfig
 from tests.helpers.models.tiny_models import BEFORE_IMAGE, IMAGE, VOCABULARY
@@ -234,6 +236,7 @@ class Run:
         metrics: compute_metrics is `ordered_metrics`, given all of the logits, their argmax, or batch by batch:
             "logits", "argmax", "batches"; "" for none.
         predicts: Trainer.predict is called at the end, with labels or without: "labelled", "unlabelled", "".
+        kind: the class of the trainer. change: makes the model to train of the one that ``model`` names.
     """
 
     why: str
@@ -249,3 +252,5 @@ class Run:
     steps: int = 4
     metrics: str = ""
     predicts: str = ""
+    kind: type[Trainer] = Trainer
+    change: Callable[[Any], Any] | None = None

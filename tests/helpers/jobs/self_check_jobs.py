@@ -19,9 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError, RingConfig
 from hf_ring_attn.integration import log
-from hf_ring_attn.integration.context.whole_batch import LOSS_INPUTS
 from hf_ring_attn.integration.gradients.replicas import bare_of
-from hf_ring_attn.integration.hosts.gathered_loss import with_gathered_logits
 from hf_ring_attn.integration.selfcheck.row import SelfCheckState
 from tests.helpers.jobs.plain_jobs import CHECKPOINTING, Batch, padded, tokens
 from tests.helpers.models.remote_models import remote
@@ -200,11 +198,10 @@ def of_a_batch(model: str, batch: Batch) -> str:
 def gathered_loss() -> tuple[str, Tensor]:
     """Of a model whose hooks gather its logits, which are there for the user's batch alone."""
     batch, model = tokens(23), tiny("llama", "ring_fp32")
-    sharded = hf_ring_attn.shard(batch, config=RingConfig(loss="gathered"))
-    inputs = {name: x for name, x in sharded.inputs.items() if name not in LOSS_INPUTS}
-    with sharded, with_gathered_logits(model, sharded):
-        loss = model(**inputs, labels=batch["labels"]).loss
-    return sharded.context.state(SelfCheckState).verdict, loss
+    with hf_ring_attn.whole_rows(model) as rows:
+        loss = model(**batch).loss
+    assert rows.latest is not None
+    return rows.latest.context.state(SelfCheckState).verdict, loss
 
 
 def with_other_weights() -> tuple[str, str]:

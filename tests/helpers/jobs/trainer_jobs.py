@@ -184,11 +184,12 @@ class Stream(IterableDataset[Row]):
 
 
 def trainer_of(
-    run: Run, mesh: Mesh, folder: str, model: Any = None, kind: type[Trainer] = Trainer, **more: Any
+    run: Run, mesh: Mesh, folder: str, model: Any = None, kind: type[Trainer] | None = None, **more: Any
 ) -> Trainer:
     """The Trainer of a run. ``more``: arguments of Trainer in place of those of the run."""
     if model is None:
         model = tiny(run.model, "ring_fp32" if mesh.cp > 1 else None)
+        model = model if run.change is None else run.change(model)
     if run.lora:
         from peft import AdaLoraConfig, LoraConfig, get_peft_model
 
@@ -216,7 +217,9 @@ def trainer_of(
         "compute_metrics": metrics, "compute_loss_func": capped_loss if run.loss_function else None,
         "preprocess_logits_for_metrics": argmax if run.metrics == "argmax" else None,
     }  # fmt: skip
-    trainer = kind(model=model, args=TrainingArguments(output_dir=folder, **arguments), **{**given, **more})
+    trainer = (kind or run.kind)(
+        model=model, args=TrainingArguments(output_dir=folder, **arguments), **{**given, **more}
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer
 

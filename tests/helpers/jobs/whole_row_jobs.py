@@ -1,0 +1,153 @@
+"""Trainers whose compute_loss needs whole rows, as people write them for one process, and rows of other names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div, log_softmax, logsigmoid, normalize
+from transformers import Trainer
+
+from tests.helpers.jobs.runs import Row, Rows
+from tests.helpers.models.tiny_models import tiny
+
+SEPARATOR = 3
+
+
+def next_token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """[B, S - 1] of logits and labels of whole rows, which it shifts by hand."""
+    return cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels[:, 1:], reduction="none")
+
+
+class Weighs(Trainer):
+    """Weighs tokens by the separators before them and by their place, and takes the mean of a batch."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs["labels"]
+        outputs = model(**{name: x for name, x in inputs.items() if name != "labels"})
+        each = next_token_losses(outputs.logits, labels)
+        weights = 1 + (inputs["input_ids"] == SEPARATOR).cumsum(1)[:, 1:] + torch.linspace(0, 1, each.shape[1])
+        loss = (each * weights).sum() / (labels[:, 1:] != -100).sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+class AddsToTheModels(Trainer):
+    """Adds to the model's own loss how far hidden states spread in a row, and the hardest tokens."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *given: Any, **named: Any) -> Any:
+        outputs = model(**inputs, output_hidden_states=True)
+        hardest = next_token_losses(outputs.logits, inputs["labels"]).flatten().topk(5).values.mean()
+        loss = outputs.loss + 0.1 * hardest + outputs.hidden_states[1].std(1).mean()
+        return (loss, {"loss": loss, "logits": outputs.logits}) if return_outputs else loss
+
+
+class Distils(Trainer):
+    """Compares each row with a teacher, which has transformers' own attention, as a mean over the batch."""
+
+    teacher: Any = None
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *given: Any, **named: Any) -> Any:
+        if self.teacher is None:
+            self.teacher = tiny("llama", self.attention, hidden_size=16, num_hidden_layers=1)
+            self.teacher.eval()
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        with torch.no_grad():
+            wanted = self.teacher(ids, mask).logits.softmax(-1)
+        outputs = model(input_ids=ids, attention_mask=mask)
+        each = kl_div(outputs.logits.log_softmax(-1), wanted, reduction="none").sum(-1)
+        loss = (each * mask).sum() / mask.sum()
+        return (loss, outputs) if return_outputs else loss
+
+    @property
+    def attention(self) -> str:
+        return "sdpa"
+
+
+class DistilsInTheRing(Distils):
+    """The teacher is in the ring, too, where there is one."""
+
+    @property
+    def attention(self) -> str:
+        model: Any = self.model
+        return str(model.config._attn_implementation)
+
+
+class TrainingStep(Weighs):
+    """Its training_step calls its compute_loss, past Trainer's."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        whole = self._prepare_inputs(inputs)
+        loss: Tensor = self.compute_loss(model, whole)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Rows):
+    """Rows and what they are compared with: the row in reverse, less two tokens. ``names``: of both kinds."""
+
+    names: tuple[str, str] = ("chosen_", "rejected_")
+
+    def collate(self, rows: list[Row]) -> Row:
+        other = [{name: x.flip(0)[2:] for name, x in row.items()} for row in rows]
+        both = super().collate(rows), super().collate(other)
+        return {
+            f"{name}{key}": x for name, batch in zip(self.names, both, strict=True) for key, x in batch.items()
+            if key != "labels"
+        }  # fmt: skip
+
+
+class Prefers(Trainer):
+    """ORPO's kind of loss, of two kinds of rows in calls of their own."""
+
+    def log_probs(self, model: Any, inputs: Any, kind: str) -> tuple[Tensor, Tensor]:
+        ids, mask = inputs[f"{kind}_input_ids"], inputs[f"{kind}_attention_mask"]
+        logits = model(ids, attention_mask=mask).logits
+        each = -next_token_losses(logits, ids) * mask[:, 1:]
+        return each.sum(1) / mask[:, 1:].sum(1), logits
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *given: Any, **named: Any) -> Any:
+        better, logits = self.log_probs(model, inputs, "chosen")
+        worse, _ = self.log_probs(model, inputs, "rejected")
+        loss = (-logsigmoid(better - worse) - better).mean()
+        return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
+
+
+class Retriever(nn.Module):
+    """Embeds queries and passages: a module of a program's own around a transformers model, whose rows it pools."""
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self.encoder = encoder.model
+        self.config = encoder.config
+        self.scale = nn.Parameter(torch.tensor(5.0))
+
+    def embed(self, rows: Row) -> Tensor:
+        hidden, mask = self.encoder(**rows).last_hidden_state, rows["attention_mask"][..., None]
+        return normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+    def forward(self, query: Row, passage: Row) -> dict[str, Tensor]:
+        scores = self.scale * self.embed(query) @ self.embed(passage).T
+        return {"loss": cross_entropy(scores, torch.arange(len(scores))), "logits": scores}
+
+
+class Retrieves(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *given: Any, **named: Any) -> Any:
+        names = "input_ids", "attention_mask"
+        outputs = model(*({name: inputs[f"{kind}_{name}"] for name in names} for kind in ("query", "passage")))
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+def sum_of_logs(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    """A loss function of a model's own: of all tokens, by a mean over each row."""
+    return (next_token_losses(logits, labels) + log_softmax(logits, 1).square().mean()).mean(1).sum()
+
+
+def with_a_loss_function(model: Any) -> Any:
+    model.loss_function = sum_of_logs
+    return model

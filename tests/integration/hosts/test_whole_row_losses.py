@@ -1,0 +1,57 @@
+"""A Trainer's own loss of whole rows, with loss="gathered" or rows of other names, is that of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_ring_attn import RingConfig
+from tests.helpers.jobs import whole_row_jobs as jobs
+from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, by_turns, in_rings, without_ring
+from tests.helpers.jobs.runs import Mesh, Rows, Run
+
+PADDED = Rows(shortest=9, pad_to="right", length=23, labelled="answers")
+PAIRS = jobs.Pairs(shortest=9, pad_to="right", length=23)
+QUERIES = jobs.Pairs(shortest=9, pad_to="left", length=23, names=("query_", "passage_"))
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+GATHERED = Run(
+    why="", rows=PADDED, evaluated=replace(PADDED, count=5, seed=2), ring=RingConfig(loss="gathered"), metrics="logits",
+    predicts="labelled",
+)  # fmt: skip
+NAMED = replace(
+    GATHERED, rows=PAIRS, evaluated=replace(PAIRS, count=5, seed=2), metrics="", predicts="", ring=RingConfig(),
+    arguments={"eval_strategy": "no"},
+)  # fmt: skip
+ALONE = {"average_tokens_across_devices": False}
+RUNS = [
+    replace(GATHERED, why="weights by separators and places", kind=jobs.Weighs, arguments=ACCUMULATED),
+    replace(GATHERED, why="the same, LoRA", kind=jobs.Weighs, lora=True),
+    replace(GATHERED, why="terms beside the model's loss", kind=jobs.AddsToTheModels, predicts=""),
+    replace(GATHERED, why="a teacher with another attention", kind=jobs.Distils),
+    replace(GATHERED, why="a teacher in the ring", kind=jobs.DistilsInTheRing),
+    replace(GATHERED, why="a loss function of the model's own", change=jobs.with_a_loss_function),
+    replace(GATHERED, why="the model's loss with that of experts", model="mixtral", arguments=ACCUMULATED,
+        metrics="", predicts=""),
+    replace(GATHERED, why="labels smoothed", arguments={"label_smoothing_factor": 0.1}),
+    replace(GATHERED, why="counts of rings not averaged", kind=jobs.Weighs, arguments=ALONE),
+    replace(GATHERED, why="checkpointed", kind=jobs.Weighs, arguments={"gradient_checkpointing": True}),
+    replace(GATHERED, why="recurrent layers", model="qwen3_5", kind=jobs.Weighs),
+    replace(NAMED, why="two kinds of rows", kind=jobs.Prefers, arguments={**ACCUMULATED, "learning_rate": 0.5, "eval_strategy": "no"}),
+    replace(
+        NAMED, why="a module around the model", kind=jobs.Retrieves, change=jobs.Retriever, rows=QUERIES,
+        evaluated=replace(QUERIES, count=6, seed=2),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "mesh"), by_turns(RUNS))
+@pytest.mark.turns
+def test_a_loss_of_whole_rows_is_that_of_one_process(ranks: Ranks, run: Run, mesh: Mesh) -> None:
+    want = without_ring(ranks, run, mesh)
+    for got in in_rings(ranks, run, mesh):
+        assert_equal_runs(got, want)
+        if want.predictions is not None:
+            assert got.predictions is not None
+            torch.testing.assert_close(got.predictions, want.predictions, rtol=1e-5, atol=1e-5)
